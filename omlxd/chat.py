@@ -1,0 +1,234 @@
+"""The conversation form and the event stream: the two things that cross between front and engine.
+
+Each HTTP protocol is a translation into `GenerateRequest` and out of `Event`; the engine knows
+no protocol and a protocol knows no model. Everything here is a `msgspec.Struct`, so that the same
+types are the wire format (msgpack frames, see `wire.py`) and the JSON Lines of the stdin bridge.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Union
+
+import msgspec
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of every struct here: immutable, defaults left off the wire."""
+
+
+# --------------------------------------------------------------------------- parts of a message
+
+
+class TextPart(Struct, tag="text"):
+    text: str
+
+
+class ThinkingPart(Struct, tag="thinking"):
+    """Reasoning of an earlier assistant turn, echoed by the client. `signature` may be empty."""
+
+    text: str
+    signature: str = ""
+
+
+class ImagePart(Struct, tag="image"):
+    """An image as encoded bytes (PNG, JPEG, …); never a URL: nobody past the front fetches anything."""
+
+    data: bytes
+    media_type: str = ""
+
+
+class ToolCallPart(Struct, tag="tool_call"):
+    """A call that the assistant made in an earlier turn. `arguments` is a JSON object as parsed."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+
+
+class ToolResultPart(Struct, tag="tool_result"):
+    """The result of a tool call. Stands in messages whose role is `tool`."""
+
+    call_id: str
+    text: str
+    is_error: bool = False
+    images: tuple[ImagePart, ...] = ()
+
+
+Part = Union[TextPart, ThinkingPart, ImagePart, ToolCallPart, ToolResultPart]
+
+
+class Message(Struct):
+    """One message, its parts in the order in which the client gave them.
+
+    `system` may stand anywhere in a conversation (Claude Code sends it after user turns); the
+    prompt pipeline decides how a template that can't express that gets it.
+    """
+
+    role: Role
+    parts: tuple[Part, ...]
+
+
+class Tool(Struct):
+    """A tool that the model may call. `parameters` is a JSON schema."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+
+
+# --------------------------------------------------------------------------- a request
+
+
+class Sampling(Struct):
+    """How to sample. `None` means: the model's own default (generation_config.json), else the field's.
+
+    temperature  >= 0; 0 is greedy
+    top_p        in (0, 1]
+    top_k        0 is off
+    min_p        in [0, 1)
+    repetition_penalty  > 0; 1 is off. Taken over prompt and output, as Hugging Face and vLLM do.
+    presence_penalty, frequency_penalty  in [-2, 2]; over the output, as OpenAI does
+    logit_bias   token id → bias in [-100, 100]
+    seed         the same seed, prompt and build give the same tokens, whatever else runs
+    max_tokens   None: until the context is full
+    stop         strings; matched on the text, whatever its tokenisation
+    logprobs     number of top alternatives to report a token; None is off
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+
+class Conversation(Struct, tag="conversation"):
+    """A chat, rendered by the model's template. `thinking` None: the model's default."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str = "auto"
+    """`auto`, `none`, `required`, or `named:<tool>`."""
+    thinking: bool | None = None
+    template_args: dict[str, Any] = {}
+
+
+class RawPrompt(Struct, tag="raw"):
+    """A text or token ids to complete as they are, with no template."""
+
+    text: str = ""
+    tokens: tuple[int, ...] | None = None
+    echo: bool = False
+
+
+class GenerateRequest(Struct):
+    """What the front asks of an engine.
+
+    session     names the client's conversation, for affinity and diagnostics; never part of a key
+    cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
+    """
+
+    prompt: Union[Conversation, RawPrompt]
+    sampling: Sampling = Sampling()
+    session: str = ""
+    cache_salt: str = ""
+
+
+# --------------------------------------------------------------------------- events
+
+
+class Usage(Struct):
+    """Token counts of one request; every count is in the model's own tokens.
+
+    prompt_tokens      whole prompt
+    cached_hot/_cold   of these, restored from RAM / from SSD; the rest was computed
+    completion_tokens  generated, the end-of-turn token not counted
+    reasoning_tokens   of these, inside the thinking block
+    ttft_s             from the engine's receipt to the first token, seconds
+    """
+
+    prompt_tokens: int = 0
+    cached_hot: int = 0
+    cached_cold: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    ttft_s: float = 0.0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_hot + self.cached_cold
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class Progress(Struct, tag="progress"):
+    """Prefill has reached `done` of `total` prompt tokens. The first one carries the restored prefix."""
+
+    done: int
+    total: int
+
+
+class ReasoningDelta(Struct, tag="reasoning"):
+    text: str
+
+
+class TextDelta(Struct, tag="text"):
+    """Text of the answer. `logprobs` only when asked for."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class ToolCall(Struct, tag="tool_call"):
+    """One whole call. `arguments` is JSON text, an object, valid."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
+
+
+class Finished(Struct, tag="finished"):
+    """The last event of a request that went well."""
+
+    reason: FinishReason
+    usage: Usage
+    stop_sequence: str | None = None
+
+
+ErrorCode = Literal[
+    "invalid_request",  # 400: the client can mend it
+    "prompt_too_long",  # 400: message is `prompt is too long: X tokens > Y maximum`
+    "authentication",  # 401
+    "not_found",  # 404
+    "request_too_large",  # 413: bytes, not tokens
+    "overloaded",  # 503 (529 for Anthropic): retry after a while
+    "unavailable",  # 503: the engine died or is reloading; retry
+    "internal",  # 500: a bug of ours
+]
+
+
+class Failed(Struct, tag="failed"):
+    """The last event of a request that failed. `retry_after` in seconds, at most 60."""
+
+    code: ErrorCode
+    message: str
+    retry_after: int | None = None
+
+
+Event = Union[Progress, ReasoningDelta, TextDelta, ToolCall, Finished, Failed]

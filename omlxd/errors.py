@@ -1,0 +1,83 @@
+"""Typed errors. `api/errors.py` is the one place that turns them into HTTP."""
+
+from __future__ import annotations
+
+from .chat import ErrorCode, Failed
+
+
+class OmlxdError(Exception):
+    """An error that a client or an owner can act on.
+
+    code         what kind it is (see `chat.ErrorCode`)
+    message      one sentence that says what to do
+    param        the request field or the flag at fault, if one is
+    retry_after  seconds after which the same request may go through, at most 60
+    """
+
+    code: ErrorCode = "internal"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: ErrorCode | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.param = param
+        self.retry_after = retry_after
+
+    def as_event(self) -> Failed:
+        return Failed(code=self.code, message=self.message, retry_after=self.retry_after)
+
+    @classmethod
+    def from_event(cls, failed: Failed) -> OmlxdError:
+        return OmlxdError(failed.message, code=failed.code, retry_after=failed.retry_after)
+
+
+class InvalidRequest(OmlxdError):
+    code = "invalid_request"
+
+
+class PromptTooLong(OmlxdError):
+    """`tokens` > `limit`. The sentence is the one that Claude Code parses (facts of its client)."""
+
+    code = "prompt_too_long"
+
+    def __init__(self, tokens: int, limit: int):
+        super().__init__(f"prompt is too long: {tokens} tokens > {limit} maximum")
+
+
+class NotFound(OmlxdError):
+    code = "not_found"
+
+
+class Unauthorized(OmlxdError):
+    code = "authentication"
+
+
+class RequestTooLarge(OmlxdError):
+    code = "request_too_large"
+
+
+class Overloaded(OmlxdError):
+    code = "overloaded"
+
+
+class Unavailable(OmlxdError):
+    code = "unavailable"
+
+
+class ConfigError(OmlxdError):
+    """A flag, a variable or a line of the configuration file makes no sense. `param` names it."""
+
+    code = "invalid_request"
+
+
+class ModelError(OmlxdError):
+    """A model folder can't be loaded."""
+
+    code = "unavailable"

@@ -1,0 +1,1 @@
+"""Where models come from: hub or folder, and the embedded demo model."""

@@ -1,0 +1,226 @@
+"""Frames between the front and one engine process, over a Unix socketpair.
+
+A frame is a little-endian u32 length and that many bytes of msgpack, one tagged struct each.
+Sans-I/O: `FrameDecoder` takes bytes and gives messages; either side is tested without a socket.
+
+Life of an engine, as the front sees it:
+
+| from front       | from engine                     |
+|------------------|---------------------------------|
+| `Load`           | `LoadProgress`* then `Loaded` or `LoadFailed` (and exit) |
+| `Generate(id)`   | `Events` holding `(id, Event)`; exactly one last event, `Finished` or `Failed` |
+| `Cancel(id)`     | nothing more for `id`            |
+| `Count(id)`      | `Counted(id)` or `Events` with `Failed` |
+| `GetStats(id)`   | `Stats(id)`                      |
+| `Grant`          | answers `Reserve`                |
+| `Quit`           | flushes stores, then exits 0     |
+
+The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
+`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from .chat import Conversation, Event, GenerateRequest, RawPrompt, Struct
+
+MAX_FRAME = 256 * 1024 * 1024
+"""Bytes. A request body is at most 32 MiB (the front's limit), so this only stops nonsense."""
+
+
+# --------------------------------------------------------------------------- to the engine
+
+
+class CacheSettings(Struct):
+    """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier."""
+
+    enabled: bool = True
+    block_size: int = 64
+    initial_blocks: int = 256
+    hot_max_bytes: int | None = None
+    cold_dir: str = ""
+
+
+class Load(Struct, tag="load"):
+    """`model_path`: a local folder. `model_id`: the name that clients use."""
+
+    model_path: str
+    model_id: str
+    cache: CacheSettings
+    max_concurrent: int = 8
+    log_level: str = "info"
+
+
+class Generate(Struct, tag="generate"):
+    id: int
+    request: GenerateRequest
+
+
+class Cancel(Struct, tag="cancel"):
+    id: int
+
+
+class Count(Struct, tag="count"):
+    """Count the prompt tokens of `prompt`, rendered just as `Generate` would."""
+
+    id: int
+    prompt: Union[Conversation, RawPrompt]
+
+
+class GetStats(Struct, tag="get_stats"):
+    id: int
+
+
+class Grant(Struct, tag="grant"):
+    """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier)."""
+
+    ticket: int
+    nbytes: int
+
+
+class Quit(Struct, tag="quit"):
+    """Flush stores for at most `deadline_s` seconds, then exit."""
+
+    deadline_s: float = 5.0
+
+
+ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Grant, Quit]
+
+
+# --------------------------------------------------------------------------- to the front
+
+
+class LoadProgress(Struct, tag="load_progress"):
+    stage: str
+
+
+class ModelInfo(Struct):
+    """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not."""
+
+    model_id: str
+    model_type: str
+    context_length: int
+    vocab_size: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_reuse: str
+    namespace: str
+    block_size: int
+    backend: str
+    supports_tools: bool = False
+    supports_thinking: bool = False
+    note: str = ""
+
+
+class Loaded(Struct, tag="loaded"):
+    info: ModelInfo
+
+
+class LoadFailed(Struct, tag="load_failed"):
+    message: str
+
+
+class Events(Struct, tag="events"):
+    """Events in order, of any number of requests: one frame a step, not one a token."""
+
+    events: tuple[tuple[int, Event], ...]
+
+
+class Counted(Struct, tag="counted"):
+    id: int
+    tokens: int
+
+
+class Stats(Struct, tag="stats"):
+    """Counters and gauges by name; names are listed in engine/metrics.py."""
+
+    id: int
+    values: dict[str, float]
+    detail: dict[str, Any] = {}
+
+
+class Reserve(Struct, tag="reserve"):
+    """Ask for `nbytes` of cold-tier space. One ticket outstanding at a time."""
+
+    ticket: int
+    nbytes: int
+
+
+class Stored(Struct, tag="stored"):
+    """Files now in place: (namespace/hash path relative to the cache dir, bytes on disk).
+
+    Their bytes leave the grant and become files on the account.
+    """
+
+    files: tuple[tuple[str, int], ...]
+
+
+class Released(Struct, tag="released"):
+    """`nbytes` of a grant will not be used after all."""
+
+    nbytes: int
+
+
+class Dropped(Struct, tag="dropped"):
+    """Files that the engine removed (failed their digest)."""
+
+    files: tuple[str, ...]
+
+
+class Touched(Struct, tag="touched"):
+    """Files that a request used, leaf first: a parent ends up more recent than its child."""
+
+    files: tuple[str, ...]
+
+
+ToFront = Union[
+    LoadProgress,
+    Loaded,
+    LoadFailed,
+    Events,
+    Counted,
+    Stats,
+    Reserve,
+    Stored,
+    Released,
+    Dropped,
+    Touched,
+]
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Any) -> bytes:
+    """One frame."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"frame of {len(body)} bytes")
+    return len(body).to_bytes(4, "little") + body
+
+
+class FrameDecoder:
+    """Bytes in, messages out. `type` is `ToEngine` or `ToFront`."""
+
+    def __init__(self, type: Any):
+        self._decoder = msgspec.msgpack.Decoder(type)
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        """Messages completed by `data`. Raises ValueError (msgspec's included) on nonsense."""
+        self._buffer += data
+        out = []
+        at = 0
+        while len(self._buffer) - at >= 4:
+            length = int.from_bytes(self._buffer[at : at + 4], "little")
+            if length > MAX_FRAME:
+                raise ValueError(f"frame of {length} bytes")
+            if len(self._buffer) - at - 4 < length:
+                break
+            out.append(self._decoder.decode(memoryview(self._buffer)[at + 4 : at + 4 + length]))
+            at += 4 + length
+        if at:
+            del self._buffer[:at]
+        return out
