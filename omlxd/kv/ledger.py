@@ -1,0 +1,214 @@
+"""The cold tier's account: the only authority that grants space, over all models and engines.
+
+    used + reserved <= cap          at every instant
+
+`reserve` evicts first and grants after, so the sum of what is on disk and what may still be
+written never passes the cap, temporary files included (a temporary file is written under a
+grant). Files become *used* when the engine says they are in place; an engine that dies takes its
+grant with it, and what it wrote without saying so is found by a walk.
+
+Eviction is least recently used first. Requests touch their chain from leaf to root, so that a
+parent is never older than its child and leaves go first; the touch is also written to the file's
+mtime, by whoever read it, so the order survives a restart without an index.
+
+Not thread-safe: one thread owns a ledger (front/cold_ledger.py).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .paths import LOCK_NAME, SUFFIX, TEMP_SUFFIX, disk_bytes
+
+log = logging.getLogger(__name__)
+
+
+class LedgerBusy(Exception):
+    """Another daemon holds this cache dir."""
+
+
+@dataclass(slots=True, frozen=True)
+class LedgerStats:
+    """Bytes but for `files` and the two counters."""
+
+    bytes_used: int
+    reserved: int
+    files: int
+    cap: int
+    evicted_files: int
+    evicted_bytes: int
+
+
+class Ledger:
+    """`root`: the cache dir. `cap_bytes`: what files and grants may add up to."""
+
+    def __init__(self, root: Path, cap_bytes: int):
+        self.root = root
+        self.cap = cap_bytes
+        self._files: OrderedDict[str, int] = OrderedDict()  # path → bytes, oldest first
+        self._used = 0
+        self._reserved = 0
+        self._evicted_files = 0
+        self._evicted_bytes = 0
+        self._lock_fd = -1
+
+    # ----------------------------------------------------------------- opening and closing
+
+    def open(self) -> None:
+        """Lock the folder, remove leftovers of a crash, take stock.
+
+        Raises LedgerBusy, or OSError when the folder can't be made, written or read.
+        """
+        self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
+        except BlockingIOError:
+            os.close(fd)
+            raise LedgerBusy(f"{self.root} is in use by another omlxd") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        self._lock_fd = fd
+        self._take_stock()
+
+    def close(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _take_stock(self) -> None:
+        found = sorted(self._walk())
+        for _, path, size in found:
+            self._files[path] = size
+            self._used += size
+        self._evict(self._used - self.cap)
+
+    def _walk(self, *, remove_temps: bool = True) -> Iterable[tuple[int, str, int]]:
+        """(mtime in ns, relative path, bytes on disk) of every block file. Symlinks are not followed."""
+        for namespace in _subfolders(self.root):
+            for fan in _subfolders(Path(namespace.path)):
+                for entry in _entries(fan.path):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    if entry.name.endswith(TEMP_SUFFIX):
+                        if remove_temps:
+                            _unlink(entry.path)
+                        continue
+                    if not entry.name.endswith(SUFFIX):
+                        continue
+                    stat = entry.stat(follow_symlinks=False)
+                    path = f"{namespace.name}/{fan.name}/{entry.name}"
+                    yield stat.st_mtime_ns, path, disk_bytes(stat.st_size)
+
+    # ----------------------------------------------------------------- granting space
+
+    def reserve(self, nbytes: int) -> int:
+        """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
+        if nbytes <= 0 or nbytes > self.cap:
+            return 0
+        self._evict(self._used + self._reserved + nbytes - self.cap)
+        if self._used + self._reserved + nbytes > self.cap:
+            return 0
+        self._reserved += nbytes
+        return nbytes
+
+    def stored(self, files: Iterable[tuple[str, int]]) -> None:
+        """Granted bytes became files; they are the most recently used."""
+        for path, nbytes in files:
+            self._reserved = max(0, self._reserved - nbytes)
+            self._forget(path)
+            self._files[path] = nbytes
+            self._used += nbytes
+
+    def released(self, nbytes: int) -> None:
+        """Granted bytes that will not be written."""
+        self._reserved = max(0, self._reserved - nbytes)
+
+    def dropped(self, paths: Iterable[str]) -> None:
+        """Files that an engine removed itself."""
+        for path in paths:
+            self._forget(path)
+
+    def touched(self, paths: Iterable[str]) -> None:
+        """Files that a request used, leaf first."""
+        for path in paths:
+            if path in self._files:
+                self._files.move_to_end(path)
+
+    def engine_gone(self, outstanding: int) -> None:
+        """An engine died holding `outstanding` granted bytes: adopt what it wrote, free the rest.
+
+        Its temporary files go; other engines' may go too, and those engines count a failed store.
+        """
+        known = self._files
+        for _, path, size in sorted(self._walk()):
+            if path not in known:
+                known[path] = size
+                self._used += size
+        self.released(outstanding)
+        self._evict(self._used + self._reserved - self.cap)
+
+    # ----------------------------------------------------------------- the files
+
+    def _evict(self, excess: int) -> None:
+        """Remove files, oldest first, until `excess` bytes are gone or nothing can be removed."""
+        stuck: list[tuple[str, int]] = []
+        while excess > 0 and self._files:
+            path, size = self._files.popitem(last=False)
+            if not _unlink(self.root / path):
+                # It still takes its space, so it stays on the account, out of the way of the rest.
+                stuck.append((path, size))
+                continue
+            self._used -= size
+            self._evicted_files += 1
+            self._evicted_bytes += size
+            excess -= size
+        for path, size in reversed(stuck):
+            self._files[path] = size
+            self._files.move_to_end(path, last=False)
+
+    def _forget(self, path: str) -> None:
+        self._used -= self._files.pop(path, 0)
+
+    def stats(self) -> LedgerStats:
+        return LedgerStats(
+            bytes_used=self._used,
+            reserved=self._reserved,
+            files=len(self._files),
+            cap=self.cap,
+            evicted_files=self._evicted_files,
+            evicted_bytes=self._evicted_bytes,
+        )
+
+
+def _subfolders(folder: Path) -> list[os.DirEntry[str]]:
+    return [entry for entry in _entries(str(folder)) if entry.is_dir(follow_symlinks=False)]
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _unlink(path: str | Path) -> bool:
+    """True when the file is gone."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        log.warning("cold tier: can't remove %s: %s", path, error)
+        return False
+    return True
