@@ -1,0 +1,66 @@
+"""The record of one block, and the table of its life.
+
+| state    | ref_cnt | hash | in free queue | in hash map | what it is                                |
+|----------|---------|------|---------------|-------------|-------------------------------------------|
+| free     | 0       | None | yes, spare    | no          | a record to use                           |
+| filling  | >= 1    | None | no            | no          | the end of some request's table, not full |
+| in use   | >= 1    | set  | no            | yes         | full; a table or a writer holds it        |
+| cached   | 0       | set  | yes, cached   | yes         | full; nobody holds it; may be evicted     |
+
+    free     --allocate-->      filling    (pool.allocate)
+    filling  --cache-->         in use     (pool.cache: full, named, its payload kept if there is one)
+    in use   --last release-->  cached     (to the back of the cached queue)
+    filling  --last release-->  free       (a spare record)
+    cached   --touch-->         in use     (a hit)
+    cached   --evict-->         free       (pool.evict: name and payload dropped)
+
+When two requests compute the same block at once the second finds the name taken: its own record
+stays nameless (`filling` for good) and goes back to `free`, while later requests hit the first.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .hashing import BlockHash
+
+
+class Payload(Protocol):
+    """Bytes of one block, opaque to the pool. `nbytes`: what it takes in RAM."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Block:
+    """A block record; its payload, if any, is the hot tier's copy.
+
+    block_hash  None until the block is full and cached
+    num_tokens  tokens so far, at most the block size
+    on_disk     its file is known to be in place (or was, when last looked at)
+    """
+
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "next_free",
+        "num_tokens",
+        "on_disk",
+        "payload",
+        "prev_free",
+        "ref_cnt",
+    )
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_cnt = 0
+        self.num_tokens = 0
+        self.block_hash: BlockHash | None = None
+        self.payload: Payload | None = None
+        self.on_disk = False
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+
+    def __repr__(self) -> str:
+        name = self.block_hash.hex()[:8] if self.block_hash else "-"
+        return f"<Block {self.block_id} {name} ref={self.ref_cnt} tokens={self.num_tokens}>"

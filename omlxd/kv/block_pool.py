@@ -1,0 +1,176 @@
+"""The block pool: records, hash map, free queue, and the hot tier's byte budget.
+
+No I/O, no MLX, no clock: pure bookkeeping, every operation O(1) a block. The terms are vLLM's
+(v1/core/block_pool.py): get_cached_block, touch, free, ref_cnt, eviction at allocation.
+
+Where it differs from vLLM's: a block's payload is a copy that it owns, not a page that attention
+reads, so a pool of any size costs only its records, it grows on demand, and the budget is in bytes
+of payload instead of in blocks. The free queue is two: blocks with a name, in eviction order, and
+spare records, so that neither allocation nor eviction ever steps over the other's. Invariants (checked by `check`, and by the state machine in
+tests/test_kv_state_machine.py):
+
+    in a free queue    <=>  ref_cnt == 0; in that of cached blocks <=> it also has a name
+    in hash map as h   <=>  block_hash == h
+    payload held        =>  block_hash set
+    hot_bytes          ==   sum of payload bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .block import Block, Payload
+from .free_queue import FreeQueue
+from .hashing import BlockHash
+
+
+class BlockPool:
+    """`initial_blocks`: records made at once; more are made when none is free."""
+
+    def __init__(self, initial_blocks: int = 256, max_records: int = 1 << 20):
+        self._blocks = [Block(i) for i in range(initial_blocks)]
+        self._cached = FreeQueue()
+        self._spare = FreeQueue()
+        for block in self._blocks:
+            self._spare.append(block)
+        self._by_hash: dict[BlockHash, Block] = {}
+        self._max_records = max_records
+        self.hot_bytes = 0
+        self.evicted = 0
+
+    # ----------------------------------------------------------------- lookup and references
+
+    def __len__(self) -> int:
+        """Records, of any state."""
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with ref_cnt 0, cached ones among them."""
+        return len(self._cached) + len(self._spare)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks with a name."""
+        return len(self._by_hash)
+
+    def get_cached_block(self, block_hash: BlockHash) -> Block | None:
+        """The block of that name, or None. Takes no reference."""
+        return self._by_hash.get(block_hash)
+
+    def touch(self, blocks: Iterable[Block]) -> None:
+        """Take a reference to each: a hit."""
+        for block in blocks:
+            if block.ref_cnt == 0:
+                self._queue_of(block).remove(block)
+            block.ref_cnt += 1
+
+    def free(self, blocks: Sequence[Block]) -> None:
+        """Give a reference to each back. Pass a chain in order: it is queued leaf first.
+
+        So a parent is always younger than its child, and eviction takes leaves first.
+        """
+        for block in reversed(blocks):
+            block.ref_cnt -= 1
+            if block.ref_cnt > 0:
+                continue
+            assert block.ref_cnt == 0, f"{block} freed more often than taken"
+            if block.block_hash is None:
+                block.num_tokens = 0
+            self._queue_of(block).append(block)
+
+    def _queue_of(self, block: Block) -> FreeQueue:
+        return self._spare if block.block_hash is None else self._cached
+
+    # ----------------------------------------------------------------- allocation
+
+    def allocate(self) -> Block:
+        """An empty block with one reference: a spare record, else a new one, else the oldest cached."""
+        block = self._spare.popleft()
+        if block is None and len(self._blocks) >= self._max_records:
+            block = self._cached.popleft()
+            if block is not None:
+                self._forget(block)
+                self.evicted += 1
+        if block is None:
+            block = Block(len(self._blocks))
+            self._blocks.append(block)
+        block.ref_cnt = 1
+        block.num_tokens = 0
+        return block
+
+    def cache(self, block: Block, block_hash: BlockHash, payload: Payload | None) -> Block:
+        """Name a full block. Returns the block that holds the name: `block`, or an earlier twin.
+
+        The twin of a block computed twice keeps the name and gets the payload if it has none.
+        """
+        owner = self._by_hash.setdefault(block_hash, block)
+        if owner is block:
+            block.block_hash = block_hash
+        if payload is not None and owner.payload is None:
+            self.set_payload(owner, payload)
+        return owner
+
+    def set_payload(self, block: Block, payload: Payload) -> None:
+        """Keep `payload` as the hot copy of a named block that has none."""
+        assert block.block_hash is not None and block.payload is None
+        block.payload = payload
+        self.hot_bytes += payload.nbytes
+
+    def drop_payload(self, block: Block) -> None:
+        """Leave the hot tier; the record and its name stay."""
+        if block.payload is not None:
+            self.hot_bytes -= block.payload.nbytes
+            block.payload = None
+
+    # ----------------------------------------------------------------- eviction
+
+    def evict(self, nbytes: int) -> int:
+        """Evict cached blocks, oldest first, until `nbytes` of payload are gone. Returns bytes freed.
+
+        Frees less only when everything left is in use.
+        """
+        freed = 0
+        while freed < nbytes and (block := self._cached.popleft()) is not None:
+            freed += block.payload.nbytes if block.payload is not None else 0
+            self._forget(block)
+            self._spare.append(block)
+            self.evicted += 1
+        return freed
+
+    def forget(self, block: Block) -> None:
+        """Take a name out of the map: its bytes proved wrong or are gone. References stay valid."""
+        if block.block_hash is None:
+            return
+        if block.ref_cnt == 0:
+            self._cached.remove(block)
+            self._spare.append(block)
+        self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        assert block.block_hash is not None
+        del self._by_hash[block.block_hash]
+        self.drop_payload(block)
+        block.block_hash = None
+        block.num_tokens = 0
+        block.on_disk = False
+
+    # ----------------------------------------------------------------- checking
+
+    def check(self, references: dict[int, int] | None = None) -> None:
+        """Assert every invariant, in O(blocks). `references`: block id → references held outside."""
+        cached, spare = list(self._cached), list(self._spare)
+        assert len(cached) == len(self._cached) and len(spare) == len(self._spare)
+        assert all(b.block_hash is not None for b in cached)
+        assert all(b.block_hash is None for b in spare)
+        queued = cached + spare
+        assert len(queued) == len({b.block_id for b in queued})
+        assert {b.block_id for b in queued} == {b.block_id for b in self._blocks if b.ref_cnt == 0}
+        assert all(b.block_hash == h for h, b in self._by_hash.items())
+        assert len(self._by_hash) == sum(b.block_hash is not None for b in self._blocks)
+        assert self.hot_bytes == sum(b.payload.nbytes for b in self._blocks if b.payload is not None)
+        assert all(b.block_hash is not None for b in self._blocks if b.payload is not None)
+        if references is not None:
+            assert {b.block_id: b.ref_cnt for b in self._blocks if b.ref_cnt} == {
+                i: n for i, n in references.items() if n
+            }
