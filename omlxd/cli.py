@@ -1,0 +1,75 @@
+"""The `omlxd` command. Imports nothing heavy before it knows that the settings make sense."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from . import __version__
+from .config import OPTIONS, closest, load_settings
+from .errors import ConfigError
+
+USAGE_ERROR = 2
+"""Exit status when a flag, a variable or a line of the file makes no sense."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that ends in one sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 (could not serve) or 2 (bad settings)."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _main(argv: list[str]) -> int:
+    parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
+    parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    serve = verbs.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP with OpenAI and Anthropic APIs. Every flag can also be "
+        "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
+        allow_abbrev=False,
+    )
+    _add_options(serve)
+    known, rest = parser.parse_known_args(argv)
+    if rest:
+        word = rest[0].partition("=")[0]
+        hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
+        raise ConfigError(f"{word} is no flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word)
+    flags = {name: value for name, value in vars(known).items() if name != "verb" and value is not None}
+    settings = load_settings(flags)
+
+    from .front.serve import serve as run
+
+    return run(settings)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Every value stays text here: config.py reads flags, variables and the file with one parser."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
+    )
+    for option in OPTIONS:
+        if option.is_switch:
+            parser.add_argument(
+                option.flag, dest=option.name, action="store_const", const="true", help=option.help
+            )
+            continue
+        shown = f" (default: {option.default})" if option.default else ""
+        parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help + shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Sizes as people write them: `8GB`, `8GiB`, `512MB`, plain bytes, `20%` of something, `0`.
+
+GB is 10^9 bytes and GiB is 2^30, as disks and RAM are sold and as macOS and `df -H` show them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*|%)")
+_SMALLEST = 10**6
+"""Bytes. Below this a cache holds not one block: it is a forgotten unit (`8` for `8GB`)."""
+
+
+def parse_size(text: str, param: str, whole: Callable[[], int] | None = None) -> int:
+    """Bytes that `text` stands for. `whole` gives the bytes that `100%` is; None: no percentages.
+
+    Raises ConfigError, whose `param` and message name the flag, for anything that makes no sense:
+    no number, an unknown unit, more than 100%, or a size too small to be meant.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        raise _refuse(text, param, "write a size as 8GB, 512MB, 20% or 0")
+    number, unit = float(found["number"]), found["unit"].lower()
+    if unit == "%":
+        if whole is None:
+            raise _refuse(text, param, "a percentage means nothing here; write a size as 8GB")
+        if number > 100:
+            raise _refuse(text, param, "a percentage goes from 0% to 100%")
+        return int(whole() * number / 100)
+    if unit not in _UNITS:
+        raise _refuse(text, param, f"{found['unit']!r} is no unit; use MB, GB, TB, MiB, GiB, TiB or %")
+    # Integers stay exact; a float would lose bytes beyond 2^53.
+    nbytes = int(found["number"]) * _UNITS[unit] if "." not in found["number"] else int(number * _UNITS[unit])
+    if 0 < nbytes < _SMALLEST:
+        raise _refuse(text, param, f"that is {nbytes} bytes; write the unit, as in {found['number']}GB")
+    if nbytes >= 2**63:
+        raise _refuse(text, param, "no machine has that much")
+    return nbytes
+
+
+def human(nbytes: int) -> str:
+    """`nbytes` as a person reads it: `8 GB`, `1.5 GB`, `512 MB`."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
+    return f"{nbytes} bytes"
+
+
+def total_ram() -> int:
+    """Bytes of RAM that this process may count on: the machine's, or its control group's if less."""
+    ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return ram
+    return min(ram, int(limit)) if limit.isdigit() else ram
+
+
+def disk_total(folder: Path) -> int:
+    """Bytes of the disk on which `folder` is, or will be once it is made."""
+    for place in (folder, *folder.parents):
+        try:
+            stat = os.statvfs(place)
+        except OSError:
+            continue
+        return stat.f_frsize * stat.f_blocks
+    raise ConfigError(f"No disk is found for {folder}.", param=str(folder))
+
+
+def _refuse(text: str, param: str, why: str) -> ConfigError:
+    return ConfigError(f"{param}: {text!r} is no size: {why}.", param=param)

@@ -1,0 +1,78 @@
+"""Sizes: what is read, to the byte, and what is refused, by the flag's name."""
+
+from pathlib import Path
+
+import pytest
+
+from omlxd.errors import ConfigError
+from omlxd.sizes import disk_total, human, parse_size, total_ram
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("0", 0),
+        ("0GB", 0),
+        ("8GB", 8_000_000_000),
+        ("8 GB", 8_000_000_000),
+        ("8gib", 8 * 2**30),
+        ("512MB", 512_000_000),
+        ("1.5GiB", 3 * 2**29),
+        ("123456789", 123456789),
+        ("9007199254740993", 9007199254740993),
+        ("20%", 200),
+        ("12.5%", 125),
+        ("0%", 0),
+        ("100%", 1000),
+    ],
+)
+def test_sizes_are_read_to_the_byte(text: str, nbytes: int):
+    assert parse_size(text, "--x", lambda: 1000) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "GB",
+        "-1",
+        "-8GB",
+        "8G B",
+        "8XB",
+        "nan",
+        "inf",
+        "1e9",
+        "101%",
+        "-5%",
+        "%",
+        "8",
+        "8kB",
+        "auto",
+        "9999999TB",
+    ],
+)
+def test_nonsense_is_refused_by_the_flags_name(text: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_size(text, "--hot-cache-max-size", lambda: 1000)
+    assert caught.value.param == "--hot-cache-max-size"
+    assert caught.value.message.startswith("--hot-cache-max-size: ")
+
+
+def test_a_percentage_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="percentage"):
+        parse_size("20%", "--x")
+
+
+def test_ram_and_disk_are_real(tmp_path: Path):
+    assert total_ram() > 10**8
+    assert disk_total(tmp_path) == disk_total(tmp_path / "not" / "yet" / "made") > 10**6
+
+
+def test_human():
+    assert [human(n) for n in (0, 999, 1500, 8 * 10**9, 10**12)] == [
+        "0 bytes",
+        "999 bytes",
+        "1.5 kB",
+        "8 GB",
+        "1 TB",
+    ]
