@@ -1,0 +1,138 @@
+"""The file of one block: plain safetensors, made so that every byte of it can be checked.
+
+    8 bytes   length of the header, little-endian
+    header    JSON, padded with spaces so that the data starts on a 16 KiB boundary
+    data      the payload's groups, tensor after tensor, in the layout's order
+
+Everything in the header is a function of the block's key and the layout, except for the digest of
+the payload. So a reader builds the header that it expects and compares bytes: a flip anywhere in
+it, another namespace, other tokens or another format version is a mismatch, with no JSON parsed.
+The digest (xxh3-128) then vouches for the data. The 16 KiB boundary keeps a zero-copy import into
+Metal open, whose buffers must be page aligned.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from .fs import FileSystem, read_all, write_all
+from .hashing import BlockHash
+from .layout import KVLayout
+from .paths import namespace_dir
+
+FORMAT = "omlxd-kv-1"
+ALIGNMENT = 16384
+DIGEST_HEX = 32
+_TOKEN_DIGITS = 10
+
+
+class BlockFileError(Exception):
+    """The file is not what its name says: a miss, to be removed and counted."""
+
+
+@dataclass(slots=True, frozen=True)
+class BlockKey:
+    """What a block is, for its file: its name, its parent's, and its token ids."""
+
+    block_hash: BlockHash
+    parent: BlockHash
+    tokens: Sequence[int]
+
+
+class BlockFormat:
+    """Writes and checks the block files of one namespace.
+
+    namespace   digest of all that makes the KV valid
+    layout      the tensors of a block
+    block_size  tokens a block
+    """
+
+    def __init__(self, namespace: BlockHash, layout: KVLayout, block_size: int):
+        self.namespace = namespace
+        self.layout = layout
+        self.block_size = block_size
+        self.data_bytes = layout.nbytes(block_size)
+        self._tensors = _tensor_section(layout, block_size)
+        longest = len(self._json(BlockKey(namespace, namespace, [10**_TOKEN_DIGITS - 1] * block_size), b""))
+        self.header_bytes = -(-(8 + longest + DIGEST_HEX) // ALIGNMENT) * ALIGNMENT
+        """Length word and header; the data starts here."""
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header_bytes + self.data_bytes
+
+    # ----------------------------------------------------------------- header
+
+    def _json(self, key: BlockKey, digest: bytes) -> bytes:
+        # The digest stands first, so that its place is the same in every file.
+        return b'{"__metadata__":{"digest":"%b","format":"%b","kind":"tokens","namespace":"%b",' % (
+            digest,
+            FORMAT.encode(),
+            namespace_dir(self.namespace).encode(),
+        ) + b'"hash":"%b","parent":"%b","tokens":"%b"},%b}' % (
+            key.block_hash.hex().encode(),
+            key.parent.hex().encode(),
+            ",".join(map(str, key.tokens)).encode(),
+            self._tensors,
+        )
+
+    _DIGEST_AT = 8 + len(b'{"__metadata__":{"digest":"')
+
+    def header(self, key: BlockKey, digest: bytes) -> bytes:
+        """The first `header_bytes` bytes of the file. `digest`: 32 hex digits."""
+        length = self.header_bytes - 8
+        return length.to_bytes(8, "little") + self._json(key, digest).ljust(length)
+
+    # ----------------------------------------------------------------- writing and reading
+
+    def write(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Write header and payload. Raises OSError; a short write counts as one."""
+        header = memoryview(self.header(key, digest_of(buffers)))
+        if write_all(fs, fd, [header, *buffers]) != self.file_bytes:
+            raise OSError("short write")
+
+    def read(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Read the payload into `buffers` (byte views, in file order) and check all of it.
+
+        Raises BlockFileError when the file is anything but this block's, whole; OSError as reads do.
+        The buffers hold garbage after an error.
+        """
+        size = fs.size(fd)
+        if size != self.file_bytes:
+            raise BlockFileError(f"{size} bytes instead of {self.file_bytes}")
+        header = bytearray(self.header_bytes)
+        if read_all(fs, fd, [memoryview(header), *buffers]) != self.file_bytes:
+            raise BlockFileError("ends early")
+        at = self._DIGEST_AT
+        digest = bytes(header[at : at + DIGEST_HEX])
+        if bytes(header) != self.header(key, digest):
+            raise BlockFileError("its header is not this block's")
+        if digest_of(buffers) != digest:
+            raise BlockFileError("its payload fails its digest")
+
+
+def digest_of(buffers: Iterable[memoryview]) -> bytes:
+    """xxh3-128 of the buffers' bytes one after another, as 32 hex digits."""
+    state = xxhash.xxh3_128()
+    for buffer in buffers:
+        state.update(buffer)
+    return state.hexdigest().encode()
+
+
+def _tensor_section(layout: KVLayout, block_size: int) -> bytes:
+    entries: dict[str, object] = {}
+    offset = 0
+    for group in layout.groups:
+        each = group.nbytes(block_size) // len(group.names)
+        for name in group.names:
+            entries[name] = {
+                "dtype": group.dtype,
+                "shape": [group.heads, block_size, group.dim],
+                "data_offsets": [offset, offset + each],
+            }
+            offset += each
+    return json.dumps(entries, separators=(",", ":"))[1:-1].encode()

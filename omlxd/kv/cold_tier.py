@@ -1,0 +1,90 @@
+"""The cold tier: one file a block, named by its hash, written beside and renamed into place.
+
+Never serve wrong bytes; losing the newest unwritten block is allowed. So a store is atomic (a
+temporary file, then rename) but not synced, and a load checks everything (`BlockFormat.read`).
+Methods do I/O on the calling thread and may run on any number of threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .block_file import BlockFileError, BlockFormat, BlockKey
+from .fs import FileSystem, PosixFileSystem
+from .hashing import BlockHash
+from .paths import TEMP_SUFFIX, block_path, disk_bytes
+
+
+class ColdTier:
+    """Files of one namespace under `root`, the cache dir."""
+
+    def __init__(self, root: Path, format: BlockFormat, fs: FileSystem | None = None):
+        self.root = str(root)
+        self.format = format
+        self._fs: FileSystem = fs or PosixFileSystem()
+        self._temp_names = itertools.count()
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes on disk of one block."""
+        return disk_bytes(self.format.file_bytes)
+
+    def path_of(self, block_hash: BlockHash) -> str:
+        """Path relative to the cache dir."""
+        return block_path(self.format.namespace, block_hash)
+
+    def _full(self, block_hash: BlockHash) -> str:
+        return f"{self.root}/{self.path_of(block_hash)}"
+
+    def has(self, block_hash: BlockHash) -> bool:
+        """A file of that name is there. Whether it is whole, `load` finds out."""
+        return self._fs.is_file(self._full(block_hash))
+
+    def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Put a block's file in place. Raises OSError, leaving nothing behind."""
+        target = self._full(key.block_hash)
+        temp = f"{target}.{os.getpid()}-{next(self._temp_names)}{TEMP_SUFFIX}"
+        try:
+            fd = self._fs.open_new(temp)
+        except FileNotFoundError:
+            self._fs.make_folder(os.path.dirname(target))
+            fd = self._fs.open_new(temp)
+        try:
+            try:
+                self.format.write(self._fs, fd, key, buffers)
+            finally:
+                self._fs.close(fd)
+            self._fs.rename(temp, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._fs.unlink(temp)
+            raise
+
+    def load(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Read a block into `buffers`. Raises FileNotFoundError, OSError, or BlockFileError.
+
+        A file that fails its check is removed before BlockFileError is raised.
+        """
+        path = self._full(key.block_hash)
+        fd = self._fs.open_read(path)
+        try:
+            self.format.read(self._fs, fd, key, buffers)
+        except BlockFileError:
+            with contextlib.suppress(OSError):
+                self._fs.unlink(path)
+            raise
+        finally:
+            self._fs.close(fd)
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """Make files the most recently used, the last one the most: pass leaves first."""
+        now = time.time_ns() - len(hashes) * 1000
+        for index, block_hash in enumerate(hashes):
+            # A microsecond apart, so that the order survives file systems of coarser clocks than ns.
+            with contextlib.suppress(OSError):
+                self._fs.touch(self._full(block_hash), now + index * 1000)

@@ -1,0 +1,95 @@
+"""The cold tier's file system, as a seam: tests put one that fails or crashes at its N-th operation here.
+
+Only what the cold tier uses, in POSIX's terms; every method raises OSError as `os` does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+Buffer = bytes | bytearray | memoryview
+
+IOV_MAX = 1024
+"""Buffers that one readv or writev takes, on Linux and macOS alike."""
+
+
+class FileSystem(Protocol):
+    def open_read(self, path: str) -> int: ...
+    def open_new(self, path: str) -> int: ...
+    def close(self, fd: int) -> None: ...
+    def size(self, fd: int) -> int: ...
+    def readv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
+    def writev(self, fd: int, buffers: Sequence[Buffer]) -> int: ...
+    def rename(self, source: str, target: str) -> None: ...
+    def unlink(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None: ...
+    def is_file(self, path: str) -> bool: ...
+    def touch(self, path: str, mtime_ns: int) -> None: ...
+
+
+class PosixFileSystem:
+    """The real one."""
+
+    def open_read(self, path: str) -> int:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+    def open_new(self, path: str) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def size(self, fd: int) -> int:
+        return os.fstat(fd).st_size
+
+    def readv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
+        return os.writev(fd, buffers)
+
+    def rename(self, source: str, target: str) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def is_file(self, path: str) -> bool:
+        return os.path.isfile(path)
+
+    def touch(self, path: str, mtime_ns: int) -> None:
+        os.utime(path, ns=(mtime_ns, mtime_ns))
+
+
+def read_all(fs: FileSystem, fd: int, buffers: Sequence[memoryview], offset: int = 0) -> int:
+    """Fill `buffers` from `offset` on, whatever the kernel returns at a time. Returns bytes read.
+
+    Fewer bytes than the buffers hold means that the file ended.
+    """
+    return _all(lambda part, done: fs.readv(fd, part, offset + done), buffers)
+
+
+def write_all(fs: FileSystem, fd: int, buffers: Sequence[memoryview]) -> int:
+    """Write every byte of `buffers`. Returns bytes written; fewer only where a write wrote nothing."""
+    return _all(lambda part, done: fs.writev(fd, part), buffers)
+
+
+def _all(transfer: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview]) -> int:
+    left = list(buffers)
+    at = done = 0
+    while at < len(left):
+        count = transfer(left[at : at + IOV_MAX], done)
+        if count <= 0:
+            break
+        done += count
+        while at < len(left) and count >= left[at].nbytes:
+            count -= left[at].nbytes
+            at += 1
+        if count:
+            left[at] = left[at][count:]
+    return done

@@ -1,0 +1,212 @@
+"""The KV store of one engine: pool, hot tier and cold tier as one thing to match, put and read.
+
+Threads. Everything here but `load_into` runs on the engine thread, which alone touches the pool;
+writer and reader threads come back to it through `post`. Payloads are immutable once made.
+
+A block is always readable somewhere: until its file is in place its writer holds a reference, so
+the hot copy can't be evicted; where the hot tier has no room the block gets its name only once
+its file is in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .block import Block
+from .block_file import BlockFileError, BlockKey
+from .block_pool import BlockPool
+from .block_table import BlockTable
+from .cold_tier import ColdTier
+from .hashing import BlockHash
+from .space import Space
+from .store_writer import StoreWriter, WritablePayload
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], None]], None]
+
+
+@dataclass(slots=True)
+class StoreStats:
+    """Counts since the start. Queries and hits are in tokens, as vLLM counts its prefix cache."""
+
+    queries: int = 0
+    hits_hot: int = 0
+    hits_cold: int = 0
+    corrupt: int = 0
+    lost: int = 0
+    puts: int = 0
+    not_kept: int = 0
+
+
+class KVStore:
+    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `writer`, `space`: all or none.
+
+    `post(f)` runs `f` on the engine thread, soon; callable from any thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        pool: BlockPool,
+        hot_budget: Callable[[], int],
+        post: Post,
+        cold: ColdTier | None = None,
+        writer: StoreWriter | None = None,
+        space: Space | None = None,
+    ):
+        self.block_size = block_size
+        self.pool = pool
+        self.cold = cold
+        self.writer = writer
+        self._space = space
+        self._hot_budget = hot_budget
+        self._post = post
+        self._writing: set[BlockHash] = set()
+        self.stats = StoreStats()
+
+    def new_table(self) -> BlockTable:
+        return BlockTable(self.pool, self.block_size)
+
+    # ----------------------------------------------------------------- matching
+
+    def extend_match(self, table: BlockTable, hashes: Sequence[BlockHash], limit: int) -> int:
+        """Extend `table` (full blocks only) by what follows it in either tier; returns blocks added.
+
+        hashes  the whole chain; those past `table` are tried until the first miss
+        limit   blocks that the table may hold: a hit must leave a token to compute
+        """
+        start = len(table.blocks)
+        for index in range(start, min(limit, len(hashes))):
+            block = self.pool.get_cached_block(hashes[index])
+            if block is not None and (block.payload is not None or block.on_disk):
+                table.extend_cached([block])
+                continue
+            if self.cold is None or not self.cold.has(hashes[index]):
+                break
+            table.append(self.block_size)
+            table.cache(index, hashes[index], None).on_disk = True
+        return len(table.blocks) - start
+
+    def cut(self, table: BlockTable, length: int) -> None:
+        """Give back the blocks of `table` past the first `length`."""
+        self.pool.free(table.blocks[length:])
+        del table.blocks[length:]
+        table.num_tokens = min(table.num_tokens, length * self.block_size)
+
+    def count_match(self, prompt_tokens: int, hot: int, cold: int) -> None:
+        """Account for a prompt and what was restored of it, in tokens."""
+        self.stats.queries += prompt_tokens
+        self.stats.hits_hot += hot
+        self.stats.hits_cold += cold
+
+    # ----------------------------------------------------------------- storing
+
+    def wants(self, block_hash: BlockHash) -> bool:
+        """Whether `put` would keep this block's payload somewhere; ask before copying it."""
+        block = self.pool.get_cached_block(block_hash)
+        if block is not None and block.payload is not None:
+            return False
+        if self._hot_budget() > 0:
+            return True
+        return self.writer is not None and block is None and block_hash not in self._writing
+
+    def put(self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload) -> None:
+        """Keep the full block at `index` of `table`: hot where there is room, cold behind it."""
+        self.stats.puts += 1
+        known = self.pool.get_cached_block(key.block_hash)
+        on_disk = known is not None and known.on_disk
+        room = self._make_room(payload.nbytes)
+        block = table.cache(index, key.block_hash, payload) if room else None
+        writing = False
+        if self.writer is not None and not on_disk and key.block_hash not in self._writing:
+            writing = self._submit(key, payload, block)
+        if not (room or writing or on_disk):
+            self.stats.not_kept += 1
+
+    def _submit(self, key: BlockKey, payload: WritablePayload, block: Block | None) -> bool:
+        assert self.writer is not None
+        if not self.writer.submit(
+            key, payload, lambda ok: self._post(lambda: self._written(key.block_hash, block, ok))
+        ):
+            return False
+        self._writing.add(key.block_hash)
+        if block is not None:
+            self.pool.touch([block])
+        return True
+
+    def _written(self, block_hash: BlockHash, block: Block | None, in_place: bool) -> None:
+        self._writing.discard(block_hash)
+        if block is None:
+            # It never had room in RAM. Nothing to record: the path is the index.
+            return
+        if in_place and block.block_hash == block_hash:
+            block.on_disk = True
+        self.pool.free([block])
+
+    def _make_room(self, nbytes: int) -> bool:
+        budget = self._hot_budget()
+        excess = self.pool.hot_bytes + nbytes - budget
+        if excess > 0:
+            self.pool.evict(excess)
+        return self.pool.hot_bytes + nbytes <= budget
+
+    def trim_hot(self) -> None:
+        """Evict down to the budget, which may have shrunk."""
+        excess = self.pool.hot_bytes - self._hot_budget()
+        if excess > 0:
+            self.pool.evict(excess)
+
+    # ----------------------------------------------------------------- reading the cold tier
+
+    def load_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
+        """Read a block's file into `buffers` and check it. Any thread. False: a miss, nothing usable."""
+        assert self.cold is not None
+        try:
+            self.cold.load(key, buffers)
+        except BlockFileError as error:
+            path = self.cold.path_of(key.block_hash)
+            log.warning("cold tier: %s: %s; removed", path, error)
+            self.stats.corrupt += 1
+            if self._space is not None:
+                self._space.dropped(path)
+            return False
+        except FileNotFoundError:
+            self.stats.lost += 1
+            return False
+        except OSError as error:
+            log.warning("cold tier: can't read %s: %s", self.cold.path_of(key.block_hash), error)
+            self.stats.lost += 1
+            return False
+        return True
+
+    def lose(self, block: Block) -> None:
+        """A block's file could not be used. With no hot copy its name is worth nothing."""
+        block.on_disk = False
+        if block.payload is None:
+            self.pool.forget(block)
+
+    def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:
+        """Keep a payload read from the cold tier hot, if there is room and nobody else has it."""
+        if block.block_hash == block_hash and block.payload is None and self._make_room(payload.nbytes):
+            self.pool.set_payload(block, payload)
+
+    def record_use(self, hashes: Sequence[BlockHash]) -> None:
+        """Make a chain's files recent, leaf to root. Does I/O: any thread but the engine's."""
+        if self.cold is None or not hashes:
+            return
+        leaf_first = list(reversed(hashes))
+        self.cold.touch(leaf_first)
+        if self._space is not None:
+            self._space.touched([self.cold.path_of(h) for h in leaf_first])
+
+    def close(self, deadline_s: float) -> bool:
+        """Flush the writers. False: the deadline came first, and the newest blocks are lost."""
+        if self.writer is None:
+            return True
+        flushed = self.writer.flush(deadline_s)
+        self.writer.close()
+        return flushed
