@@ -1,0 +1,154 @@
+"""The cold tier's ledger, worked by one thread so that disk walks never block the event loop.
+
+One thread means one order: what an engine said is settled in the order in which it said it, and
+its death is settled last. If the folder can't be used, one log line says why, every request for
+space is refused, and the daemon serves without a cold tier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from ..kv.ledger import Ledger, LedgerBusy, LedgerStats
+from ..sizes import human
+from ..wire import Dropped, Grant, Released, Reserve, Stored, Touched
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LedgerMessage = Reserve | Stored | Released | Dropped | Touched
+_PROBE_BYTES = 1 << 20
+"""A folder that can't take this much can't take a block either."""
+
+
+class ColdLedger:
+    """`root`: the cache dir; `cap`: bytes that it may hold, 0 for no cold tier."""
+
+    def __init__(self, root: Path, cap: int):
+        self._root = root
+        self._ledger = Ledger(root, cap) if cap else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
+        self._opening: asyncio.Future[str] | None = None
+
+    async def open(self) -> str:
+        """The cache dir once it is locked and taken stock of; "" if it can't be used.
+
+        Called again, it gives the same answer without opening twice.
+        """
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        return await asyncio.shield(self._opening)
+
+    async def _open(self) -> str:
+        if self._ledger is None:
+            return ""
+        try:
+            await self._call(self._open_here, self._ledger)
+        except LedgerBusy:
+            reason = "another omlxd is using it"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return str(self._root)
+        log.warning("serving without the SSD cache: %s can't be used: %s", self._root, reason)
+        self._ledger = None
+        return ""
+
+    def _open_here(self, ledger: Ledger) -> None:
+        ledger.open()
+        try:
+            self._probe()
+        except OSError:
+            ledger.close()
+            raise
+        stats = ledger.stats()
+        log.info("SSD cache %s: %s of %s", self._root, human(stats.bytes_used), human(stats.cap))
+
+    def _probe(self) -> None:
+        """Write and remove a file, so that a read-only or full disk is known before it matters."""
+        probe = self._root / ".probe"
+        try:
+            with probe.open("wb") as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def account(self, reply: Callable[[Grant], None]) -> Account:
+        """The account of one engine process. `reply` is called on the event loop."""
+        return Account(self, reply)
+
+    async def stats(self) -> LedgerStats | None:
+        """None without a cold tier."""
+        ledger = self._ledger
+        return None if ledger is None else await self._call(ledger.stats)
+
+    async def close(self) -> None:
+        """Settle what is queued, then give up the lock."""
+        if self._ledger is not None:
+            await self._call(self._ledger.close)
+        self._thread.shutdown(wait=False)
+
+    async def _call(self, function: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def submit(self, function: Callable[[Ledger], int]) -> asyncio.Future[int]:
+        """`function(ledger)` in the ledger's thread; 0 if there is no ledger or it raises."""
+
+        def work() -> int:
+            try:
+                return 0 if self._ledger is None else function(self._ledger)
+            except Exception:
+                log.exception("the SSD cache's ledger failed")
+                return 0
+
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class Account:
+    """What one engine process was granted and has not settled yet, in bytes."""
+
+    def __init__(self, owner: ColdLedger, reply: Callable[[Grant], None]):
+        self._owner = owner
+        self._reply = reply
+        self._outstanding = 0  # Only the ledger's thread reads or writes it.
+
+    def handle(self, message: LedgerMessage) -> None:
+        """Settle `message` in its turn; a `Reserve` is answered by a `Grant`, refusals too."""
+        done = self._owner.submit(lambda ledger: self._settle(ledger, message))
+        if isinstance(message, Reserve):
+            ticket = message.ticket
+            done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
+
+    def gone(self) -> None:
+        """The engine process has ended: take back what it was granted."""
+
+        def settle(ledger: Ledger) -> int:
+            ledger.engine_gone(self._outstanding)
+            return 0
+
+        self._owner.submit(settle)
+
+    def _settle(self, ledger: Ledger, message: LedgerMessage) -> int:
+        if isinstance(message, Reserve):
+            granted = ledger.reserve(message.nbytes)
+            self._outstanding += granted
+            return granted
+        if isinstance(message, Stored):
+            ledger.stored(message.files)
+            self._outstanding -= sum(nbytes for _, nbytes in message.files)
+        elif isinstance(message, Released):
+            ledger.released(message.nbytes)
+            self._outstanding -= message.nbytes
+        elif isinstance(message, Dropped):
+            ledger.dropped(message.files)
+        else:
+            ledger.touched(message.files)
+        return 0

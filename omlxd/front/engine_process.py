@@ -1,0 +1,367 @@
+"""An engine as the front sees it: always there, whatever becomes of the process behind it.
+
+| state        | process                    | a request                                        |
+|--------------|----------------------------|--------------------------------------------------|
+| `loading`    | being prepared, or loading | waits                                            |
+| `ready`      | serving                    | goes to the engine at once                       |
+| `restarting` | dead, or loading again     | starts it again (after a backoff) and waits      |
+| `failed`     | none                       | is refused at once, until `HOLD_S` have passed   |
+
+`loading` → `ready` on Loaded. `ready` → `restarting` when the process ends: every request in
+flight fails at once with a retryable error. A failed load fails whoever waited for it, with its
+reason; after `LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the
+hold tries once more. Nothing restarts by itself: a model that crashes on load costs nothing
+while nobody asks for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from .. import wire
+from ..chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt
+from ..errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
+from .cold_ledger import Account, ColdLedger
+from .engine_link import ENGINE_COMMAND, EngineLink
+
+log = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "restarting", "failed"]
+
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+LOAD_ATTEMPTS = 3
+HOLD_S = 60.0
+"""Clients give up at once on a retry-after above 60."""
+WAITING_PER_SLOT = 4
+WAITING_FLOOR = 64
+OVERLOAD_RETRY_S = 5
+STATS_TIMEOUT_S = 5.0
+
+
+class EngineStream(AsyncGenerator[Event, None]):
+    """The events of one request; the last one is Finished or Failed. Closing it cancels the rest.
+
+    Not a generator function: a generator that is closed before its first event runs no cleanup,
+    and a client may be gone by then.
+    """
+
+    def __init__(self, owner: EngineProcess, id: int):
+        self._owner = owner
+        self.id = id
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self._ended = False
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self.events.get()
+        self._ended = isinstance(event, (Finished, Failed))
+        return event
+
+    async def aclose(self) -> None:
+        self._ended = True
+        self._owner.forget(self.id)
+
+    async def asend(self, value: None) -> Event:
+        return await self.__anext__()
+
+    async def athrow(self, typ: Any, val: Any = None, tb: Any = None) -> Event:
+        await self.aclose()
+        raise val if val is not None else typ
+
+
+class _Waiting:
+    """A request of any kind: its frame until it is sent, and what becomes of its answer."""
+
+    __slots__ = ("answer", "frame")
+
+    def __init__(self, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
+        self.frame = frame
+        self.answer = answer
+
+
+class EngineProcess:
+    """`prepare` gives the Load to send, and may take long (a download); it raises OmlxdError.
+
+    command        program and arguments; `--fd N` is added
+    model_id       the name that clients use
+    max_concurrent requests that decode at once; it bounds how many more may wait
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        prepare: Callable[[], Awaitable[wire.Load]],
+        *,
+        max_concurrent: int = 8,
+        cold: ColdLedger | None = None,
+        command: Sequence[str] = ENGINE_COMMAND,
+        backoff_s: Sequence[float] = BACKOFF_S,
+        hold_s: float = HOLD_S,
+    ):
+        self.model_id = model_id
+        self.info: wire.ModelInfo | None = None
+        self.state: State = "loading"
+        self._prepare = prepare
+        self._limit = max_concurrent + max(WAITING_FLOOR, WAITING_PER_SLOT * max_concurrent)
+        self._cold = cold
+        self._command = tuple(command)
+        self._backoff_s = tuple(backoff_s)
+        self._hold_s = hold_s
+        self._ids = itertools.count(1)
+        self._requests: dict[int, _Waiting] = {}
+        self._link: EngineLink | None = None
+        self._wanted = asyncio.Event()
+        self._failed_loads = 0
+        self._ends_in_a_row = 0
+        self._ended_at = -math.inf
+        self._reason = ""
+        self._closing = False
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # ----------------------------------------------------------------- for the HTTP side
+
+    def generate(self, request: GenerateRequest) -> EngineStream:
+        """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
+        self._admit()
+        stream = EngineStream(self, next(self._ids))
+        self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
+        return stream
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+        """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
+        self._admit()
+        id, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._submit(id, wire.Count(id=id, prompt=prompt), answer)
+        try:
+            return await answer
+        finally:
+            self.forget(id)
+
+    async def stats(self) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        if self.state != "ready":
+            return None
+        id, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._submit(id, wire.GetStats(id=id), answer)
+        try:
+            return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
+        except (TimeoutError, OmlxdError):
+            return None
+        finally:
+            self.forget(id)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests running or waiting."""
+        return len(self._requests)
+
+    @property
+    def pid(self) -> int | None:
+        return self._link.pid if self._link else None
+
+    def forget(self, id: int) -> None:
+        """Nobody wants the answer to `id` any more; the engine is told if it is still at work."""
+        waiting = self._requests.pop(id, None)
+        if waiting is not None and not waiting.frame and self._link and self.state == "ready":
+            self._link.send(wire.Cancel(id=id))
+
+    def _admit(self) -> None:
+        if self._closing:
+            raise Unavailable("omlxd is shutting down; retry in a moment.", retry_after=5)
+        if self.state == "failed":
+            left = self._ended_at + self._hold_s - time.monotonic()
+            if left > 0:
+                raise Unavailable(self._reason, retry_after=min(60, math.ceil(left)))
+        if len(self._requests) >= self._limit:
+            raise Overloaded(
+                f"{len(self._requests)} requests are running or waiting already; retry in a moment.",
+                retry_after=OVERLOAD_RETRY_S,
+            )
+
+    def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
+        try:
+            waiting = _Waiting(wire.encode(message), answer)
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
+            raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error
+        self._requests[id] = waiting
+        if self.state == "ready":
+            self._send(waiting)
+        else:
+            self._wanted.set()
+
+    def _send(self, waiting: _Waiting) -> None:
+        assert self._link is not None
+        self._link.send_frame(waiting.frame)
+        waiting.frame = b""  # Sent; a 30 MB request must not be held until its answer ends.
+
+    # ----------------------------------------------------------------- the process behind it
+
+    def start(self) -> None:
+        """Begin to load now rather than at the first request."""
+        self._wanted.set()
+        self._supervisor = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Fail what is in flight, let the engine flush for `grace_s`, end it."""
+        self._closing = True
+        self._fail_all("omlxd is shutting down; retry in a moment.", retry_after=5)
+        if self._link is not None:
+            if self.state == "ready":
+                self._link.send(wire.Quit(deadline_s=grace_s))
+                await self._link.close(grace_s + 1.0)
+            else:
+                await self._link.close()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+
+    async def _supervise(self) -> None:
+        while not self._closing:
+            await self._wanted.wait()
+            await asyncio.sleep(self._ended_at + self._backoff() - time.monotonic())
+            if self.state == "failed":
+                self.state = "restarting"
+            reason = await self._one_life()
+            self._wanted.clear()
+            self._ended_at = time.monotonic()
+            self._ends_in_a_row += 1
+            if not self._closing:
+                self._after(reason)
+
+    def _backoff(self) -> float:
+        """Seconds between the last end and the next start."""
+        if self._ends_in_a_row == 0:
+            return 0.0
+        return self._backoff_s[min(self._ends_in_a_row, len(self._backoff_s)) - 1]
+
+    def _after(self, reason: str) -> None:
+        """The process ended, or never started, for `reason`: fail its requests, say so."""
+        was_ready = self.state == "ready"
+        self.state = "restarting"
+        if was_ready:
+            self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
+        else:
+            self._failed_loads += 1
+            self._reason = f"{self.model_id} can't be loaded: {reason}"
+            if self._failed_loads >= LOAD_ATTEMPTS:
+                self.state = "failed"
+        retry_after = math.ceil(self._hold_s if self.state == "failed" else self._backoff())
+        log.error("%s (%d requests failed)", self._reason, len(self._requests))
+        self._fail_all(self._reason, retry_after=max(1, min(60, retry_after)))
+
+    def _fail_all(self, message: str, *, retry_after: int) -> None:
+        failed = Failed(code="unavailable", message=message, retry_after=retry_after)
+        for id in list(self._requests):
+            self._answer(id, failed)
+
+    async def _one_life(self) -> str:
+        """From preparation to the end of the process; returns why it ended."""
+        try:
+            load = await self._prepare()
+            link = await EngineLink.spawn(self._command)
+        except OmlxdError as error:
+            return error.message
+        except OSError as error:
+            return f"its engine can't be started: {error}"
+        except Exception as error:
+            log.exception("preparing %s failed", self.model_id)
+            return f"{type(error).__name__}: {error}"
+        life = _Life(self, link, self._cold.account(link.send) if self._cold else None)
+        self._link = link
+        try:
+            link.send(load)
+            ended = await link.receive(life.handle)
+            return life.load_failed or f"{ended}{_quoted(link.last_words) if self.state != 'ready' else ''}"
+        finally:
+            if life.account is not None:
+                life.account.gone()
+            # Requests in flight must fail now, not when the process has been reaped.
+            reaping = asyncio.create_task(link.close())
+            self._link = None
+            _background.add(reaping)
+            reaping.add_done_callback(_background.discard)
+
+    def _loaded(self, info: wire.ModelInfo) -> None:
+        self.info, self.state, self._failed_loads = info, "ready", 0
+        reuse = f"prefixes are not reused: {info.kv_reuse}" if info.kv_reuse else "prefixes are reused"
+        log.info(
+            "loaded %s (%s, %s): context %d tokens, %s",
+            info.model_id,
+            info.model_type,
+            info.backend,
+            info.context_length,
+            reuse,
+        )
+        if info.note:
+            log.warning("%s: %s", info.model_id, info.note)
+        for waiting in self._requests.values():
+            self._send(waiting)
+
+    def _answer(self, id: int, result: Any) -> None:
+        """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
+        waiting = self._requests.get(id)
+        if waiting is None:
+            return
+        if isinstance(waiting.answer, EngineStream):
+            waiting.answer.events.put_nowait(result)
+            if isinstance(result, Finished):
+                self._ends_in_a_row = 0
+            if not isinstance(result, (Finished, Failed)):
+                return
+        elif not waiting.answer.done():
+            if isinstance(result, Failed):
+                waiting.answer.set_exception(OmlxdError.from_event(result))
+            else:
+                waiting.answer.set_result(result)
+        del self._requests[id]
+
+
+class _Life:
+    """One process's messages, from its first to its last."""
+
+    def __init__(self, owner: EngineProcess, link: EngineLink, account: Account | None):
+        self._owner = owner
+        self._link = link
+        self.account = account
+        self.load_failed = ""
+
+    def handle(self, message: Any) -> None:
+        owner = self._owner
+        if isinstance(message, wire.Events):
+            for id, event in message.events:
+                owner._answer(id, event)
+        elif isinstance(message, wire.Counted):
+            owner._answer(message.id, message.tokens)
+        elif isinstance(message, wire.Stats):
+            owner._answer(message.id, message)
+        elif isinstance(message, wire.LoadProgress):
+            log.info("%s: %s", owner.model_id, message.stage)
+        elif isinstance(message, wire.Loaded):
+            owner._loaded(message.info)
+        elif isinstance(message, wire.LoadFailed):
+            self.load_failed = message.message or "the engine gave no reason"
+            self._link.terminate()  # It exits by itself; this is for one that hangs on the way out.
+        elif self.account is not None:
+            self.account.handle(message)
+        elif isinstance(message, wire.Reserve):
+            self._link.send(wire.Grant(ticket=message.ticket, nbytes=0))
+
+
+_background: set[asyncio.Task[None]] = set()
+"""The event loop keeps only weak references to tasks."""
+
+
+def _quoted(words: str) -> str:
+    """The engine's last line, for an error that a client sees; all of it is in the log."""
+    lines = [line for line in words.splitlines() if line.strip()]
+    return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""

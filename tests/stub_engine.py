@@ -1,0 +1,143 @@
+"""An engine without a model: a real program that speaks the frames, for tests of the front.
+
+`python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] … --fd N`.
+A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
+`sleep:S` (wait), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
+`nonsense` (a frame that can't be read) and `reserve:N` (ask for cold-tier space, say what came).
+Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from omlxd import wire
+from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta, Usage
+
+
+class Stub:
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.socket = socket.socket(fileno=args.fd)
+        self.lock = threading.Lock()
+        self.cancelled: set[int] = set()
+        self.grants: dict[int, int] = {}
+        self.granted = threading.Condition()
+
+    def send(self, message: object) -> None:
+        with self.lock:
+            self.socket.sendall(wire.encode(message))
+
+    def event(self, id: int, event: Event) -> None:
+        self.send(wire.Events(events=((id, event),)))
+
+    def note(self, text: str) -> None:
+        if self.args.notes:
+            with (Path(self.args.notes) / "notes.txt").open("a") as file:
+                file.write(text + "\n")
+
+    def run(self) -> None:
+        decoder = wire.FrameDecoder(wire.ToEngine)
+        while data := self.socket.recv(1 << 18):
+            for message in decoder.feed(data):
+                self.handle(message)
+        self.note("eof")
+        os._exit(0)
+
+    def handle(self, message: object) -> None:
+        if isinstance(message, wire.Load):
+            self.load(message)
+        elif isinstance(message, wire.Generate):
+            threading.Thread(target=self.generate, args=(message,), daemon=True).start()
+        elif isinstance(message, wire.Cancel):
+            self.cancelled.add(message.id)
+            self.note(f"cancel {message.id}")
+        elif isinstance(message, wire.Count):
+            assert isinstance(message.prompt, RawPrompt)
+            self.send(wire.Counted(id=message.id, tokens=len(message.prompt.text.split())))
+        elif isinstance(message, wire.GetStats):
+            self.send(wire.Stats(id=message.id, values={"cancels": float(len(self.cancelled))}))
+        elif isinstance(message, wire.Grant):
+            with self.granted:
+                self.grants[message.ticket] = message.nbytes
+                self.granted.notify_all()
+        elif isinstance(message, wire.Quit):
+            self.note("quit")
+            sys.exit(0)
+
+    def load(self, message: wire.Load) -> None:
+        args = self.args
+        self.note(f"load {message.model_path} cold={message.cache.cold_dir}")
+        time.sleep(args.load_s)
+        if args.load_fails:
+            self.send(wire.LoadFailed(message=args.load_fails))
+            sys.exit(1)
+        if args.crash_on_load:
+            print("Traceback: the stub was told to crash", file=sys.stderr, flush=True)
+            os._exit(3)
+        info = wire.ModelInfo(
+            model_id=message.model_id,
+            model_type="stub",
+            context_length=1000,
+            vocab_size=10,
+            weight_bytes=0,
+            kv_bytes_per_token=0,
+            kv_reuse="",
+            namespace="",
+            block_size=message.cache.block_size,
+            backend="none",
+            note="a stub",
+        )
+        self.send(wire.LoadProgress(stage="stub"))
+        self.send(wire.Loaded(info=info))
+
+    def generate(self, message: wire.Generate) -> None:
+        prompt = message.request.prompt
+        text = prompt.text if isinstance(prompt, RawPrompt) else "hello there"
+        words = text.split()
+        self.event(message.id, Progress(done=len(words), total=len(words)))
+        for word in words:
+            if message.id in self.cancelled:
+                return
+            verb, _, value = word.partition(":")
+            if verb == "sleep":
+                time.sleep(float(value))
+            elif verb == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif verb == "exit":
+                os._exit(int(value))
+            elif verb == "hang":
+                return
+            elif verb == "nonsense":
+                with self.lock:
+                    self.socket.sendall(b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1")
+            elif verb == "fail":
+                return self.event(message.id, Failed(code="internal", message="told to fail"))
+            elif verb == "reserve":
+                self.send(wire.Reserve(ticket=message.id, nbytes=int(value)))
+                with self.granted:
+                    self.granted.wait_for(lambda: message.id in self.grants, 10)
+                self.event(message.id, TextDelta(text=str(self.grants[message.id])))
+            else:
+                self.event(message.id, TextDelta(text=word))
+        usage = Usage(prompt_tokens=len(words), completion_tokens=len(words))
+        self.event(message.id, Finished(reason="stop", usage=usage))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--load-s", type=float, default=0)
+    parser.add_argument("--load-fails", default="")
+    parser.add_argument("--crash-on-load", action="store_true")
+    parser.add_argument("--notes", default="")
+    Stub(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""EngineProcess against a real process (stub_engine.py): waiting, death, respawn, cancel, close."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from omlxd import wire
+from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
+from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
+from omlxd.front.cold_ledger import ColdLedger
+from omlxd.front.engine_process import EngineProcess
+
+STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
+REPO = str(Path(__file__).resolve().parents[1])
+
+
+@pytest.fixture(autouse=True)
+def package_on_the_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", REPO)
+
+
+async def prepare() -> wire.Load:
+    return wire.Load(model_path="/nowhere", model_id="stub", cache=wire.CacheSettings())
+
+
+@contextlib.asynccontextmanager
+async def engine(*flags: str, start: bool = True, **options: object) -> AsyncIterator[EngineProcess]:
+    options.setdefault("backoff_s", (0.05,))
+    made = EngineProcess("stub", options.pop("prepare", prepare), command=(*STUB, *flags), **options)  # type: ignore
+    if start:
+        made.start()
+    try:
+        yield made
+    finally:
+        await asyncio.wait_for(made.close(1.0), 10)
+
+
+def ask(text: str) -> GenerateRequest:
+    return GenerateRequest(prompt=RawPrompt(text=text))
+
+
+async def collect(made: EngineProcess, text: str) -> list[Event]:
+    return [event async for event in made.generate(ask(text))]
+
+
+def words(events: list[Event]) -> list[str]:
+    return [event.text for event in events if isinstance(event, TextDelta)]
+
+
+async def until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        await asyncio.sleep(0.01)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_requests_wait_while_loading_and_keep_their_own_events():
+    async with engine("--load-s", "0.4") as made:
+        asked = [asyncio.create_task(collect(made, f"a{n} b{n}")) for n in range(5)]
+        await asyncio.sleep(0.1)
+        assert made.state == "loading" and made.in_flight == 5
+        for n, events in enumerate(await asyncio.gather(*asked)):
+            assert isinstance(events[0], Progress) and isinstance(events[-1], Finished)
+            assert words(events) == [f"a{n}", f"b{n}"]
+        assert made.state == "ready" and made.in_flight == 0
+        assert made.info is not None and made.info.context_length == 1000
+
+
+async def test_count_and_stats():
+    async with engine() as made:
+        assert await made.stats() is None
+        assert await made.count_tokens(RawPrompt(text="one two three")) == 3
+        stats = await made.stats()
+        assert stats is not None and stats.values == {"cancels": 0.0}
+
+
+async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
+    async with engine() as made:
+        streams = [made.generate(ask(f"w{n} sleep:30 never")) for n in range(3)]
+        for stream in streams:
+            assert isinstance(await anext(stream), Progress)
+            assert isinstance(await anext(stream), TextDelta)
+        first_pid = made.pid
+        assert first_pid
+        os.kill(first_pid, signal.SIGKILL)
+        killed_at = time.monotonic()
+        for stream in streams:
+            failed = await anext(stream)
+            assert isinstance(failed, Failed)
+            assert failed.code == "unavailable" and failed.retry_after and "killed" in failed.message
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        assert time.monotonic() - killed_at < 1.0
+        assert made.state == "restarting" and made.info is not None
+        assert words(await collect(made, "again")) == ["again"]
+        assert made.pid != first_pid and made.state == "ready"
+
+
+@pytest.mark.parametrize(
+    ("script", "why"), [("exit:7", "status 7"), ("nonsense sleep:9", "frame"), ("die", "kill")]
+)
+async def test_every_way_to_die_is_told(script: str, why: str):
+    async with engine() as made:
+        failed = (await collect(made, script))[-1]
+        assert isinstance(failed, Failed) and failed.code == "unavailable" and why in failed.message
+        assert words(await collect(made, "again")) == ["again"]
+
+
+async def test_counting_fails_cleanly_too():
+    async with engine("--load-s", "0.2", "--crash-on-load") as made:
+        with pytest.raises(OmlxdError) as caught:
+            await made.count_tokens(RawPrompt(text="x"))
+        assert caught.value.code == "unavailable"
+
+
+async def test_closing_a_stream_cancels_it(tmp_path: Path):
+    async with engine("--notes", str(tmp_path)) as made:
+        stream = made.generate(ask("one sleep:0.2 two"))
+        await anext(stream)
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        assert made.in_flight == 0
+        await until(lambda: "cancel 1" in (tmp_path / "notes.txt").read_text())
+        assert words(await collect(made, "next")) == ["next"]
+
+
+async def test_closing_before_the_first_event_frees_the_place(tmp_path: Path):
+    async with engine("--load-s", "0.3", "--notes", str(tmp_path)) as made:
+        stream = made.generate(ask("one"))
+        assert made.in_flight == 1
+        await stream.aclose()
+        assert made.in_flight == 0
+        assert words(await collect(made, "next")) == ["next"]
+        assert "cancel" not in (tmp_path / "notes.txt").read_text()
+
+
+async def test_a_timeout_between_events_loses_none():
+    async with engine() as made:
+        stream, got = made.generate(ask("one sleep:0.2 two")), []
+        while True:
+            try:
+                got.append(await asyncio.wait_for(anext(stream), 0.03))
+            except TimeoutError:
+                continue
+            except StopAsyncIteration:
+                break
+        assert words(got) == ["one", "two"] and isinstance(got[-1], Finished)
+
+
+async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
+    async with engine("--load-fails", "config.json is missing", hold_s=0.6) as made:
+        for attempt in (1, 2, 3):
+            events = await collect(made, "x")
+            assert len(events) == 1 and isinstance(events[0], Failed)
+            assert events[0].code == "unavailable" and "config.json is missing" in events[0].message
+            assert made.state == ("failed" if attempt == 3 else "restarting")
+        with pytest.raises(Unavailable, match=r"config\.json is missing") as caught:
+            made.generate(ask("x"))
+        assert caught.value.retry_after == 1
+        await asyncio.sleep(0.7)
+        assert isinstance((await collect(made, "x"))[0], Failed)
+        assert made.state == "failed"
+
+
+async def test_the_last_words_of_a_crash_on_load_reach_the_client():
+    async with engine("--crash-on-load") as made:
+        failed = (await collect(made, "x"))[-1]
+        assert isinstance(failed, Failed)
+        assert "status 3" in failed.message and "told to crash" in failed.message
+
+
+async def test_preparation_may_fail_and_an_engine_may_not_exist():
+    async def broken() -> wire.Load:
+        raise Unavailable("the hub can't be reached")
+
+    async with engine(prepare=broken) as made:
+        failed = (await collect(made, "x"))[-1]
+        assert isinstance(failed, Failed) and "the hub can't be reached" in failed.message
+    absent = EngineProcess("stub", prepare, command=("/nonexistent/engine",))
+    absent.start()
+    failed = (await collect(absent, "x"))[-1]
+    assert isinstance(failed, Failed) and "can't be started" in failed.message
+    await absent.close()
+
+
+async def test_restarts_wait_longer_and_longer_and_a_success_forgets():
+    async with engine(backoff_s=(0.0, 0.4)) as made:
+        await collect(made, "die")
+        await collect(made, "die")
+        began = time.monotonic()
+        assert words(await collect(made, "up")) == ["up"]
+        assert time.monotonic() - began > 0.35
+        assert made._backoff() == 0.0
+
+
+async def test_a_full_queue_is_refused_before_any_event():
+    async with engine("--load-s", "0.3", max_concurrent=1) as made:
+        held = [made.generate(ask("x")) for _ in range(65)]
+        with pytest.raises(Overloaded) as caught:
+            made.generate(ask("x"))
+        assert caught.value.retry_after
+        await held[0].aclose()
+        held[0] = made.generate(ask("x"))
+        for stream in held:
+            assert isinstance([event async for event in stream][-1], Finished)
+
+
+async def test_what_a_frame_cannot_say_is_the_clients_error():
+    async with engine() as made:
+        for text in ("\ud800",):
+            with pytest.raises(InvalidRequest):
+                made.generate(ask(text))
+        assert made.in_flight == 0
+
+
+async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
+    async with engine("--notes", str(tmp_path)) as made:
+        await collect(made, "x")
+        pid = made.pid
+        assert pid
+        running = made.generate(ask("one sleep:5"))
+        await anext(running)
+        await made.close(2.0)
+        rest = [event async for event in running]
+        assert isinstance(rest[-1], Failed) and rest[-1].code == "unavailable"
+        assert not alive(pid) and "quit" in (tmp_path / "notes.txt").read_text()
+        with pytest.raises(Unavailable):
+            made.generate(ask("x"))
+
+
+async def test_close_while_loading_does_not_wait_for_the_load():
+    began = time.monotonic()
+    async with engine("--load-s", "20") as made:
+        await until(lambda: made.pid)
+        pid = made.pid
+    assert pid and not alive(pid)
+    assert time.monotonic() - began < 3
+
+
+async def test_a_big_request_passes_and_is_not_held():
+    async with engine() as made:
+        stream = made.generate(ask("x " * 2_000_000 + "end"))
+        await anext(stream)
+        assert made._requests[stream.id].frame == b""
+        await stream.aclose()
+        assert words(await collect(made, "after")) == ["after"]
+
+
+async def test_space_is_granted_through_the_ledger_and_taken_back_on_death(tmp_path: Path):
+    cold = ColdLedger(tmp_path / "cache", 10_000_000)
+    assert await cold.open() == str(tmp_path / "cache")
+    async with engine(cold=cold) as made:
+        assert words(await collect(made, "reserve:4000000")) == ["4000000"]
+        assert words(await collect(made, "reserve:4000000")) == ["4000000"]
+        assert words(await collect(made, "reserve:4000000")) == ["0"]
+        stats = await cold.stats()
+        assert stats is not None and stats.reserved == 8_000_000
+        await collect(made, "die")
+        stats = await cold.stats()
+        assert stats is not None and stats.reserved == 0
+    await cold.close()
+
+
+async def test_without_a_ledger_space_is_refused():
+    async with engine() as made:
+        assert words(await collect(made, "reserve:4000000")) == ["0"]
+
+
+async def test_a_cache_dir_that_cannot_be_used_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").write_text("not a folder")
+    bad = ColdLedger(tmp_path / "file", 10_000_000)
+    assert await bad.open() == "" and await bad.open() == ""
+    assert await bad.stats() is None
+    async with engine(cold=bad) as made:
+        assert words(await collect(made, "reserve:5")) == ["0"]
+    first, second = ColdLedger(tmp_path / "c", 10_000_000), ColdLedger(tmp_path / "c", 10_000_000)
+    assert await first.open() and await second.open() == ""
+    assert [
+        record.getMessage().count("can't be used")
+        for record in caplog.records
+        if record.levelname == "WARNING" and "SSD" in record.getMessage()
+    ] == [1, 1]
+    assert "another omlxd" in caplog.text
+    for ledger in (bad, first, second):
+        await ledger.close()
+
+
+async def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    (tmp_path / ".probe").symlink_to("/dev/full")
+    full = ColdLedger(tmp_path, 10_000_000)
+    assert await full.open() == ""
+    assert "No space left" in caplog.text
+    await full.close()
