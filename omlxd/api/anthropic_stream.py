@@ -1,0 +1,263 @@
+"""Anthropic's Messages API: events into a stream or a message. Requests: anthropic.py.
+
+A stream is `message_start`, content blocks one after another, `message_delta`, `message_stop`.
+The message of a non-streaming answer holds the same blocks. `input_tokens` is what was computed:
+with `cache_read_input_tokens` it adds up to the prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from ..chat import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCall, Usage
+from ..errors import OmlxdError
+from .errors import error_body
+from .sse import UsageExtension, named_event, usage_extension
+
+_STOP_REASON: dict[FinishReason, str] = {
+    "stop": "end_turn",
+    "stop_sequence": "stop_sequence",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+}
+
+
+class _OutputDetails(msgspec.Struct):
+    thinking_tokens: int
+
+
+class _Usage(msgspec.Struct, omit_defaults=True):
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: _OutputDetails | None = None
+    omlxd: UsageExtension | None = None
+
+
+def _usage(usage: Usage) -> _Usage:
+    return _Usage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_creation_input_tokens=0,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=_OutputDetails(usage.reasoning_tokens),
+        omlxd=usage_extension(usage),
+    )
+
+
+class _Block(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class _Text(_Block, tag="text"):
+    text: str
+
+
+class _Thinking(_Block, tag="thinking"):
+    thinking: str
+    signature: str
+
+
+class _ToolUse(_Block, tag="tool_use"):
+    id: str
+    name: str
+    input: msgspec.Raw
+
+
+class _Message(msgspec.Struct, tag_field="type", tag="message"):
+    id: str
+    model: str
+    content: list[_Text | _Thinking | _ToolUse]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: _Usage
+    role: Literal["assistant"] = "assistant"
+
+
+class _MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: _Message
+
+
+class _BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: _Text | _Thinking | _ToolUse
+
+
+class _TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class _ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class _SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
+    signature: str
+
+
+class _InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class _BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta
+
+
+class _BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class _StopDelta(msgspec.Struct):
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class _MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: _StopDelta
+    usage: _Usage
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+
+
+class _Signature:
+    """What stands in for Anthropic's signature: clients want one, echo it, and never check it."""
+
+    def __init__(self):
+        self._digest = hashlib.blake2b(digest_size=24, person=b"omlxd-thinking")
+
+    def update(self, text: str) -> None:
+        self._digest.update(text.encode())
+
+    def text(self) -> str:
+        return base64.b64encode(self._digest.digest()).decode()
+
+
+class AnthropicStream:
+    """`sse.StreamEncoder` of one message."""
+
+    def __init__(self, id: str, model: str, request_id: str):
+        self._id = id
+        self._model = model
+        self._request_id = request_id
+        self._index = -1
+        self._open: Literal["", "text", "thinking"] = ""
+        self._signature = _Signature()
+
+    def start(self) -> bytes:
+        message = _Message(self._id, self._model, [], None, None, _Usage(0, 0, 0, 0))
+        return named_event(b"message_start", _MessageStart(message))
+
+    def ping(self) -> bytes:
+        return _PING
+
+    def error(self, error: OmlxdError) -> bytes:
+        return named_event(b"error", error_body(error, "anthropic", self._request_id))
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            return self._text(event.text) if event.text else b""
+        if isinstance(event, ReasoningDelta):
+            return self._thinking(event.text) if event.text else b""
+        if isinstance(event, ToolCall):
+            return self._tool_call(event)
+        if isinstance(event, Finished):
+            stop = _StopDelta(_STOP_REASON[event.reason], event.stop_sequence)
+            delta = named_event(b"message_delta", _MessageDelta(stop, _usage(event.usage)))
+            return self._close() + delta + _STOP
+        return b""
+
+    def _text(self, text: str) -> bytes:
+        begin = b"" if self._open == "text" else self._begin("text", _Text(""))
+        return begin + self._delta(_TextDelta(text))
+
+    def _thinking(self, text: str) -> bytes:
+        begin = b""
+        if self._open != "thinking":
+            begin = self._begin("thinking", _Thinking("", ""))
+            self._signature = _Signature()
+        self._signature.update(text)
+        return begin + self._delta(_ThinkingDelta(text))
+
+    def _tool_call(self, call: ToolCall) -> bytes:
+        block = _ToolUse(call.id, call.name, msgspec.Raw(b"{}"))
+        begin = self._begin("", block)
+        stop = named_event(b"content_block_stop", _BlockStop(self._index))
+        return begin + self._delta(_InputDelta(call.arguments)) + stop
+
+    def _begin(self, kind: Literal["", "text", "thinking"], block: _Text | _Thinking | _ToolUse) -> bytes:
+        closed = self._close()
+        self._index += 1
+        self._open = kind
+        return closed + named_event(b"content_block_start", _BlockStart(self._index, block))
+
+    def _delta(self, delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta) -> bytes:
+        return named_event(b"content_block_delta", _BlockDelta(self._index, delta))
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        signature = self._delta(_SignatureDelta(self._signature.text())) if self._open == "thinking" else b""
+        self._open = ""
+        return signature + named_event(b"content_block_stop", _BlockStop(self._index))
+
+
+class AnthropicCollector:
+    """`sse.Collector` of one message."""
+
+    def __init__(self, id: str, model: str):
+        self._id = id
+        self._model = model
+        self._runs: list[tuple[type, list[str]] | ToolCall] = []
+        self._finished: Finished | None = None
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, (TextDelta, ReasoningDelta)):
+            if not event.text:
+                return
+            last = self._runs[-1] if self._runs else None
+            if isinstance(last, tuple) and last[0] is type(event):
+                last[1].append(event.text)
+            else:
+                self._runs.append((type(event), [event.text]))
+        elif isinstance(event, ToolCall):
+            self._runs.append(event)
+        elif isinstance(event, Finished):
+            self._finished = event
+
+    def response(self) -> bytes:
+        assert self._finished is not None, "response before Finished"
+        return msgspec.json.encode(
+            _Message(
+                id=self._id,
+                model=self._model,
+                content=[_block(run) for run in self._runs],
+                stop_reason=_STOP_REASON[self._finished.reason],
+                stop_sequence=self._finished.stop_sequence,
+                usage=_usage(self._finished.usage),
+            )
+        )
+
+
+def _block(run: tuple[type, list[str]] | ToolCall) -> _Text | _Thinking | _ToolUse:
+    if isinstance(run, ToolCall):
+        return _ToolUse(run.id, run.name, msgspec.Raw(run.arguments.encode()))
+    text = "".join(run[1])
+    if run[0] is TextDelta:
+        return _Text(text)
+    signature = _Signature()
+    signature.update(text)
+    return _Thinking(text, signature.text())

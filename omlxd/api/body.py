@@ -1,0 +1,186 @@
+"""Request bodies: bytes into typed structs, with errors that name the field at fault.
+
+Every protocol decodes through `decode`, so that no body, however odd, is anything but an
+`InvalidRequest`. Field names in errors are dotted paths (`messages.0.role`).
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from ..chat import GenerateRequest, ImagePart, Struct
+from ..errors import InvalidRequest
+
+MAX_DEPTH = 64
+"""Levels of nesting in free-form JSON (tool schemas, arguments). msgspec's own limit is Python's
+recursion limit less the stack in use, so it would differ between this process and the engine's."""
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1000
+MAX_INT64 = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+
+T = TypeVar("T")
+
+
+class ParsedRequest(Struct, frozen=True):
+    """What a protocol made of a body.
+
+    model          as the client spelled it; "" when absent
+    include_usage  an OpenAI stream ends with a chunk of usage (other protocols always tell it)
+    """
+
+    model: str
+    stream: bool
+    generate: GenerateRequest
+    include_usage: bool = False
+
+
+_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+_MISSING = re.compile(r"^Object missing required field `(.*?)`$")
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """`body` as the decoder's type. Raises InvalidRequest, whatever the bytes are."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except RecursionError:
+        raise InvalidRequest("The request body is nested too deeply.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"The request body is not valid JSON: {_why_malformed(body, error)}.") from None
+
+
+def _why_malformed(body: bytes, error: Exception) -> str:
+    if not body.strip():
+        return "it is empty"
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not UTF-8"
+    # msgspec calls half of a surrogate pair truncated input.
+    if "truncated" in str(error) and body.rstrip().endswith(b"}"):
+        return "it is cut short, or holds half of a surrogate pair such as \\ud800"
+    return str(error)
+
+
+def _field_error(text: str) -> InvalidRequest:
+    match = _PATH.search(text)
+    path = _dotted(match[1]) if match else ""
+    text = text[: match.start()] if match else text
+    if missing := _MISSING.match(text):
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequest(f"{param}: this field is required", param=param)
+    if path.endswith("type") and text.startswith("Invalid value"):
+        kind = text.removeprefix("Invalid value ")
+        return InvalidRequest(f"{path}: content of type {kind} is not supported", param=path)
+    if not path:
+        return InvalidRequest(f"The request body must be a JSON object: {text}.")
+    return InvalidRequest(f"{path}: {text.replace('`', '')}", param=path)
+
+
+def _dotted(path: str) -> str:
+    """`messages[0].role` as `messages.0.role`."""
+    return re.sub(r"\[(\d+)\]", r".\1", path).replace("[...]", ".*").strip(".")
+
+
+# --------------------------------------------------------------------------- free-form JSON
+
+
+def free_json(value: Any, param: str) -> dict[str, Any]:
+    """A JSON object of any content, fit for msgpack.
+
+    Whole numbers past 64 bits become floats: a model may have written one into an earlier call,
+    and refusing it would end that conversation for good. Raises InvalidRequest when `value` is no
+    object or nested deeper than MAX_DEPTH.
+    """
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{param}: a JSON object is needed", param=param)
+    return _fit(value, param, MAX_DEPTH)
+
+
+def _fit(value: Any, param: str, depth: int) -> Any:
+    if not depth:
+        raise InvalidRequest(f"{param}: nested deeper than {MAX_DEPTH} levels", param=param)
+    if isinstance(value, dict):
+        return {key: _fit(item, param, depth - 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_fit(item, param, depth - 1) for item in value]
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        try:
+            return float(value)
+        except OverflowError:
+            raise InvalidRequest(f"{param}: a number is out of range", param=param) from None
+    return value
+
+
+_any_decoder = msgspec.json.Decoder(Any)
+
+
+def json_object(text: str, param: str) -> dict[str, Any]:
+    """A JSON object given as text; "" is an empty one."""
+    if not text.strip():
+        return {}
+    try:
+        value = _any_decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        raise InvalidRequest(f"{param}: this is not valid JSON", param=param) from None
+    return free_json(value, param)
+
+
+def stable_json(value: Any) -> str:
+    """JSON text that is the same for equal values, whatever the order of their keys."""
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+# --------------------------------------------------------------------------- fields
+
+
+def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
+    """Stop strings, checked for number and length."""
+    given = (value,) if isinstance(value, str) else tuple(value or ())
+    if len(given) > MAX_STOPS:
+        raise InvalidRequest(f"{param}: at most {MAX_STOPS} strings, got {len(given)}", param=param)
+    for text in given:
+        if not text:
+            raise InvalidRequest(f"{param}: a stop string must not be empty", param=param)
+        if len(text) > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"{param}: a stop string is longer than {MAX_STOP_CHARS} characters", param=param
+            )
+    return given
+
+
+def image(data: str, media_type: str, param: str) -> ImagePart:
+    """An image from base64 text."""
+    if not media_type.startswith("image/"):
+        raise InvalidRequest(f"{param}: media type {media_type!r} is no image", param=param)
+    try:
+        raw = binascii.a2b_base64(data, strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"{param}: the image is not valid base64", param=param) from None
+    if not raw:
+        raise InvalidRequest(f"{param}: the image is empty", param=param)
+    return ImagePart(raw, media_type)
+
+
+_DATA_URL = re.compile(r"data:([\w.+/-]+)(?:;[\w=.+-]+)*;base64,")
+
+
+def image_url(url: str, param: str) -> ImagePart:
+    """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
+    match = _DATA_URL.match(url[:200])
+    if not match:
+        raise InvalidRequest(
+            f"{param}: only data: URLs with base64 are accepted, images are not fetched", param=param
+        )
+    return image(url[match.end() :], match[1], param)
+
+
+def session_header(headers: Mapping[str, str], *names: str) -> str:
+    """The headers that are present among `names`, joined with `/`. Header keys in lower case."""
+    return "/".join(value[:200] for name in names if (value := headers.get(name, "").strip()))

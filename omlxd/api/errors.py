@@ -1,0 +1,108 @@
+"""The one place that turns errors into HTTP, in each protocol's own shape.
+
+| code              | status    | Anthropic type        | OpenAI type           | OpenAI code             |
+|-------------------|-----------|-----------------------|-----------------------|-------------------------|
+| invalid_request   | 400       | invalid_request_error | invalid_request_error |                         |
+| prompt_too_long   | 400       | invalid_request_error | invalid_request_error | context_length_exceeded |
+| authentication    | 401       | authentication_error  | invalid_request_error | invalid_api_key         |
+| not_found         | 404       | not_found_error       | invalid_request_error | model_not_found         |
+| request_too_large | 413       | request_too_large     | invalid_request_error | request_too_large       |
+| overloaded        | 503 (529) | overloaded_error      | server_error          | overloaded              |
+| unavailable       | 503       | overloaded_error      | server_error          | unavailable             |
+| internal          | 500       | api_error             | server_error          | internal_error          |
+
+`unavailable` is an `overloaded_error` to Anthropic clients because Claude Code then retries as a
+stream, which is pinged; after an `api_error` it retries without streaming, which can't be.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from ..chat import ErrorCode
+from ..errors import OmlxdError
+
+Protocol = Literal["anthropic", "openai"]
+
+MAX_RETRY_AFTER = 60
+"""Seconds. Claude Code gives up at once when it is told to wait longer."""
+
+_DEFAULT_RETRY_AFTER: dict[ErrorCode, int] = {"overloaded": 2, "unavailable": 2}
+
+_TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
+    "invalid_request": (400, "invalid_request_error", "invalid_request_error", None),
+    "prompt_too_long": (400, "invalid_request_error", "invalid_request_error", "context_length_exceeded"),
+    "authentication": (401, "authentication_error", "invalid_request_error", "invalid_api_key"),
+    "not_found": (404, "not_found_error", "invalid_request_error", "model_not_found"),
+    "request_too_large": (413, "request_too_large", "invalid_request_error", "request_too_large"),
+    "overloaded": (503, "overloaded_error", "server_error", "overloaded"),
+    "unavailable": (503, "overloaded_error", "server_error", "unavailable"),
+    "internal": (500, "api_error", "server_error", "internal_error"),
+}
+
+
+class _AnthropicDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    error: _AnthropicDetail
+    request_id: str
+
+
+class _OpenAIDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct):
+    error: _OpenAIDetail
+
+
+class HttpError(msgspec.Struct, frozen=True):
+    """A whole answer: status, headers (lower case) and JSON body."""
+
+    status: int
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+
+def protocol_of(path: str) -> Protocol:
+    """Whose error shape a path answers in, also where there is no such route."""
+    return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+
+
+def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
+    """The JSON object that tells of `error`; also what a stream sends after it has begun."""
+    _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
+    if protocol == "anthropic":
+        return AnthropicError(_AnthropicDetail(anthropic_type, error.message), request_id)
+    return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))
+
+
+def status_of(error: OmlxdError, protocol: Protocol) -> int:
+    if protocol == "anthropic" and error.code == "overloaded":
+        return 529
+    return _TABLE[error.code][0]
+
+
+def http_error(
+    error: OmlxdError, protocol: Protocol, request_id: str, *, status: int | None = None
+) -> HttpError:
+    """The answer to a request that failed before its response began.
+
+    `status` overrides the table's where HTTP has a finer one (405).
+    """
+    headers = [("content-type", "application/json")]
+    wait = error.retry_after or _DEFAULT_RETRY_AFTER.get(error.code)
+    if wait is not None:
+        headers.append(("retry-after", str(max(1, min(wait, MAX_RETRY_AFTER)))))
+    if error.code == "authentication":
+        headers.append(("www-authenticate", "Bearer"))
+    body = msgspec.json.encode(error_body(error, protocol, request_id))
+    return HttpError(status or status_of(error, protocol), tuple(headers), body)

@@ -1,0 +1,185 @@
+"""OpenAI's legacy completions: a body into a `GenerateRequest`, events into chunks or a completion.
+
+The prompt goes to the model as it is, with no template. Token ids are accepted in place of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..chat import Event, Finished, GenerateRequest, RawPrompt, ReasoningDelta, TextDelta, TokenLogprob
+from ..errors import InvalidRequest, OmlxdError
+from .body import MAX_TOKENS, ParsedRequest, decode
+from .errors import error_body
+from .openai_fields import FINISH_REASON, CommonBody, UsageBody, sampling, session, usage_body
+from .sse import DONE, data_event
+
+DEFAULT_MAX_TOKENS = 16
+"""What OpenAI documents for this endpoint."""
+
+
+class _Body(CommonBody, kw_only=True):
+    prompt: Any
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
+    """A body of /v1/completions. Raises InvalidRequest naming the field."""
+    request = decode(_decoder, body)
+    if request.suffix:
+        raise InvalidRequest("suffix: inserting text is not supported", param="suffix")
+    if request.best_of not in (None, 1):
+        raise InvalidRequest("best_of: only one choice per request is supported", param="best_of")
+    if request.echo and request.logprobs is not None:
+        raise InvalidRequest("logprobs: log-probabilities of the prompt are not supported", param="logprobs")
+    return ParsedRequest(
+        model=request.model or "",
+        stream=bool(request.stream),
+        generate=GenerateRequest(
+            prompt=_prompt(request.prompt, bool(request.echo)),
+            sampling=sampling(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs),
+            session=session(request, headers or {}),
+            cache_salt=request.cache_salt or "",
+        ),
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+    )
+
+
+def _prompt(given: Any, echo: bool) -> RawPrompt:
+    """A text, a list of one text, a list of token ids, or a list of one such list."""
+    if isinstance(given, list) and len(given) > 1 and not all(map(_is_token, given)):
+        raise InvalidRequest("prompt: one text or one list of token ids is needed", param="prompt")
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
+        given = given[0]
+    if not given and isinstance(given, (str, list)):
+        raise InvalidRequest("prompt: it must not be empty", param="prompt")
+    if isinstance(given, str):
+        return RawPrompt(text=given, echo=echo)
+    if isinstance(given, list) and all(map(_is_token, given)):
+        return RawPrompt(tokens=tuple(given), echo=echo)
+    raise InvalidRequest("prompt: a text or a list of token ids is needed", param="prompt")
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKENS
+
+
+# --------------------------------------------------------------------------- answers
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+def _logprobs(tokens: tuple[TokenLogprob, ...], offset: int) -> _Logprobs | None:
+    """`offset`: characters of the answer before the first of `tokens`."""
+    if not tokens:
+        return None
+    out = _Logprobs([], [], [], [])
+    for token in tokens:
+        out.tokens.append(token.token)
+        out.token_logprobs.append(token.logprob)
+        out.top_logprobs.append(dict(token.top))
+        out.text_offset.append(offset)
+        offset += len(token.token)
+    return out
+
+
+class _Choice(msgspec.Struct):
+    text: str
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    index: int = 0
+
+
+class _Completion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[_Choice]
+    usage: UsageBody | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+class OpenAICompletionStream:
+    """`sse.StreamEncoder` of one completion. `created`: Unix seconds."""
+
+    def __init__(self, id: str, model: str, created: int, request_id: str, include_usage: bool = False):
+        self._id = id
+        self._model = model
+        self._created = created
+        self._request_id = request_id
+        self._usage: UnsetType | None = None if include_usage else UNSET
+        self._offset = 0
+
+    def start(self) -> bytes:
+        return self._chunk(_Choice(""))
+
+    def ping(self) -> bytes:
+        return self._chunk(_Choice(""))
+
+    def error(self, error: OmlxdError) -> bytes:
+        return data_event(error_body(error, "openai", self._request_id))
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, TextDelta):
+            if not event.text and not event.logprobs:
+                return b""
+            logprobs = _logprobs(event.logprobs, self._offset)
+            self._offset += len(event.text)
+            return self._chunk(_Choice(event.text, logprobs))
+        if isinstance(event, ReasoningDelta):
+            return self._chunk(_Choice(event.text)) if event.text else b""
+        if isinstance(event, Finished):
+            last = self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason]))
+            if self._usage is None:
+                usage = usage_body(event.usage)
+                last += data_event(_Completion(self._id, self._created, self._model, [], usage))
+            return last + DONE
+        return b""
+
+    def _chunk(self, choice: _Choice) -> bytes:
+        return data_event(_Completion(self._id, self._created, self._model, [choice], self._usage))
+
+
+class OpenAICompletionCollector:
+    """`sse.Collector` of one completion. `created`: Unix seconds."""
+
+    def __init__(self, id: str, model: str, created: int):
+        self._id = id
+        self._model = model
+        self._created = created
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._finished: Finished | None = None
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, (TextDelta, ReasoningDelta)):
+            self._text.append(event.text)
+        if isinstance(event, TextDelta):
+            self._logprobs.extend(event.logprobs)
+        if isinstance(event, Finished):
+            self._finished = event
+
+    def response(self) -> bytes:
+        assert self._finished is not None, "response before Finished"
+        choice = _Choice(
+            text="".join(self._text),
+            logprobs=_logprobs(tuple(self._logprobs), 0),
+            finish_reason=FINISH_REASON[self._finished.reason],
+        )
+        usage = usage_body(self._finished.usage)
+        return msgspec.json.encode(_Completion(self._id, self._created, self._model, [choice], usage))

@@ -1,0 +1,156 @@
+"""Fields that OpenAI's two endpoints share: sampling in; usage and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Union
+
+import msgspec
+
+from ..chat import FinishReason, Sampling, TokenLogprob, Usage
+from ..errors import InvalidRequest
+from .body import MAX_INT64, MAX_TOKENS, session_header, stops
+from .sse import UsageExtension, usage_extension
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+_Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class CommonBody(msgspec.Struct, kw_only=True):
+    """Sampling and the rest that both bodies hold. top_k, min_p, repetition_penalty and cache_salt
+    are extensions, spelled as vLLM spells them."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[_TokenId, _Bias] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+    stop: Union[str, list[str], None] = None
+    n: int | None = None
+    response_format: Any = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+
+def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """Raises InvalidRequest for what can't be served: n above 1, an enforced response format."""
+    if body.n not in (None, 1):
+        raise InvalidRequest("n: only one choice per request is supported", param="n")
+    _check_format(body.response_format)
+    greedy = body.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
+    top_k = None if body.top_k is None else min(max(body.top_k, 0), MAX_TOKENS)
+    return Sampling(
+        temperature=body.temperature,
+        top_p=None if greedy else body.top_p,
+        top_k=1 if greedy else top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
+        seed=body.seed,
+        max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
+        stop=stops(body.stop, "stop"),
+        logprobs=logprobs,
+    )
+
+
+def _check_format(value: Any) -> None:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if kind not in (None, "text"):
+        shown = kind if isinstance(kind, str) else "of this kind"
+        raise InvalidRequest(
+            f"response_format: {shown} can't be enforced by this server; only text is supported",
+            param="response_format",
+        )
+
+
+def session(body: CommonBody, headers: Mapping[str, str]) -> str:
+    named = session_header(headers, "x-session-affinity") or session_header(headers, "session-id")
+    return named or (body.prompt_cache_key or body.user or "")[:200]
+
+
+# --------------------------------------------------------------------------- answers
+
+
+FINISH_REASON: dict[FinishReason, str] = {
+    "stop": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+}
+
+
+class PromptDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageBody(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
+    omlxd: UsageExtension
+
+
+def usage_body(usage: Usage) -> UsageBody:
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptDetails(usage.cached_tokens),
+        completion_tokens_details=CompletionDetails(usage.reasoning_tokens),
+        omlxd=usage_extension(usage),
+    )
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+def chat_logprobs(tokens: tuple[TokenLogprob, ...]) -> ChatLogprobs:
+    return ChatLogprobs(
+        [
+            ChatLogprob(
+                token=token.token,
+                logprob=token.logprob,
+                bytes=list(token.token.encode()),
+                top_logprobs=[TopLogprob(text, value, list(text.encode())) for text, value in token.top],
+            )
+            for token in tokens
+        ]
+    )

@@ -1,0 +1,59 @@
+"""Server-sent events, and what every stream encoder and collector looks like."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from ..chat import Event, Struct, Usage
+from ..errors import OmlxdError
+
+_encoder = msgspec.json.Encoder()
+
+DONE = b"data: [DONE]\n\n"
+
+
+def data_event(data: Any) -> bytes:
+    """`data: {json}`, as OpenAI streams."""
+    return b"data: " + _encoder.encode(data) + b"\n\n"
+
+
+def named_event(name: bytes, data: Any) -> bytes:
+    """`event: name` and `data: {json}`, as Anthropic streams."""
+    return b"event: " + name + b"\ndata: " + _encoder.encode(data) + b"\n\n"
+
+
+class StreamEncoder(Protocol):
+    """Events in, SSE bytes out. Order of calls: `start`, then any of `event` and `ping`, and where
+    the stream breaks, `error`. An event that says nothing to the client gives b""."""
+
+    def start(self) -> bytes: ...
+    def event(self, event: Event) -> bytes: ...
+    def ping(self) -> bytes: ...
+    def error(self, error: OmlxdError) -> bytes: ...
+
+
+class Collector(Protocol):
+    """Events in, one JSON body out, after `Finished` came in."""
+
+    def event(self, event: Event) -> None: ...
+    def response(self) -> bytes: ...
+
+
+class UsageExtension(Struct, frozen=True, omit_defaults=False):
+    """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds."""
+
+    cached_hot: int
+    cached_cold: int
+    computed: int
+    ttft_s: float
+
+
+def usage_extension(usage: Usage) -> UsageExtension:
+    return UsageExtension(
+        cached_hot=usage.cached_hot,
+        cached_cold=usage.cached_cold,
+        computed=usage.prompt_tokens - usage.cached_tokens,
+        ttft_s=round(usage.ttft_s, 6),
+    )
