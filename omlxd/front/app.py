@@ -1,0 +1,108 @@
+"""The HTTP app: routes, and nothing else. `create_app` wires them to engines.
+
+Layers, outermost first: `Shell` (id, body limit, errors, log line), `Guard` (host, origin, key),
+then a route. No route catches errors; they raise OmlxdError and the shell answers.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .. import __version__
+from ..api import anthropic
+from ..api.anthropic_stream import TokenCount
+from .engines import Engines
+from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse
+from .http_guard import Guard
+from .http_settings import HttpSettings
+from .http_shell import Shell, raise_route_error
+from .model_list import model_entry, model_list
+from .request_trace import trace_of
+
+
+class _ModelState(msgspec.Struct):
+    id: str
+    state: str
+
+
+class _Health(msgspec.Struct):
+    """`status` tells of this process: it answers. `models` tells of the engines."""
+
+    version: str
+    models: list[_ModelState]
+    status: str = "ok"
+
+
+def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starlette:
+    """The ASGI app over `engines`."""
+    routes = _Routes(engines, settings or HttpSettings())
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
+            Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/messages", routes.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
+            Route("/v1/models", routes.models),
+            Route("/v1/models/{id:path}", routes.model),
+            Route("/health", routes.health),
+            Route("/", routes.root),
+        ],
+        middleware=[Middleware(Shell, settings=routes.settings), Middleware(Guard, settings=routes.settings)],
+        exception_handlers={HTTPException: raise_route_error},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Routes:
+    def __init__(self, engines: Engines, settings: HttpSettings):
+        self.settings = settings
+        self._engines = engines
+        self._created = int(time.time())
+
+    async def chat_completions(self, request: Request) -> GenerationResponse:
+        return await self._generate(request, OPENAI_CHAT)
+
+    async def completions(self, request: Request) -> GenerationResponse:
+        return await self._generate(request, OPENAI_COMPLETIONS)
+
+    async def messages(self, request: Request) -> GenerationResponse:
+        return await self._generate(request, ANTHROPIC)
+
+    async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
+        parsed = dialect.parse(await request.body(), request.headers)
+        trace_of(request.scope).model = parsed.model
+        engine = self._engines.resolve(parsed.model)
+        return GenerationResponse(engine, parsed, dialect, self.settings)
+
+    async def count_tokens(self, request: Request) -> Response:
+        parsed = anthropic.parse(await request.body(), request.headers)
+        trace_of(request.scope).model = parsed.model
+        engine = self._engines.resolve(parsed.model)
+        return _json(TokenCount(await engine.count_tokens(parsed.generate.prompt)))
+
+    async def models(self, request: Request) -> Response:
+        return _json(model_list(self._engines.models(), self._created))
+
+    async def model(self, request: Request) -> Response:
+        engine = self._engines.resolve(request.path_params["id"])
+        return _json(model_entry(engine, self._created))
+
+    async def health(self, request: Request) -> Response:
+        models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
+        return _json(_Health(__version__, models))
+
+    async def root(self, request: Request) -> Response:
+        return Response(f"omlxd {__version__}\n", media_type="text/plain")
+
+
+def _json(value: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

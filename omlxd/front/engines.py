@@ -1,0 +1,74 @@
+"""What the HTTP app asks of engines, and how a model name finds one.
+
+The app knows only these two protocols; a scripted engine stands behind them in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from ..chat import Conversation, Event, GenerateRequest, RawPrompt
+from ..errors import InvalidRequest, NotFound
+from ..wire import ModelInfo
+
+
+class Engine(Protocol):
+    """One model, whatever becomes of the process behind it. Requests wait while it loads.
+
+    state  `loading`, `ready`, `restarting` or `failed`
+    info   None until the model has been loaded once
+    """
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def info(self) -> ModelInfo | None: ...
+    @property
+    def state(self) -> str: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """The events of one request, the last one Finished or Failed; or it raises OmlxdError.
+
+        Closing it (`aclose`), at any time, cancels the request in the engine.
+        """
+        ...
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+        """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
+        ...
+
+
+class Engines(Protocol):
+    """The engines that this daemon serves."""
+
+    def resolve(self, model_name: str) -> Engine:
+        """The engine that a client's model name means (`resolve_name`). Raises OmlxdError."""
+        ...
+
+    def models(self) -> Sequence[Engine]: ...
+
+
+def basename(model_id: str) -> str:
+    """The last part of a hub id or a path."""
+    return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+def resolve_name(name: str, known: Sequence[str], default: str | None = None) -> str:
+    """Which of the `known` model ids `name` means.
+
+    An exact id, else a basename, else, for any name that begins with `claude-`, `default`: Claude
+    Code and its sub-agents ask for several. Raises InvalidRequest for an empty name, and NotFound,
+    which lists what there is.
+    """
+    if not name.strip():
+        raise InvalidRequest("model: this field is required", param="model")
+    if name in known:
+        return name
+    for model_id in known:
+        if basename(model_id) == name:
+            return model_id
+    if name.startswith("claude-") and default is not None:
+        return default
+    there_are = ", ".join(known) if known else "none"
+    raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

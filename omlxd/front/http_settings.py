@@ -1,0 +1,27 @@
+"""Settings of the HTTP app."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `create_app` is told.
+
+    host             address that the server is bound to; loopback turns the Host check on
+    api_key          "": none is asked for
+    allowed_hosts    further names that a Host header may hold, without port
+    max_body_bytes   bytes of a request body; Anthropic's own limit by default
+    ping_interval_s  seconds of silence before a stream gets a ping; clients want one every 10 s
+    header_grace_s   seconds that a stream's headers wait for a first event: a request that fails
+                     at once gets a plain HTTP error, and every other stream starts this late at most
+    drain_s          seconds to go on reading, and discarding, a body after it was refused
+    """
+
+    host: str = "127.0.0.1"
+    api_key: str = ""
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 1024 * 1024
+    ping_interval_s: float = 8.0
+    header_grace_s: float = 0.1
+    drain_s: float = 2.0

@@ -1,0 +1,148 @@
+"""The outermost layer of every request: its id, its body limit, its errors, its log line. Pure ASGI.
+
+Whatever happens inside, a request that has had no answer yet gets one here, in its protocol's own
+error shape. Nothing unexpected reaches a client but the request id, under which the log has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import NoReturn
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..api.errors import http_error, protocol_of
+from ..errors import OmlxdError, RequestTooLarge
+from .http_settings import HttpSettings
+from .request_trace import RequestTrace, begin
+
+log = logging.getLogger(__name__)
+
+
+class RouteError(OmlxdError):
+    """No such path (404), or not with this method (405). `allow`: the methods that there are."""
+
+    def __init__(self, message: str, status: int, allow: str = ""):
+        super().__init__(message, code="not_found" if status == 404 else "invalid_request")
+        self.status = status
+        self.allow = allow
+
+
+def raise_route_error(request: Request, error: Exception) -> NoReturn:
+    """Starlette's exception handler: its own 404 and 405 become ours."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        raise RouteError(f"{what}: this path takes {allow}.", 405, allow)
+    raise RouteError(f"{what}: there is no such path.", error.status_code)
+
+
+class Shell:
+    """`app` and everything below it, one request at a time."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings):
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        trace = begin(scope)
+        body = _Body(receive, self._settings.max_body_bytes)
+        answer = _Answer(send, trace)
+        try:
+            await self._run(scope, body, answer, trace)
+        finally:
+            trace.write()
+
+    async def _run(self, scope: Scope, body: _Body, answer: _Answer, trace: RequestTrace) -> None:
+        try:
+            body.check_announced(scope)
+            await self._app(scope, body.receive, answer.send)
+            return
+        except OmlxdError as error:
+            problem = error
+        except ClientDisconnect:
+            trace.outcome = "disconnected"
+            return
+        except Exception:
+            log.exception("%s failed unexpectedly", trace.id)
+            problem = OmlxdError(
+                f"Something went wrong inside omlxd; its log has the details under {trace.id}."
+            )
+        trace.outcome = problem.code
+        if answer.started:
+            # The status is out: breaking the connection is the only honest end.
+            raise problem
+        await answer.send_error(problem, scope["path"], body, self._settings.drain_s)
+
+
+class _Body:
+    """Counts a request's body as it comes in."""
+
+    def __init__(self, receive: Receive, limit: int):
+        self._receive = receive
+        self._limit = limit
+        self._size = 0
+        self._complete = False
+
+    def check_announced(self, scope: Scope) -> None:
+        """Raises RequestTooLarge from the Content-Length alone."""
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > self._limit:
+                raise self._too_large()
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._size += len(message.get("body", b""))
+            self._complete = not message.get("more_body", False)
+            if self._size > self._limit:
+                raise self._too_large()
+        return message
+
+    async def drain(self, seconds: float) -> None:
+        """Discard what is still coming: a client that is still writing would not see the answer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._complete:
+                    message = await self._receive()
+                    self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"The request body is larger than {self._limit} bytes.")
+
+
+class _Answer:
+    """The response on its way out: its status noted, the request id in its headers."""
+
+    def __init__(self, send: Send, trace: RequestTrace):
+        self._send = send
+        self._trace = trace
+        self.started = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self._trace.status = message["status"]
+            name = b"request-id" if protocol_of(self._trace.path) == "anthropic" else b"x-request-id"
+            message["headers"] = [*message.get("headers", ()), (name, self._trace.id.encode())]
+        await self._send(message)
+
+    async def send_error(self, error: OmlxdError, path: str, body: _Body, drain_s: float) -> None:
+        status = error.status if isinstance(error, RouteError) else None
+        answer = http_error(error, protocol_of(path), self._trace.id, status=status)
+        headers = [*answer.headers, ("content-length", str(len(answer.body)))]
+        if isinstance(error, RouteError) and error.allow:
+            headers.append(("allow", error.allow))
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        await self.send({"type": "http.response.start", "status": answer.status, "headers": raw})
+        await self.send({"type": "http.response.body", "body": answer.body, "more_body": True})
+        await body.drain(drain_s)
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
