@@ -163,6 +163,11 @@ class EngineProcess:
         """Requests running or waiting."""
         return len(self._requests)
 
+    def kill(self) -> None:
+        """End the process now, losing what it had not written."""
+        if self._link is not None:
+            self._link.kill()
+
     @property
     def pid(self) -> int | None:
         return self._link.pid if self._link else None
@@ -209,6 +214,13 @@ class EngineProcess:
         """Begin to load now rather than at the first request."""
         self._wanted.set()
         self._supervisor = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
+
+    async def drain(self, seconds: float) -> None:
+        """Admit nothing more, and let what runs end within `seconds`. What waits for a load fails."""
+        self._closing = True
+        deadline = time.monotonic() + seconds
+        while self._requests and self.state == "ready" and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
     async def close(self, grace_s: float = 5.0) -> None:
         """Fail what is in flight, let the engine flush for `grace_s`, end it."""

@@ -1,0 +1,51 @@
+"""`python -m omlxd.models.hub ORG/NAME`: fetch a model from the hub into its client's own cache.
+
+Prints the folder; progress bars go to standard error. Ends with status 1 and one line on standard
+output when it can't. A download that was interrupted goes on where it stopped. A program of its
+own, so that the front never holds the hub's client in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
+"""What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
+
+
+def main(argv: list[str]) -> int:
+    repo = argv[0]
+    try:
+        print(snapshot_download(repo, allow_patterns=PATTERNS))
+    except GatedRepoError:
+        return _fail(f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN.")
+    except RepositoryNotFoundError:
+        return _fail(f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN.")
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return _fail(f"{repo} can't be downloaded: {reason[0]}")
+    return 0
+
+
+def _end_with_parent() -> None:
+    """End when standard input closes: whoever wanted the model is gone."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def _fail(sentence: str) -> int:
+    print(sentence)
+    return 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m omlxd.models.hub ORG/NAME")
+    if not sys.stdin.isatty():
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.exit(main(sys.argv[1:]))

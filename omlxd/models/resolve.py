@@ -1,0 +1,175 @@
+"""From what `--model` says to a folder that can be loaded: a local one, a hub id, or the demo model.
+
+The front calls this, so nothing heavy is imported here: the hub's client and the demo's builder
+run as programs of their own (models/hub.py, models/demo.py), and a local folder is checked by
+reading a few kilobytes. Weights are looked at as far as their headers, which is enough to know a
+folder that was half copied or half downloaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ModelError
+
+DEMO_ID = "omlxd-demo"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("*.tiktoken",))
+_MAX_HEADER = 100 * 2**20
+"""Bytes; the safetensors format's own limit."""
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class _Tensor(msgspec.Struct):
+    data_offsets: tuple[int, int]
+
+
+def model_id(spec: str) -> str:
+    """The name under which clients find the model that `--model spec` serves."""
+    if not spec:
+        return DEMO_ID
+    return Path(spec).expanduser().absolute().name if is_local(spec) else spec
+
+
+def is_local(spec: str) -> bool:
+    """Whether `spec` means a folder. What exists, or is written like a path, is never a hub id."""
+    return Path(spec).expanduser().exists() or not _HUB_ID.fullmatch(spec)
+
+
+async def resolve_model(spec: str, base_path: Path) -> Path:
+    """The folder of the model that `--model spec` means, built or downloaded if need be.
+
+    Raises ModelError in a sentence that names what is missing and what to do.
+    """
+    if not spec:
+        return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
+    folder = (
+        Path(spec).expanduser().absolute() if is_local(spec) else await _run_builder("omlxd.models.hub", spec)
+    )
+    await asyncio.to_thread(check_folder, folder)
+    return folder
+
+
+async def _run_builder(module: str, argument: str) -> Path:
+    """Run `python -m module argument`, which prints a folder, or ends in one line of error.
+
+    Its standard error is the terminal's, for progress bars; its standard output is ours. Its
+    standard input stays open as long as we live, so that a download can't outlive a killed front.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        module,
+        argument,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    try:
+        output = await process.stdout.read()
+        await process.wait()
+    finally:
+        if process.returncode is None:  # Cancelled: omlxd is shutting down.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    lines = output.decode(errors="replace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if process.returncode:
+        raise ModelError(
+            last or f"{module} failed with status {process.returncode}; its reason is in the log."
+        )
+    return Path(last)
+
+
+# --------------------------------------------------------------------------- is a folder whole?
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
+    if not folder.exists():
+        raise ModelError(f"--model: there is no folder {folder}.")
+    if not folder.is_dir():
+        raise ModelError(f"--model: {folder} is a file; give the folder that holds config.json.")
+    try:
+        _check_config(folder)
+        weights = _weight_files(folder)
+        for path in weights:
+            _check_weights(path)
+    except PermissionError as error:
+        raise ModelError(f"--model: {error.filename or folder} can't be read: permission denied.") from error
+    except OSError as error:
+        raise ModelError(f"--model: {folder} can't be read: {error.strerror or error}.") from error
+    if not any(all(any(folder.glob(name)) for name in names) for names in _TOKENIZERS):
+        raise ModelError(f"--model: {folder} has no tokenizer: tokenizer.json or tokenizer.model is missing.")
+
+
+def _check_config(folder: Path) -> None:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"--model: {folder} is no model folder: config.json is missing.")
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError as error:
+        raise ModelError(f"--model: {path} is no JSON object ({error}).") from error
+    if "model_type" not in config:
+        raise ModelError(f"--model: {path} does not say its model_type.")
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Every weight file, those that the index names included, whether they exist or not."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        found = sorted(path for path in folder.glob("*.safetensors"))
+        if not found:
+            raise ModelError(f"--model: {folder} has no weights: there is no *.safetensors file in it.")
+        return found
+    try:
+        names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+    except msgspec.DecodeError as error:
+        raise ModelError(f"--model: {index} is no index of weights ({error}).") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"--model: {folder} is half-written: {len(missing)} of {len(names)} weight files are missing, "
+            f"the first is {missing[0]}. Finish the copy or the download."
+        )
+    return [folder / name for name in names]
+
+
+def _check_weights(path: Path) -> None:
+    """Compare the size that a safetensors header promises with the file's."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start.startswith(b"version "):
+            raise ModelError(f"--model: {path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
+            raise ModelError(f"--model: {path} is truncated or no safetensors file ({size} bytes).")
+        header = file.read(length)
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        ends = [
+            msgspec.json.decode(entry, type=_Tensor).data_offsets[1]
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        ]
+    except msgspec.DecodeError as error:
+        raise ModelError(f"--model: {path} is no safetensors file ({error}).") from error
+    promised = 8 + length + max(ends, default=0)
+    if size < promised:
+        raise ModelError(
+            f"--model: {path} is truncated: {size} bytes of {promised}. Copy or download it again."
+        )
