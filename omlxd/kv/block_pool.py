@@ -152,8 +152,9 @@ class BlockPool:
         del self._by_hash[block.block_hash]
         self.drop_payload(block)
         block.block_hash = None
-        block.num_tokens = 0
         block.on_disk = False
+        if block.ref_cnt == 0:
+            block.num_tokens = 0
 
     # ----------------------------------------------------------------- checking
 

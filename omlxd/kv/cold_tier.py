@@ -20,6 +20,10 @@ from .hashing import BlockHash
 from .paths import TEMP_SUFFIX, block_path, disk_bytes
 
 
+class TempLeft(OSError):
+    """A store failed and its temporary file can't be removed either: it still takes its space."""
+
+
 class ColdTier:
     """Files of one namespace under `root`, the cache dir."""
 
@@ -46,7 +50,7 @@ class ColdTier:
         return self._fs.is_file(self._full(block_hash))
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
-        """Put a block's file in place. Raises OSError, leaving nothing behind."""
+        """Put a block's file in place. Raises OSError, leaving nothing behind, or else TempLeft."""
         target = self._full(key.block_hash)
         temp = f"{target}.{os.getpid()}-{next(self._temp_names)}{TEMP_SUFFIX}"
         try:
@@ -60,9 +64,13 @@ class ColdTier:
             finally:
                 self._fs.close(fd)
             self._fs.rename(temp, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
+        except BaseException as cause:
+            try:
                 self._fs.unlink(temp)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise TempLeft(error.errno, f"{cause}; {temp} stays", temp) from cause
             raise
 
     def load(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:

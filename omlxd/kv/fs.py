@@ -6,6 +6,7 @@ Only what the cold tier uses, in POSIX's terms; every method raises OSError as `
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -25,7 +26,10 @@ class FileSystem(Protocol):
     def rename(self, source: str, target: str) -> None: ...
     def unlink(self, path: str) -> None: ...
     def make_folder(self, path: str) -> None: ...
-    def is_file(self, path: str) -> bool: ...
+    def is_file(self, path: str) -> bool:
+        """An ordinary file, not a link to one. Raises nothing."""
+        ...
+
     def touch(self, path: str, mtime_ns: int) -> None: ...
 
 
@@ -33,7 +37,8 @@ class PosixFileSystem:
     """The real one."""
 
     def open_read(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # O_NONBLOCK means nothing to a file, but a pipe in its place must not hold the reader for ever.
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def open_new(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -60,7 +65,10 @@ class PosixFileSystem:
         os.makedirs(path, mode=0o700, exist_ok=True)
 
     def is_file(self, path: str) -> bool:
-        return os.path.isfile(path)
+        try:
+            return stat.S_ISREG(os.lstat(path).st_mode)
+        except OSError:
+            return False
 
     def touch(self, path: str, mtime_ns: int) -> None:
         os.utime(path, ns=(mtime_ns, mtime_ns))

@@ -16,6 +16,7 @@ Not thread-safe: one thread owns a ledger (front/cold_ledger.py).
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -27,6 +28,10 @@ from pathlib import Path
 from .paths import LOCK_NAME, SUFFIX, TEMP_SUFFIX, disk_bytes
 
 log = logging.getLogger(__name__)
+
+
+UNDELETABLE_LIMIT = 32
+"""Files that one eviction tries in vain before it gives up: more than any accident, less than a stall."""
 
 
 class LedgerBusy(Exception):
@@ -69,8 +74,12 @@ class Ledger:
         fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.write(fd, f"{os.getpid()}\n".encode())
+            # The number is for people. A full disk has no room for it, and must still be opened,
+            # because that is how room is made.
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
+                os.write(fd, f"{os.getpid()}\n".encode())
+            self._take_stock()
         except BlockingIOError:
             os.close(fd)
             raise LedgerBusy(f"{self.root} is in use by another omlxd") from None
@@ -78,7 +87,6 @@ class Ledger:
             os.close(fd)
             raise
         self._lock_fd = fd
-        self._take_stock()
 
     def close(self) -> None:
         if self._lock_fd >= 0:
@@ -86,28 +94,35 @@ class Ledger:
             self._lock_fd = -1
 
     def _take_stock(self) -> None:
-        found = sorted(self._walk())
-        for _, path, size in found:
+        self._files.clear()
+        self._used = 0
+        for _, path, size in sorted(self._walk()):
             self._files[path] = size
             self._used += size
         self._evict(self._used - self.cap)
 
-    def _walk(self, *, remove_temps: bool = True) -> Iterable[tuple[int, str, int]]:
-        """(mtime in ns, relative path, bytes on disk) of every block file. Symlinks are not followed."""
+    def _walk(self) -> Iterable[tuple[int, str, int]]:
+        """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
+
+        Symlinks are not followed. A temporary file that can't be removed is given as a block file of
+        the greatest age: it takes its space, and every eviction tries it again first.
+        """
         for namespace in _subfolders(self.root):
             for fan in _subfolders(Path(namespace.path)):
                 for entry in _entries(fan.path):
                     if not entry.is_file(follow_symlinks=False):
                         continue
-                    if entry.name.endswith(TEMP_SUFFIX):
-                        if remove_temps:
-                            _unlink(entry.path)
+                    is_temp = entry.name.endswith(TEMP_SUFFIX)
+                    if is_temp and _unlink(entry.path) is None:
                         continue
-                    if not entry.name.endswith(SUFFIX):
+                    if not is_temp and not entry.name.endswith(SUFFIX):
                         continue
-                    stat = entry.stat(follow_symlinks=False)
+                    try:
+                        stat = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # A living engine has removed it since it was listed.
                     path = f"{namespace.name}/{fan.name}/{entry.name}"
-                    yield stat.st_mtime_ns, path, disk_bytes(stat.st_size)
+                    yield 0 if is_temp else stat.st_mtime_ns, path, disk_bytes(stat.st_size)
 
     # ----------------------------------------------------------------- granting space
 
@@ -134,9 +149,10 @@ class Ledger:
         self._reserved = max(0, self._reserved - nbytes)
 
     def dropped(self, paths: Iterable[str]) -> None:
-        """Files that an engine removed itself."""
+        """Files that an engine removed itself, or tried to: one that is there still counts."""
         for path in paths:
-            self._forget(path)
+            if not os.path.lexists(self.root / path):
+                self._forget(path)
 
     def touched(self, paths: Iterable[str]) -> None:
         """Files that a request used, leaf first."""
@@ -160,21 +176,22 @@ class Ledger:
     # ----------------------------------------------------------------- the files
 
     def _evict(self, excess: int) -> None:
-        """Remove files, oldest first, until `excess` bytes are gone or nothing can be removed."""
-        stuck: list[tuple[str, int]] = []
-        while excess > 0 and self._files:
+        """Remove files, oldest first, until `excess` bytes are gone or too many can't be removed."""
+        stuck = 0
+        limit = min(UNDELETABLE_LIMIT, len(self._files))
+        while excess > 0 and self._files and stuck < limit:
             path, size = self._files.popitem(last=False)
-            if not _unlink(self.root / path):
-                # It still takes its space, so it stays on the account, out of the way of the rest.
-                stuck.append((path, size))
+            if (error := _unlink(self.root / path)) is not None:
+                # It still takes its space, so it stays on the account, behind all that can go.
+                self._files[path] = size
+                if stuck == 0:
+                    log.warning("cold tier: can't remove %s: %s", path, error)
+                stuck += 1
                 continue
             self._used -= size
             self._evicted_files += 1
             self._evicted_bytes += size
             excess -= size
-        for path, size in reversed(stuck):
-            self._files[path] = size
-            self._files.move_to_end(path, last=False)
 
     def _forget(self, path: str) -> None:
         self._used -= self._files.pop(path, 0)
@@ -202,13 +219,12 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
         return []
 
 
-def _unlink(path: str | Path) -> bool:
-    """True when the file is gone."""
+def _unlink(path: str | Path) -> OSError | None:
+    """None when the file is gone, else why it isn't."""
     try:
         os.unlink(path)
     except FileNotFoundError:
-        return True
+        return None
     except OSError as error:
-        log.warning("cold tier: can't remove %s: %s", path, error)
-        return False
-    return True
+        return error
+    return None

@@ -11,8 +11,10 @@ its file is in place.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .block import Block
 from .block_file import BlockFileError, BlockKey
@@ -66,6 +68,7 @@ class KVStore:
         self._hot_budget = hot_budget
         self._post = post
         self._writing: set[BlockHash] = set()
+        self._reader_lock = threading.Lock()
         self.stats = StoreStats()
 
     def new_table(self) -> BlockTable:
@@ -119,7 +122,8 @@ class KVStore:
         self.stats.puts += 1
         known = self.pool.get_cached_block(key.block_hash)
         on_disk = known is not None and known.on_disk
-        room = self._make_room(payload.nbytes)
+        hot = known is not None and known.payload is not None
+        room = hot or self._make_room(payload.nbytes)
         block = table.cache(index, key.block_hash, payload) if room else None
         writing = False
         if self.writer is not None and not on_disk and key.block_hash not in self._writing:
@@ -149,6 +153,8 @@ class KVStore:
 
     def _make_room(self, nbytes: int) -> bool:
         budget = self._hot_budget()
+        if nbytes > budget:
+            return False  # Evicting everything would not help.
         excess = self.pool.hot_bytes + nbytes - budget
         if excess > 0:
             self.pool.evict(excess)
@@ -170,18 +176,22 @@ class KVStore:
         except BlockFileError as error:
             path = self.cold.path_of(key.block_hash)
             log.warning("cold tier: %s: %s; removed", path, error)
-            self.stats.corrupt += 1
+            self._count("corrupt")
             if self._space is not None:
                 self._space.dropped(path)
             return False
         except FileNotFoundError:
-            self.stats.lost += 1
+            self._count("lost")
             return False
         except OSError as error:
             log.warning("cold tier: can't read %s: %s", self.cold.path_of(key.block_hash), error)
-            self.stats.lost += 1
+            self._count("lost")
             return False
         return True
+
+    def _count(self, counter: Literal["corrupt", "lost"]) -> None:
+        with self._reader_lock:
+            setattr(self.stats, counter, getattr(self.stats, counter) + 1)
 
     def lose(self, block: Block) -> None:
         """A block's file could not be used. With no hot copy its name is worth nothing."""
@@ -189,19 +199,48 @@ class KVStore:
         if block.payload is None:
             self.pool.forget(block)
 
+    def may_promote(self, nbytes: int) -> bool:
+        """Whether reading a block of `nbytes` into the hot tier could be worth it. Any thread."""
+        return self._hot_budget() >= nbytes
+
     def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:
         """Keep a payload read from the cold tier hot, if there is room and nobody else has it."""
-        if block.block_hash == block_hash and block.payload is None and self._make_room(payload.nbytes):
+        if block.block_hash != block_hash or block.payload is not None:
+            return
+        self.pool.touch([block])  # Or making room could evict the very block.
+        if self._make_room(payload.nbytes):
             self.pool.set_payload(block, payload)
+        self.pool.free([block])
+
+    # ----------------------------------------------------------------- recency
 
     def record_use(self, hashes: Sequence[BlockHash]) -> None:
-        """Make a chain's files recent, leaf to root. Does I/O: any thread but the engine's."""
-        if self.cold is None or not hashes:
+        """Make a chain recent in both tiers, leaf to root, once what is being written of it is in place.
+
+        Call it once a request, at its end, however it ends. Without it a chain stays in the order in
+        which it was written, root first, and its root is evicted before its leaves. Any thread; with
+        a writer it returns at once.
+        """
+        if not hashes:
             return
-        leaf_first = list(reversed(hashes))
-        self.cold.touch(leaf_first)
-        if self._space is not None:
-            self._space.touched([self.cold.path_of(h) for h in leaf_first])
+        if self.writer is None:
+            self._record_use(hashes)
+        else:
+            self.writer.after_queued(lambda: self._record_use(hashes))
+
+    def _record_use(self, hashes: Sequence[BlockHash]) -> None:
+        if self.cold is not None:
+            leaf_first = list(reversed(hashes))
+            self.cold.touch(leaf_first)
+            if self._space is not None:
+                self._space.touched([self.cold.path_of(h) for h in leaf_first])
+        # After the writer's releases, which were posted before: those queued root first.
+        self._post(lambda: self._requeue(hashes))
+
+    def _requeue(self, hashes: Sequence[BlockHash]) -> None:
+        blocks = [b for h in hashes if (b := self.pool.get_cached_block(h)) is not None]
+        self.pool.touch(blocks)
+        self.pool.free(blocks)
 
     def close(self, deadline_s: float) -> bool:
         """Flush the writers. False: the deadline came first, and the newest blocks are lost."""

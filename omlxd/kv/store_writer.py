@@ -10,18 +10,22 @@ import logging
 import queue
 import threading
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from .block_file import BlockKey
-from .cold_tier import ColdTier
+from .cold_tier import ColdTier, TempLeft
 from .space import Space
 
 log = logging.getLogger(__name__)
 
 PAUSE_S = 30.0
 """After a failed write the disk is left alone this long."""
+
+_ONE_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
+"""Something is wrong with one path (a folder where the file should be), and not with the disk."""
 
 
 class WritablePayload(Protocol):
@@ -37,7 +41,7 @@ class WritablePayload(Protocol):
 
 @dataclass(slots=True)
 class WriterStats:
-    """Since the start. A store ends as exactly one of written, refused, failed."""
+    """Since the start. A store ends as exactly one of these."""
 
     written: int = 0
     written_bytes: int = 0
@@ -49,6 +53,14 @@ class WriterStats:
 Done = Callable[[bool], None]
 
 
+@dataclass(slots=True)
+class _Store:
+    ticket: int
+    key: BlockKey
+    payload: WritablePayload
+    done: Done
+
+
 class StoreWriter:
     """`threads` writers over one queue of at most `max_queue_bytes` of payload."""
 
@@ -56,10 +68,15 @@ class StoreWriter:
         self._cold = cold
         self._space = space
         self._max_queue_bytes = max_queue_bytes
-        self._queue: queue.SimpleQueue[tuple[BlockKey, WritablePayload, Done] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Store | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._queued_bytes = 0
+        self._last_ticket = 0
+        self._unsettled: OrderedDict[int, None] = OrderedDict()  # tickets of stores, oldest first
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # (last ticket waited for, action)
+        self._jobs = 0  # stores and actions that have not ended
+        self._closed = False
         self._paused_until = 0.0
         self.stats = WriterStats()
         self._threads = [
@@ -75,63 +92,130 @@ class StoreWriter:
     def submit(self, key: BlockKey, payload: WritablePayload, done: Done) -> bool:
         """Queue a store. `done(in place?)` runs on a writer thread. False, and no `done`: not taken."""
         with self._lock:
-            if time.monotonic() < self._paused_until:
+            if self._closed or time.monotonic() < self._paused_until:
                 self.stats.refused += 1
                 return False
             if self._queued_bytes and self._queued_bytes + payload.nbytes > self._max_queue_bytes:
                 self.stats.dropped_full += 1
                 return False
             self._queued_bytes += payload.nbytes
-        self._queue.put((key, payload, done))
+            self._last_ticket += 1
+            self._unsettled[self._last_ticket] = None
+            self._jobs += 1
+            self._queue.put(_Store(self._last_ticket, key, payload, done))
         return True
 
+    def after_queued(self, action: Callable[[], None]) -> None:
+        """Run `action` on a writer thread once every store queued so far is settled; never if closed."""
+        with self._lock:
+            if self._closed:
+                return
+            self._jobs += 1
+            if self._unsettled:
+                self._waiting.append((self._last_ticket, action))
+            else:
+                self._queue.put(action)
+
     def flush(self, deadline_s: float) -> bool:
-        """Wait until the queue is empty. False: the deadline came first."""
+        """Wait until every store is settled and every action has run. False: the deadline came first."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._queued_bytes == 0, timeout=deadline_s)
+            return self._idle.wait_for(lambda: self._jobs == 0, timeout=deadline_s)
 
     def close(self) -> None:
-        """Stop after what is queued."""
-        for _ in self._threads:
-            self._queue.put(None)
+        """Take nothing more, and stop after what is queued."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in self._threads:
+                self._queue.put(None)
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            key, payload, done = item
-            try:
-                in_place = self._store(key, payload)
-            except Exception:  # a bug must not end the thread: its block would stay pinned for ever
-                log.exception("cold tier: store failed")
-                in_place = False
+        while (job := self._queue.get()) is not None:
+            self._work(job)
+            del job
+
+    def _work(self, job: _Store | Callable[[], None]) -> None:
+        if isinstance(job, _Store):
+            self._settle(job)
+        else:
+            _guarded(job)
+            self._end_jobs(1)
+
+    def _settle(self, job: _Store) -> None:
+        in_place = False
+        try:
+            in_place = self._store(job.key, job.payload)
+        except Exception:  # a bug must not end the thread: its block would stay pinned for ever
+            log.exception("cold tier: store failed")
+            with self._lock:
                 self.stats.failed += 1
-            nbytes = payload.nbytes
-            del payload, item
-            done(in_place)
-            with self._idle:
-                self._queued_bytes -= nbytes
-                if self._queued_bytes == 0:
-                    self._idle.notify_all()
+        _guarded(lambda: job.done(in_place))
+        with self._lock:
+            self._queued_bytes -= job.payload.nbytes
+            del self._unsettled[job.ticket]
+            due = self._take_due()
+        for action in due:
+            _guarded(action)
+        self._end_jobs(1 + len(due))
+
+    def _end_jobs(self, count: int) -> None:
+        with self._idle:
+            self._jobs -= count
+            if self._jobs == 0:
+                self._idle.notify_all()
+
+    def _take_due(self) -> list[Callable[[], None]]:
+        oldest = next(iter(self._unsettled), self._last_ticket + 1)
+        due: list[Callable[[], None]] = []
+        while self._waiting and self._waiting[0][0] < oldest:
+            due.append(self._waiting.popleft()[1])
+        return due
 
     def _store(self, key: BlockKey, payload: WritablePayload) -> bool:
         nbytes = self._cold.bytes_per_block
         if not self._space.take(nbytes):
-            with self._lock:
-                self.stats.refused += 1
-                self._paused_until = time.monotonic() + PAUSE_S
+            self._pause("refused")
             return False
         try:
             self._cold.store(key, payload.buffers())
-        except OSError as error:
+        except TempLeft as error:
+            # The temporary file takes the space that was granted, so the grant is kept with it.
+            self._pause("failed", error)
+            return False
+        except _ONE_PATH_ERRORS as error:
             self._space.give_back(nbytes)
+            log.warning("cold tier: a store failed: %s", error)
             with self._lock:
                 self.stats.failed += 1
-                first = time.monotonic() >= self._paused_until
-                self._paused_until = time.monotonic() + PAUSE_S
-            if first:
-                log.warning("cold tier: a store failed (%s); no stores for %d s", error, PAUSE_S)
             return False
+        except OSError as error:
+            self._space.give_back(nbytes)
+            self._pause("failed", error)
+            return False
+        except BaseException:
+            self._space.give_back(nbytes)
+            raise
         self._space.stored(self._cold.path_of(key.block_hash), nbytes)
         with self._lock:
             self.stats.written += 1
             self.stats.written_bytes += nbytes
         return True
+
+    def _pause(self, outcome: Literal["refused", "failed"], error: OSError | None = None) -> None:
+        with self._lock:
+            if outcome == "refused":
+                self.stats.refused += 1
+            else:
+                self.stats.failed += 1
+            first = time.monotonic() >= self._paused_until
+            self._paused_until = time.monotonic() + PAUSE_S
+        if first and error is not None:
+            log.warning("cold tier: a store failed (%s); no stores for %d s", error, PAUSE_S)
+
+
+def _guarded(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:
+        log.exception("cold tier: a writer's callback failed")

@@ -1,0 +1,262 @@
+"""Small block formats, numpy payloads and a whole store on a temporary folder, for the tests of omlxd/kv.
+
+Every payload's bytes follow from its block's hash, so any test, and any process, can say what a file
+of a given name must hold without having seen it written: the oracle is outside the store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import shake_128
+from pathlib import Path
+
+import numpy as np
+
+from omlxd.kv.block_file import BlockFormat, BlockKey
+from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.fs import FileSystem, PosixFileSystem
+from omlxd.kv.hashing import hash_blocks, namespace_of
+from omlxd.kv.layout import Group, KVLayout
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX
+from omlxd.kv.space import LedgerSpace
+from omlxd.kv.store import KVStore
+from omlxd.kv.store_writer import StoreWriter
+
+BLOCK = 4
+"""Tokens a block."""
+
+LAYOUT = KVLayout((Group(("k0", "v0", "k1", "v1"), 2, 8, "F16"), Group(("latent",), 1, 6, "F32")))
+NAMESPACE = namespace_of({"model": "tiny"})
+OTHER_NAMESPACE = namespace_of({"model": "other"})
+
+
+def block_format(namespace: bytes = NAMESPACE) -> BlockFormat:
+    return BlockFormat(namespace, LAYOUT, BLOCK)
+
+
+FILE_DISK_BYTES = ColdTier(Path("unused"), block_format()).bytes_per_block
+"""What one block takes on disk."""
+
+
+class ArrayPayload:
+    """A block of numpy arrays, one a group, in the layout's shapes."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self.arrays = list(arrays)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def buffers(self) -> list[memoryview]:
+        return [memoryview(array).cast("B") for array in self.arrays]
+
+    def tobytes(self) -> bytes:
+        return b"".join(array.tobytes() for array in self.arrays)
+
+
+def empty_payload(fill: int = 0xEE) -> ArrayPayload:
+    return ArrayPayload([np.full(g.nbytes(BLOCK), fill, np.uint8) for g in LAYOUT.groups])
+
+
+def bytes_of(block_hash: bytes) -> bytes:
+    """What the block of that name holds, now and always."""
+    return shake_128(block_hash).digest(LAYOUT.nbytes(BLOCK))
+
+
+def payload_of(block_hash: bytes) -> ArrayPayload:
+    payload = empty_payload()
+    data, at = bytes_of(block_hash), 0
+    for array in payload.arrays:
+        array[:] = np.frombuffer(data, np.uint8, array.nbytes, at)
+        at += array.nbytes
+    return payload
+
+
+def chain(tokens: Iterable[int], root: bytes = NAMESPACE) -> list[BlockKey]:
+    """The keys of the full blocks of `tokens`."""
+    ids = list(tokens)
+    hashes = hash_blocks(root, ids, BLOCK)
+    parents = [root, *hashes]
+    return [
+        BlockKey(h, parent, ids[i * BLOCK : (i + 1) * BLOCK])
+        for i, (h, parent) in enumerate(zip(hashes, parents, strict=False))
+    ]
+
+
+def lone_key(number: int) -> BlockKey:
+    """A one-block chain of its own."""
+    return chain(range(number * BLOCK, (number + 1) * BLOCK))[0]
+
+
+# --------------------------------------------------------------------- the folder, seen from outside
+
+
+def files_in(root: Path) -> list[Path]:
+    """Every ordinary file but the lock, temporary files among them."""
+    found = [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
+    return [path for path in found if path.name != LOCK_NAME and path.is_file() and not path.is_symlink()]
+
+
+def bytes_on_disk(root: Path) -> int:
+    """Blocks that the file system has allocated to those files."""
+    return sum(path.stat().st_blocks * 512 for path in files_in(root))
+
+
+def temps_in(root: Path) -> list[Path]:
+    return [path for path in files_in(root) if path.name.endswith(TEMP_SUFFIX)]
+
+
+class WatchedFileSystem(PosixFileSystem):
+    """Calls `watch` after every operation that changes a folder."""
+
+    def __init__(self, watch: Callable[[], None]):
+        self._watch = watch
+
+    def open_new(self, path: str) -> int:
+        fd = super().open_new(path)
+        self._watch()
+        return fd
+
+    def writev(self, fd: int, buffers: Sequence[bytes | bytearray | memoryview]) -> int:
+        count = super().writev(fd, buffers)
+        self._watch()
+        return count
+
+    def rename(self, source: str, target: str) -> None:
+        super().rename(source, target)
+        self._watch()
+
+
+# --------------------------------------------------------------------- a whole store
+
+
+class ManualWriter(StoreWriter):
+    """A writer with no threads: `step` does the oldest job, on the caller's thread."""
+
+    def __init__(self, cold: ColdTier, space: LedgerSpace, *, max_queue_bytes: int = 1 << 20):
+        super().__init__(cold, space, max_queue_bytes=max_queue_bytes, threads=0)
+
+    def step(self) -> bool:
+        """False: there was nothing to do."""
+        if self._queue.empty():
+            return False
+        job = self._queue.get_nowait()
+        if job is not None:
+            self._work(job)
+        return True
+
+    def flush(self, deadline_s: float = 0) -> bool:
+        while self.step():
+            pass
+        return super().flush(0)
+
+    def resume(self) -> None:
+        """Let the pause after a failure be over."""
+        self._paused_until = 0.0
+
+
+class Rig:
+    """Pool, hot tier, ledger, cold tier and a manual writer over one folder.
+
+    `hot`: the hot budget, in blocks. `cap`: the ledger's, in files. Both may be changed at any time
+    (the cap by reopening).
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        hot: float = 100,
+        cap: int = 100,
+        fs: FileSystem | None = None,
+        namespace: bytes = NAMESPACE,
+        max_records: int = 1 << 20,
+        max_queue_bytes: int = 1 << 20,
+    ):
+        self.root = root
+        self.hot = hot
+        self.ledger = Ledger(root, cap * FILE_DISK_BYTES)
+        self.ledger.open()
+        self.space = LedgerSpace(self.ledger)
+        self.cold = ColdTier(root, block_format(namespace), fs)
+        self.writer = ManualWriter(self.cold, self.space, max_queue_bytes=max_queue_bytes)
+        self.pool = BlockPool(0, max_records)
+        self.posted: deque[Callable[[], None]] = deque()
+        self.store = KVStore(
+            block_size=BLOCK,
+            pool=self.pool,
+            hot_budget=lambda: int(self.hot * LAYOUT.nbytes(BLOCK)),
+            post=self.posted.append,
+            cold=self.cold,
+            writer=self.writer,
+            space=self.space,
+        )
+
+    def pump(self) -> None:
+        """The engine thread's turn: run what was posted."""
+        while self.posted:
+            self.posted.popleft()()
+
+    def settle(self) -> None:
+        """Write all that is queued, and let the engine thread know."""
+        self.writer.flush()
+        self.pump()
+
+    def compute(self, keys: Sequence[BlockKey], *, matched: int = 0):
+        """A request that computes and puts the blocks of `keys` after its first `matched`."""
+        table = self.store.new_table()
+        assert self.store.extend_match(table, [k.block_hash for k in keys], matched) == matched
+        for index in range(matched, len(keys)):
+            table.append(BLOCK)
+            self.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
+        return table
+
+    def serve(self, keys: Sequence[BlockKey]) -> None:
+        """Compute, finish, and let everything settle."""
+        self.compute(keys).free()
+        self.store.record_use([k.block_hash for k in keys])
+        self.settle()
+
+    def read(self, key: BlockKey, block) -> bytes | None:
+        """Bytes of a matched block, from the tier that has it; None and the loss told if none has."""
+        if block.payload is not None:
+            return block.payload.tobytes()
+        payload = empty_payload()
+        if self.store.load_into(key, payload.buffers()):
+            self.store.promote(block, key.block_hash, payload)
+            return payload.tobytes()
+        self.store.lose(block)
+        return None
+
+    def restore(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """What a request for `keys` gets back, each checked against the oracle. Frees its table."""
+        table = self.store.new_table()
+        self.store.extend_match(table, [k.block_hash for k in keys], len(keys))
+        got: list[bytes] = []
+        for key, block in zip(keys, table.blocks, strict=False):
+            data = self.read(key, block)
+            if data is None:
+                break
+            assert data == bytes_of(key.block_hash), "wrong bytes served"
+            got.append(data)
+        self.store.cut(table, len(got))
+        table.free()
+        return got
+
+    def check(self, references: dict[int, int] | None = None) -> None:
+        """The cap, the account and the pool's invariants. `references` by default: nobody's."""
+        self.pool.check(references)
+        stats = self.ledger.stats()
+        assert bytes_on_disk(self.root) <= stats.cap
+        assert stats.bytes_used + stats.reserved <= stats.cap
+        for block in list(self.pool._by_hash.values()):
+            assert block.payload is not None or block.on_disk, "named, and readable nowhere"
+
+    def drop(self) -> None:
+        """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""
+        self.ledger.close()
