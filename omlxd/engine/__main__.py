@@ -1,0 +1,47 @@
+"""`python -m omlxd.engine --fd N`: one engine over an inherited Unix socket."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
+    fd = parser.parse_args().fd
+    logging.basicConfig(
+        level=os.environ.get("OMLXD_LOG_LEVEL", "info").upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    _die_with_parent()
+    # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=fd)
+    from .service import EngineService  # after logging is set up: it imports MLX
+
+    EngineService(sock).run()
+    logging.shutdown()
+    # MLX and its threads have nothing to say any more; ordinary interpreter exit can hang on them.
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """On Linux the kernel ends us with the front, should the socket's end not be noticed."""
+    if not sys.platform.startswith("linux"):
+        return
+    with contextlib.suppress(Exception):
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Sequences that decode together: one forward pass a step, joined and left between steps.
+
+A step is started before the one before it has been read, so the device never waits for the host:
+`step` starts step n + 1 from tokens that are still on the device, then hands out those of step n.
+A row that ends is noticed one step late; its extra token is thrown away.
+
+One row keeps the cache that it was prefilled into: no merge, no padding, no mask. Joining copies
+every row's KV (stock attention wants one array), which is why `scheduler.py` weighs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any, cast
+
+import mlx.core as mx
+
+from . import mlx_adapter
+from .sampling import BatchSampler
+from .sequence import Sequence
+
+
+class DecodeBatch:
+    """`model`: called as model(tokens (rows, 1), cache=…). Rows are `Sequence`s, prefilled."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.rows: list[Sequence] = []
+        self._cache: mlx_adapter.Cache = []
+        self._merged = False
+        self._inputs: mx.array | None = None
+        self._unread: list[bool] = []
+        self._sampler: BatchSampler | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row: what every row is padded to."""
+        return max((row.kv_length for row in self.rows), default=0)
+
+    # ----------------------------------------------------------------- joining and leaving
+
+    def join(self, row: Sequence) -> None:
+        """Add a prefilled row whose first token has been sampled, read and reported."""
+        if not self.rows:
+            self._cache, self._merged = row.take_cache(), False
+        else:
+            if not self._merged:
+                self._cache, self._merged = mlx_adapter.merge([self._cache]), True
+            mlx_adapter.extend(self._cache, row.take_cache())
+        first = mx.array([row.tokens[-1]])
+        self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
+        self._unread.append(False)
+        self.rows.append(row)
+        self._sampler = None
+
+    def leave(self, leaving: Seq[Sequence]) -> None:
+        """Remove rows. What they need of the cache must have been copied before."""
+        keep = [i for i, row in enumerate(self.rows) if row not in leaving]
+        self.rows = [self.rows[i] for i in keep]
+        self._unread = [self._unread[i] for i in keep]
+        self._sampler = None
+        if not keep:
+            self._cache, self._inputs, self._merged = [], None, False
+            return
+        assert self._inputs is not None
+        mlx_adapter.keep_rows(self._cache, keep)
+        self._inputs = self._inputs[mx.array(keep)]
+
+    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+        """KV of tokens `start` to `stop` of a row; lazy slices. Evaluate and drop them before `step`."""
+        if not self._merged:
+            whole = mlx_adapter.tensors(self._cache)
+            return {name: array[:, :, start:stop] for name, array in whole.items()}
+        index = self.rows.index(row)
+        return mlx_adapter.row_tensors(self._cache, index, row.kv_length, start, stop)
+
+    # ----------------------------------------------------------------- stepping
+
+    def step(self) -> list[tuple[Sequence, int]]:
+        """Start a step, and return the tokens of the one before it (none on the first)."""
+        inputs, unread = self._inputs, self._unread
+        assert inputs is not None
+        if self._sampler is None:
+            self._sampler = BatchSampler([row.sampler for row in self.rows])
+        logits = self._model(inputs[:, None], cache=self._cache)
+        self._inputs = self._sampler(logits[:, -1, :])
+        mx.async_eval(self._inputs)
+        self._unread = [True] * len(self.rows)
+        for row in self.rows:
+            row.kv_length += 1
+        if not any(unread):
+            return []
+        tokens = cast(list[int], inputs.tolist())
+        return [(row, token) for row, token, new in zip(self.rows, tokens, unread, strict=True) if new]

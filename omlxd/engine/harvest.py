@@ -1,0 +1,272 @@
+"""Between a sequence's cache and the KV store: offering full blocks, and bringing cached ones back.
+
+Runs on the engine thread, but for the reads that `Restore` does on I/O threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+
+from ..kv.hashing import BlockHash, hash_blocks
+from ..kv.layout import KVLayout
+from ..kv.store import KVStore
+from . import mlx_adapter
+from .payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks
+from .sequence import Sequence, capacity_for
+
+log = logging.getLogger(__name__)
+
+READERS = 8
+"""I/O threads that read block files. tools/bench/restore.py chose it."""
+
+
+class KVBridge:
+    """One engine's traffic with its store. `post(f)` runs `f` on the engine thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        layout: KVLayout,
+        store: KVStore,
+        post: Callable[[Callable[[], None]], None],
+        readers: int = READERS,
+    ):
+        self._model = model
+        self._layout = layout
+        self.store = store
+        self._post = post
+        self._block = store.block_size
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="kv-background")
+
+    # ----------------------------------------------------------------- into the store
+
+    def harvest(self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]]) -> None:
+        """Offer every full block of the cache that the store has not been offered yet.
+
+        tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
+        """
+        table = sequence.table
+        if table is None:
+            return
+        if sequence.kv_length > table.num_tokens:
+            table.append(sequence.kv_length - table.num_tokens)
+        full = sequence.kv_length // self._block
+        self._hash_output(sequence, full)
+        for run in self._wanted_runs(sequence, full):
+            first, last = run[0] * self._block, (run[-1] + 1) * self._block
+            starts = [(index - run[0]) * self._block for index in run]
+            payloads = copy_blocks(self._layout, tensors(first, last), starts, self._block)
+            for index, payload in zip(run, payloads, strict=True):
+                self.store.put(table, index, sequence.key(index, self._block), payload)
+        sequence.harvested = max(sequence.harvested, full)
+
+    def harvest_prefilled(self, sequence: Sequence) -> None:
+        """As `harvest`, from the sequence's own cache (not yet in a batch)."""
+        cache = sequence.cache
+        if cache is not None:
+
+            def cut(start: int, stop: int) -> dict[str, mx.array]:
+                return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
+
+            self.harvest(sequence, cut)
+
+    def _hash_output(self, sequence: Sequence, full: int) -> None:
+        known = len(sequence.hashes)
+        if full > known:
+            parent = sequence.hashes[-1] if known else sequence.root
+            fresh = sequence.tokens[known * self._block : full * self._block]
+            sequence.hashes += hash_blocks(parent, fresh, self._block)
+
+    def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
+        """Indices of blocks to copy, as runs of neighbours."""
+        runs: list[list[int]] = []
+        for index in range(sequence.harvested, full):
+            if not self.store.wants(sequence.hashes[index]):
+                continue
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        return runs
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give the sequence's references back, its chain made recent in both tiers."""
+        table = sequence.table
+        if table is None:
+            return
+        sequence.table = None
+        used = sequence.hashes[: table.num_full]
+        table.free()
+        if used:
+            self._background.submit(self._record_use, used)
+
+    def _record_use(self, hashes: list[BlockHash]) -> None:
+        try:
+            self.store.record_use(hashes)
+        except Exception:
+            log.exception("can't record use")
+
+    # ----------------------------------------------------------------- out of the store
+
+    def limit(self, sequence: Sequence) -> int:
+        """Blocks that a hit may cover: at least one token is left to compute."""
+        return (sequence.prompt_length - 1) // self._block
+
+    def match(self, sequence: Sequence) -> bool:
+        """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
+        if sequence.table is None:
+            sequence.table = self.store.new_table()
+        self.store.extend_match(sequence.table, sequence.hashes, self.limit(sequence))
+        return any(block.payload is None for block in sequence.table.blocks)
+
+    def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
+        """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
+
+        A block that can't be read ends the prefix there; the rest is computed.
+        """
+        Restore(self, sequence, ready).start()
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
+
+        Blocks that another request has computed meanwhile are found here too.
+        """
+        table = sequence.table
+        if table is None or sequence.kv_length % self._block:
+            return
+        have = sequence.kv_length // self._block
+        assert len(table.blocks) >= have
+        if len(table.blocks) == have:
+            self.store.extend_match(table, sequence.hashes, self.limit(sequence))
+        payloads: list[MLXPayload] = []
+        for block in table.blocks[have:]:
+            if not isinstance(block.payload, MLXPayload):
+                break
+            payloads.append(block.payload)
+        self.store.cut(table, have + len(payloads))
+        if not payloads:
+            return
+        count = len(payloads) * self._block
+        capacity = capacity_for(sequence.prompt_length, sequence.max_new)
+        if sequence.cache is None:
+            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
+        tensors = join_blocks(self._layout, payloads)
+        mlx_adapter.append_tokens(sequence.cache, tensors, sequence.kv_length, count, capacity)
+        del tensors
+        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+        sequence.kv_length += count
+        sequence.harvested = max(sequence.harvested, have + len(payloads))
+        sequence.restored_hot += count
+
+    def promote_later(self, sequence: Sequence) -> None:
+        """Read blocks that came from the cold tier into the hot one, in the background."""
+        table = sequence.table
+        if table is None or self.store.cold is None:
+            return
+        for index, block in enumerate(table.blocks[: sequence.kv_length // self._block]):
+            if block.payload is None and block.on_disk:
+                key = sequence.key(index, self._block)
+                self.store.pool.touch([block])
+                self._background.submit(self._promote, block, key)
+
+    def _promote(self, block: Any, key: Any) -> None:
+        payload = None
+        try:
+            if self.store.may_promote(self._layout.nbytes(self._block)):
+                payload = empty_payload(self._layout, self._block)
+                if not self.store.load_into(key, payload.buffers()):
+                    payload = None
+        except Exception:
+            log.exception("promotion failed")
+            payload = None
+        kept = payload
+
+        def settle() -> None:
+            if kept is not None:
+                self.store.promote(block, key.block_hash, kept)
+            self.store.pool.free([block])
+
+        self._post(settle)
+
+    def close(self, deadline_s: float) -> bool:
+        """Flush what is queued. False: the deadline came first."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        self._background.shutdown(wait=False, cancel_futures=True)
+        return self.store.close(deadline_s)
+
+
+class Restore:
+    """One prefix on its way from the tiers into arrays of their final size."""
+
+    def __init__(self, bridge: KVBridge, sequence: Sequence, ready: Callable[[], None]):
+        self._bridge = bridge
+        self._sequence = sequence
+        self._ready = ready
+        assert sequence.table is not None
+        self._blocks = list(sequence.table.blocks)
+        self._cold = [block.payload is None for block in self._blocks]
+        self._keys = [sequence.key(i, bridge._block) for i in range(len(self._blocks))]
+        self._good = [False] * len(self._blocks)
+        self._left = len(self._blocks)
+        self._lock = threading.Lock()
+        self._landing: Landing | None = None
+
+    def start(self) -> None:
+        self._bridge._readers.submit(self._allocate)
+
+    def _allocate(self) -> None:
+        bridge, sequence = self._bridge, self._sequence
+        try:
+            capacity = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
+            self._landing = Landing(bridge._layout, capacity, bridge._block)
+        except Exception:
+            log.exception("restore: can't allocate")
+            bridge._post(self._settle)
+            return
+        for index in range(len(self._blocks)):
+            bridge._readers.submit(self._fill, index)
+
+    def _fill(self, index: int) -> None:
+        landing = self._landing
+        assert landing is not None
+        try:
+            payload = self._blocks[index].payload
+            if isinstance(payload, MLXPayload):
+                landing.put(index, payload)
+                self._good[index] = True
+            elif not self._sequence.cancelled:
+                self._good[index] = self._bridge.store.load_into(self._keys[index], landing.pieces(index))
+        except Exception:
+            log.exception("restore: block %d failed", index)
+        finally:
+            with self._lock:
+                self._left -= 1
+                last = self._left == 0
+            if last:
+                self._bridge._post(self._settle)
+
+    def _settle(self) -> None:
+        """On the engine thread: the good prefix becomes the sequence's cache."""
+        bridge, sequence, table = self._bridge, self._sequence, self._sequence.table
+        assert table is not None
+        good = self._good.index(False) if False in self._good else len(self._good)
+        for block, fine in zip(self._blocks, self._good, strict=True):
+            if not fine and self._landing is not None and not sequence.cancelled:
+                bridge.store.lose(block)
+        bridge.store.cut(table, good)
+        if good and self._landing is not None:
+            sequence.kv_length = good * bridge._block
+            sequence.harvested = good
+            sequence.cache = mlx_adapter.filled_cache(bridge._model, self._landing.take(), sequence.kv_length)
+            cold = sum(self._cold[:good])
+            sequence.restored_cold += cold * bridge._block
+            sequence.restored_hot += (good - cold) * bridge._block
+        self._landing = None
+        self._ready()

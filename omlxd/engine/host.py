@@ -1,0 +1,251 @@
+"""A loaded model and all that serves it: scheduler, KV store, prompt pipeline, output.
+
+Built on the engine thread by `load`; its methods are called by the threads that handle requests.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+
+from .. import wire
+from ..chat import GenerateRequest, RawPrompt
+from ..errors import InvalidRequest, PromptTooLong
+from ..kv.block_file import BlockFormat
+from ..kv.block_pool import BlockPool
+from ..kv.cold_tier import ColdTier
+from ..kv.hashing import BlockHash, chain_root, hash_blocks, namespace_of
+from ..kv.paths import namespace_dir
+from ..kv.space import Space
+from ..kv.store import KVStore
+from ..kv.store_writer import StoreWriter
+from . import mlx_adapter
+from .fingerprint import weight_fingerprints
+from .harvest import KVBridge
+from .hot_budget import HotBudget
+from .mlx_adapter import LoadedModel
+from .output import OutputParser
+from .output_thread import OutputThread
+from .prompt import PromptPipeline
+from .request_sink import RequestSink, usage_of
+from .sampling import RowSampling, SamplerRow, SamplingDefaults
+from .scheduler import Scheduler
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+KV_FORMAT = 1
+"""Part of the namespace: raise it when the meaning of stored bytes changes."""
+
+MLX_CACHE_BYTES = 2 << 30
+"""Freed arrays that MLX may keep for reuse; without a limit they count as memory in use for good."""
+
+WRITE_QUEUE_FRACTION = 0.05
+"""Of the machine's memory: payloads on their way to disk."""
+
+
+class EngineHost:
+    """`space`: where the cold tier gets its room. `output`: where events go."""
+
+    def __init__(self, load: wire.Load, output: OutputThread, space: Space):
+        mx.set_cache_limit(MLX_CACHE_BYTES)
+        self._settings = load.cache
+        self._output = output
+        self.loaded = mlx_adapter.load(Path(load.model_path))
+        self.scheduler = Scheduler(
+            self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
+        )
+        self.namespace = self._namespace(Path(load.model_path))
+        if self.loaded.layout is not None and load.cache.enabled:
+            self.scheduler.bridge = self._bridge(self.loaded, space)
+        self.prompts = PromptPipeline(self.loaded.tokenizer)
+        self._defaults = _sampling_defaults(Path(load.model_path))
+        self.info = self._info(load)
+
+    # ----------------------------------------------------------------- building
+
+    def _namespace(self, path: Path) -> BlockHash:
+        layout = self.loaded.layout
+        if layout is None:
+            return bytes(32)
+        memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
+        return namespace_of(
+            {
+                "format": KV_FORMAT,
+                "weights": weight_fingerprints(path, memo),
+                "layout": layout.facts(),
+                "block_size": self._settings.block_size,
+                "versions": mlx_adapter.versions(),
+                "adapter": "",
+                "kv_bits": 0,
+                "world": [1, 0],
+            }
+        )
+
+    def _bridge(self, loaded: LoadedModel, space: Space) -> KVBridge:
+        assert loaded.layout is not None
+        settings = self._settings
+        pool = BlockPool(settings.initial_blocks)
+        cold = writer = None
+        if settings.cold_dir:
+            cold = ColdTier(
+                Path(settings.cold_dir), BlockFormat(self.namespace, loaded.layout, settings.block_size)
+            )
+            queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
+            writer = StoreWriter(cold, space, max_queue_bytes=queue_bytes)
+        store = KVStore(
+            block_size=settings.block_size,
+            pool=pool,
+            hot_budget=HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes),
+            post=self.scheduler.post,
+            cold=cold,
+            writer=writer,
+            space=space if cold else None,
+        )
+        return KVBridge(loaded.model, loaded.layout, store, self.scheduler.post)
+
+    def _info(self, load: wire.Load) -> wire.ModelInfo:
+        loaded = self.loaded
+        reason = loaded.kv_reuse if load.cache.enabled else "--no-cache"
+        if reason:
+            log.warning("%s: prefixes are not reused: %s", load.model_id, reason)
+        return wire.ModelInfo(
+            model_id=load.model_id,
+            model_type=loaded.model_type,
+            context_length=loaded.context_length,
+            vocab_size=loaded.vocab_size,
+            weight_bytes=loaded.weight_bytes,
+            kv_bytes_per_token=loaded.layout.nbytes(1) if loaded.layout else 0,
+            kv_reuse=reason,
+            namespace=namespace_dir(self.namespace) if loaded.layout else "",
+            block_size=load.cache.block_size,
+            backend=mlx_adapter.backend(),
+            supports_tools=bool(loaded.tokenizer.has_tool_calling),
+            supports_thinking=bool(loaded.tokenizer.has_thinking),
+            note=_note(Path(load.model_path)),
+        )
+
+    # ----------------------------------------------------------------- requests
+
+    def count(self, prompt: Any) -> int:
+        """Prompt tokens of `prompt`. Raises OmlxdError."""
+        return len(self.prompts.render(prompt).tokens)
+
+    def start(self, id: int, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
+        """Render, hash and submit a request; its events go to the output thread. Raises OmlxdError.
+
+        `end()` runs on the output thread after the last event.
+        """
+        rendered = self.prompts.render(request.prompt)
+        tokens = list(rendered.tokens)
+        room = self.loaded.context_length - len(tokens)
+        if room <= 0:
+            raise PromptTooLong(len(tokens), self.loaded.context_length - 1)
+        if not tokens:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if bad := next((t for t in tokens if not 0 <= t < self.loaded.vocab_size), None):
+            raise InvalidRequest(f"token id {bad} is not in this model's vocabulary", param="prompt")
+        wanted = request.sampling.max_tokens
+        block = self._settings.block_size
+        root = chain_root(self.namespace, request.cache_salt)
+        parser = OutputParser(
+            self.loaded.tokenizer,
+            tools=getattr(request.prompt, "tools", ()),
+            starts_in_thinking=rendered.starts_in_thinking,
+            stop=request.sampling.stop,
+        )
+        sink = RequestSink(id, self._output, parser, end)
+        sequence = Sequence(
+            id=id,
+            tokens=tokens,
+            prompt_length=len(tokens),
+            root=root,
+            hashes=hash_blocks(root, tokens, block) if self.scheduler.bridge else [],
+            max_new=room if wanted is None else min(wanted, room),
+            eos=frozenset(self.loaded.tokenizer.eos_token_ids),
+            sampler=self._sampler(request, tokens),
+            sink=sink,
+        )
+        sink.stop = lambda: self.scheduler.cancel(sequence)
+        sink.usage = lambda: usage_of(sequence)
+        if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
+            sink.echo(self.loaded.tokenizer.decode(tokens))
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def _sampler(self, request: GenerateRequest, tokens: list[int]) -> SamplerRow:
+        params = RowSampling.of(request.sampling, self._defaults)
+        return SamplerRow(params, prompt=tokens if params.penalised else ())
+
+    # ----------------------------------------------------------------- figures and the end
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges by name; vLLM's names where it has one."""
+        scheduler = self.scheduler
+        values = {
+            **scheduler.load_figures(),
+            "prompt_tokens_total": float(scheduler.prefilled_tokens),
+            "generation_tokens_total": float(scheduler.decoded_tokens),
+            "mlx_active_bytes": float(mx.get_active_memory()),
+            "mlx_peak_bytes": float(mx.get_peak_memory()),
+            "mlx_cache_bytes": float(mx.get_cache_memory()),
+        }
+        if scheduler.bridge is not None:
+            values |= _store_figures(scheduler.bridge.store)
+        return values
+
+    def close(self, deadline_s: float) -> None:
+        """Flush the store. The scheduler must have stopped."""
+        if self.scheduler.bridge is not None and not self.scheduler.bridge.close(deadline_s):
+            log.warning("not every block was stored before the deadline")
+
+
+def _store_figures(store: KVStore) -> dict[str, float]:
+    stats, pool = store.stats, store.pool
+    values: dict[str, float] = {
+        "prefix_cache_queries": stats.queries,
+        "prefix_cache_hits_hot": stats.hits_hot,
+        "prefix_cache_hits_cold": stats.hits_cold,
+        "kv_blocks_cached": pool.num_cached,
+        "kv_blocks_evicted_total": pool.evicted,
+        "kv_hot_bytes": pool.hot_bytes,
+        "kv_corrupt_files_total": stats.corrupt,
+        "kv_lost_files_total": stats.lost,
+        "kv_blocks_put_total": stats.puts,
+        "kv_blocks_not_kept_total": stats.not_kept,
+    }
+    if store.writer is not None:
+        writer = store.writer.stats
+        values |= {
+            "kv_files_written_total": writer.written,
+            "kv_bytes_written_total": writer.written_bytes,
+            "kv_stores_dropped_total": writer.dropped_full + writer.refused + writer.failed,
+            "kv_store_queue_bytes": store.writer.queued_bytes,
+        }
+    return values
+
+
+def _sampling_defaults(model: Path) -> SamplingDefaults:
+    """From generation_config.json, whose `do_sample: false` means greedy."""
+    try:
+        config = json.loads((model / "generation_config.json").read_text())
+    except (OSError, ValueError):
+        return SamplingDefaults()
+    known = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
+    if config.get("do_sample") is False:
+        known["temperature"] = 0.0
+    return SamplingDefaults(**known)
+
+
+def _note(model: Path) -> str:
+    """The demo model's own warning."""
+    try:
+        return str(json.loads((model / "omlxd_demo.json").read_text()).get("note", ""))
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,124 @@
+"""A request's output side: tokens in from the engine thread, events out to the front."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCall, Usage
+from ..errors import OmlxdError
+from .output_thread import OutputThread
+from .sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+
+class Parser(Protocol):
+    """What output.OutputParser offers."""
+
+    stopped: str | None
+    reasoning_tokens: int
+
+    def add_token(self, token: int) -> list[Event]: ...
+
+    def finish(self, reason: FinishReason) -> list[Event]: ...
+
+
+class RequestSink:
+    """The scheduler's `Sink` for one request. `end()` is called once, after the last event.
+
+    stop()  asks the scheduler to end the sequence: a stop string was found in its text
+    """
+
+    def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
+        self._id = id
+        self._output = output
+        self._parser = parser
+        self._end = end
+        self._ended = False
+        self._called_tool = False
+        self.stop: Callable[[], None] = lambda: None
+        self.usage: Callable[[], Usage] = Usage
+
+    # ----------------------------------------------------------------- engine thread
+
+    def progress(self, event: Progress) -> None:
+        self._output.put(lambda: self._emit([event]))
+
+    def echo(self, text: str) -> None:
+        """Text of the prompt that the client wants back."""
+        self._output.put(lambda: self._emit([TextDelta(text)]))
+
+    def token(self, token: int) -> None:
+        self._output.put(lambda: self._token(token))
+
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
+        usage = usage_of(sequence)
+        self._output.put(lambda: self._finish(reason, usage))
+
+    def failed(self, sequence: Sequence, error: OmlxdError) -> None:
+        self._output.put(lambda: self._fail(error.as_event()))
+
+    # ----------------------------------------------------------------- output thread
+
+    def _emit(self, events: list[Event]) -> list[tuple[int, Event]]:
+        if self._ended:
+            return []
+        self._called_tool = self._called_tool or any(isinstance(e, ToolCall) for e in events)
+        return [(self._id, event) for event in events]
+
+    def _token(self, token: int) -> list[tuple[int, Event]]:
+        if self._ended:
+            return []
+        try:
+            events = self._emit(self._parser.add_token(token))
+        except Exception as error:
+            log.exception("request %d: can't parse its output", self._id)
+            self.stop()
+            return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
+        if self._parser.stopped is not None:
+            self.stop()
+            events += self._finish("stop_sequence", self.usage())
+        return events
+
+    def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
+        if self._ended:
+            return []
+        events = self._emit(self._parser.finish(reason))
+        stopped = self._parser.stopped
+        if stopped is not None:
+            reason = "stop_sequence"
+        elif reason == "stop" and self._called_tool:
+            reason = "tool_calls"
+        usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
+        events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])
+        self._close()
+        return events
+
+    def _fail(self, failed: Failed) -> list[tuple[int, Event]]:
+        events = self._emit([failed])
+        self._close()
+        return events
+
+    def _close(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._end()
+
+
+def usage_of(sequence: Sequence) -> Usage:
+    """Counts of a sequence as it stands."""
+    generated = sequence.generated
+    if generated and sequence.tokens[-1] in sequence.eos:
+        generated -= 1
+    return Usage(
+        prompt_tokens=sequence.prompt_length,
+        cached_hot=sequence.restored_hot,
+        cached_cold=sequence.restored_cold,
+        completion_tokens=generated,
+        ttft_s=sequence.first_token_s or time.monotonic() - sequence.received,
+    )

@@ -1,0 +1,222 @@
+"""Sampling for a whole batch in one graph, each row by its own parameters and its own seed.
+
+A token is argmax(filtered logits / temperature + Gumbel noise), which is a draw from the softmax.
+A seeded row's noise is a function of its seed and its step alone, over the whole vocabulary, so the
+same request gives the same tokens whatever runs beside it. mlx-lm's server, for comparison, leaves
+batching as soon as a request has a seed, and calls one sampler a row when parameters differ.
+
+Order of operations, as Hugging Face and vLLM have it: penalties, bias, temperature, then top-k,
+top-p and min-p on the probabilities.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import mlx.core as mx
+
+from ..chat import Sampling
+
+NEG_INF = float("-inf")
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingDefaults:
+    """A model's own defaults (generation_config.json)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(slots=True, frozen=True)
+class RowSampling:
+    """`chat.Sampling` with every default filled in."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int | None
+
+    @classmethod
+    def of(cls, sampling: Sampling, defaults: SamplingDefaults) -> RowSampling:
+        def pick(name: str) -> float:
+            value = getattr(sampling, name)
+            return getattr(defaults, name) if value is None else value
+
+        return cls(
+            temperature=pick("temperature"),
+            top_p=pick("top_p"),
+            top_k=int(pick("top_k")),
+            min_p=pick("min_p"),
+            repetition_penalty=pick("repetition_penalty"),
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            seed=sampling.seed,
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature <= 0
+
+    @property
+    def filtered(self) -> bool:
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalised(self) -> bool:
+        return bool(
+            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        )
+
+
+class Penalties:
+    """What a penalised row has seen, on the device: updated from tokens that the host never waits for.
+
+    seen   (vocabulary,) bool: prompt and output, for the repetition penalty
+    count  (vocabulary,) float: output alone, for presence and frequency
+    """
+
+    __slots__ = ("_bias", "_row", "count", "seen")
+
+    def __init__(self, row: RowSampling, prompt: Sequence[int], vocab: int):
+        self._row = row
+        seen = mx.zeros((vocab,), dtype=mx.bool_)
+        ids = sorted({token for token in prompt if token < vocab})
+        if ids and row.repetition_penalty != 1:
+            seen[mx.array(ids)] = True
+        self.seen = seen
+        self.count = mx.zeros((vocab,))
+        bias = mx.zeros((vocab,))
+        if kept := Counter({t: b for t, b in row.logit_bias if 0 <= t < vocab}):
+            bias[mx.array(list(kept))] = mx.array(list(kept.values()))
+        self._bias = bias
+
+    def update(self, token: mx.array) -> None:
+        """`token`: shape (1,), the row's newest output."""
+        self.seen[token] = True
+        self.count[token] = self.count[token] + 1
+
+    def apply(self, logits: mx.array) -> mx.array:
+        """`logits`: (vocabulary,) float32."""
+        row = self._row
+        if row.repetition_penalty != 1:
+            worse = mx.where(logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty)
+            logits = mx.where(self.seen, worse, logits)
+        if row.presence_penalty or row.frequency_penalty:
+            logits = logits - (self.count > 0) * row.presence_penalty - self.count * row.frequency_penalty
+        return logits + self._bias
+
+
+@dataclass(slots=True)
+class SamplerRow:
+    """A row's parameters and its state.
+
+    prompt     token ids, kept only for a penalised row
+    penalties  made at the first step: MLX arrays belong to the engine thread
+    step       tokens sampled so far
+    """
+
+    params: RowSampling
+    prompt: Sequence[int] = ()
+    penalties: Penalties | None = None
+    step: int = 0
+
+
+class BatchSampler:
+    """Built for one composition of a batch; rebuilt when rows join or leave."""
+
+    def __init__(self, rows: Sequence[SamplerRow]):
+        self.rows = list(rows)
+        params = [row.params for row in rows]
+        self._all_greedy = all(p.greedy for p in params)
+        self._penalised = [i for i, p in enumerate(params) if p.penalised]
+        self._filtered = any(p.filtered for p in params)
+        if self._all_greedy:
+            return
+        self._greedy = mx.array([[p.greedy] for p in params])
+        self._scale = mx.array([[1.0 if p.greedy else 1.0 / p.temperature] for p in params])
+        # A filter of every row by rank needs only the best few sorted, not the whole vocabulary.
+        ranks = [p.top_k for p in params if not p.greedy]
+        self._width = max(ranks) if all(k > 0 for k in ranks) else 0
+        self._top_k = mx.array([[p.top_k or 1 << 30] for p in params])
+        self._top_p = mx.array([[p.top_p] for p in params])
+        self._min_p = mx.array([[p.min_p] for p in params])
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """logits (rows, vocabulary) → tokens (rows,) int32; lazy."""
+        if self._penalised:
+            logits = self._penalise(logits.astype(mx.float32))
+        best = mx.argmax(logits, axis=-1)
+        tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
+        for index in self._penalised:
+            penalties = self.rows[index].penalties
+            assert penalties is not None
+            penalties.update(tokens[index : index + 1])
+        for row in self.rows:
+            row.step += 1
+        return tokens
+
+    def _penalise(self, logits: mx.array) -> mx.array:
+        parts = [logits[i : i + 1] for i in range(len(self.rows))]
+        for index in self._penalised:
+            row = self.rows[index]
+            penalties = row.penalties or Penalties(row.params, row.prompt, logits.shape[-1])
+            row.penalties = penalties
+            parts[index] = penalties.apply(parts[index][0])[None]
+        return mx.concatenate(parts)
+
+    def _sample(self, logits: mx.array, best: mx.array) -> mx.array:
+        scaled = logits * self._scale
+        noise = self._noise(scaled.shape)
+        picked = self._pick_filtered(scaled, noise) if self._filtered else mx.argmax(scaled + noise, axis=-1)
+        return mx.where(self._greedy[:, 0], best, picked.astype(best.dtype))
+
+    def _pick_filtered(self, scaled: mx.array, noise: mx.array) -> mx.array:
+        vocab = scaled.shape[-1]
+        log_total = mx.logsumexp(scaled, axis=-1, keepdims=True)
+        if 0 < self._width < vocab:
+            order = mx.argpartition(-scaled, self._width - 1, axis=-1)[:, : self._width]
+            values = mx.take_along_axis(scaled, order, axis=-1)
+            inner = mx.argsort(-values, axis=-1)
+            order = mx.take_along_axis(order, inner, axis=-1)
+        else:
+            order = mx.argsort(-scaled, axis=-1)
+        values = mx.take_along_axis(scaled, order, axis=-1)
+        kept = mx.arange(order.shape[-1])[None] < self._top_k
+        # As in Hugging Face and vLLM: top-p sees what top-k left, renormalised.
+        weights = mx.where(kept, mx.exp(values - log_total), 0.0)
+        weights = weights / mx.sum(weights, axis=-1, keepdims=True)
+        before = mx.cumsum(weights, axis=-1) - weights
+        kept = kept & (before < self._top_p) & (weights >= self._min_p * weights[:, :1])
+        # The best token always stays, whatever rounding does to the sums.
+        kept = kept | (mx.arange(order.shape[-1])[None] == 0)
+        scores = mx.where(kept, values + mx.take_along_axis(noise, order, axis=-1), NEG_INF)
+        rank = mx.argmax(scores, axis=-1, keepdims=True)
+        return mx.take_along_axis(order, rank, axis=-1)[:, 0]
+
+    def _noise(self, shape: Sequence[int]) -> mx.array:
+        if all(row.params.seed is None for row in self.rows):
+            return mx.random.gumbel(tuple(shape))
+        vocab = shape[-1]
+        return mx.stack([mx.random.gumbel((vocab,), key=_key(row)) for row in self.rows])
+
+
+def _key(row: SamplerRow) -> mx.array | None:
+    """The PRNG key of a seeded row's step; None draws from the thread's own state."""
+    seed = row.params.seed
+    if seed is None:
+        return None
+    digest = blake2b(f"{seed}:{row.step}".encode(), digest_size=8).digest()
+    return mx.random.key(int.from_bytes(digest, "little"))

@@ -1,0 +1,371 @@
+"""Continuous batching: which sequence gets the next piece of the device's time.
+
+One iteration is one prefill chunk, if anything is prefilling, and one decode step of every batch.
+The chunk is bounded by a token budget that follows the measured prefill rate, so that decoding
+rows wait at most about `PREFILL_SLICE_S` for somebody else's long prompt; with nothing decoding
+a chunk is `IDLE_CHUNK` tokens.
+
+Chunks end on block boundaries, and the last one begins at the last boundary before the prompt's
+end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
+the same shape.
+
+Runs on the engine thread alone; `submit`, `cancel` and `post` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from ..chat import FinishReason, Progress
+from ..errors import OmlxdError
+from . import mlx_adapter
+from .decode_batch import DecodeBatch
+from .harvest import KVBridge
+from .mlx_adapter import LoadedModel
+from .sampling import BatchSampler
+from .sequence import Sequence, State, capacity_for
+
+log = logging.getLogger(__name__)
+
+IDLE_CHUNK = 2048
+"""Tokens a chunk when nothing decodes: mlx-lm's own prefill step."""
+
+MIN_CHUNK = 256
+"""Tokens a chunk at least, while others decode: below it a chunk's cost is mostly fixed."""
+
+PREFILL_SLICE_S = 0.25
+"""Seconds that a chunk may hold up decoding rows, as far as the measured rate foretells."""
+
+HARVEST_TOKENS = 256
+"""Output tokens between two harvests of a decoding row: each waits for the step in flight."""
+
+
+class Sink(Protocol):
+    """Where a sequence's output goes. Called on the engine thread; must not block."""
+
+    def progress(self, event: Progress) -> None: ...
+
+    def token(self, token: int) -> None: ...
+
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None: ...
+
+    def failed(self, sequence: Sequence, error: OmlxdError) -> None: ...
+
+
+class Scheduler:
+    """`bridge` None: no reuse. `slots`: sequences that hold a cache at once."""
+
+    def __init__(self, loaded: LoadedModel, bridge: KVBridge | None, *, slots: int, block_size: int):
+        self._loaded = loaded
+        self._model = loaded.model
+        self.bridge = bridge
+        self._slots = slots
+        self._block = block_size
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: list[Sequence] = []
+        self._active: list[Sequence] = []
+        self._batches: list[DecodeBatch] = []
+        self._prefill_rate = 0.0
+        self._stopping = False
+        self.prefilled_tokens = 0
+        self.decoded_tokens = 0
+        self.steps = 0
+
+    # ----------------------------------------------------------------- from other threads
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on the engine thread, soon."""
+        self._inbox.put(call)
+
+    def submit(self, sequence: Sequence) -> None:
+        self.post(lambda: self._waiting.append(sequence))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop `sequence` and give its slot to another; what it computed stays cached."""
+        sequence.cancelled = True
+        self.post(lambda: self._cancel(sequence))
+
+    def stop(self) -> None:
+        self.post(self._stop)
+
+    # ----------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until `stop`. An exception inside a step fails that step's sequences and no others."""
+        while not self._stopping:
+            self._drain(block=not self._busy())
+            self._admit()
+            self._prefill_one()
+            for batch in list(self._batches):
+                self._step(batch)
+
+    def _busy(self) -> bool:
+        return (
+            bool(self._batches)
+            or any(s.state is State.PREFILLING for s in self._active)
+            or bool(self._waiting and len(self._active) < self._slots)
+        )
+
+    def _drain(self, block: bool) -> None:
+        try:
+            self._inbox.get(block=block)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _stop(self) -> None:
+        self._stopping = True
+        error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
+        for sequence in [*self._waiting, *self._active]:
+            self._fail(sequence, error)
+
+    def load_figures(self) -> dict[str, float]:
+        """Gauges. Any thread: a torn read costs nothing."""
+        return {
+            "num_requests_running": len(self._active),
+            "num_requests_waiting": len(self._waiting),
+            "prefill_tokens_per_s": self._prefill_rate,
+        }
+
+    # ----------------------------------------------------------------- admission
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._active) < self._slots:
+            sequence = self._waiting.pop(0)
+            self._active.append(sequence)
+            self._begin(sequence)
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give an admitted sequence its cached prefix, from disk if need be."""
+        sequence.state = State.PREFILLING
+        if self.bridge is not None:
+            self._restoring(sequence)
+
+    def _restoring(self, sequence: Sequence) -> bool:
+        """Match; if the disk must be read for it, start to, and say so."""
+        assert self.bridge is not None
+        if not self.bridge.match(sequence):
+            return False
+        sequence.state = State.RESTORING
+        self.bridge.restore(sequence, lambda: self._restored(sequence))
+        return True
+
+    def _restored(self, sequence: Sequence) -> None:
+        assert self.bridge is not None
+        if sequence.cancelled or sequence.state is State.DONE:
+            self._release(sequence)
+            return
+        sequence.state = State.PREFILLING
+        self.bridge.promote_later(sequence)
+
+    # ----------------------------------------------------------------- prefill
+
+    def _prefill_one(self) -> None:
+        """One chunk of one sequence."""
+        ready = [s for s in self._active if s.state is State.PREFILLING]
+        if not ready:
+            return
+        sequence = self._next_prefill(ready)
+        try:
+            self._prefill(sequence)
+        except Exception as error:
+            log.exception("prefill failed")
+            self._fail(sequence, _internal(error))
+
+    @staticmethod
+    def _next_prefill(ready: list[Sequence]) -> Sequence:
+        """The one that has begun, else the first come; a much shorter one goes before either."""
+        current = min(ready, key=lambda s: (s.kv_length == 0, s.arrival))
+        shortest = min(ready, key=lambda s: s.remaining_prefill)
+        return shortest if shortest.remaining_prefill * 4 <= current.remaining_prefill else current
+
+    def _prefill(self, sequence: Sequence) -> None:
+        if self.bridge is not None:
+            if sequence.kv_length == 0 and self._restoring(sequence):
+                return  # somebody has computed it meanwhile, and it lies on disk
+            self.bridge.catch_up(sequence)
+        length, last = sequence.prompt_length, self._last_boundary(sequence)
+        if sequence.cache is None:
+            capacity = capacity_for(length, sequence.max_new)
+            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
+        start = sequence.kv_length
+        if not sequence.begun:
+            sequence.begun = True
+            sequence.sink.progress(Progress(start, length))
+        stop = length if start >= last else min(last, self._grid(start))
+        began = time.perf_counter()
+        logits = self._model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache)
+        if stop < length:
+            # Only the KV is evaluated: the logits of this chunk are never computed.
+            mx.eval(mlx_adapter.state_arrays(sequence.cache))
+            self._note_rate(stop - start, time.perf_counter() - began)
+        sequence.kv_length = stop
+        self.prefilled_tokens += stop - start
+        if stop < length:
+            del logits
+            if self.bridge is not None:
+                self.bridge.harvest_prefilled(sequence)
+            sequence.sink.progress(Progress(stop, length))
+            return
+        self._first_token(sequence, logits[:, -1, :])
+
+    def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
+        assert sequence.cache is not None
+        token = cast(int, BatchSampler([sequence.sampler])(logits).item())
+        sequence.first_token_s = time.monotonic() - sequence.received
+        mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
+        if self.bridge is not None:
+            self.bridge.store.count_match(
+                sequence.prompt_length, sequence.restored_hot, sequence.restored_cold
+            )
+        if self._accept(sequence, token):
+            # The token is out; now there is time to store the last blocks.
+            if self.bridge is not None:
+                self.bridge.harvest_prefilled(sequence)
+            sequence.state = State.DECODING
+            self._batch_for(sequence).join(sequence)
+        else:
+            self._release(sequence)
+
+    def _last_boundary(self, sequence: Sequence) -> int:
+        return (sequence.prompt_length - 1) // self._block * self._block
+
+    def _grid(self, start: int) -> int:
+        """Where a chunk that begins at `start` ends: the next multiple of the budget."""
+        budget = IDLE_CHUNK
+        if self._batches and self._prefill_rate:
+            budget = int(self._prefill_rate * PREFILL_SLICE_S)
+            budget = max(MIN_CHUNK, min(IDLE_CHUNK, budget))
+            # Powers of two keep chunks on one absolute grid, whatever the rate was.
+            budget = 1 << (budget.bit_length() - 1)
+        budget = max(budget, self._block)
+        return (start // budget + 1) * budget
+
+    def _note_rate(self, tokens: int, seconds: float) -> None:
+        rate = tokens / max(seconds, 1e-6)
+        self._prefill_rate = rate if not self._prefill_rate else 0.7 * self._prefill_rate + 0.3 * rate
+
+    # ----------------------------------------------------------------- decode
+
+    def _batch_for(self, sequence: Sequence) -> DecodeBatch:
+        """The batch whose step grows least in bytes read by taking the sequence in; maybe a new one.
+
+        A step reads the weights once and every row padded to the longest. Joining a batch of much
+        longer or shorter rows can cost more than a pass of its own (facts: 219 ms against 115).
+        """
+        best, best_cost = None, float(self._loaded.weight_bytes)
+        if self._loaded.batchable:
+            per_token = self._loaded.layout.nbytes(1) if self._loaded.layout else 0
+            own = sequence.kv_length * per_token
+            best_cost += own
+            for batch in self._batches:
+                longest = max(batch.longest, sequence.kv_length)
+                cost = ((len(batch) + 1) * longest - len(batch) * batch.longest) * per_token
+                if cost <= best_cost:
+                    best, best_cost = batch, cost
+        if best is None:
+            best = DecodeBatch(self._model)
+            self._batches.append(best)
+        return best
+
+    def _step(self, batch: DecodeBatch) -> None:
+        try:
+            self.steps += 1
+            emitted = batch.step()
+            leaving = [s for s, token in emitted if not self._accept(s, token)]
+            self.decoded_tokens += len(emitted)
+            self._leave(batch, leaving)
+            for sequence, _ in emitted:
+                if sequence.kv_length - sequence.harvested * self._block >= HARVEST_TOKENS:
+                    self._harvest_row(batch, sequence)
+        except Exception as error:
+            log.exception("decode failed")
+            self._batches.remove(batch)
+            for sequence in list(batch.rows):
+                self._fail(sequence, _internal(error))
+
+    def _leave(self, batch: DecodeBatch, leaving: list[Sequence]) -> None:
+        if not leaving:
+            return
+        for sequence in leaving:
+            self._harvest_row(batch, sequence)
+        batch.leave(leaving)
+        if not batch.rows:
+            self._batches.remove(batch)
+        for sequence in leaving:
+            self._release(sequence)
+
+    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence) -> None:
+        if self.bridge is None or sequence.table is None:
+            return
+        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop))
+
+    def _accept(self, sequence: Sequence, token: int) -> bool:
+        """Take a sampled token. False: the sequence ends with it."""
+        sequence.tokens.append(token)
+        if sequence.cancelled:
+            return False
+        if token in sequence.eos:
+            sequence.sink.finished(sequence, "stop")
+            return False
+        sequence.sink.token(token)
+        full = len(sequence.tokens) >= self._loaded.context_length
+        if sequence.generated >= sequence.max_new or full:
+            sequence.sink.finished(sequence, "length")
+            return False
+        return True
+
+    # ----------------------------------------------------------------- ends
+
+    def _cancel(self, sequence: Sequence) -> None:
+        sequence.cancelled = True
+        if sequence.state is State.WAITING and sequence in self._waiting:
+            self._waiting.remove(sequence)
+            sequence.state = State.DONE
+        elif sequence.state is State.PREFILLING:
+            self._release(sequence)
+        elif sequence.state is State.DECODING:
+            for batch in list(self._batches):
+                if sequence in batch.rows:
+                    self._leave(batch, [sequence])
+        # RESTORING: `_restored` releases it once the I/O threads have let go of its arrays.
+
+    def _release(self, sequence: Sequence) -> None:
+        """Slot, cache and references back."""
+        if self.bridge is not None:
+            if sequence.cache is not None:
+                self.bridge.harvest_prefilled(sequence)
+            self.bridge.finish(sequence)
+        sequence.cache = None
+        sequence.state = State.DONE
+        if sequence in self._active:
+            self._active.remove(sequence)
+
+    def _fail(self, sequence: Sequence, error: OmlxdError) -> None:
+        if sequence.state is State.DONE:
+            return
+        if not sequence.cancelled:
+            sequence.sink.failed(sequence, error)
+        sequence.cancelled = True
+        if sequence.state is State.RESTORING:
+            return
+        sequence.cache = None
+        if self.bridge is not None:
+            self.bridge.finish(sequence)
+        sequence.state = State.DONE
+        for queue_ in (self._waiting, self._active):
+            if sequence in queue_:
+                queue_.remove(sequence)
+
+
+def _internal(error: Exception) -> OmlxdError:
+    if isinstance(error, OmlxdError):
+        return error
+    return OmlxdError(f"the engine failed on this request: {type(error).__name__}: {error}", code="internal")

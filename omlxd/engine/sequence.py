@@ -1,0 +1,101 @@
+"""One request inside the engine: its tokens, its blocks, how far it has come.
+
+| state      | means                                          | next                            |
+|------------|------------------------------------------------|---------------------------------|
+| waiting    | tokenised and hashed, no slot yet              | restoring, prefilling           |
+| restoring  | I/O threads are filling its cache              | prefilling                      |
+| prefilling | its prompt is being computed, chunk by chunk   | decoding, done                  |
+| decoding   | a row of a `DecodeBatch`                       | done                            |
+| done       | its slot, cache and references are given back  |                                 |
+
+A cancelled sequence goes to `done` from anywhere; one that is restoring goes there once the I/O
+threads have let go of its arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from ..kv.block_file import BlockKey
+from ..kv.block_table import BlockTable
+from ..kv.hashing import BlockHash
+from .mlx_adapter import Cache
+from .sampling import SamplerRow
+
+
+class State(Enum):
+    WAITING = auto()
+    RESTORING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    DONE = auto()
+
+
+_arrivals = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """tokens: prompt and output. Compared by identity.
+
+    prompt_length  tokens of the prompt
+    hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
+    root           parent of the first block
+    kv_length      tokens whose KV is in the cache
+    harvested      blocks that the store has been offered
+    max_new        tokens to generate at most
+    sink           where output goes (engine/output_thread.py); opaque to the scheduler
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_length: int
+    root: BlockHash
+    hashes: list[BlockHash]
+    max_new: int
+    eos: frozenset[int]
+    sampler: SamplerRow
+    sink: Any = None
+    state: State = State.WAITING
+    cache: Cache | None = None
+    table: BlockTable | None = None
+    kv_length: int = 0
+    harvested: int = 0
+    restored_hot: int = 0
+    restored_cold: int = 0
+    cancelled: bool = False
+    begun: bool = False
+    arrival: int = field(default_factory=lambda: next(_arrivals))
+    received: float = field(default_factory=time.monotonic)
+    first_token_s: float = 0.0
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining_prefill(self) -> int:
+        return max(0, self.prompt_length - self.kv_length)
+
+    def take_cache(self) -> Cache:
+        """Hand the cache over; the sequence keeps no reference, which would make appends copy."""
+        cache, self.cache = self.cache, None
+        assert cache is not None
+        return cache
+
+    def key(self, index: int, block_size: int) -> BlockKey:
+        """The key of block `index`; its hash must be known."""
+        return BlockKey(
+            self.hashes[index],
+            self.hashes[index - 1] if index else self.root,
+            self.tokens[index * block_size : (index + 1) * block_size],
+        )
+
+
+def capacity_for(prompt_length: int, max_new: int, room: int = 1024) -> int:
+    """Tokens to allocate a cache for: the prompt and some room to grow, not all that it may ever need."""
+    return prompt_length + min(max_new, room)

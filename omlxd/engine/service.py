@@ -1,0 +1,191 @@
+"""The engine program: frames in from the front, frames out to it.
+
+| thread   | does                                                          |
+|----------|---------------------------------------------------------------|
+| main     | reads frames and hands them on                                |
+| engine   | loads the model, then runs the scheduler: the only MLX thread |
+| request  | (two) render, tokenise and hash prompts                       |
+| output   | detokenises, parses, sends events                             |
+| kv-…     | read and write block files                                    |
+
+When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and
+exits: no engine outlives its front.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from .. import wire
+from ..chat import Event
+from ..errors import OmlxdError
+from .host import EngineHost
+from .output_thread import OutputThread
+from .sequence import Sequence
+from .space import FrontSpace
+
+log = logging.getLogger(__name__)
+
+REQUEST_THREADS = 2
+ORPHAN_FLUSH_S = 1.0
+"""How long an engine whose front is gone goes on storing."""
+
+
+class EngineService:
+    """One engine over one connected socket. `run` returns when the program should exit."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._send_lock = threading.Lock()
+        self._connected = True
+        self._space = FrontSpace(self._send)
+        self._output = OutputThread(self._send_events)
+        self._requests = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="request")
+        self._lock = threading.Lock()
+        self._sequences: dict[int, Sequence | None] = {}
+        self._cancelled: set[int] = set()
+        self._host: Future[EngineHost] = Future()
+        self._engine: threading.Thread | None = None
+
+    # ----------------------------------------------------------------- frames
+
+    def _send(self, message: Any) -> None:
+        frame = wire.encode(message)
+        with self._send_lock:
+            try:
+                self._sock.sendall(frame)
+            except OSError:
+                self._connected = False
+
+    def _send_events(self, events: tuple[tuple[int, Event], ...]) -> None:
+        self._send(wire.Events(events=events))
+
+    def run(self) -> None:
+        decoder = wire.FrameDecoder(wire.ToEngine)
+        deadline_s = ORPHAN_FLUSH_S
+        while data := self._receive():
+            for message in decoder.feed(data):
+                if isinstance(message, wire.Quit):
+                    return self._close(message.deadline_s)
+                self._handle(message)
+        log.info("the front is gone")
+        self._close(deadline_s)
+
+    def _receive(self) -> bytes:
+        try:
+            return self._sock.recv(1 << 18)
+        except OSError:
+            return b""
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case wire.Generate():
+                with self._lock:
+                    self._sequences[message.id] = None
+                self._requests.submit(self._generate, message)
+            case wire.Cancel():
+                self._cancel(message.id)
+            case wire.Count():
+                self._requests.submit(self._count, message)
+            case wire.GetStats():
+                self._requests.submit(self._stats, message)
+            case wire.Grant():
+                self._space.granted(message)
+            case wire.Load():
+                self._engine = threading.Thread(
+                    target=self._run_engine, args=(message,), name="engine", daemon=True
+                )
+                self._engine.start()
+            case _:
+                log.warning("unexpected frame %s", type(message).__name__)
+
+    # ----------------------------------------------------------------- the engine thread
+
+    def _run_engine(self, load: wire.Load) -> None:
+        try:
+            self._send(wire.LoadProgress(stage="loading"))
+            host = EngineHost(load, self._output, self._space)
+        except Exception as error:
+            log.exception("load failed")
+            # The front reads this before it sees the process end.
+            self._send(wire.LoadFailed(message=_reason(error)))
+            os._exit(3)
+        self._send(wire.Loaded(info=host.info))
+        self._host.set_result(host)
+        try:
+            host.scheduler.run()
+        except BaseException:
+            # Nothing is served without this thread; the front restarts what exits.
+            log.exception("the engine thread died")
+            os._exit(4)
+
+    # ----------------------------------------------------------------- request threads
+
+    def _generate(self, message: wire.Generate) -> None:
+        try:
+            host = self._host.result()
+            with self._lock:
+                if message.id not in self._sequences:
+                    return
+            sequence = host.start(message.id, message.request, lambda: self._forget(message.id))
+        except Exception as error:
+            self._forget(message.id)
+            self._fail(message.id, error)
+            return
+        with self._lock:
+            wanted = message.id in self._sequences
+            if wanted:
+                self._sequences[message.id] = sequence
+        if not wanted:  # cancelled meanwhile, or already over
+            host.scheduler.cancel(sequence)
+
+    def _count(self, message: wire.Count) -> None:
+        try:
+            self._send(wire.Counted(id=message.id, tokens=self._host.result().count(message.prompt)))
+        except Exception as error:
+            self._fail(message.id, error)
+
+    def _stats(self, message: wire.GetStats) -> None:
+        values = self._host.result().stats() if self._host.done() else {}
+        self._send(wire.Stats(id=message.id, values=values))
+
+    def _fail(self, id: int, error: Exception) -> None:
+        if not isinstance(error, OmlxdError):
+            log.exception("request %d failed", id, exc_info=error)
+            error = OmlxdError(f"{type(error).__name__}: {error}")
+        self._send_events(((id, error.as_event()),))
+
+    def _cancel(self, id: int) -> None:
+        with self._lock:
+            sequence = self._sequences.pop(id, None)
+        if sequence is not None:
+            self._host.result().scheduler.cancel(sequence)
+
+    def _forget(self, id: int) -> None:
+        with self._lock:
+            self._sequences.pop(id, None)
+
+    # ----------------------------------------------------------------- the end
+
+    def _close(self, deadline_s: float) -> None:
+        self._requests.shutdown(wait=False, cancel_futures=True)
+        if not self._host.done():
+            return
+        host = self._host.result()
+        host.scheduler.stop()
+        if self._engine is not None:
+            self._engine.join(deadline_s)
+        self._output.close(1.0)
+        host.close(deadline_s)
+        self._space.release_all()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, OmlxdError):
+        return error.message
+    return f"{type(error).__name__}: {error}"
