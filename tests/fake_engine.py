@@ -1,0 +1,143 @@
+"""A scripted engine behind the front's Engine protocol, and a daemon made of one.
+
+A script is a list of steps: an Event is yielded, a number is slept (seconds), an exception is
+raised. `FakeEngine.requests` keeps what was asked, `closed` counts answers closed before their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+from omlxd.chat import (
+    Conversation,
+    Event,
+    Finished,
+    GenerateRequest,
+    RawPrompt,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    Usage,
+)
+from omlxd.front.app import create_app
+from omlxd.front.engines import resolve_name
+from omlxd.front.http_settings import HttpSettings
+from omlxd.wire import ModelInfo
+
+Step = Event | float | Exception
+
+USAGE = Usage(
+    prompt_tokens=100,
+    cached_hot=48,
+    cached_cold=16,
+    completion_tokens=7,
+    reasoning_tokens=3,
+    ttft_s=0.25,
+)
+
+HELLO: tuple[Step, ...] = (TextDelta("Hello"), TextDelta(" there"), Finished("stop", USAGE))
+
+EVERYTHING: tuple[Step, ...] = (
+    ReasoningDelta("Let me "),
+    ReasoningDelta("think."),
+    TextDelta("I will "),
+    TextDelta("look."),
+    ToolCall("call_1", "read", '{"path":"/tmp/a","n":1}'),
+    ToolCall("call_2", "read", "{}"),
+    Finished("tool_calls", USAGE),
+)
+
+INFO = ModelInfo(
+    model_id="org/tiny",
+    model_type="qwen3",
+    context_length=4096,
+    vocab_size=512,
+    weight_bytes=1,
+    kv_bytes_per_token=1,
+    kv_reuse="",
+    namespace="ns",
+    block_size=64,
+    backend="cpu",
+    note="a test",
+)
+
+
+class FakeEngine:
+    def __init__(self, script: Sequence[Step] = HELLO, model_id: str = "org/tiny", tokens: int = 42):
+        self.model_id = model_id
+        self.info: ModelInfo | None = INFO
+        self.state = "ready"
+        self.script = tuple(script)
+        self.tokens = tokens
+        self.requests: list[GenerateRequest] = []
+        self.counted: list[Conversation | RawPrompt] = []
+        self.closed = asyncio.Event()
+        self.finished = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        self.requests.append(request)
+        ended = False
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    ended = True
+                    raise step
+                if isinstance(step, (int, float)):
+                    await asyncio.sleep(step)
+                    continue
+                ended = isinstance(step, Finished)
+                yield step
+            ended = True
+        finally:
+            if ended:
+                self.finished += 1
+            else:
+                self.closed.set()
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+        self.counted.append(prompt)
+        return self.tokens
+
+
+class FakeEngines:
+    """The first engine is the default one."""
+
+    def __init__(self, *engines: FakeEngine):
+        self._engines = {engine.model_id: engine for engine in engines}
+
+    def resolve(self, model_name: str) -> FakeEngine:
+        known = list(self._engines)
+        return self._engines[resolve_name(model_name, known, known[0] if known else None)]
+
+    def models(self) -> list[FakeEngine]:
+        return list(self._engines.values())
+
+
+def app_of(*engines: FakeEngine, **settings: Any):
+    return create_app(FakeEngines(*engines), HttpSettings(**settings))
+
+
+@contextlib.asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """The app on Hypercorn, at the base URL that is yielded; real sockets, loopback."""
+    from hypercorn.asyncio import serve
+    from hypercorn.config import Config
+
+    config = Config()
+    config.bind = ["127.0.0.1:0"]
+    config.accesslog = config.errorlog = None
+    config.graceful_timeout = 0.2
+    sockets = config.create_sockets()
+    config.create_sockets = lambda: sockets  # type: ignore[method-assign]
+    port = sockets.insecure_sockets[0].getsockname()[1]
+    stop = asyncio.Event()
+    server = asyncio.create_task(serve(app, config, shutdown_trigger=stop.wait))
+    try:
+        await asyncio.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        await asyncio.wait_for(server, 5)

@@ -1,0 +1,279 @@
+"""OpenAI bodies into requests, for chat and for legacy completions."""
+
+import base64
+import json
+
+import pytest
+
+from omlxd.api import openai_chat, openai_completions
+from omlxd.chat import (
+    Conversation,
+    ImagePart,
+    Message,
+    RawPrompt,
+    TextPart,
+    ThinkingPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
+from omlxd.errors import InvalidRequest
+
+PNG = base64.b64encode(b"\x89PNG not really").decode()
+SCHEMA = {"type": "object", "properties": {}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+
+
+def chat(headers=None, **body):
+    body.setdefault("messages", [{"role": "user", "content": "hi"}])
+    return openai_chat.parse(json.dumps(body).encode(), headers or {})
+
+
+def conversation(**body) -> Conversation:
+    prompt = chat(**body).generate.prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def completion(**body):
+    return openai_completions.parse(json.dumps(body).encode(), {})
+
+
+def refused(**body) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**body)
+    return caught.value
+
+
+def test_every_sampling_field():
+    sampling = chat(
+        max_tokens=9,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"5": -100, "7": 2.5},
+        seed=-3,
+        stop="END",
+        logprobs=True,
+        top_logprobs=2,
+        n=1,
+        response_format={"type": "text"},
+    ).generate.sampling
+    assert sampling.max_tokens == 9 and sampling.temperature == 0 and sampling.top_p == 0.5
+    assert sampling.top_k == 0 and sampling.min_p == 0.1 and sampling.repetition_penalty == 1.1
+    assert sampling.presence_penalty == 1 and sampling.frequency_penalty == -1
+    assert sampling.logit_bias == {5: -100.0, 7: 2.5} and sampling.seed == -3
+    assert sampling.stop == ("END",) and sampling.logprobs == 2
+
+
+def test_nulls_are_absent_fields():
+    names = """stream max_tokens max_completion_tokens temperature top_p top_k stop n tools tool_choice
+    stream_options seed logit_bias response_format logprobs top_logprobs user functions modalities"""
+    assert chat(**dict.fromkeys(names.split())) == chat()
+
+
+def test_max_completion_tokens_wins():
+    assert chat(max_tokens=5, max_completion_tokens=6).generate.sampling.max_tokens == 6
+
+
+def test_messages():
+    got = conversation(
+        messages=[
+            {"role": "developer", "content": "d"},
+            {"role": "system", "content": [{"type": "text", "text": "s"}]},
+            {
+                "role": "user",
+                "name": "ann",
+                "content": [
+                    {"type": "text", "text": "look"},
+                    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}},
+                ],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+                    {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "out"},
+        ]
+    ).messages
+    assert got == (
+        Message("system", (TextPart("d"),)),
+        Message("system", (TextPart("s"),)),
+        Message("user", (TextPart("look"), ImagePart(base64.b64decode(PNG), "image/png"))),
+        Message(
+            "assistant", (ThinkingPart("hm"), ToolCallPart("c1", "f", {"a": 1}), ToolCallPart("c2", "g", {}))
+        ),
+        Message("tool", (ToolResultPart("c1", "out"),)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ({"type": "function", "function": {"name": "f"}}, "named:f"),
+    ],
+)
+def test_tools_and_choice(choice, expected):
+    got = conversation(tools=[TOOL], tool_choice=choice)
+    assert got.tools == (Tool("f", "d", SCHEMA),)
+    assert got.tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "thinking", "args"),
+    [
+        ({}, None, {}),
+        ({"enable_thinking": False}, False, {}),
+        ({"chat_template_kwargs": {"enable_thinking": True, "style": "x"}}, True, {"style": "x"}),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False}, False, {}),
+        ({"reasoning_effort": "high"}, True, {"reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, False, {"reasoning_effort": "none"}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            False,
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_thinking(body, thinking, args):
+    got = conversation(**body)
+    assert (got.thinking, got.template_args) == (thinking, args)
+
+
+def test_session_and_salt():
+    got = chat({"x-session-affinity": "s"}, user="u", cache_salt="salt").generate
+    assert (got.session, got.cache_salt) == ("s", "salt")
+    assert chat(user="u").generate.session == "u"
+    assert chat(user="u", prompt_cache_key="k").generate.session == "k"
+
+
+def with_image(url):
+    return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+
+def with_call(arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages.0.content.0.type"),
+        (with_image("http://127.0.0.1:1/x.png"), "messages.0.content.0.image_url"),
+        (with_image("file:///etc/passwd"), "messages.0.content.0.image_url"),
+        (with_image("data:text/html;base64,AAAA"), "messages.0.content.0.image_url"),
+        (with_image("data:image/png;base64,%%"), "messages.0.content.0.image_url"),
+        (with_call("{oops"), "messages.0.tool_calls.0.function.arguments"),
+        (with_call("[1]"), "messages.0.tool_calls.0.function.arguments"),
+        (with_call("[" * 100_000), "messages.0.tool_calls.0.function.arguments"),
+        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"response_format": {"type": ["x"]}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"min_p": 1}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.*"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"seed": 10**30}, "seed"),
+        ({"stop": ["x"] * 10_000}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ],
+)
+def test_bad_fields_are_named(body, param):
+    error = refused(**body)
+    assert error.param == param
+    assert param in error.message
+
+
+# --------------------------------------------------------------------------- legacy completions
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("Once", RawPrompt("Once")),
+        (["Once"], RawPrompt("Once")),
+        ([1, 2, 3], RawPrompt(tokens=(1, 2, 3))),
+        ([[1, 2, 3]], RawPrompt(tokens=(1, 2, 3))),
+        ([7], RawPrompt(tokens=(7,))),
+    ],
+)
+def test_prompts(prompt, expected):
+    assert completion(prompt=prompt).generate.prompt == expected
+
+
+def test_completion_options():
+    parsed = completion(
+        prompt="a", echo=True, stream=True, stream_options={"include_usage": True}, max_tokens=3
+    )
+    assert parsed.generate.prompt == RawPrompt("a", echo=True)
+    assert parsed.stream and parsed.include_usage
+    assert parsed.generate.sampling.max_tokens == 3
+    assert completion(prompt="a").generate.sampling.max_tokens == 16
+    assert completion(prompt="a", logprobs=3).generate.sampling.logprobs == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_bad_completion_fields_are_named(body, param):
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**body)
+    assert caught.value.param == param

@@ -1,0 +1,413 @@
+"""The HTTP app over a scripted engine: routes, streams, disconnects, guards, errors."""
+
+import asyncio
+import json
+import logging
+
+import httpx
+import pytest
+from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_of, served
+
+from omlxd.chat import Failed, Finished, Progress, TextDelta
+from omlxd.errors import InvalidRequest, NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
+from omlxd.front.app import create_app
+from omlxd.front.engines import resolve_name
+
+BASE = "http://127.0.0.1:8000"
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
+
+
+def body(path: str, **more):
+    prompt = (
+        {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    return {"model": "tiny", "max_tokens": 5, **prompt, **more}
+
+
+def client(app, **more) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=BASE, **more)
+
+
+def message_of(path: str, answer) -> str:
+    given = answer.json()
+    if path.startswith("/v1/messages"):
+        assert given["type"] == "error" and given["request_id"].startswith("req_")
+        assert answer.headers["request-id"] == given["request_id"]
+    else:
+        assert set(given) == {"error"} and set(given["error"]) == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"].startswith("req_")
+    return given["error"]["message"]
+
+
+# --------------------------------------------------------------------------- names
+
+
+def test_resolve_name():
+    known = ["org/tiny", "/models/other", "claude-here"]
+    assert resolve_name("org/tiny", known) == "org/tiny"
+    assert resolve_name("tiny", known) == "org/tiny"
+    assert resolve_name("other", known) == "/models/other"
+    assert resolve_name("claude-here", known, "org/tiny") == "claude-here"
+    assert resolve_name("claude-opus-5-5", known, "org/tiny") == "org/tiny"
+    for name in ("", "  "):
+        with pytest.raises(InvalidRequest):
+            resolve_name(name, known, "org/tiny")
+    for name in ("gpt-4", "TINY", "ny", "claude"):
+        with pytest.raises(NotFound, match="org/tiny, /models/other, claude-here"):
+            resolve_name(name, known, "org/tiny")
+    with pytest.raises(NotFound):
+        resolve_name("claude-x", [], None)
+
+
+# --------------------------------------------------------------------------- plain routes
+
+
+async def test_models_and_health_and_root():
+    ready, loading = FakeEngine(), FakeEngine(model_id="/models/second")
+    loading.info, loading.state = None, "loading"
+    async with client(app_of(ready, loading)) as http:
+        listed = (await http.get("/v1/models?limit=1000")).json()
+        assert listed["object"] == "list" and listed["has_more"] is False
+        first, second = listed["data"]
+        assert first["id"] == listed["first_id"] == "org/tiny"
+        assert first["object"] == first["type"] == "model" and first["display_name"] == "tiny"
+        assert first["omlxd"] == {"state": "ready", "context_length": 4096, "kv_reuse": "", "note": "a test"}
+        assert second["omlxd"]["state"] == "loading" and second["omlxd"]["context_length"] is None
+        assert (await http.get("/v1/models/org/tiny")).json() == first
+        assert (await http.get("/v1/models/claude-opus-5-5")).json() == first
+        missing = await http.get("/v1/models/gpt-4")
+        assert missing.status_code == 404 and "org/tiny" in message_of("/v1/models", missing)
+        health = (await http.get("/health")).json()
+        assert health["status"] == "ok"
+        assert health["models"][1] == {"id": "/models/second", "state": "loading"}
+        assert (await http.get("/")).text.startswith("omlxd ")
+        assert (await http.head("/")).status_code == 200
+
+
+async def test_count_tokens():
+    engine = FakeEngine(tokens=123)
+    async with client(app_of(engine)) as http:
+        given = body("/v1/messages", system="s")
+        answer = await http.post("/v1/messages/count_tokens?beta=true", json=given)
+        assert answer.json() == {"input_tokens": 123}
+        await http.post("/v1/messages", json=given)
+    assert engine.counted == [engine.requests[0].prompt]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/nothing", "/nothing", "/v1/models/"])
+async def test_no_such_path(path):
+    async with client(app_of(FakeEngine())) as http:
+        answer = await http.get(path)
+        assert answer.status_code in (400, 404)
+        assert message_of(path, answer)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+async def test_wrong_method(path):
+    async with client(app_of(FakeEngine())) as http:
+        answer = await http.get(path)
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+        assert "POST" in message_of(path, answer)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_bad_requests(path, stream):
+    async with client(app_of(FakeEngine())) as http:
+        for status, given in [
+            (400, body(path, model="", stream=stream)),
+            (400, body(path, temperature=-1, stream=stream)),
+            (404, body(path, model="gpt-4", stream=stream)),
+        ]:
+            answer = await http.post(path, json=given)
+            assert answer.status_code == status
+            assert message_of(path, answer)
+        answer = await http.post(path, content=b"{oops")
+        assert answer.status_code == 400 and "JSON" in message_of(path, answer)
+
+
+# --------------------------------------------------------------------------- generating
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_whole_answers_carry_usage(path):
+    async with client(app_of(FakeEngine(EVERYTHING))) as http:
+        answer = await http.post(path, json=body(path))
+    usage = answer.json()["usage"]
+    if path == "/v1/messages":
+        total = sum(usage[k + "input_tokens"] for k in ("", "cache_read_", "cache_creation_"))
+        assert total == USAGE.prompt_tokens and usage["cache_read_input_tokens"] == 64
+    else:
+        assert usage["prompt_tokens"] == 100 and usage["prompt_tokens_details"] == {"cached_tokens": 64}
+    assert usage["omlxd"] == {"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25}
+
+
+async def next_event(lines) -> str:
+    """The next event of a stream of lines: its `event:` name, or its data."""
+    name = None
+    async for line in lines:
+        if line.startswith("event: "):
+            name = line[7:]
+        elif line.startswith("data: "):
+            return name or line[6:]
+    return ""
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_starts_before_the_engine_speaks_and_pings(path):
+    engine = FakeEngine([30.0, *HELLO])
+    async with (
+        served(app_of(engine, ping_interval_s=0.05)) as url,
+        httpx.AsyncClient(base_url=url) as http,
+    ):
+        clock = asyncio.get_running_loop().time
+        start = clock()
+        async with http.stream("POST", path, json=body(path, stream=True)) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = answer.aiter_lines()
+            first = await next_event(lines)
+            assert clock() - start < 1.0
+            assert first == "message_start" if path == "/v1/messages" else json.loads(first)["choices"]
+            for _ in range(3):
+                ping = await next_event(lines)
+                assert ping == "ping" if path == "/v1/messages" else json.loads(ping)["choices"][0]
+            assert clock() - start < 2.0
+        await asyncio.wait_for(engine.closed.wait(), 2)
+
+
+async def test_progress_does_not_put_pings_off_and_silence_mid_stream_is_pinged():
+    script = [*[step for n in range(20) for step in (Progress(n, 20), 0.01)], TextDelta("a"), 0.12, *HELLO]
+    async with client(app_of(FakeEngine(script), ping_interval_s=0.04, header_grace_s=0.001)) as http:
+        text = (await http.post("/v1/messages", json=body("/v1/messages", stream=True))).text
+    before, after = text.split('"text_delta","text":"a"')
+    assert before.count("event: ping") >= 3
+    assert after.count("event: ping") >= 2
+    assert text.endswith('event: message_stop\ndata: {"type":"message_stop"}\n\n')
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_disconnect_closes_the_request_at_once(path, stream):
+    engine = FakeEngine([TextDelta("x"), 30.0, *HELLO])
+    async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+        given = body(path, stream=stream)
+        if stream:
+            async with http.stream("POST", path, json=given) as answer:
+                await next_event(answer.aiter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                await http.post(path, json=given, timeout=0.2)
+        await asyncio.wait_for(engine.closed.wait(), 1)
+    assert engine.finished == 0
+
+
+async def test_a_client_gone_before_the_first_event_still_closes_the_request():
+    """`http.disconnect` waits in the queue already when the answer begins."""
+    engine = FakeEngine([30.0])
+    closed = asyncio.Event()
+
+    class Stream:
+        def __aiter__(self):
+            return self
+
+        async def __anext__(self):
+            await asyncio.sleep(30)
+
+        async def aclose(self):
+            closed.set()
+
+    engine.generate = lambda request: Stream()  # type: ignore[method-assign,assignment,return-value]
+    raw = json.dumps(body("/v1/messages", stream=True)).encode()
+    queue = [{"type": "http.request", "body": raw}, {"type": "http.disconnect"}]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/messages",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost")],
+    }
+
+    async def receive():
+        return queue.pop(0)
+
+    async def send(message):
+        pass
+
+    await asyncio.wait_for(app_of(engine)(scope, receive, send), 2)
+    assert closed.is_set()
+
+
+FAILURES = [
+    (PromptTooLong(5000, 4096), 400, "prompt is too long: 5000 tokens > 4096 maximum"),
+    (Overloaded("busy", retry_after=5), 503, "busy"),
+    (Unavailable("gone", retry_after=2), 503, "gone"),
+    (RuntimeError("secret inside"), 500, None),
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("error", "status", "text"), FAILURES)
+@pytest.mark.parametrize("as_event", [False, True])
+async def test_failures_before_the_first_event(path, stream, error, status, text, as_event):
+    if as_event and isinstance(error, OmlxdError):
+        script = [Progress(0, 9), error.as_event()]
+    else:
+        script = [0.01, error]
+    async with client(app_of(FakeEngine(script), header_grace_s=0.5)) as http:
+        answer = await http.post(path, json=body(path, stream=stream))
+    if path == "/v1/messages" and isinstance(error, Overloaded):
+        status = 529
+    assert answer.status_code == status
+    message = message_of(path, answer)
+    assert message == text if text else "secret" not in message
+    if status in (503, 529):
+        assert answer.headers["retry-after"] == str(error.retry_after)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_failures_after_the_first_event(path):
+    script = [TextDelta("some"), 0.05, Failed("unavailable", "the engine died", 2)]
+    async with client(app_of(FakeEngine(script))) as http:
+        answer = await http.post(path, json=body(path, stream=True))
+    assert answer.status_code == 200
+    last = answer.text.rstrip("\n").split("\n\n")[-1]
+    assert "the engine died" in last and "[DONE]" not in answer.text
+    assert last.startswith("event: error\n" if path == "/v1/messages" else 'data: {"error"')
+
+
+async def test_an_engine_that_stops_without_an_end():
+    async with client(app_of(FakeEngine([TextDelta("x")]))) as http:
+        answer = await http.post("/v1/messages", json=body("/v1/messages"))
+        assert answer.status_code == 503
+        streamed = await http.post("/v1/messages", json=body("/v1/messages", stream=True))
+        assert streamed.status_code == 503
+
+
+async def test_a_bug_is_a_500_with_no_traceback(caplog):
+    class Broken(FakeEngines):
+        def resolve(self, model_name):
+            raise ZeroDivisionError("inner secret")
+
+    async with client(create_app(Broken())) as http:
+        answer = await http.post("/v1/messages", json=body("/v1/messages"))
+    assert answer.status_code == 500
+    message = message_of("/v1/messages", answer)
+    assert answer.headers["request-id"] in message and "secret" not in message
+    assert "inner secret" in caplog.text and answer.headers["request-id"] in caplog.text
+
+
+# --------------------------------------------------------------------------- guards
+
+
+async def test_key():
+    async with client(app_of(FakeEngine(), api_key="s3cret")) as http:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "s3cret"},
+            {"x-api-key": "s3cre"},
+            {"x-api-key": "schlüssel".encode("latin-1")},
+        ):
+            for path in PATHS:
+                answer = await http.post(path, json=body(path), headers=headers)
+                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+                assert "s3cret" not in message_of(path, answer)
+            assert (await http.get("/v1/models", headers=headers)).status_code == 401
+        for headers in (
+            {"authorization": "Bearer s3cret"},
+            {"authorization": "bearer s3cret"},
+            {"x-api-key": "s3cret"},
+            {"x-api-key": "s3cret", "authorization": "Bearer other"},
+        ):
+            assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_host():
+    async with client(app_of(FakeEngine(), allowed_hosts=("my.name",))) as http:
+        for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.name"):
+            assert (await http.get("/health", headers={"host": host})).status_code == 200
+        for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "[::2]"):
+            answer = await http.get("/v1/models", headers={"host": host})
+            assert answer.status_code == 400 and "Host" in message_of("/v1/models", answer)
+    async with client(app_of(FakeEngine(), host="0.0.0.0", api_key="k")) as http:
+        assert (await http.get("/health", headers={"host": "any.example"})).status_code == 200
+
+
+async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors():
+    async with client(app_of(FakeEngine())) as http:
+        raw = json.dumps(body("/v1/messages"))
+        origin = {"origin": "https://evil.example"}
+        for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+            headers = origin | ({"content-type": kind} if kind else {})
+            assert (await http.post("/v1/messages", content=raw, headers=headers)).status_code == 400
+        headers = origin | {"content-type": "application/json; charset=utf-8"}
+        answer = await http.post("/v1/messages", content=raw, headers=headers)
+        assert answer.status_code == 200
+        preflight = await http.options("/v1/messages", headers=origin)
+        assert preflight.status_code == 405
+        for response in (answer, preflight):
+            assert not any(name.startswith("access-control") for name in response.headers)
+
+
+async def test_body_limit():
+    engine = FakeEngine()
+    big = b'{"x":"' + b"a" * 50_000_000 + b'"}'
+
+    async def chunks():
+        for _ in range(50):
+            yield b"a" * 1_000_000
+
+    async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+        for path in PATHS:
+            answer = await http.post(path, content=big)
+            assert answer.status_code == 413 and "33554432" in message_of(path, answer)
+        assert (await http.post("/v1/messages", content=chunks())).status_code == 413
+        assert (await http.post("/v1/messages", json=body("/v1/messages"))).status_code == 200
+    async with client(app_of(engine, max_body_bytes=100)) as http:
+        assert (await http.post("/v1/messages", content=b" " * 100)).status_code == 400
+        assert (await http.post("/v1/messages", content=b" " * 101)).status_code == 413
+
+
+async def test_access_log_tells_counts_and_no_text(caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    secret = "the prompt itself"
+    async with client(app_of(FakeEngine())) as http:
+        given = body("/v1/messages", messages=[{"role": "user", "content": secret}], stream=True)
+        answer = await http.post("/v1/messages", json=given)
+        await http.post("/v1/messages", json=body("/v1/messages", model="a\nb"))
+        await http.get("/health")
+    first, second = [record.getMessage() for record in caplog.records if record.name == "omlxd.access"]
+    assert answer.headers["request-id"] in first
+    for part in (
+        "/v1/messages",
+        "model=tiny",
+        "status=200",
+        "outcome=ok",
+        "prompt=100",
+        "cached=64",
+        "completion=7",
+    ):
+        assert part in first
+    assert secret not in first and "ttft=0.250s" in first
+    assert "model=a\\nb" in second and "status=404" in second and "outcome=not_found" in second
+
+
+async def test_many_requests_at_once():
+    engine = FakeEngine([0.02, *EVERYTHING])
+    async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+        answers = await asyncio.gather(
+            *(http.post(path, json=body(path, stream=i % 2 == 0)) for path in PATHS for i in range(10))
+        )
+    assert {answer.status_code for answer in answers} == {200}
+    assert engine.finished == len(answers) == 30
+
+
+async def test_finished_is_enough():
+    async with client(app_of(FakeEngine([Finished("stop", USAGE)]))) as http:
+        for path in PATHS:
+            for stream in (True, False):
+                assert (await http.post(path, json=body(path, stream=stream))).status_code == 200
