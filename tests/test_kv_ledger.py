@@ -1,0 +1,398 @@
+"""The ledger: the cap at every instant, who goes first, what a crash leaves, what can't be removed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kv_fakes import FILE_DISK_BYTES, Rig, bytes_on_disk, chain, files_in, lone_key, temps_in
+
+import omlxd.kv.ledger as ledger_module
+from omlxd.kv.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
+from omlxd.kv.paths import disk_bytes
+
+PAGE = 4096
+
+
+def put(root: Path, path: str, pages: int = 1, mtime: int | None = None) -> tuple[str, int]:
+    """Write a file as an engine would; what to tell the ledger."""
+    full = root / path
+    full.parent.mkdir(parents=True, exist_ok=True)
+    full.write_bytes(b"x" * (pages * PAGE))
+    if mtime is not None:
+        os.utime(full, ns=(mtime, mtime))
+    return path, pages * PAGE
+
+
+def name(number: int, namespace: str = "ns") -> str:
+    return f"{namespace}/{number % 256:02x}/{number}.safetensors"
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    ledger = Ledger(tmp_path, 10 * PAGE)
+    ledger.open()
+    yield ledger
+    ledger.close()
+
+
+def store(ledger: Ledger, number: int, pages: int = 1) -> bool:
+    """Reserve, write and settle one file, checking the cap on the way."""
+    if not ledger.reserve(pages * PAGE):
+        return False
+    account(ledger, slack=pages * PAGE)
+    ledger.stored([put(ledger.root, name(number), pages)])
+    account(ledger)
+    return True
+
+
+def account(ledger: Ledger, slack: int = 0) -> None:
+    """The account is what is on disk, and all of it under the cap. `slack`: granted, not written."""
+    stats = ledger.stats()
+    real = bytes_on_disk(ledger.root)
+    assert stats.bytes_used == real and stats.files == len(files_in(ledger.root))
+    assert stats.reserved >= slack and real + slack <= stats.bytes_used + stats.reserved <= stats.cap
+
+
+def numbers(root: Path) -> list[int]:
+    return sorted(int(path.stem) for path in files_in(root))
+
+
+# --------------------------------------------------------------------- the cap
+
+
+def test_the_cap_holds_whatever_is_stored(ledger, tmp_path):
+    for number in range(50):
+        assert store(ledger, number, 1 + number % 4)
+    assert ledger.stats().evicted_files == 50 - len(files_in(tmp_path))
+
+
+def test_grants_that_are_out_count_as_used(ledger):
+    assert ledger.reserve(6 * PAGE) == 6 * PAGE
+    assert ledger.reserve(5 * PAGE) == 0
+    assert ledger.reserve(4 * PAGE) == 4 * PAGE
+    assert ledger.reserve(1) == 0
+    ledger.released(6 * PAGE)
+    assert ledger.reserve(6 * PAGE) == 6 * PAGE
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 11 * PAGE])
+def test_what_can_never_be_granted_evicts_nothing(ledger, tmp_path, nbytes):
+    store(ledger, 1)
+    assert ledger.reserve(nbytes) == 0
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_cap_of_nothing_grants_nothing_and_keeps_nothing(tmp_path):
+    put(tmp_path, name(1))
+    ledger = Ledger(tmp_path, 0)
+    ledger.open()
+    assert files_in(tmp_path) == [] and ledger.reserve(1) == 0
+    ledger.close()
+
+
+def test_storing_a_file_again_counts_it_once(ledger):
+    store(ledger, 1, 3)
+    store(ledger, 1, 3)
+    assert ledger.stats().bytes_used == 3 * PAGE and ledger.stats().files == 1
+
+
+def test_sizes_are_counted_in_whole_pages(tmp_path):
+    assert [disk_bytes(n) for n in (0, 1, PAGE, PAGE + 1)] == [0, PAGE, PAGE, 2 * PAGE]
+    put(tmp_path, name(1))
+    (tmp_path / name(1)).write_bytes(b"x" * (PAGE + 1))
+    ledger = Ledger(tmp_path, 10 * PAGE)
+    ledger.open()
+    account(ledger)
+    assert ledger.stats().bytes_used == 2 * PAGE
+    ledger.close()
+
+
+def test_the_cap_holds_over_all_models(ledger, tmp_path):
+    for number in range(30):
+        assert ledger.reserve(PAGE)
+        ledger.stored([put(tmp_path, name(number, f"model{number % 3}"))])
+        account(ledger)
+    assert numbers(tmp_path) == list(range(20, 30))
+
+
+# --------------------------------------------------------------------- who goes first
+
+
+def test_the_least_recently_used_goes_first(ledger, tmp_path):
+    for number in range(10):
+        store(ledger, number)
+    ledger.touched([name(0), name(3), name(99)])
+    store(ledger, 10, 3)
+    assert numbers(tmp_path) == [0, 3, 5, 6, 7, 8, 9, 10]
+    store(ledger, 11, 4)
+    assert numbers(tmp_path) == [0, 3, 9, 10, 11]
+
+
+def test_recency_survives_in_the_files_times(tmp_path):
+    for number, age in enumerate([5, 1, 4, 2, 3]):
+        put(tmp_path, name(number), mtime=1_000_000_000_000 - age * 1000)
+    ledger = Ledger(tmp_path, 3 * PAGE)
+    ledger.open()
+    assert numbers(tmp_path) == [1, 3, 4]
+    account(ledger)
+    store(ledger, 9)
+    assert numbers(tmp_path) == [1, 3, 9]
+    ledger.close()
+
+
+def test_a_smaller_cap_is_met_at_once(tmp_path):
+    for number in range(10):
+        put(tmp_path, name(number), mtime=10**12 + number)
+    ledger = Ledger(tmp_path, 4 * PAGE)
+    ledger.open()
+    assert numbers(tmp_path) == [6, 7, 8, 9]
+    account(ledger)
+    ledger.close()
+
+
+@pytest.mark.parametrize("reopen", [False, True])
+def test_a_leaf_goes_before_its_parent(tmp_path, reopen):
+    """Written root first, by a request, and evicted leaf first: in the account and from the files alone."""
+    keys = chain(range(24))
+    rig = Rig(tmp_path, cap=6)
+    rig.serve(keys)
+    assert len(files_in(tmp_path)) == 6
+    if reopen:
+        rig.drop()
+        rig = Rig(tmp_path, cap=6)
+    for number in range(1, 6):
+        rig.serve([lone_key(1000 + number)])
+        assert [rig.cold.has(k.block_hash) for k in keys] == [True] * (6 - number) + [False] * number
+    rig.check()
+    rig.drop()
+
+
+def test_a_shared_root_outlives_its_branches(tmp_path):
+    trunk = list(range(8))
+    branches = [chain([*trunk, *range(100 * b, 100 * b + 8)]) for b in range(1, 4)]
+    rig = Rig(tmp_path, cap=8)
+    for keys in branches:
+        rig.serve(keys)
+    assert len(files_in(tmp_path)) == 8
+    for number in range(5):
+        rig.serve([lone_key(1000 + number)])
+    assert [rig.cold.has(k.block_hash) for k in branches[2]] == [True, True, True, False]
+    assert not any(rig.cold.has(k.block_hash) for keys in branches[:2] for k in keys[2:])
+    rig.drop()
+
+
+# --------------------------------------------------------------------- trouble
+
+
+def test_an_undeletable_file_wedges_nothing_and_stays_on_the_account(ledger, tmp_path, monkeypatch, caplog):
+    for number in range(10):
+        store(ledger, number)
+    stuck = tmp_path / name(0)
+    unlink = os.unlink
+
+    def refuse(path, *args, **kwargs):
+        if Path(path) == stuck:
+            raise PermissionError(13, "no", str(path))
+        unlink(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    for number in range(10, 40):
+        assert store(ledger, number)
+    assert numbers(tmp_path) == [0, *range(31, 40)]
+    assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) <= 4
+    monkeypatch.undo()
+    for number in range(40, 50):
+        assert store(ledger, number)
+    assert 0 not in numbers(tmp_path)
+
+
+def test_a_folder_where_nothing_can_be_removed_refuses_space(tmp_path, monkeypatch, caplog):
+    for number in range(200):
+        put(tmp_path, name(number))
+    ledger = Ledger(tmp_path, 200 * PAGE)
+    ledger.open()
+    tries: list[str] = []
+
+    def refuse(path, *args, **kwargs):
+        tries.append(str(path))
+        raise OSError(30, "read-only", str(path))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert ledger.reserve(PAGE) == 0
+    assert len(tries) == UNDELETABLE_LIMIT and len(caplog.records) == 1
+    account(ledger)
+    monkeypatch.undo()
+    assert ledger.reserve(PAGE) == PAGE
+    account(ledger, slack=PAGE)
+    ledger.close()
+
+
+def test_a_file_removed_by_somebody_else_is_no_trouble(ledger, tmp_path):
+    for number in range(10):
+        store(ledger, number)
+    (tmp_path / name(0)).unlink()
+    assert store(ledger, 10)
+    account(ledger)
+
+
+def test_a_dropped_file_that_is_still_there_still_counts(ledger, tmp_path):
+    store(ledger, 1)
+    store(ledger, 2)
+    (tmp_path / name(2)).unlink()
+    ledger.dropped([name(1), name(2), name(3)])
+    account(ledger)
+    assert ledger.stats().files == 1
+
+
+# --------------------------------------------------------------------- opening
+
+
+def test_leftovers_go_and_strangers_stay(tmp_path):
+    put(tmp_path, name(1))
+    temps = [put(tmp_path, f"{name(1)}.77-{i}.tmp")[0] for i in range(3)]
+    strangers = ["README", "ns/notes.txt", "ns/00/other.bin"]
+    for path in strangers:
+        put(tmp_path, path)
+    (tmp_path / "ns/00/7.safetensors").mkdir()
+    (tmp_path / "ns/00/8.safetensors").symlink_to("/etc/passwd")
+    (tmp_path / "linked").symlink_to("/etc")
+    ledger = Ledger(tmp_path, 10 * PAGE)
+    ledger.open()
+    assert not any((tmp_path / path).exists() for path in temps)
+    assert all((tmp_path / path).exists() for path in strangers)
+    assert (ledger.stats().files, ledger.stats().bytes_used) == (1, PAGE)
+    ledger.close()
+
+
+def test_a_leftover_that_cannot_be_removed_is_on_the_account_and_goes_first(tmp_path, monkeypatch):
+    for number in range(9):
+        put(tmp_path, name(number))
+    temp, _ = put(tmp_path, f"{name(1)}.77-0.tmp")
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module, "_unlink", lambda path: PermissionError(13, "no", str(path)))
+        ledger = Ledger(tmp_path, 10 * PAGE)
+        ledger.open()
+    account(ledger)
+    assert ledger.stats().files == 10
+    assert store(ledger, 10)
+    assert not (tmp_path / temp).exists() and len(files_in(tmp_path)) == 10
+    ledger.close()
+
+
+def test_a_missing_folder_is_made(tmp_path):
+    ledger = Ledger(tmp_path / "a" / "b", PAGE)
+    ledger.open()
+    assert (tmp_path / "a" / "b").is_dir()
+    ledger.close()
+
+
+def test_a_file_in_the_folders_place_is_an_oserror(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError):
+        Ledger(tmp_path / "file", PAGE).open()
+
+
+def test_a_second_ledger_is_told_that_the_folder_is_busy(ledger, tmp_path):
+    with pytest.raises(LedgerBusy):
+        Ledger(tmp_path, PAGE).open()
+    code = (
+        "import sys; from pathlib import Path; from omlxd.kv.ledger import *\n"
+        "try: Ledger(Path(sys.argv[1]), 4096).open()\n"
+        "except LedgerBusy: print('busy')"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert run.stdout == "busy\n"
+    assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+    ledger.close()
+    again = Ledger(tmp_path, PAGE)
+    again.open()
+    again.close()
+
+
+def test_an_open_that_fails_gives_the_lock_up(tmp_path, monkeypatch):
+    (tmp_path / "ns" / "00").mkdir(parents=True)
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("00"):
+            raise PermissionError(13, "no", str(path))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refuse)
+        with pytest.raises(PermissionError):
+            Ledger(tmp_path, PAGE).open()
+    ledger = Ledger(tmp_path, PAGE)
+    ledger.open()
+    ledger.close()
+
+
+def test_a_full_disk_can_be_opened(tmp_path, monkeypatch):
+    def full(fd, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        ledger = Ledger(tmp_path, PAGE)
+        ledger.open()
+    assert ledger.reserve(PAGE) == PAGE
+    ledger.close()
+
+
+# --------------------------------------------------------------------- an engine dies
+
+
+def test_what_a_dead_engine_wrote_is_adopted_and_its_grant_comes_back(ledger, tmp_path):
+    for number in range(3):
+        store(ledger, number)
+    assert ledger.reserve(5 * PAGE) == 5 * PAGE
+    put(tmp_path, name(10))
+    put(tmp_path, name(11))
+    put(tmp_path, f"{name(12)}.77-3.tmp")
+    ledger.engine_gone(5 * PAGE)
+    assert temps_in(tmp_path) == [] and numbers(tmp_path) == [0, 1, 2, 10, 11]
+    account(ledger)
+    assert ledger.stats().reserved == 0
+    for number in range(20, 26):
+        store(ledger, number)
+    assert numbers(tmp_path) == [2, 10, 11, *range(20, 26)] or len(numbers(tmp_path)) == 10
+
+
+def test_another_engines_grant_survives_and_its_late_word_counts_once(ledger, tmp_path):
+    assert ledger.reserve(2 * PAGE) and ledger.reserve(3 * PAGE)
+    late = put(tmp_path, name(1))
+    ledger.engine_gone(2 * PAGE)
+    assert ledger.stats().reserved == 3 * PAGE and ledger.stats().bytes_used == PAGE
+    ledger.stored([late])
+    account(ledger, slack=2 * PAGE)
+    ledger.released(2 * PAGE)
+    account(ledger)
+
+
+def test_a_file_that_vanishes_during_the_walk_is_no_trouble(ledger, tmp_path, monkeypatch):
+    for number in range(5):
+        put(tmp_path, f"ns/00/{number}.safetensors")
+    entries = ledger_module._entries
+
+    def vanish(folder):
+        found = entries(folder)
+        if folder.endswith("00"):
+            (tmp_path / "ns/00/3.safetensors").unlink()
+        return found
+
+    monkeypatch.setattr(ledger_module, "_entries", vanish)
+    ledger.engine_gone(0)
+    assert ledger.stats().files == 4
+    account(ledger)
+
+
+def test_a_block_costs_what_the_format_says(tmp_path):
+    rig = Rig(tmp_path, cap=3)
+    rig.serve(chain(range(8)))
+    assert rig.ledger.stats().bytes_used == 2 * FILE_DISK_BYTES == bytes_on_disk(tmp_path)
+    rig.drop()
