@@ -34,7 +34,9 @@ def main(argv: list[str]) -> int:
 
 def _end_with_parent() -> None:
     """End when standard input closes: whoever wanted the model is gone."""
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held here, would abort the interpreter's own exit.
+    while os.read(0, 1024):
+        pass
     os._exit(1)
 
 
