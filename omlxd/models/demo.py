@@ -291,4 +291,5 @@ if __name__ == "__main__":
     try:
         print(build_demo(sys.argv[1]))
     except ModelError as error:
-        sys.exit(error.message)
+        print(error.message)  # whoever runs this program reads its last line
+        sys.exit(1)
