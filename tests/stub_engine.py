@@ -1,6 +1,6 @@
 """An engine without a model: a real program that speaks the frames, for tests of the front.
 
-`python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] … --fd N`.
+`python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] [--unread] … --fd N`.
 A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
 `sleep:S` (wait), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
 `nonsense` (a frame that can't be read) and `reserve:N` (ask for cold-tier space, say what came).
@@ -136,7 +136,12 @@ def main() -> None:
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
     parser.add_argument("--notes", default="")
-    Stub(parser.parse_args()).run()
+    parser.add_argument("--unread", action="store_true", help="exit before reading a frame")
+    args = parser.parse_args()
+    if args.unread:
+        socket.socket(fileno=args.fd).recv(1)
+        sys.exit("the stub left frames unread")
+    Stub(args).run()
 
 
 if __name__ == "__main__":

@@ -185,6 +185,13 @@ async def test_the_last_words_of_a_crash_on_load_reach_the_client():
         assert "status 3" in failed.message and "told to crash" in failed.message
 
 
+async def test_an_engine_that_ends_with_frames_unread_is_told_by_its_status():
+    async with engine("--unread") as made:
+        failed = (await collect(made, "x"))[-1]
+        assert isinstance(failed, Failed)
+        assert "status 1" in failed.message and "left frames unread" in failed.message
+
+
 async def test_preparation_may_fail_and_an_engine_may_not_exist():
     async def broken() -> wire.Load:
         raise Unavailable("the hub can't be reached")

@@ -40,7 +40,7 @@ class Daemon:
         }
         command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(home)]
         command += ["--model", str(folder)] if model else []
-        self.log = (home / "log.txt").open("w+")
+        self.log = (home / "log.txt").open("w")
         self.process = subprocess.Popen(
             [*command, *flags], env=environ, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
@@ -51,8 +51,7 @@ class Daemon:
         self.model = found[2] if found else ""
 
     def logged(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        return (self.home / "log.txt").read_text()
 
     def notes(self) -> str:
         path = self.home / "notes.txt"

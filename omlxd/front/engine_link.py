@@ -104,8 +104,8 @@ class EngineLink:
         except ValueError as error:
             problem = f"it sent a frame that makes no sense ({error})"
             self.kill()
-        except OSError as error:
-            problem = f"its socket failed ({error})"
+        except OSError:
+            pass  # It ended with something of ours unread; how it ended tells more.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _REAP_S)
             # What it printed last is often the reason; it is in the pipe, but maybe not read yet.
