@@ -40,16 +40,26 @@ class Fault:
 
 
 class FaultyFileSystem(PosixFileSystem):
-    """`count`: operations so far. `hit`: the fault has been met. `crashed`: nothing works any more."""
+    """`count`: operations so far. `hit`: the fault has been met. `crashed`: nothing works any more.
 
-    def __init__(self, fault: Fault | None = None):
+    `watch` is called after every operation: for what must hold at every instant.
+    """
+
+    def __init__(self, fault: Fault | None = None, watch: Callable[[], None] = lambda: None):
         self.fault = fault
+        self._watch = watch
         self.count = 0
         self.hit = False
         self.crashed = False
         self._open: set[int] = set()
 
     def _operation(self, run: Callable[[], T], half: Callable[[], T] | None = None) -> T:
+        try:
+            return self._faulty(run, half)
+        finally:
+            self._watch()
+
+    def _faulty(self, run: Callable[[], T], half: Callable[[], T] | None) -> T:
         if self.crashed:
             raise Crash
         self.count += 1

@@ -7,24 +7,26 @@ of a given name must hold without having seen it written: the oracle is outside 
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import shake_128
 from pathlib import Path
 
 import numpy as np
 
+from omlxd.kv.block import Block
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.block_table import BlockTable
 from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.fs import FileSystem, PosixFileSystem
+from omlxd.kv.fs import FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
-from omlxd.kv.store_writer import StoreWriter
+from omlxd.kv.store_writer import StoreWriter, WritablePayload
 
 BLOCK = 4
 """Tokens a block."""
@@ -111,27 +113,6 @@ def temps_in(root: Path) -> list[Path]:
     return [path for path in files_in(root) if path.name.endswith(TEMP_SUFFIX)]
 
 
-class WatchedFileSystem(PosixFileSystem):
-    """Calls `watch` after every operation that changes a folder."""
-
-    def __init__(self, watch: Callable[[], None]):
-        self._watch = watch
-
-    def open_new(self, path: str) -> int:
-        fd = super().open_new(path)
-        self._watch()
-        return fd
-
-    def writev(self, fd: int, buffers: Sequence[bytes | bytearray | memoryview]) -> int:
-        count = super().writev(fd, buffers)
-        self._watch()
-        return count
-
-    def rename(self, source: str, target: str) -> None:
-        super().rename(source, target)
-        self._watch()
-
-
 # --------------------------------------------------------------------- a whole store
 
 
@@ -158,6 +139,22 @@ class ManualWriter(StoreWriter):
     def resume(self) -> None:
         """Let the pause after a failure be over."""
         self._paused_until = 0.0
+
+
+class TrackedStore(KVStore):
+    """Knows which blocks its writers hold a reference to."""
+
+    held: dict[bytes, Block]
+
+    def _submit(self, key: BlockKey, payload: WritablePayload, block: Block | None) -> bool:
+        taken = super()._submit(key, payload, block)
+        if taken and block is not None:
+            self.held[key.block_hash] = block
+        return taken
+
+    def _written(self, block_hash: bytes, block: Block | None, in_place: bool) -> None:
+        self.held.pop(block_hash, None)
+        super()._written(block_hash, block, in_place)
 
 
 class Rig:
@@ -187,7 +184,7 @@ class Rig:
         self.writer = ManualWriter(self.cold, self.space, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()
-        self.store = KVStore(
+        self.store = TrackedStore(
             block_size=BLOCK,
             pool=self.pool,
             hot_budget=lambda: int(self.hot * LAYOUT.nbytes(BLOCK)),
@@ -196,6 +193,7 @@ class Rig:
             writer=self.writer,
             space=self.space,
         )
+        self.store.held = {}
 
     def pump(self) -> None:
         """The engine thread's turn: run what was posted."""
@@ -207,7 +205,7 @@ class Rig:
         self.writer.flush()
         self.pump()
 
-    def compute(self, keys: Sequence[BlockKey], *, matched: int = 0):
+    def compute(self, keys: Sequence[BlockKey], *, matched: int = 0) -> BlockTable:
         """A request that computes and puts the blocks of `keys` after its first `matched`."""
         table = self.store.new_table()
         assert self.store.extend_match(table, [k.block_hash for k in keys], matched) == matched
@@ -222,7 +220,7 @@ class Rig:
         self.store.record_use([k.block_hash for k in keys])
         self.settle()
 
-    def read(self, key: BlockKey, block) -> bytes | None:
+    def read(self, key: BlockKey, block: Block) -> bytes | None:
         """Bytes of a matched block, from the tier that has it; None and the loss told if none has."""
         if block.payload is not None:
             return block.payload.tobytes()
@@ -248,8 +246,10 @@ class Rig:
         table.free()
         return got
 
-    def check(self, references: dict[int, int] | None = None) -> None:
-        """The cap, the account and the pool's invariants. `references` by default: nobody's."""
+    def check(self, tables: Iterable[BlockTable] = ()) -> None:
+        """The cap, the account and the pool's invariants. `tables`: those alive, which hold references."""
+        references = Counter(block.block_id for table in tables for block in table.blocks)
+        references.update(block.block_id for block in self.store.held.values())
         self.pool.check(references)
         stats = self.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.cap

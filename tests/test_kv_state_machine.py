@@ -1,0 +1,464 @@
+"""DESIGN.md's invariants after every step of whatever Hypothesis can think of.
+
+Two machines. The first is the pool and its tables alone: does every table read back its own tokens
+through forks and copies on write? The second is the whole store over a real folder, with crashes,
+restarts, a disk that fails, files that are damaged and other engines that take the space. The
+oracle is outside: a block's bytes follow from its hash (kv_fakes.bytes_of).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from faulty_fs import Fault, FaultyFileSystem
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from kv_fakes import (
+    BLOCK,
+    FILE_DISK_BYTES,
+    OTHER_NAMESPACE,
+    Rig,
+    block_format,
+    bytes_of,
+    bytes_on_disk,
+    chain,
+    files_in,
+    payload_of,
+    temps_in,
+)
+
+from omlxd.kv.block import Block
+from omlxd.kv.block_file import BlockKey
+from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.block_table import BlockTable
+from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.hashing import hash_blocks
+
+QUICK = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+LONG = settings(QUICK, max_examples=3000, stateful_step_count=80)
+
+TOKENS = st.integers(0, 1)
+"""Two token ids, so that prefixes meet all the time."""
+
+
+# --------------------------------------------------------------------- pool and tables
+
+
+@dataclass(frozen=True)
+class Sized:
+    nbytes: int
+
+
+@dataclass
+class Sequence_:
+    """A request's table, beside the tokens that it should hold."""
+
+    table: BlockTable
+    tokens: list[int] = field(default_factory=list)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """`pages` plays the KV itself: what was written into each block record, by its id."""
+
+    SIZE = 3
+
+    @initialize(initial=st.integers(0, 4), most=st.integers(1, 12))
+    def start(self, initial: int, most: int) -> None:
+        self.pool = BlockPool(initial, most)
+        self.most = max(initial, most)
+        self.live: list[Sequence_] = []
+        self.pages: dict[int, list[int]] = {}
+        self.loose: list[Block] = []
+        self.most_held = 0
+
+    def pick(self, number: int) -> Sequence_:
+        return self.live[number % len(self.live)]
+
+    def hashes(self, tokens: list[int]) -> list[bytes]:
+        return hash_blocks(b"root", tokens, self.SIZE)
+
+    @rule(tokens=st.lists(TOKENS, max_size=14))
+    def request(self, tokens: list[int]) -> None:
+        """Match what is cached, as a prompt does; it holds what was written under those names."""
+        sequence = Sequence_(BlockTable(self.pool, self.SIZE))
+        hits = []
+        for block_hash in self.hashes(tokens):
+            block = self.pool.get_cached_block(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        sequence.table.extend_cached(hits)
+        sequence.tokens = tokens[: len(hits) * self.SIZE]
+        self.live.append(sequence)
+        self.append(len(self.live) - 1, tokens[len(sequence.tokens) :])
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), tokens=st.lists(TOKENS, max_size=7))
+    def append(self, number: int, tokens: list[int]) -> None:
+        sequence = self.pick(number)
+        for token in tokens:
+            before = list(sequence.table.blocks)
+            sequence.table.append(1)
+            at = len(sequence.tokens) % self.SIZE
+            block = sequence.table.blocks[-1]
+            if at == 0:
+                self.pages[block.block_id] = []
+            elif block is not before[-1]:
+                self.pages[block.block_id] = list(self.pages[before[-1].block_id][:at])  # copy on write
+            assert block.ref_cnt == 1, "written to while shared"
+            page = self.pages[block.block_id]
+            del page[at:]
+            page.append(token)
+            sequence.tokens.append(token)
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), nbytes=st.sampled_from([None, 0, 1, 10]))
+    def cache(self, number: int, nbytes: int | None) -> None:
+        sequence = self.pick(number)
+        for index, block_hash in enumerate(self.hashes(sequence.tokens)):
+            block = sequence.table.blocks[index]
+            if block.block_hash is None:
+                owner = sequence.table.cache(index, block_hash, None if nbytes is None else Sized(nbytes))
+                assert owner is self.pool.get_cached_block(block_hash)
+                assert owner.payload is not None or nbytes is None
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99))
+    def fork(self, number: int) -> None:
+        sequence = self.pick(number)
+        self.live.append(Sequence_(sequence.table.fork(), list(sequence.tokens)))
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99))
+    def free(self, number: int) -> None:
+        sequence = self.live.pop(number % len(self.live))
+        sequence.table.free()
+        assert sequence.table.blocks == [] and sequence.table.num_tokens == 0
+
+    @rule(tokens=st.lists(TOKENS, max_size=9))
+    def touch(self, tokens: list[int]) -> None:
+        """A writer, or a reader, holds what is cached of a chain."""
+        found = [b for h in self.hashes(tokens) if (b := self.pool.get_cached_block(h)) is not None]
+        self.pool.touch(found)
+        self.loose.extend(found)
+
+    @rule()
+    def let_go(self) -> None:
+        self.pool.free(self.loose)
+        self.loose = []
+
+    @rule(nbytes=st.integers(0, 40))
+    def evict(self, nbytes: int) -> None:
+        before = self.pool.hot_bytes
+        freed = self.pool.evict(nbytes)
+        assert before - self.pool.hot_bytes == freed
+        if freed < nbytes:
+            assert all(b.ref_cnt for b in self.pool._by_hash.values()), "gave up too early"
+
+    @rule(tokens=st.lists(TOKENS, min_size=3, max_size=9), what=st.sampled_from(["forget", "drop"]))
+    def lose(self, tokens: list[int], what: str) -> None:
+        block = self.pool.get_cached_block(self.hashes(tokens)[-1])
+        if block is not None:
+            (self.pool.forget if what == "forget" else self.pool.drop_payload)(block)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        references = Counter(b.block_id for s in self.live for b in s.table.blocks)
+        references.update(b.block_id for b in self.loose)
+        self.pool.check(references)
+        assert self.pool.num_free == len(self.pool) - len(references)
+        # A record is made beyond the bound only where every other one is held.
+        self.most_held = max(self.most_held, len(references))
+        assert len(self.pool) <= max(self.most, self.most_held + 1)
+        for sequence in self.live:
+            table, tokens = sequence.table, sequence.tokens
+            assert table.num_tokens == len(tokens)
+            assert len(table.blocks) == -(-len(tokens) // self.SIZE)
+            names = self.hashes(tokens)
+            for index, block in enumerate(table.blocks):
+                own = tokens[index * self.SIZE : (index + 1) * self.SIZE]
+                assert self.pages[block.block_id][: len(own)] == own, "a table reads another's tokens"
+                assert block.block_hash in (None, names[index] if index < len(names) else None)
+                if block.ref_cnt == 1 or index < len(names):
+                    assert block.num_tokens == len(own)
+
+
+# --------------------------------------------------------------------- the whole store
+
+
+@dataclass
+class Request:
+    table: BlockTable
+    keys: list[BlockKey]
+    tokens: list[int]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The store over a folder, and everything that can happen to either."""
+
+    @initialize(hot=st.integers(0, 8), cap=st.integers(0, 10), records=st.integers(1, 30))
+    def start(self, hot: int, cap: int, records: int) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-"))
+        self.over: list[int] = []
+        self.cap = cap
+        self.records = records
+        self.open(hot)
+
+    def open(self, hot: float) -> None:
+        self.fs = FaultyFileSystem(watch=self.watch)
+        self.rig = Rig(
+            self.root,
+            hot=hot,
+            cap=self.cap,
+            fs=self.fs,
+            max_records=self.records,
+            max_queue_bytes=6 * len(bytes_of(b"")),
+        )
+        self.live: list[Request] = []
+        self.outside = 0  # bytes granted to another engine and not settled
+        assert temps_in(self.root) == [], "a temporary file survived an open"
+
+    def watch(self) -> None:
+        if (real := bytes_on_disk(self.root)) > self.cap * FILE_DISK_BYTES:
+            self.over.append(real)
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.drop()
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def pick(self, number: int) -> Request:
+        return self.live[number % len(self.live)]
+
+    # ----------------------------------------------------------------- requests
+
+    @rule(blocks=st.lists(TOKENS, max_size=6), leave=st.integers(0, 1))
+    def request(self, blocks: list[int], leave: int) -> None:
+        """A prompt: match, restore and check each block, lose what is wrong, compute the rest."""
+        tokens = [token for block in blocks for token in [block] * BLOCK]
+        keys = chain(tokens)
+        table = self.rig.store.new_table()
+        matched = self.rig.store.extend_match(table, [k.block_hash for k in keys], len(keys) - leave)
+        assert matched == len(table.blocks) <= max(0, len(keys) - leave)
+        for index, block in enumerate(table.blocks):
+            data = self.rig.read(keys[index], block)
+            if data is None:
+                self.rig.store.cut(table, index)
+                break
+            assert data == bytes_of(keys[index].block_hash), "wrong bytes"
+        request = Request(table, keys[: len(table.blocks)], tokens[: len(table.blocks) * BLOCK])
+        self.live.append(request)
+        self.compute(request, tokens[len(request.tokens) :])
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), blocks=st.lists(TOKENS, max_size=3))
+    def decode(self, number: int, blocks: list[int]) -> None:
+        self.compute(self.pick(number), [token for block in blocks for token in [block] * BLOCK])
+
+    def compute(self, request: Request, tokens: list[int]) -> None:
+        request.tokens += tokens
+        request.table.append(len(tokens))
+        done = len(request.keys)
+        request.keys = chain(request.tokens)
+        for index in range(done, len(request.keys)):
+            key = request.keys[index]
+            if self.rig.store.wants(key.block_hash):
+                self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99))
+    def put_again(self, number: int) -> None:
+        request = self.pick(number)
+        for index, key in enumerate(request.keys):
+            self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), partial=st.integers(0, 3))
+    def fork(self, number: int, partial: int) -> None:
+        request = self.pick(number)
+        twin = Request(request.table.fork(), list(request.keys), list(request.tokens))
+        self.live.append(twin)
+        self.compute(twin, [0] * partial)
+        if len(twin.tokens) % BLOCK:
+            self.compute(twin, [1] * (BLOCK - len(twin.tokens) % BLOCK))
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), use=st.booleans())
+    def finish(self, number: int, use: bool) -> None:
+        request = self.live.pop(number % len(self.live))
+        request.table.free()
+        if use:
+            self.rig.store.record_use([k.block_hash for k in request.keys])
+
+    # ----------------------------------------------------------------- the background
+
+    @rule(steps=st.integers(1, 5))
+    def write(self, steps: int) -> None:
+        for _ in range(steps):
+            self.rig.writer.step()
+
+    @rule()
+    def pump(self) -> None:
+        self.rig.pump()
+
+    @rule()
+    def settle(self) -> None:
+        self.rig.settle()
+        assert not self.rig.store.held and not self.rig.store._writing
+        stats = self.rig.ledger.stats()
+        if self.outside == 0 and not temps_in(self.root):
+            assert stats.reserved == 0, "a grant leaked"
+
+    @rule(hot=st.integers(0, 8))
+    def budget(self, hot: int) -> None:
+        self.rig.hot = hot
+        self.rig.store.trim_hot()
+
+    # ----------------------------------------------------------------- disasters
+
+    @rule(hot=st.integers(0, 8), cap=st.integers(0, 10), temp=st.booleans())
+    def crash(self, hot: int, cap: int, temp: bool) -> None:
+        """The process is gone between two operations, or amid a write."""
+        if temp:
+            (self.root / "ns" / "00").mkdir(parents=True, exist_ok=True)
+            (self.root / "ns" / "00" / "x.safetensors.1-1.tmp").write_bytes(bytes(5000))
+        self.rig.drop()
+        self.cap = cap
+        self.open(hot)
+
+    @rule(hot=st.integers(0, 8))
+    def restart(self, hot: int) -> None:
+        """A clean stop: what was queued is on disk after it, unless the disk refused it."""
+        self.fs.fault = None
+        keys = [key for request in self.live for key in request.keys]
+        self.rig.settle()
+        self.rig.store.close(0)
+        held = {k.block_hash for k in keys if self.rig.cold.has(k.block_hash)}
+        self.rig.drop()
+        self.open(hot)
+        assert {k.block_hash for k in keys if self.rig.cold.has(k.block_hash)} == held
+
+    @rule(at=st.integers(1, 8), number=st.sampled_from([errno.ENOSPC, errno.EIO, errno.EMFILE]))
+    def disk_fails(self, at: int, number: int) -> None:
+        self.fs.fault = Fault(self.fs.count + at, "error forever", number)
+
+    @rule(
+        at=st.integers(1, 8),
+        kind=st.sampled_from(["error", "short", "short then error"]),
+        number=st.sampled_from([errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE]),
+    )
+    def disk_stumbles(self, at: int, kind, number: int) -> None:
+        self.fs.fault = Fault(self.fs.count + at, kind, number)
+
+    @rule()
+    def disk_recovers(self) -> None:
+        self.fs.fault = None
+        self.rig.writer.resume()
+
+    @rule(number=st.integers(0, 99), at=st.integers(0, 1 << 20), how=st.sampled_from("fftrlsz"))
+    def damage(self, number: int, at: int, how: str) -> None:
+        files = [path for path in sorted(files_in(self.root)) if path.suffix == ".safetensors"]
+        if not files:
+            return
+        path = files[number % len(files)]
+        raw = bytearray(path.read_bytes())
+        match how:
+            case "f" if raw:
+                raw[at % len(raw)] ^= 1 << (at % 8)
+                path.write_bytes(raw)
+            case "t":
+                path.write_bytes(raw[: at % (len(raw) + 1)])
+            case "r":
+                path.unlink()
+            case "l":
+                path.unlink()
+                path.symlink_to(files[at % len(files)])
+            case "s":
+                path.write_bytes(files[at % len(files)].read_bytes())  # another block's, whole
+            case "z":
+                path.write_bytes(bytes(len(raw)))
+
+    @rule(count=st.integers(1, 4))
+    def another_engine_reserves(self, count: int) -> None:
+        self.outside += self.rig.ledger.reserve(count * FILE_DISK_BYTES)
+
+    @precondition(lambda self: self.outside)
+    @rule(number=st.integers(0, 9), told=st.booleans())
+    def another_engine_stores(self, number: int, told: bool) -> None:
+        other = ColdTier(self.root, block_format(OTHER_NAMESPACE))
+        key = chain([number] * BLOCK, OTHER_NAMESPACE)[0]
+        if not told and other.has(key.block_hash):
+            return
+        other.store(key, payload_of(key.block_hash).buffers())
+        self.watch()
+        if told:
+            self.rig.ledger.stored([(other.path_of(key.block_hash), FILE_DISK_BYTES)])
+            self.outside -= FILE_DISK_BYTES
+        else:
+            self.another_engine_dies()
+
+    @rule()
+    def another_engine_dies(self) -> None:
+        self.rig.ledger.engine_gone(self.outside)
+        self.outside = 0
+
+    # ----------------------------------------------------------------- what must hold
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.check(request.table for request in self.live)
+        assert self.over == [], "over the cap at some instant"
+        stats = self.rig.ledger.stats()
+        assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cap
+        held = sum(b.payload.nbytes for b in self.rig.pool._by_hash.values() if b.payload and b.ref_cnt)
+        assert self.rig.pool.hot_bytes <= max(self.rig.hot * len(bytes_of(b"")), held)
+        for request in self.live:
+            assert request.table.num_tokens == len(request.tokens)
+            assert all(b.num_tokens == BLOCK for b in request.table.blocks[: request.table.num_full])
+
+
+@pytest.mark.parametrize("machine", [PoolMachine, StoreMachine])
+def test_quick(machine):
+    run_state_machine_as_test(machine, settings=QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [PoolMachine, StoreMachine])
+def test_long(machine):
+    run_state_machine_as_test(machine, settings=LONG)
+
+
+def test_the_oracle_notices_wrong_bytes(tmp_path):
+    """The machine would be worth nothing if damage went unseen: with the check off, it must be seen."""
+    rig = Rig(tmp_path, hot=0)
+    keys = chain(range(BLOCK))
+    rig.serve(keys)
+    path = next(p for p in files_in(tmp_path))
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    rig.cold.format.read = lambda fs, fd, key, buffers: os.preadv(fd, buffers, rig.cold.format.header_bytes)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        rig.restore(keys)
+    rig.drop()
