@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from omlxd import wire
 from omlxd.chat import (
     Conversation,
     Event,
@@ -78,6 +79,9 @@ class FakeEngine:
         self.finished = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        # Whatever a protocol makes of a body must be fit for the frames that real engines get.
+        (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Generate(1, request)))
+        assert frame.request == request
         self.requests.append(request)
         ended = False
         try:
@@ -98,6 +102,8 @@ class FakeEngine:
                 self.closed.set()
 
     async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+        (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Count(1, prompt)))
+        assert frame.prompt == prompt
         self.counted.append(prompt)
         return self.tokens
 

@@ -1,6 +1,7 @@
 """Anthropic bodies into requests; recorded Claude Code traffic."""
 
 import base64
+import itertools
 import json
 import os
 from pathlib import Path
@@ -340,7 +341,7 @@ def test_each_recorded_turn_extends_the_one_before():
         for turn in trace("claude_code_session.jsonl")
     ]
     assert len(turns) == 10
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         assert isinstance(before, Conversation) and isinstance(after, Conversation)
         assert len(after.messages) > len(before.messages)
         assert after.messages[: len(before.messages)] == before.messages

@@ -38,7 +38,8 @@ data: {"type":"message_start","message":{"type":"message","id":"msg_1","model":"
 "cache_read_input_tokens":0,"output_tokens":0},"role":"assistant"}}
 
 event: content_block_start
-data: {"type":"content_block_start","index":0,"content_block":{"type":"thinking","thinking":"","signature":""}}
+data: {"type":"content_block_start","index":0,"content_block":\
+{"type":"thinking","thinking":"","signature":""}}
 
 event: content_block_delta
 data: {"type":"content_block_delta","index":0,"delta":{"type":"thinking_delta","thinking":"Let me "}}
