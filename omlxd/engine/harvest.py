@@ -195,6 +195,10 @@ class KVBridge:
 
         self._post(settle)
 
+    def drain(self) -> None:
+        """Wait until the background has nothing to do. Not from the engine thread."""
+        self._background.submit(int).result()
+
     def close(self, deadline_s: float) -> bool:
         """Flush what is queued. False: the deadline came first."""
         self._readers.shutdown(wait=False, cancel_futures=True)

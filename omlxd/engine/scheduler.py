@@ -126,6 +126,11 @@ class Scheduler:
         for sequence in [*self._waiting, *self._active]:
             self._fail(sequence, error)
 
+    @property
+    def active_sequences(self) -> int:
+        """Sequences that wait for a slot or hold one. Any thread."""
+        return len(self._active) + len(self._waiting) + self._inbox.qsize()
+
     def load_figures(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
         return {

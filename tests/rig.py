@@ -1,0 +1,227 @@
+"""An engine in this process, without sockets: scheduler, store and one model folder, for tests.
+
+Its model is wrapped so that tests can compare logits bit by bit, and its store lies where the test
+says, so that dropping a rig and making another is a restart.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from omlxd.chat import Sampling
+from omlxd.engine import mlx_adapter
+from omlxd.engine.harvest import KVBridge
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.sequence import Sequence
+from omlxd.kv.block_file import BlockFormat
+from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.space import LedgerSpace
+from omlxd.kv.store import KVStore
+from omlxd.kv.store_writer import StoreWriter
+
+BLOCK = 64
+GREEDY = Sampling(temperature=0.0)
+
+
+class Recorder:
+    """A model that keeps the last position's logits of every forward pass of one row."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.logits: list[tuple[int, np.ndarray]] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        out = self._model(tokens, cache=cache)
+        if tokens.shape[0] == 1 and tokens.shape[1] <= BLOCK:
+            last = out[0, -1].astype(mx.float32)
+            mx.eval(last)
+            self.logits.append((int(tokens.shape[1]), np.array(last)))
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Output:
+    """A request under way. `tokens()` waits for its end."""
+
+    def __init__(self) -> None:
+        self.sequence: Sequence
+        self.got: list[int] = []
+        self.progressed: list[tuple[int, int]] = []
+        self.reason = ""
+        self.error: Exception | None = None
+        self._done = threading.Event()
+        self.first = threading.Event()
+
+    def progress(self, event: Any) -> None:
+        self.progressed.append((event.done, event.total))
+
+    def token(self, token: int) -> None:
+        self.got.append(token)
+        self.first.set()
+
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        self.reason = reason
+        self._done.set()
+
+    def failed(self, sequence: Sequence, error: Exception) -> None:
+        self.error = error
+        self._done.set()
+
+    def tokens(self, timeout: float = 60) -> list[int]:
+        assert self._done.wait(timeout), "the request did not end"
+        if self.error:
+            raise self.error
+        return self.got
+
+    @property
+    def hot(self) -> int:
+        return self.sequence.restored_hot
+
+    @property
+    def cold(self) -> int:
+        return self.sequence.restored_cold
+
+
+class Rig:
+    """model: folder. root: cache dir, None for no cold tier. hot: bytes of the hot tier."""
+
+    def __init__(
+        self,
+        model: Path,
+        root: Path | None = None,
+        *,
+        hot: int = 1 << 30,
+        reuse: bool = True,
+        slots: int = 8,
+        cap: int = 10**10,
+        record: bool = False,
+    ):
+        self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
+        self._slots, self._cap, self._record = slots, cap, record
+        self.error: Exception | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._ready.wait(60)
+        if self.error:
+            raise self.error
+
+    def _run(self) -> None:
+        try:
+            self._build()
+        except Exception as error:
+            self.error = error
+            return
+        finally:
+            self._ready.set()
+        self.scheduler.run()
+
+    def _build(self) -> None:
+        self.loaded = loaded = mlx_adapter.load(self.model_path)
+        self.recorder = Recorder(loaded.model)
+        if self._record:
+            loaded.model = self.recorder
+        self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK)
+        self.namespace = namespace_of({"model": str(self.model_path)})
+        self.ledger: Ledger | None = None
+        if not self.reuse or loaded.layout is None:
+            return
+        self.pool = BlockPool(16)
+        cold = writer = space = None
+        if self.root is not None:
+            self.ledger = Ledger(self.root, self._cap)
+            self.ledger.open()
+            space = LedgerSpace(self.ledger)
+            cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK))
+            writer = StoreWriter(cold, space, max_queue_bytes=1 << 30)
+        self.store = KVStore(
+            block_size=BLOCK,
+            pool=self.pool,
+            hot_budget=lambda: self.hot,
+            post=self.scheduler.post,
+            cold=cold,
+            writer=writer,
+            space=space,
+        )
+        self.scheduler.bridge = KVBridge(loaded.model, loaded.layout, self.store, self.scheduler.post)
+
+    def start(
+        self, tokens: Seq[int], n: int = 8, sampling: Sampling = GREEDY, eos: Seq[int] = (), salt: str = ""
+    ) -> Output:
+        output = Output()
+        root = chain_root(self.namespace, salt)
+        params = RowSampling.of(sampling, SamplingDefaults())
+        output.sequence = Sequence(
+            id=0,
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            root=root,
+            hashes=hash_blocks(root, tokens, BLOCK) if self.scheduler.bridge else [],
+            max_new=n,
+            eos=frozenset(eos),
+            sampler=SamplerRow(params, prompt=list(tokens) if params.penalised else ()),
+            sink=output,
+        )
+        self.scheduler.submit(output.sequence)
+        return output
+
+    def run(self, tokens: Seq[int], n: int = 8, **options: Any) -> Output:
+        """Start, wait for the end, and for what the engine does after it."""
+        output = self.start(tokens, n, **options)
+        output.tokens()
+        self.settle()
+        return output
+
+    def settle(self, seconds: float = 10) -> None:
+        """Wait until nothing is active, written or posted."""
+        deadline = time.monotonic() + seconds
+        while self.scheduler.active_sequences and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.scheduler.bridge is not None:
+            self.scheduler.bridge.drain()
+        if self.scheduler.bridge is not None and self.store.writer is not None:
+            assert self.store.writer.flush(seconds)
+        posted = threading.Event()
+        self.scheduler.post(posted.set)
+        assert posted.wait(seconds)
+
+    def on_engine(self, call: Any) -> Any:
+        """Run `call` on the engine thread and return what it returns."""
+        done, box = threading.Event(), []
+
+        def work() -> None:
+            try:
+                box.append(call())
+            finally:
+                done.set()
+
+        self.scheduler.post(work)
+        assert done.wait(30)
+        return box[0]
+
+    def close(self) -> None:
+        self.scheduler.stop()
+        self._thread.join(30)
+        if self.scheduler.bridge is not None:
+            assert self.scheduler.bridge.close(10)
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

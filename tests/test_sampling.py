@@ -1,0 +1,118 @@
+"""Sampling: each filter against a plain NumPy definition, seeds, penalties, mixed batches."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from omlxd.chat import Sampling
+from omlxd.engine.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
+
+VOCAB = 50
+RNG = np.random.default_rng(3)
+LOGITS = RNG.normal(size=VOCAB).astype(np.float32) * 2
+
+
+def row(prompt=(), **fields) -> SamplerRow:
+    return SamplerRow(RowSampling.of(Sampling(**fields), SamplingDefaults()), prompt=prompt)
+
+
+def draw(rows: list[SamplerRow], logits=LOGITS, steps: int = 1) -> np.ndarray:
+    """(steps, rows) tokens; every row sees the same logits each step."""
+    sampler = BatchSampler(rows)
+    batch = mx.array(np.tile(logits, (len(rows), 1)))
+    return np.array([np.array(sampler(batch)) for _ in range(steps)])
+
+
+def softmax(values: np.ndarray) -> np.ndarray:
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def allowed(logits: np.ndarray, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> dict[int, float]:
+    """Token → probability, by the definitions of Hugging Face and vLLM."""
+    order = np.argsort(-logits)
+    if top_k:
+        order = order[:top_k]
+    weights = softmax(logits[order] / temperature)
+    kept = (np.cumsum(weights) - weights < top_p) & (weights >= min_p * weights[0])
+    return dict(zip(order[kept].tolist(), (weights[kept] / weights[kept].sum()).tolist(), strict=True))
+
+
+FILTERS = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.7},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.8, "top_k": 8, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("fields", FILTERS, ids=str)
+def test_frequencies_follow_the_definition(fields):
+    mx.random.seed(11)
+    want = allowed(LOGITS, **fields)
+    tokens = draw([row(**fields)] * 40, steps=100).ravel()
+    found, counts = np.unique(tokens, return_counts=True)
+    assert set(found.tolist()) <= set(want)
+    got = dict(zip(found.tolist(), (counts / len(tokens)).tolist(), strict=True))
+    distance = sum(abs(got.get(token, 0.0) - p) for token, p in want.items()) / 2
+    assert distance < 0.06
+
+
+def test_rows_of_one_batch_keep_their_own_parameters():
+    rows = [row(temperature=0.0), row(temperature=5.0, top_k=3), row(temperature=1.0, top_p=0.01)]
+    tokens = draw(rows, steps=200)
+    best = int(LOGITS.argmax())
+    assert set(tokens[:, 0]) == {best} == set(tokens[:, 2])
+    assert set(tokens[:, 1]) == set(np.argsort(-LOGITS)[:3].tolist())
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_k": 7}, {"top_p": 0.9}])
+def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(fields):
+    alone = draw([row(temperature=1.0, seed=42, **fields)], steps=20)[:, 0]
+    company = [row(temperature=0.3, top_k=20), row(temperature=1.0, seed=42, **fields), row(temperature=0.0)]
+    assert np.array_equal(draw(company, steps=20)[:, 1], alone)
+    other = draw([row(temperature=1.0, seed=43, **fields)], steps=20)[:, 0]
+    assert not np.array_equal(other, alone)
+    assert len(set(alone.tolist())) > 1
+
+
+@pytest.mark.parametrize("seed", [0, -1, 2**63, 2**70])
+def test_any_integer_is_a_seed(seed):
+    draw([row(temperature=1.0, seed=seed)])
+
+
+def test_repetition_penalty_covers_prompt_and_output():
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[3, 4, 5]] = [4.0, 3.9, 3.8]
+    tokens = draw([row(prompt=(3,), temperature=0.0, repetition_penalty=2.0)], logits, steps=3)[:, 0]
+    assert tokens.tolist() == [4, 5, 3], "3 was in the prompt; 4 and 5 are penalised once they are out"
+
+
+def test_negative_logits_are_penalised_downwards():
+    logits = np.full(VOCAB, -5.0, dtype=np.float32)
+    logits[[1, 2]] = [-1.0, -1.5]
+    assert draw([row(prompt=(1,), temperature=0.0, repetition_penalty=2.0)], logits)[0, 0] == 2
+
+
+def test_presence_and_frequency_penalties_count_output_alone():
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[7, 8]] = [1.0, 0.5]
+    tokens = draw([row(prompt=(7, 7), temperature=0.0, frequency_penalty=0.2)], logits, steps=6)[:, 0]
+    assert tokens.tolist() == [7, 7, 7, 8, 7, 8]
+    tokens = draw([row(temperature=0.0, presence_penalty=0.6)], logits, steps=3)[:, 0]
+    assert tokens.tolist() == [7, 8, 7]
+
+
+def test_logit_bias_adds_and_ignores_ids_outside_the_vocabulary():
+    assert draw([row(temperature=0.0, logit_bias={9: 100.0, VOCAB + 5: 50.0})])[0, 0] == 9
+
+
+def test_defaults_of_the_model_fill_what_the_request_leaves_open():
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+    filled = RowSampling.of(Sampling(top_k=5), defaults)
+    assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 0.95, 5)
+    assert RowSampling.of(Sampling(temperature=0.0), defaults).greedy

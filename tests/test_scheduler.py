@@ -1,0 +1,219 @@
+"""The scheduler: fairness, cancellation, faults, what is kept of work cut short."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from families import VOCAB, build_family
+from rig import BLOCK, Rig
+from test_identity import prompt
+
+from omlxd.chat import Sampling
+from omlxd.errors import OmlxdError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
+
+
+def slow_down(rig: Rig, seconds: float) -> None:
+    """Make every forward pass take at least `seconds`."""
+    whole = rig.scheduler._model
+
+    class Slow:
+        def __call__(self, tokens, cache):
+            time.sleep(seconds)
+            return whole(tokens, cache=cache)
+
+        def __getattr__(self, name):
+            return getattr(whole, name)
+
+    rig.scheduler._model = Slow()
+
+
+def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(model: Path):
+    prompts = [prompt(20 + 37 * i, seed=i) for i in range(8)]
+    lengths = [3, 40, 11, 25, 1, 33, 7, 18]
+    with Rig(model, reuse=False) as rig:
+        alone = [rig.run(p, n).got for p, n in zip(prompts, lengths, strict=True)]
+    with Rig(model, slots=5) as rig:
+        running = []
+        for p, n in zip(prompts, lengths, strict=True):
+            running.append(rig.start(p, n))
+            time.sleep(0.01)
+        assert [output.tokens() for output in running] == alone
+        rig.settle()
+        assert not rig.scheduler._batches and not rig.scheduler.active_sequences
+
+
+def test_a_long_prefill_does_not_stop_others_from_decoding(model: Path):
+    with Rig(model) as rig:
+        slow_down(rig, 0.01)
+        decoding = rig.start(prompt(30), 400)
+        assert decoding.first.wait(10)
+        rig.scheduler._prefill_rate = 1000.0  # as measured on a slow device: chunks of 256
+        rig.scheduler._note_rate = lambda tokens, seconds: None
+        before = len(decoding.got)
+        long = rig.start(prompt(4000, seed=1), 1)
+        long.tokens()
+        # 4000 tokens in chunks of 256, a decode step after each.
+        assert len(decoding.got) - before >= 4000 // 256 - 1
+        rig.scheduler.cancel(decoding.sequence)
+
+
+def test_a_short_prompt_overtakes_a_long_one(model: Path):
+    with Rig(model) as rig:
+        slow_down(rig, 0.02)
+        done: list[str] = []
+        long, short = rig.start(prompt(9000), 1), rig.start(prompt(40, seed=1), 1)
+        threads = [
+            threading.Thread(target=lambda o=o, n=n: (o.tokens(), done.append(n)))
+            for o, n in ((long, "long"), (short, "short"))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert done == ["short", "long"]
+
+
+def test_more_requests_than_slots_wait_their_turn(model: Path):
+    with Rig(model, slots=2) as rig:
+        running = [rig.start(prompt(50, seed=i), 10) for i in range(9)]
+        most = 0
+        while not all(o._done.is_set() for o in running):
+            most = max(most, len(rig.scheduler._active))
+            time.sleep(0.001)
+        assert most <= 2
+        assert all(len(o.got) == 10 for o in running)
+
+
+@pytest.mark.parametrize("after", ["waiting", "prefill", "decode"])
+def test_a_cancelled_request_frees_its_slot_and_keeps_what_it_computed(model: Path, after: str):
+    tokens = prompt(3000)
+    with Rig(model, slots=1) as rig:
+        slow_down(rig, 0.02)
+        first = rig.start(prompt(30, seed=9), 40) if after == "waiting" else None
+        output = rig.start(tokens, 500)
+        if after == "prefill":
+            while not output.progressed or output.progressed[-1][0] < 2048:
+                time.sleep(0.005)
+        elif after == "decode":
+            while len(output.got) < 80:
+                time.sleep(0.005)
+        rig.scheduler.cancel(output.sequence)
+        if first:
+            first.tokens()
+        rig.settle()
+        assert not rig.scheduler.active_sequences
+        rig.on_engine(lambda: rig.pool.check({}))
+        kept = rig.run(tokens + output.got[:70] + [5] * 10, 1).hot
+        least = {"waiting": 0, "prefill": 2048, "decode": 3000 + 70}[after]
+        assert kept >= least - BLOCK
+
+
+def test_a_stop_token_ends_the_request_and_is_not_given_out(model: Path):
+    tokens = prompt(40)
+    with Rig(model) as rig:
+        free = rig.run(tokens, 12).got
+        stop = free[5]
+        output = rig.run(tokens, 12, eos=[stop])
+        assert output.got == free[: free.index(stop)]
+        assert output.reason == "stop"
+
+
+def test_a_fault_fails_the_requests_of_that_step_and_no_others(model: Path):
+    with Rig(model) as rig:
+        whole = rig.scheduler._model
+
+        class Faulty:
+            def __call__(self, tokens, cache):
+                if tokens.shape[1] > 1 and tokens[0, 0].item() == 299:
+                    raise ValueError("a kernel did not compile")
+                return whole(tokens, cache=cache)
+
+            def __getattr__(self, name):
+                return getattr(whole, name)
+
+        rig.scheduler._model = Faulty()
+        fine = rig.start(prompt(100), 50)
+        bad = rig.start([299, *prompt(60)], 5)
+        with pytest.raises(OmlxdError, match="a kernel did not compile"):
+            bad.tokens()
+        assert len(fine.tokens()) == 50
+        rig.settle()
+        rig.on_engine(lambda: rig.pool.check({}))
+
+
+def test_a_fault_while_decoding_fails_the_batch_and_the_engine_stays_up(model: Path):
+    with Rig(model) as rig:
+        whole = rig.scheduler._model
+        running = [rig.start(prompt(50, seed=i), 10_000) for i in range(3)]
+        for output in running:
+            assert output.first.wait(10)
+
+        class Broken:
+            def __call__(self, tokens, cache):
+                raise RuntimeError("out of memory")
+
+        def break_it():
+            for batch in rig.scheduler._batches:
+                batch._model = Broken()
+
+        rig.on_engine(break_it)
+        for output in running:
+            with pytest.raises(OmlxdError, match="out of memory"):
+                output.tokens()
+        rig.scheduler._model = whole
+        assert len(rig.run(prompt(50), 5).got) == 5
+        rig.on_engine(lambda: rig.pool.check({}))
+
+
+def test_a_salt_keeps_its_holders_blocks_apart(model: Path):
+    tokens = prompt(300)
+    with Rig(model) as rig:
+        rig.run(tokens, 1)
+        assert rig.run(tokens, 1, salt="mine").hot == 0
+        assert rig.run(tokens, 1, salt="mine").hot == 256
+
+
+def test_the_context_limit_ends_a_request(model: Path):
+    with Rig(model) as rig:
+        rig.loaded.context_length = 60
+        output = rig.run(prompt(50), 1000)
+        assert output.reason == "length"
+        assert len(output.got) == 10
+
+
+def test_a_corrupt_file_ends_the_prefix_and_is_computed_again(model: Path, tmp_path: Path):
+    tokens = prompt(400)
+    with Rig(model, tmp_path) as rig:
+        want = rig.run(tokens, 8).got
+        third = rig.store.cold.path_of(rig.start(tokens, 1).sequence.hashes[2])
+    path = tmp_path / third
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with Rig(model, tmp_path) as rig:
+        output = rig.run(tokens, 8)
+        assert output.got == want
+        assert output.cold == 2 * BLOCK
+        assert rig.store.stats.corrupt == 1
+        again = rig.run(tokens, 8)
+        assert again.got == want and again.hot == 384
+
+
+def test_seeded_sampling_agrees_over_batch_and_cache(model: Path):
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=7)
+    tokens = prompt(200)
+    with Rig(model) as rig:
+        alone = rig.run(tokens, 20, sampling=sampling).got
+        others = [rig.start(prompt(60, seed=i), 40) for i in range(3)]
+        assert rig.run(tokens, 20, sampling=sampling).got == alone
+        for output in others:
+            output.tokens()
+    assert len(set(alone)) > 1 and max(alone) < VOCAB
