@@ -1,0 +1,124 @@
+"""The assumptions that omlxd makes of the pinned mlx-lm, and the adapter's own functions."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import CACHE_CLASSES, FAMILIES, TOKEN_KV, build_family
+from mlx_lm.models.cache import BatchKVCache, KVCache
+from test_identity import prompt
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.payload import Landing, copy_blocks, empty_payload, join_blocks
+from omlxd.engine.sequence import capacity_for
+from omlxd.kv.layout import Group, KVLayout
+
+
+def test_the_pin():
+    assert version("mlx-lm") == "0.32.2"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    root = tmp_path_factory.mktemp("families")
+    return lambda name: build_family(name, root / name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_told_by_its_caches(family: str, folders):
+    loaded = mlx_adapter.load(folders(family))
+    classes = {type(c).__name__ for c in mlx_adapter.new_cache(loaded.model, 100)}
+    assert classes == CACHE_CLASSES[family]
+    assert (loaded.layout is not None) == (family in TOKEN_KV) == (loaded.kv_reuse == "")
+    assert loaded.weight_bytes > 0 and loaded.context_length > 0
+
+
+def test_mla_has_a_group_for_each_width(folders):
+    layout = mlx_adapter.load(folders("deepseek_v3")).layout
+    assert layout is not None and len(layout.groups) == 2
+    assert {g.heads for g in layout.groups} == {1}
+
+
+def test_kv_cache_grows_by_its_instances_step_and_first_allocates_it_whole():
+    cache = KVCache()
+    cache.step = 1024
+    part = mx.ones((1, 2, 10, 4))
+    cache.update_and_fetch(part, part)
+    assert cache.keys.shape == (1, 2, 1024, 4) and cache.offset == 10
+    cache.step = 256
+    cache.update_and_fetch(mx.ones((1, 2, 1020, 4)), mx.ones((1, 2, 1020, 4)))
+    assert cache.offset == 1030 and cache.keys.shape[2] >= 1030
+
+
+def test_rows_of_a_batch_lie_at_its_right_edge():
+    rows = []
+    for length in (5, 9):
+        cache = KVCache()
+        values = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1) + 100 * length
+        cache.update_and_fetch(values, values)
+        rows.append([cache])
+    batch = mlx_adapter.merge(rows[:1])
+    mlx_adapter.extend(batch, rows[1])
+    assert isinstance(batch[0], BatchKVCache)
+    short = mlx_adapter.row_tensors(batch, 0, 5, 2, 5)["layers.0.keys"]
+    long = mlx_adapter.row_tensors(batch, 1, 9, 0, 2)["layers.0.keys"]
+    assert np.array(short).ravel().tolist() == [502, 503, 504]
+    assert np.array(long).ravel().tolist() == [900, 901]
+    mlx_adapter.keep_rows(batch, [0])
+    assert np.array(mlx_adapter.row_tensors(batch, 0, 5, 0, 5)["layers.0.keys"]).ravel()[0] == 500
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_blocks_survive_every_way_in_and_out(dtype: str):
+    layout = KVLayout((Group(("layers.0.keys", "layers.0.values"), 2, 8, dtype),))
+    compute = mlx_adapter.compute_dtype(dtype)
+    tensors = {n: mx.random.normal((1, 2, 48, 8)).astype(compute) for n in layout.groups[0].names}
+    blocks = copy_blocks(layout, tensors, [16, 32], 16)
+    assert [b.nbytes for b in blocks] == [layout.nbytes(16)] * 2
+    joined = join_blocks(layout, blocks)
+    landing = Landing(layout, 64, 16)
+    landing.put(0, blocks[0])
+    twin = empty_payload(layout, 16)
+    for into, out in zip(twin.buffers(), blocks[1].buffers(), strict=True):
+        into[:] = out
+    assert b"".join(landing.pieces(0)) == b"".join(blocks[0].buffers())
+    landing.put(1, twin)
+    landed = landing.take()
+    for name, tensor in tensors.items():
+        assert mx.array_equal(joined[name], tensor[:, :, 16:]).item()
+        assert landed[name].dtype == compute
+        assert mx.array_equal(landed[name][:, :, :32], tensor[:, :, 16:]).item()
+        assert not mx.any(landed[name][:, :, 32:]).item()
+
+
+def test_appending_grows_a_cache_and_keeps_what_it_holds(folders):
+    loaded = mlx_adapter.load(folders("qwen3"))
+    tokens = prompt(300)
+    cache = mlx_adapter.new_cache(loaded.model, 64)
+    loaded.model(mx.array([tokens[:64]]), cache=cache)
+    other = mlx_adapter.new_cache(loaded.model, 300)
+    loaded.model(mx.array([tokens]), cache=other)
+    rest = {n: a[:, :, 64:300] for n, a in mlx_adapter.tensors(other).items()}
+    mlx_adapter.append_tokens(cache, rest, 64, 236, capacity_for(300, 10))
+    for name, array in mlx_adapter.tensors(cache).items():
+        assert mx.array_equal(array[:, :, :300], mlx_adapter.tensors(other)[name][:, :, :300]).item()
+    assert {layer.offset for layer in cache} == {300}
+
+
+def test_a_harvested_block_does_not_pin_the_cache_it_came_from(folders, tmp_path: Path):
+    loaded = mlx_adapter.load(folders("qwen3"))
+    assert loaded.layout is not None
+    cache = mlx_adapter.new_cache(loaded.model, 50_000)
+    mx.eval(loaded.model(mx.array([prompt(128)]), cache=cache))
+    mx.clear_cache()
+    blocks = copy_blocks(loaded.layout, mlx_adapter.tensors(cache), [0, 64], 64)
+    before = mx.get_active_memory()
+    whole = sum(a.nbytes for a in mlx_adapter.tensors(cache).values())
+    del cache
+    mx.clear_cache()
+    assert before - mx.get_active_memory() >= whole * 0.99
+    assert sum(b.nbytes for b in blocks) == loaded.layout.nbytes(128)
