@@ -148,6 +148,15 @@ def test_an_answer_under_way_ends_before_the_daemon_does(start):
         daemon.complete("too late")
 
 
+def test_an_idle_connection_does_not_hold_up_the_end(start):
+    daemon = start()
+    with httpx.Client(trust_env=False) as client:
+        assert client.get(daemon.url + "/health").status_code == 200
+        began = time.monotonic()
+        assert daemon.stop() == 0
+        assert time.monotonic() - began < 3
+
+
 @linux
 def test_a_second_signal_ends_it_at_once(start):
     daemon = start()
