@@ -21,25 +21,25 @@ class Struct(msgspec.Struct, frozen=True, omit_defaults=True):
 # --------------------------------------------------------------------------- parts of a message
 
 
-class TextPart(Struct, tag="text"):
+class TextPart(Struct, frozen=True, tag="text"):
     text: str
 
 
-class ThinkingPart(Struct, tag="thinking"):
+class ThinkingPart(Struct, frozen=True, tag="thinking"):
     """Reasoning of an earlier assistant turn, echoed by the client. `signature` may be empty."""
 
     text: str
     signature: str = ""
 
 
-class ImagePart(Struct, tag="image"):
+class ImagePart(Struct, frozen=True, tag="image"):
     """An image as encoded bytes (PNG, JPEG, …); never a URL: nobody past the front fetches anything."""
 
     data: bytes
     media_type: str = ""
 
 
-class ToolCallPart(Struct, tag="tool_call"):
+class ToolCallPart(Struct, frozen=True, tag="tool_call"):
     """A call that the assistant made in an earlier turn. `arguments` is a JSON object as parsed."""
 
     id: str
@@ -47,7 +47,7 @@ class ToolCallPart(Struct, tag="tool_call"):
     arguments: dict[str, Any]
 
 
-class ToolResultPart(Struct, tag="tool_result"):
+class ToolResultPart(Struct, frozen=True, tag="tool_result"):
     """The result of a tool call. Stands in messages whose role is `tool`."""
 
     call_id: str
@@ -59,7 +59,7 @@ class ToolResultPart(Struct, tag="tool_result"):
 Part = Union[TextPart, ThinkingPart, ImagePart, ToolCallPart, ToolResultPart]
 
 
-class Message(Struct):
+class Message(Struct, frozen=True):
     """One message, its parts in the order in which the client gave them.
 
     `system` may stand anywhere in a conversation (Claude Code sends it after user turns); the
@@ -70,7 +70,7 @@ class Message(Struct):
     parts: tuple[Part, ...]
 
 
-class Tool(Struct):
+class Tool(Struct, frozen=True):
     """A tool that the model may call. `parameters` is a JSON schema."""
 
     name: str
@@ -81,7 +81,7 @@ class Tool(Struct):
 # --------------------------------------------------------------------------- a request
 
 
-class Sampling(Struct):
+class Sampling(Struct, frozen=True):
     """How to sample. `None` means: the model's own default (generation_config.json), else the field's.
 
     temperature  >= 0; 0 is greedy
@@ -111,7 +111,7 @@ class Sampling(Struct):
     logprobs: int | None = None
 
 
-class Conversation(Struct, tag="conversation"):
+class Conversation(Struct, frozen=True, tag="conversation"):
     """A chat, rendered by the model's template. `thinking` None: the model's default."""
 
     messages: tuple[Message, ...]
@@ -122,7 +122,7 @@ class Conversation(Struct, tag="conversation"):
     template_args: dict[str, Any] = {}
 
 
-class RawPrompt(Struct, tag="raw"):
+class RawPrompt(Struct, frozen=True, tag="raw"):
     """A text or token ids to complete as they are, with no template."""
 
     text: str = ""
@@ -130,7 +130,7 @@ class RawPrompt(Struct, tag="raw"):
     echo: bool = False
 
 
-class GenerateRequest(Struct):
+class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
     session     names the client's conversation, for affinity and diagnostics; never part of a key
@@ -146,7 +146,7 @@ class GenerateRequest(Struct):
 # --------------------------------------------------------------------------- events
 
 
-class Usage(Struct):
+class Usage(Struct, frozen=True):
     """Token counts of one request; every count is in the model's own tokens.
 
     prompt_tokens      whole prompt
@@ -168,31 +168,31 @@ class Usage(Struct):
         return self.cached_hot + self.cached_cold
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(Struct, frozen=True):
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
 
 
-class Progress(Struct, tag="progress"):
+class Progress(Struct, frozen=True, tag="progress"):
     """Prefill has reached `done` of `total` prompt tokens. The first one carries the restored prefix."""
 
     done: int
     total: int
 
 
-class ReasoningDelta(Struct, tag="reasoning"):
+class ReasoningDelta(Struct, frozen=True, tag="reasoning"):
     text: str
 
 
-class TextDelta(Struct, tag="text"):
+class TextDelta(Struct, frozen=True, tag="text"):
     """Text of the answer. `logprobs` only when asked for."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
-class ToolCall(Struct, tag="tool_call"):
+class ToolCall(Struct, frozen=True, tag="tool_call"):
     """One whole call. `arguments` is JSON text, an object, valid."""
 
     id: str
@@ -203,7 +203,7 @@ class ToolCall(Struct, tag="tool_call"):
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
 
 
-class Finished(Struct, tag="finished"):
+class Finished(Struct, frozen=True, tag="finished"):
     """The last event of a request that went well."""
 
     reason: FinishReason
@@ -223,7 +223,7 @@ ErrorCode = Literal[
 ]
 
 
-class Failed(Struct, tag="failed"):
+class Failed(Struct, frozen=True, tag="failed"):
     """The last event of a request that failed. `retry_after` in seconds, at most 60."""
 
     code: ErrorCode

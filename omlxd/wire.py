@@ -34,7 +34,7 @@ MAX_FRAME = 256 * 1024 * 1024
 # --------------------------------------------------------------------------- to the engine
 
 
-class CacheSettings(Struct):
+class CacheSettings(Struct, frozen=True):
     """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier."""
 
     enabled: bool = True
@@ -44,7 +44,7 @@ class CacheSettings(Struct):
     cold_dir: str = ""
 
 
-class Load(Struct, tag="load"):
+class Load(Struct, frozen=True, tag="load"):
     """`model_path`: a local folder. `model_id`: the name that clients use."""
 
     model_path: str
@@ -54,34 +54,34 @@ class Load(Struct, tag="load"):
     log_level: str = "info"
 
 
-class Generate(Struct, tag="generate"):
+class Generate(Struct, frozen=True, tag="generate"):
     id: int
     request: GenerateRequest
 
 
-class Cancel(Struct, tag="cancel"):
+class Cancel(Struct, frozen=True, tag="cancel"):
     id: int
 
 
-class Count(Struct, tag="count"):
+class Count(Struct, frozen=True, tag="count"):
     """Count the prompt tokens of `prompt`, rendered just as `Generate` would."""
 
     id: int
     prompt: Union[Conversation, RawPrompt]
 
 
-class GetStats(Struct, tag="get_stats"):
+class GetStats(Struct, frozen=True, tag="get_stats"):
     id: int
 
 
-class Grant(Struct, tag="grant"):
+class Grant(Struct, frozen=True, tag="grant"):
     """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier)."""
 
     ticket: int
     nbytes: int
 
 
-class Quit(Struct, tag="quit"):
+class Quit(Struct, frozen=True, tag="quit"):
     """Flush stores for at most `deadline_s` seconds, then exit."""
 
     deadline_s: float = 5.0
@@ -93,11 +93,11 @@ ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Grant, Quit]
 # --------------------------------------------------------------------------- to the front
 
 
-class LoadProgress(Struct, tag="load_progress"):
+class LoadProgress(Struct, frozen=True, tag="load_progress"):
     stage: str
 
 
-class ModelInfo(Struct):
+class ModelInfo(Struct, frozen=True):
     """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not."""
 
     model_id: str
@@ -115,26 +115,26 @@ class ModelInfo(Struct):
     note: str = ""
 
 
-class Loaded(Struct, tag="loaded"):
+class Loaded(Struct, frozen=True, tag="loaded"):
     info: ModelInfo
 
 
-class LoadFailed(Struct, tag="load_failed"):
+class LoadFailed(Struct, frozen=True, tag="load_failed"):
     message: str
 
 
-class Events(Struct, tag="events"):
+class Events(Struct, frozen=True, tag="events"):
     """Events in order, of any number of requests: one frame a step, not one a token."""
 
     events: tuple[tuple[int, Event], ...]
 
 
-class Counted(Struct, tag="counted"):
+class Counted(Struct, frozen=True, tag="counted"):
     id: int
     tokens: int
 
 
-class Stats(Struct, tag="stats"):
+class Stats(Struct, frozen=True, tag="stats"):
     """Counters and gauges by name; names are listed in engine/metrics.py."""
 
     id: int
@@ -142,14 +142,14 @@ class Stats(Struct, tag="stats"):
     detail: dict[str, Any] = {}
 
 
-class Reserve(Struct, tag="reserve"):
+class Reserve(Struct, frozen=True, tag="reserve"):
     """Ask for `nbytes` of cold-tier space. One ticket outstanding at a time."""
 
     ticket: int
     nbytes: int
 
 
-class Stored(Struct, tag="stored"):
+class Stored(Struct, frozen=True, tag="stored"):
     """Files now in place: (namespace/hash path relative to the cache dir, bytes on disk).
 
     Their bytes leave the grant and become files on the account.
@@ -158,19 +158,19 @@ class Stored(Struct, tag="stored"):
     files: tuple[tuple[str, int], ...]
 
 
-class Released(Struct, tag="released"):
+class Released(Struct, frozen=True, tag="released"):
     """`nbytes` of a grant will not be used after all."""
 
     nbytes: int
 
 
-class Dropped(Struct, tag="dropped"):
+class Dropped(Struct, frozen=True, tag="dropped"):
     """Files that the engine removed (failed their digest)."""
 
     files: tuple[str, ...]
 
 
-class Touched(Struct, tag="touched"):
+class Touched(Struct, frozen=True, tag="touched"):
     """Files that a request used, leaf first: a parent ends up more recent than its child."""
 
     files: tuple[str, ...]
@@ -211,7 +211,7 @@ class FrameDecoder:
     def feed(self, data: bytes) -> list[Any]:
         """Messages completed by `data`. Raises ValueError (msgspec's included) on nonsense."""
         self._buffer += data
-        out = []
+        out: list[Any] = []
         at = 0
         while len(self._buffer) - at >= 4:
             length = int.from_bytes(self._buffer[at : at + 4], "little")

@@ -142,8 +142,10 @@ class EngineHost:
 
         `end()` runs on the output thread after the last event.
         """
+        if request.sampling.logprobs is not None:
+            raise InvalidRequest("logprobs are not supported yet", param="logprobs")
         rendered = self.prompts.render(request.prompt)
-        tokens = list(rendered.tokens)
+        tokens = rendered.tokens
         room = self.loaded.context_length - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), self.loaded.context_length - 1)
