@@ -43,8 +43,8 @@ NO_SYSTEM = """{%- if messages[0].role == 'system' %}{{- raise_exception('System
 NINE = """{%- for m in messages %}{%- if m.role == 'tool' %}{%- if m.tool_call_id | length != 9 %}
 {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}
 [RESULT {{ m.tool_call_id }}]{{ m.content }}{%- elif m.tool_calls %}{{ m.content }}[CALLS]
-{%- for c in m.tool_calls %} {{ c.id }} {{ c.function.name }} {{ '' + c.function.arguments }}{%- endfor %}{%- else %}
-{%- if m.role == 'user' and loop.index0 > 0 and messages[loop.index0 - 1].role == 'tool' %}
+{%- for c in m.tool_calls %} {{ c.id }} {{ c.function.name }} {{ '' + c.function.arguments }}{%- endfor %}
+{%- else %}{%- if m.role == 'user' and loop.index0 > 0 and messages[loop.index0 - 1].role == 'tool' %}
 {{- raise_exception('user after tool') }}{%- endif %}[{{ m.role }}]{{ m.content }}{%- endif %}{%- endfor %}"""
 """As Mistral's with tools: short ids, arguments as text, no user message after a result."""
 

@@ -1,0 +1,94 @@
+"""Tokens into text, one at a time: whole characters only, and nothing of the text lost.
+
+For byte-level BPE, the most common kind, a table of bytes and an incremental UTF-8 decoder: constant
+time a token, and a leading space is kept (mlx-lm's drops it, which a raw completion can't afford).
+For the others, mlx-lm's own.
+"""
+
+from __future__ import annotations
+
+import codecs
+import threading
+import weakref
+from typing import Any, Protocol
+
+from tokenizers import decoders
+
+
+class Detokenizer(Protocol):
+    """add(token) -> the text that is now certain; finish() -> the rest of it."""
+
+    def add(self, token: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class ByteDetokenizer:
+    """`table`: token id → its bytes. Invalid UTF-8 becomes U+FFFD."""
+
+    __slots__ = ("_decoder", "_table")
+
+    def __init__(self, table: list[bytes]):
+        self._table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        # A model's vocabulary may be padded past the tokenizer's.
+        return self._decoder.decode(self._table[token]) if token < len(self._table) else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class WrappedDetokenizer:
+    """mlx-lm's streaming detokenizer."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Any):
+        self._inner = inner
+
+    def add(self, token: int) -> str:
+        self._inner.add_token(token)
+        return self._inner.last_segment
+
+    def finish(self) -> str:
+        self._inner.finalize()
+        return self._inner.last_segment
+
+
+_tables: weakref.WeakKeyDictionary[Any, list[bytes]] = weakref.WeakKeyDictionary()
+_building = threading.Lock()
+
+
+def detokenizer(tokenizer: Any) -> Detokenizer:
+    """A fresh one for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(getattr(backend, "decoder", None), decoders.ByteLevel):
+        return WrappedDetokenizer(tokenizer.detokenizer)
+    with _building:
+        if tokenizer not in _tables:
+            _tables[tokenizer] = byte_table(tokenizer)
+        return ByteDetokenizer(_tables[tokenizer])
+
+
+def byte_table(tokenizer: Any) -> list[bytes]:
+    """The bytes of each token. Added tokens stand for themselves, the others are byte-level spelling."""
+    added = {int(index): str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+    spelled = _byte_of_letter()
+    table: list[bytes] = []
+    for index, token in enumerate(tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))):
+        if token is None:
+            table.append(b"")
+        elif index in added or not all(letter in spelled for letter in token):
+            table.append((added.get(index) or token).encode())
+        else:
+            table.append(bytes(spelled[letter] for letter in token))
+    return table
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's spelling: printable bytes as themselves, the others from U+0100 on in their order."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,0 +1,190 @@
+"""A request's tokens into chat events: text, reasoning, tool calls, in order.
+
+One parser serves streams and whole answers alike; it does no I/O and knows no model beyond its
+tokenizer. The way of a token: detokenizer → markup (reasoning, answer, calls) → stop strings → events.
+Space beside a tag is no text: it is dropped, as templates put it there themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import Event, FinishReason, ReasoningDelta, TextDelta, Tool, ToolCall
+from .detokenizer import detokenizer
+from .markup import CallTags, Splitter, State, Tags
+from .spaces import TrailingSpaces
+from .stop_strings import StopStrings
+from .tool_calls import ToolCallReader
+
+_HERMES = CallTags("<tool_call>", "</tool_call>")
+_BARE_FUNCTION = CallTags("<function=", "</function>", whole=True)
+"""Qwen's coders at times leave out the `<tool_call>` around it."""
+
+
+class OutputParser:
+    """Parses the output of one request. Not thread-safe; any one thread at a time.
+
+    tools               the tools of the request; with none, calls are not looked for
+    starts_in_thinking  the prompt ended inside a thinking block
+    stop                strings that end the answer; they don't apply to reasoning
+    reasoning           thinking tags are markup; False for a raw prompt, whose text is left alone
+
+    stopped           the stop string that was found, or None; from then on there are no events
+    reasoning_tokens  tokens inside thinking blocks so far, tags not counted
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Tool] = (),
+        starts_in_thinking: bool = False,
+        stop: tuple[str, ...] = (),
+        reasoning: bool = True,
+    ):
+        facts = _facts_of(tokenizer)
+        tags = Tags(
+            think_start=facts.tags.think_start if reasoning else "",
+            think_end=facts.tags.think_end if reasoning else "",
+            calls=facts.tags.calls if tools else (),
+        )
+        self._hidden, self._dropped = facts.hidden, facts.dropped
+        self._detokenizer = detokenizer(tokenizer)
+        self._found = _Found(StopStrings(stop), ToolCallReader(tools, tokenizer.tool_parser))
+        begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
+        self._splitter = Splitter(tags, self._found, begin)
+        self.reasoning_tokens = 0
+
+    @property
+    def stopped(self) -> str | None:
+        return self._found.stops.matched
+
+    def add_token(self, token: int) -> list[Event]:
+        """Events that `token` makes certain."""
+        before = self._splitter.state
+        if token in self._dropped or (token in self._hidden and before is not State.CALL):
+            return []
+        events = self.add_text(self._detokenizer.add(token))
+        if before is State.REASONING and self._splitter.state is State.REASONING:
+            self.reasoning_tokens += 1
+        return events
+
+    def add_text(self, text: str) -> list[Event]:
+        """Events that `text` makes certain."""
+        if text and self.stopped is None:
+            self._splitter.feed(text)
+        return self._found.take()
+
+    def finish(self, reason: FinishReason) -> list[Event]:
+        """The last events. `reason` `length` means that the text was cut off."""
+        if self.stopped is None:
+            self._splitter.feed(self._detokenizer.finish())
+            self._splitter.finish(ended=reason != "length")
+            self._found.finish()
+        return self._found.take()
+
+
+class _Found:
+    """What the splitter finds, into events. A `markup.Sink`."""
+
+    __slots__ = ("_events", "_reader", "_spaces", "_thought", "stops")
+
+    def __init__(self, stops: StopStrings, reader: ToolCallReader):
+        self.stops = stops
+        self._reader = reader
+        self._spaces = TrailingSpaces()  # of the answer
+        self._thought = TrailingSpaces()  # of the reasoning
+        self._events: list[Event] = []
+
+    def answer(self, text: str) -> None:
+        self._say(self.stops.feed(text))
+        if self.stops.matched is not None:
+            self._say_rest()
+
+    def reasoning(self, text: str) -> None:
+        if self.stops.matched is None and (text := self._thought.feed(text)):
+            self._events.append(ReasoningDelta(text))
+
+    def call(self, text: str) -> bool:
+        calls = self._reader.read(text) if self.stops.matched is None else []
+        if calls is None:
+            return False
+        self.boundary()
+        for call in calls:
+            # Unique over all requests, as clients keep results by it.
+            id = f"call_{secrets.token_hex(12)}"
+            self._events.append(ToolCall(id=id, name=call.name, arguments=call.arguments))
+        return True
+
+    def boundary(self) -> None:
+        """A stop string never spans a tag, so what was held back for one is text."""
+        if self.stops.matched is None:
+            self._say(self.stops.flush())
+        self._spaces.drop()
+        self._thought.drop()
+
+    def finish(self) -> None:
+        if self.stops.matched is None:
+            self._say(self.stops.flush())
+            self._say_rest()
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _say(self, text: str) -> None:
+        if text := self._spaces.feed(text):
+            self._events.append(TextDelta(text))
+
+    def _say_rest(self) -> None:
+        if text := self._spaces.flush():
+            self._events.append(TextDelta(text))
+
+
+# --------------------------------------------------------------------------- of a tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class _Facts:
+    """What the parser needs of a tokenizer; found once for each.
+
+    hidden   ids that are no text outside a call: special tokens that are no markup of ours
+    dropped  ids that are no text anywhere: end of turn, padding
+    """
+
+    tags: Tags
+    hidden: frozenset[int]
+    dropped: frozenset[int]
+
+
+_facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
+
+
+def prepare(tokenizer: Any) -> None:
+    """Do at load time what else the first request would wait for: tables over the whole vocabulary."""
+    _facts_of(tokenizer)
+    detokenizer(tokenizer)
+
+
+def _facts_of(tokenizer: Any) -> _Facts:
+    facts = _facts.get(tokenizer)
+    if facts is None:
+        facts = _facts[tokenizer] = _find_facts(tokenizer)
+    return facts
+
+
+def _find_facts(tokenizer: Any) -> _Facts:
+    calls = (_HERMES, _BARE_FUNCTION)
+    if tokenizer.has_tool_calling and tokenizer.tool_call_start != _HERMES.start:
+        calls = (CallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or ""),)
+    tags = Tags(tokenizer.think_start or "", tokenizer.think_end or "", calls)
+    markup: set[int] = set()
+    for tag in tags.of(State.ANSWER):
+        markup.update(tokenizer.encode(tag, add_special_tokens=False))
+    ends = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
+    special = {*tokenizer.all_special_ids}
+    special |= {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return _Facts(tags, frozenset(special - markup), frozenset(ends - markup))

@@ -1,0 +1,211 @@
+"""The text of a tool call into a name and typed arguments.
+
+Three spellings are read here, because they can be told by their looks and their values can be typed
+by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM) and
+`<function=name><parameter=k>v</parameter></function>` (Qwen coder). All others go to the parser that
+mlx-lm found for the model. Text that makes no sense gives None, never an exception: it is then shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import Tool
+from .shaping import shape_tools
+
+_NAME = re.compile(r"[\w.:/-]{1,128}")
+_FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
+_ARG_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+_Call = tuple[str, dict[str, Any]]
+"""Name and arguments."""
+_Spelling = Callable[[str], "list[_Call] | None"]
+
+
+@dataclass(slots=True, frozen=True)
+class ParsedCall:
+    """`arguments` is JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReader:
+    """Reads calls to `tools`. `fallback`: mlx-lm's parser, `(text, tools) -> call or calls`, or None."""
+
+    def __init__(self, tools: Sequence[Tool], fallback: Callable[..., Any] | None = None):
+        self._tools = {tool.name: tool for tool in tools}
+        self._listed = shape_tools(tools)
+        self._fallback = fallback
+
+    def read(self, text: str) -> list[ParsedCall] | None:
+        """The calls that `text` (what stood between the tags) holds, or None if it holds anything else."""
+        text = text.strip()
+        for spelling in self._spellings(text):
+            try:
+                if calls := spelling(text):
+                    return [self._typed(name, arguments) for name, arguments in calls]
+            except Exception:  # the model wrote something else; mlx-lm's parsers raise what they like
+                continue
+        return None
+
+    def _spellings(self, text: str) -> tuple[_Spelling, ...]:
+        """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
+        if text.startswith("<function="):
+            return (self._function,)
+        if "<arg_key>" in text:
+            return (self._arg_pairs, self._json)
+        return (self._json, self._by_mlx_lm)
+
+    def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        """Raises ValueError for what is no call."""
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"no name of a tool: {name!r}")
+        types = self._properties(name)
+        arguments = {key: coerce(value, types.get(key)) for key, value in arguments.items()}
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            text = json.dumps(arguments, allow_nan=False)  # half a surrogate pair is no UTF-8
+        return ParsedCall(name, text)
+
+    def _properties(self, name: str) -> dict[str, Any]:
+        tool = self._tools.get(name)
+        properties = tool.parameters.get("properties") if tool else None
+        return properties if isinstance(properties, dict) else {}
+
+    # ----------------------------------------------------------------- spellings
+
+    def _json(self, text: str) -> list[_Call] | None:
+        value = json.loads(text, strict=False)  # models write raw newlines into strings
+        return [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+
+    def _function(self, text: str) -> list[_Call] | None:
+        match = _FUNCTION.fullmatch(text)
+        if not match:
+            return None
+        name, body = match[1].strip(), match[2].strip()
+        types = self._properties(name)
+        arguments, at = {}, 0
+        for parameter in _PARAMETER.finditer(body):
+            if parameter.start() != at:
+                return None
+            at = parameter.end()
+            key, value = parameter[1].strip(), parameter[2]
+            # One newline each side belongs to the tags.
+            value = value.removeprefix("\n").removesuffix("\n")
+            arguments[key] = _value(value, types.get(key), key in types)
+        return [(name, arguments)] if at == len(body) else None
+
+    def _arg_pairs(self, text: str) -> list[_Call] | None:
+        name, mark, rest = text.partition("<arg_key>")
+        if not mark or _ARG_PAIR.sub("", mark + rest).strip():
+            return None
+        types = self._properties(name.strip())
+        pairs = {pair[1].strip(): pair[2] for pair in _ARG_PAIR.finditer(mark + rest)}
+        arguments = {key: _value(value, types.get(key), key in types) for key, value in pairs.items()}
+        return [(name.strip(), arguments)]
+
+    def _by_mlx_lm(self, text: str) -> list[_Call] | None:
+        if self._fallback is None:
+            return None
+        value = self._fallback(text, self._listed)
+        calls = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+        # GLM's parser makes `{"raw": text}` of what it can't read.
+        if any(set(call[1]) == {"raw"} and "raw" not in self._properties(call[0]) for call in calls):
+            return None
+        return calls
+
+
+def _call_of(item: Any) -> _Call:
+    """Name and arguments of a call as parsed JSON. Raises ValueError."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ValueError("no call")
+    arguments = item.get("arguments", item.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are no object")
+    return item["name"], arguments
+
+
+# --------------------------------------------------------------------------- values by schema
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """JSON types that `schema` allows; empty: it doesn't say."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    kinds = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    for branch in ("anyOf", "oneOf"):
+        for choice in schema.get(branch) or ():
+            kinds |= kinds_of(choice)
+    if not kinds and isinstance(schema.get("enum"), list):
+        kinds = {kind for value in schema["enum"] for kind in _KINDS if _is(value, {kind})}
+    return kinds & _KINDS.keys()
+
+
+def coerce(value: Any, schema: Any) -> Any:
+    """`value` in a type that `schema` allows, where that is possible without guessing."""
+    kinds = kinds_of(schema)
+    if not kinds or _is(value, kinds):
+        return value
+    if isinstance(value, str):
+        return _literal(value, kinds, value)
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return int(value)
+    if "string" in kinds and value is not None:
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def _value(text: str, schema: Any, known: bool) -> Any:
+    """A value that stands as bare text between tags."""
+    kinds = kinds_of(schema)
+    if "string" in kinds:
+        # Of `string or null`, the word null is null; of `string or integer`, digits stay text.
+        return None if "null" in kinds and text.strip() == "null" else text
+    if known and not kinds:
+        kinds = {"array", "object"}  # no type told: only what can't be meant as text
+    return _literal(text.strip(), kinds or set(_KINDS), text)
+
+
+def _literal(text: str, kinds: set[str], default: Any) -> Any:
+    """`text` as a JSON (or Python) literal of one of `kinds`, else `default`."""
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            value = parse(text)
+        except Exception:
+            continue
+        if isinstance(value, float) and value.is_integer() and kinds.isdisjoint({"number"}):
+            value = int(value)
+        if _is(value, kinds):
+            return value
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return default
+
+
+def _is(value: Any, kinds: set[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    return any(isinstance(value, _KINDS[kind]) for kind in kinds if kind != "boolean")
