@@ -1,0 +1,149 @@
+"""Models of a given shape with random weights, built straight in memory: what benchmarks run on.
+
+Qwen3's architecture through mlx-lm. The words mean nothing, but the logits behave: a few rows of
+the head are longer than the rest, so that the best token leads by more than bfloat16's rounding and
+greedy runs can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import make_prompt_cache
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import LoadedModel
+from omlxd.models.demo import build_demo
+
+FAVOUR = 0.3
+"""Standard deviation of the logarithm of a head row's length."""
+
+QUIET = -10.0
+"""Weight on the constant direction of rows that no tokenizer word has: never the best, never drawn."""
+
+CONSTANT = 8.0
+"""Every token's embedding along dimension 0, in standard deviations of the other dimensions."""
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """Sizes of a decoder. `inner`: width of the MLP. `dtype`: an MLX type by name."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    dtype: str
+    context: int = 131072
+
+    def config(self) -> dict[str, Any]:
+        """As in a model folder's config.json."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": False,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "torch_dtype": self.dtype,
+        }
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, "bfloat16"),
+        # 44 million parameters: a decode step well above what the engine and the front spend on a token.
+        Shape("cpu", 4, 1024, 16, 4, 64, 2048, 4096, "float32"),
+        Shape("tiny", 2, 128, 4, 2, 32, 256, 4096, "float32"),
+    )
+}
+
+
+def build(shape: Shape, words: int = 4096, seed: int = 1) -> LoadedModel:
+    """The model, evaluated, as the engine has it after loading; without a tokenizer.
+
+    words  ids below it may be generated: what the demo's tokenizer can decode
+
+    Call on the thread that will run it. Needs the weights' bytes and one matrix in float32 besides.
+    """
+    args = qwen3.ModelArgs.from_dict(shape.config())
+    model = qwen3.Model(args)
+    key = mx.random.key(seed)
+    for name, lazy in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())):
+        key, own = mx.random.split(key)
+        weight = _weight(shape, name, lazy.shape, own, words)
+        mx.eval(weight)
+        model.load_weights([(name, weight)], strict=False)
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[0]]), cache=cache))
+    return LoadedModel(
+        model=model,
+        tokenizer=cast(Any, None),
+        config=shape.config(),
+        context_length=shape.context,
+        vocab_size=shape.vocab,
+        weight_bytes=mlx_adapter._tree_bytes(model.parameters()),
+        layout=mlx_adapter._layout_of(cache),
+        kv_reuse="",
+        batchable=True,
+    )
+
+
+def _weight(shape: Shape, name: str, size: Any, key: mx.array, words: int) -> mx.array:
+    dtype = getattr(mx, shape.dtype)
+    if name.endswith("norm.weight"):
+        return mx.ones(size, dtype=dtype)
+    embedding = name.endswith("embed_tokens.weight")
+    scale = 1.0 if embedding else size[-1] ** -0.5
+    weight = mx.random.normal(size, dtype=dtype, scale=scale, key=key)
+    if embedding:
+        weight[:, 0] = CONSTANT
+    if name.endswith("lm_head.weight"):
+        favour = mx.exp(FAVOUR * mx.random.normal((size[0], 1), key=mx.random.split(key)[0]))
+        weight = (weight * favour.astype(dtype)).astype(dtype)
+        weight[words:] = 0
+        weight[words:, 0] = QUIET
+    return weight
+
+
+def save(shape: Shape, folder: Path) -> None:
+    """Write a model folder that the daemon can serve: random weights, the demo model's tokenizer."""
+    build_demo(str(folder))
+    for file in (*folder.glob("*.safetensors*"), folder / "config.json", folder / "omlxd_demo.json"):
+        file.unlink(missing_ok=True)
+    loaded = build(shape)
+    weights = dict(tree_flatten(loaded.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
+        sys.exit(f"usage: python tools/bench/shapes.py {{{','.join(SHAPES)}}} FOLDER")
+    target = Path(sys.argv[2])
+    shutil.rmtree(target, ignore_errors=True)
+    save(SHAPES[sys.argv[1]], target)
