@@ -65,6 +65,8 @@ class EngineHost:
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
         self.prompts = PromptPipeline(self.loaded.tokenizer)
+        for note in self.prompts.notes:
+            log.info("%s: %s", load.model_id, note)
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
 
@@ -158,9 +160,10 @@ class EngineHost:
         root = chain_root(self.namespace, request.cache_salt)
         parser = OutputParser(
             self.loaded.tokenizer,
-            tools=getattr(request.prompt, "tools", ()),
+            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
             starts_in_thinking=rendered.starts_in_thinking,
             stop=request.sampling.stop,
+            reasoning=rendered.reasoning,
         )
         sink = RequestSink(id, self._output, parser, end)
         sequence = Sequence(
