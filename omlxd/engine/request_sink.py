@@ -20,8 +20,10 @@ log = logging.getLogger(__name__)
 class Parser(Protocol):
     """What output.OutputParser offers."""
 
-    stopped: str | None
     reasoning_tokens: int
+
+    @property
+    def stopped(self) -> str | None: ...
 
     def add_token(self, token: int) -> list[Event]: ...
 
