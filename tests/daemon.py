@@ -1,0 +1,206 @@
+"""A real `omlxd serve` over a real model, for tests that speak HTTP: start, ask, kill, start again.
+
+The tiny stub engine of test_serve.py tests the daemon's life; here every prompt is computed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from omlxd.models.demo import build_demo
+
+REPO = Path(__file__).resolve().parents[1]
+BLOCK = 64
+"""Tokens in a cache block, the daemon's default."""
+READY_S = 60.0
+
+
+@functools.cache
+def demo_model() -> Path:
+    """The demo model, built once a test session."""
+    return build_demo(session_folder() / "omlxd-demo")
+
+
+@functools.cache
+def family_model(name: str) -> Path:
+    """A tiny model of tests/families.py, built once a test session."""
+    from families import build_family
+
+    return build_family(name, session_folder() / name)
+
+
+@functools.cache
+def session_folder() -> Path:
+    """A folder that goes away with the test session."""
+    folder = Path(tempfile.mkdtemp(prefix="omlxd-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def prose(words: int, seed: int = 0) -> str:
+    """Text of `words` words, another for each seed from its first word on: about 4 tokens a word."""
+    return " ".join(f"{chr(97 + (seed + i) % 26)}ine {(seed * 7919 + i * 31) % 997}" for i in range(words))
+
+
+class Daemon:
+    """A running daemon with a home of its own; a context manager that leaves no process behind.
+
+    home     base path; a second daemon on the same one finds the first one's cache
+    model    model folder; None: the demo model
+    env      further variables
+    wrapper  a program and arguments to run it under
+    wait     return only once the model is loaded
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        *flags: str,
+        model: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        wrapper: tuple[str, ...] = (),
+        wait: bool = True,
+    ):
+        self.home = home
+        home.mkdir(parents=True, exist_ok=True)
+        self.model_folder = model or demo_model()
+        self._log_path = home / f"log-{time.monotonic_ns()}.txt"
+        self._log = self._log_path.open("w")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), **(env or {})}
+        serve = ["-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "omlxd")]
+        self.process = subprocess.Popen(
+            [*wrapper, sys.executable, *serve, "--model", str(self.model_folder), *flags],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"listening on (http://\S+) \(model (.*)\)", self.process.stdout.readline())
+        if not found:
+            self.close()
+            raise RuntimeError(f"the daemon did not start: {self.logged()}")
+        self.url, self.model = found[1], found[2]
+        self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        if wait:
+            self.wait_ready()
+
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ----------------------------------------------------------------- asking
+
+    def messages(self, *turns: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """The answer of /v1/messages, greedy. A turn is a text (of the user) or a whole message."""
+        return self._ask("/v1/messages", turns, max_tokens, more)
+
+    def chat(self, *turns: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+        """The answer of /v1/chat/completions, greedy."""
+        return self._ask("/v1/chat/completions", turns, max_tokens, more)
+
+    def _ask(self, path: str, turns: tuple[Any, ...], max_tokens: int, more: dict[str, Any]) -> Any:
+        answer = self.post(path, body(self.model, *turns, max_tokens=max_tokens, **more))
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def post(self, path: str, content: Any, **options: Any) -> httpx.Response:
+        """POST bytes as they are, or anything else as JSON."""
+        if isinstance(content, bytes):
+            return self.http.post(path, content=content, **options)
+        return self.http.post(path, json=content, **options)
+
+    def stream(self, path: str, content: dict[str, Any]):
+        """A streamed answer, as httpx streams it: a context manager."""
+        return self.http.stream("POST", path, json={**content, "stream": True})
+
+    def state(self) -> str:
+        return self.http.get("/health").json()["models"][0]["state"]
+
+    def wait_ready(self) -> None:
+        wait_until(lambda: self.state() == "ready", READY_S, self.logged)
+
+    def logged(self) -> str:
+        return self._log_path.read_text()
+
+    # ----------------------------------------------------------------- its processes
+
+    def engine_pid(self) -> int:
+        engines = [child.pid for child in self.front().children() if "omlxd.engine" in child.cmdline()]
+        assert len(engines) == 1, engines
+        return engines[0]
+
+    def front(self) -> psutil.Process:
+        return psutil.Process(self.process.pid)
+
+    def kill(self) -> None:
+        """SIGKILL the front alone, as a crash would; returns once neither it nor its engine lives."""
+        family = [self.front(), *self.front().children(recursive=True)]
+        self.process.kill()
+        self.process.wait()
+        wait_until(lambda: not any(map(_alive, family)), 2.0, lambda: f"alive: {[*filter(_alive, family)]}")
+
+    def stop(self, timeout: float = 20.0) -> int:
+        """SIGTERM; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout)
+
+    def close(self) -> None:
+        """End whatever still runs."""
+        if self.process.poll() is None:
+            family = self.front().children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            _, left = psutil.wait_procs(family, timeout=3)
+            for process in left:
+                process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self._log.close()
+        if hasattr(self, "http"):
+            self.http.close()
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def body(model: str, *turns: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
+    """A greedy request that both chat protocols take."""
+    messages = [{"role": "user", "content": turn} if isinstance(turn, str) else turn for turn in turns]
+    return {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0, **more}
+
+
+def own_usage(answer: dict[str, Any]) -> dict[str, Any]:
+    """The part of an answer's usage that every protocol carries alike."""
+    return answer["usage"]["omlxd"]
+
+
+def wait_until(
+    true: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "not in time"
+) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, why()
+        time.sleep(0.02)
