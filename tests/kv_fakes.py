@@ -18,7 +18,7 @@ from omlxd.kv.block import Block
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.block_table import BlockTable
-from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.cold_tier import ColdTier, TempLeft
 from omlxd.kv.fs import FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
@@ -157,6 +157,19 @@ class TrackedStore(KVStore):
         super()._written(block_hash, block, in_place)
 
 
+class TrackedTier(ColdTier):
+    """Counts the temporary files that stayed."""
+
+    left = 0
+
+    def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        try:
+            super().store(key, buffers)
+        except TempLeft:
+            self.left += 1
+            raise
+
+
 class Rig:
     """Pool, hot tier, ledger, cold tier and a manual writer over one folder.
 
@@ -180,7 +193,7 @@ class Rig:
         self.ledger = Ledger(root, cap * FILE_DISK_BYTES)
         self.ledger.open()
         self.space = LedgerSpace(self.ledger)
-        self.cold = ColdTier(root, block_format(namespace), fs)
+        self.cold = TrackedTier(root, block_format(namespace), fs)
         self.writer = ManualWriter(self.cold, self.space, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()
