@@ -1,0 +1,99 @@
+"""The agents that run as programs: what each is told so that it talks to one daemon and nobody else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from .install import npm_program
+from .run import Ended, run_client
+
+CLAUDE_CODE = "2.1.329"
+OPENCODE = "1.18.33"
+OUTPUT_TOKENS = 64
+"""A model of random weights never comes to the point."""
+CONTEXT_TOKENS = 131072
+
+
+@dataclass(slots=True, frozen=True)
+class Agent:
+    """One agent at one version, with a home and a project folder of its own under `scratch`."""
+
+    program: Path
+    scratch: Path
+    url: str
+    model: str
+
+    @property
+    def home(self) -> Path:
+        return self.scratch / "home"
+
+    @property
+    def project(self) -> Path:
+        return self.scratch / "project"
+
+    def prepare(self) -> None:
+        """A small project under git, as an agent expects one. No commits: those need a name."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.project.mkdir(parents=True, exist_ok=True)
+        (self.project / "notes.txt").write_text("The kettle is on the shelf.\n")
+        subprocess.run(["git", "init", "--quiet", str(self.project)], check=False, capture_output=True)
+
+    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+        """Run once, in a new process; `go_on` continues the last conversation."""
+        raise NotImplementedError
+
+
+class ClaudeCode(Agent):
+    """`claude -p`. Nothing is allowed but answering: tool calls that appear by chance are refused."""
+
+    @classmethod
+    def install(cls, home: Path) -> Path:
+        return npm_program(home, "@anthropic-ai/claude-code", CLAUDE_CODE, "claude")
+
+    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+        models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("OPUS", "SONNET", "HAIKU")))
+        env = {
+            "HOME": str(self.home),
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            **dict.fromkeys(models, self.model),
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT_TOKENS),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(OUTPUT_TOKENS),
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_AUTOUPDATER": "1",
+        }
+        command = [str(self.program), "-p", prompt, *(["--continue"] if go_on else [])]
+        return run_client(command, env, self.project)
+
+
+class OpenCode(Agent):
+    """`opencode run`, over /v1/chat/completions."""
+
+    @classmethod
+    def install(cls, home: Path) -> Path:
+        return npm_program(home, "opencode-ai", OPENCODE, "opencode")
+
+    def prepare(self) -> None:
+        Agent.prepare(self)
+        limit = {"context": CONTEXT_TOKENS, "output": OUTPUT_TOKENS}
+        provider = {
+            "npm": "@ai-sdk/openai-compatible",
+            "name": "omlxd",
+            "options": {"baseURL": f"{self.url}/v1", "apiKey": "none"},
+            "models": {self.model: {"name": self.model, "limit": limit}},
+        }
+        name = f"omlxd/{self.model}"
+        config = {"autoupdate": False, "share": "disabled", "model": name, "small_model": name}
+        path = self.home / ".config" / "opencode" / "opencode.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({**config, "provider": {"omlxd": provider}}))
+
+    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+        off = ("AUTOUPDATE", "MODELS_FETCH", "DEFAULT_PLUGINS", "LSP_DOWNLOAD")
+        env = {"HOME": str(self.home), **{f"OPENCODE_DISABLE_{name}": "1" for name in off}}
+        command = [str(self.program), "run", *(["--continue"] if go_on else []), prompt]
+        return run_client(command, env, self.project)

@@ -1,0 +1,80 @@
+"""A daemon of this checkout with the demo model, on a free port, that can be killed and started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+START_S = 120.0
+
+
+class OwnDaemon:
+    """A context manager; `home` is the base path, its log is `home`/daemon.log."""
+
+    def __init__(self, home: Path, port: int = 0):
+        home.mkdir(parents=True, exist_ok=True)
+        self._home = home
+        self._port = port
+        self.url = ""
+
+    def __enter__(self) -> OwnDaemon:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+    def start(self) -> None:
+        """Start it and wait for the model. Raises RuntimeError."""
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+        command = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
+        with (self._home / "daemon.log").open("a") as log:
+            self._process = subprocess.Popen(
+                [*command, "--port", str(self._port)],
+                env=environ | {"PYTHONPATH": str(REPO)},
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        assert self._process.stdout is not None
+        found = re.search(r"listening on (http://\S+)", self._process.stdout.readline())
+        if not found:
+            raise RuntimeError(f"the daemon did not start: see {self._home / 'daemon.log'}")
+        self.url = found[1]
+        self._port = int(self.url.rpartition(":")[2])
+        deadline = time.monotonic() + START_S
+        while states(self.url) != ["ready"]:
+            if time.monotonic() > deadline or self._process.poll() is not None:
+                raise RuntimeError(f"the model was not loaded: see {self._home / 'daemon.log'}")
+            time.sleep(0.1)
+
+    def kill_and_restart(self) -> None:
+        """SIGKILL, then a new daemon on the same port and the same cache."""
+        self._process.kill()
+        self._process.wait()
+        self.start()
+
+
+def states(url: str) -> list[str]:
+    """The state of each model. Raises OSError."""
+    return [model["state"] for model in _get(url + "/health")["models"]]
+
+
+def first_model(url: str) -> str:
+    """The name of the first model that a daemon serves. Raises OSError."""
+    return _get(url + "/v1/models")["data"][0]["id"]
+
+
+def _get(url: str):
+    # No proxy of the environment's may stand before the loopback.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(url, timeout=10) as answer:
+        return json.load(answer)
