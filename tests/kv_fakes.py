@@ -99,8 +99,8 @@ def lone_key(number: int) -> BlockKey:
 
 
 def files_in(root: Path) -> list[Path]:
-    """Every ordinary file but the lock, temporary files among them."""
-    found = [Path(folder) / name for folder, _, names in os.walk(root) for name in names]
+    """Every ordinary file but the lock, temporary files among them, in order of name."""
+    found = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
     return [path for path in found if path.name != LOCK_NAME and path.is_file() and not path.is_symlink()]
 
 
@@ -228,8 +228,20 @@ class Rig:
         return table
 
     def serve(self, keys: Sequence[BlockKey]) -> None:
-        """Compute, finish, and let everything settle."""
-        self.compute(keys).free()
+        """A request from start to end: match, restore, compute the rest, finish; then settle."""
+        table = self.store.new_table()
+        self.store.extend_match(table, [k.block_hash for k in keys], len(keys))
+        for index, block in enumerate(list(table.blocks)):
+            data = self.read(keys[index], block)
+            if data is None:
+                self.store.cut(table, index)
+                break
+            assert data == bytes_of(keys[index].block_hash), "wrong bytes served"
+        for index in range(len(table.blocks), len(keys)):
+            table.append(BLOCK)
+            if self.store.wants(keys[index].block_hash):
+                self.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
+        table.free()
         self.store.record_use([k.block_hash for k in keys])
         self.settle()
 
@@ -243,6 +255,11 @@ class Rig:
             return payload.tobytes()
         self.store.lose(block)
         return None
+
+    def restore_one(self, key: BlockKey) -> bytes | None:
+        """A block's bytes from its file, wherever it stands in its chain."""
+        payload = empty_payload()
+        return payload.tobytes() if self.store.load_into(key, payload.buffers()) else None
 
     def restore(self, keys: Sequence[BlockKey]) -> list[bytes]:
         """What a request for `keys` gets back, each checked against the oracle. Frees its table."""

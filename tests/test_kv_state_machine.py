@@ -51,7 +51,7 @@ from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.hashing import hash_blocks
 
 QUICK = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 LONG = settings(QUICK, max_examples=3000, stateful_step_count=80)
 

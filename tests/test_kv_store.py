@@ -111,6 +111,20 @@ def test_a_branch_hits_its_trunk_and_nothing_else(rig):
     assert rig.restore(branch) == all_bytes(branch) and rig.restore(KEYS) == all_bytes()
 
 
+@pytest.mark.parametrize("hot", [0, 100])
+def test_a_request_does_not_evict_what_it_stands_on(tmp_path, hot):
+    """The oldest chain is hit and extended on a full disk: its own stores must take others' space."""
+    rig = Rig(tmp_path, hot=hot, cap=6)
+    rig.serve(KEYS[:3])
+    for number in range(3):
+        rig.serve([lone_key(100 + number)])
+    assert len(files_in(tmp_path)) == 6
+    rig.compute(KEYS, matched=3).free()
+    rig.settle()
+    assert all(rig.cold.has(h) for h in HASHES)
+    rig.drop()
+
+
 # --------------------------------------------------------------------- the hot tier
 
 
@@ -230,6 +244,19 @@ def test_putting_what_is_hot_evicts_nothing(tmp_path):
     rig.drop()
 
 
+def test_a_block_computed_again_is_written_again_if_its_file_has_gone(tmp_path):
+    rig = Rig(tmp_path, hot=0)
+    rig.serve(KEYS)
+    assert rig.restore(KEYS) == all_bytes(), "its name is known now, and said to be on disk"
+    (tmp_path / rig.cold.path_of(HASHES[5])).unlink()
+    table = rig.compute(KEYS, matched=5)
+    table.free()
+    rig.settle()
+    assert rig.writer.stats.written == 7 and rig.restore(KEYS) == all_bytes()
+    rig.check()
+    rig.drop()
+
+
 @pytest.mark.parametrize("budget", [0, 1, 100])
 def test_twins_computed_at_once(tmp_path, budget):
     rig = Rig(tmp_path, hot=budget)
@@ -290,7 +317,8 @@ def test_refused_space_pauses_the_writer_and_serving_goes_on(tmp_path):
 def test_a_full_disk_pauses_the_writer_with_one_line_and_gives_the_grant_back(tmp_path, caplog):
     rig = Rig(tmp_path, fs=FaultyFileSystem(Fault(3, "error forever", errno.ENOSPC)))
     rig.cold._fs.unlink = lambda path: os.unlink(path)  # a full disk still removes
-    rig.serve(KEYS)
+    rig.compute(KEYS).free()
+    rig.settle()
     assert rig.writer.stats.failed == 6 and rig.ledger.stats().reserved == 0
     assert len([r for r in caplog.records if "no stores for" in r.message]) == 1
     assert files_in(tmp_path) == [] and rig.restore(KEYS) == all_bytes()
@@ -306,7 +334,8 @@ def test_a_full_disk_pauses_the_writer_with_one_line_and_gives_the_grant_back(tm
 
 def test_a_temporary_file_that_cannot_be_removed_keeps_its_grant(tmp_path):
     rig = Rig(tmp_path, fs=FaultyFileSystem(Fault(4, "error forever", errno.EIO)), cap=1)
-    rig.serve(KEYS[:1])
+    rig.compute(KEYS[:1]).free()
+    rig.settle()
     assert rig.ledger.stats().reserved == FILE_DISK_BYTES
     rig.cold._fs.fault = None
     rig.writer.resume()

@@ -88,11 +88,15 @@ class KVStore:
             if block is not None and (block.payload is not None or block.on_disk):
                 table.extend_cached([block])
                 continue
-            if self.cold is None or not self.cold.has(hashes[index]):
+            if not self._has_file(hashes[index]):
                 break
             table.append(self.block_size)
             table.cache(index, hashes[index], None).on_disk = True
-        return len(table.blocks) - start
+        added = len(table.blocks) - start
+        if added:
+            # Now, and not only at the request's end: its own stores could evict what it stands on.
+            self.record_use(hashes[: start + added])
+        return added
 
     def cut(self, table: BlockTable, length: int) -> None:
         """Give back the blocks of `table` past the first `length`."""
@@ -121,6 +125,10 @@ class KVStore:
         """Keep the full block at `index` of `table`: hot where there is room, cold behind it."""
         self.stats.puts += 1
         known = self.pool.get_cached_block(key.block_hash)
+        if known is not None and known.on_disk and not self._has_file(key.block_hash):
+            # Evicted since it was last looked at: or else it would never be written again.
+            self.lose(known)
+            known = self.pool.get_cached_block(key.block_hash)
         on_disk = known is not None and known.on_disk
         hot = known is not None and known.payload is not None
         room = hot or self._make_room(payload.nbytes)
@@ -130,6 +138,9 @@ class KVStore:
             writing = self._submit(key, payload, block)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1
+
+    def _has_file(self, block_hash: BlockHash) -> bool:
+        return self.cold is not None and self.cold.has(block_hash)
 
     def _submit(self, key: BlockKey, payload: WritablePayload, block: Block | None) -> bool:
         assert self.writer is not None

@@ -1,0 +1,130 @@
+"""Fail or crash at the N-th file operation, for every N, then reopen and check (SQLite's method).
+
+The scenario stores three blocks, reads them back cold, stores more until the ledger evicts, restarts
+in the middle and damages one file; so every operation of the seam is met, reads and writes alike.
+Whatever happens: never wrong bytes, never over the cap, the account equals the disk, and after the
+next open no temporary file is left and the store works again.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from faulty_fs import Crash, Fault, FaultyFileSystem, Kind
+from kv_fakes import FILE_DISK_BYTES, Rig, bytes_of, bytes_on_disk, chain, files_in, lone_key, temps_in
+
+CAP = 4
+KEYS = chain(range(12))
+LATER = [lone_key(number) for number in (100, 101, 102)]
+ERRNOS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE]
+CASES = [(kind, number) for kind in ("error", "error forever", "short then error") for number in ERRNOS]
+CASES += [("short", 0), ("crash", 0), ("crash after", 0)]
+assert {kind for kind, _ in CASES} == set(get_args(Kind))
+
+
+class Scenario:
+    """One run over `root`. `over`: sizes seen beyond the cap, at any operation."""
+
+    def __init__(self, root: Path, fault: Fault | None):
+        self.root = root
+        self.over: list[int] = []
+        self.fs = FaultyFileSystem(fault, self.watch)
+        self.restored: list[int] = []
+
+    def watch(self) -> None:
+        if (real := bytes_on_disk(self.root)) > CAP * FILE_DISK_BYTES:
+            self.over.append(real)
+
+    def open(self) -> Rig:
+        return Rig(self.root, hot=1, cap=CAP, fs=self.fs)
+
+    def run(self) -> None:
+        """Raises Crash where the fault is one."""
+        rig = self.open()
+        try:
+            rig.serve(KEYS)
+            self.restored.append(len(rig.restore(KEYS)))
+            self.account(rig)
+            rig.drop()
+            rig = self.open()
+            self.restored.append(len(rig.restore(KEYS)))
+            for key in LATER:
+                rig.serve([key])
+                self.account(rig)
+            for path in files_in(self.root)[:1]:
+                path.write_bytes(path.read_bytes()[:-1] + b"\0")
+            for keys in (KEYS, *([key] for key in LATER)):
+                rig.restore(keys)
+            self.account(rig, tampered=True)
+        finally:
+            rig.drop()
+
+    def account(self, rig: Rig, *, tampered: bool = False) -> None:
+        rig.check()
+        stats = rig.ledger.stats()
+        assert stats.reserved == rig.cold.left * FILE_DISK_BYTES, "a grant leaked"
+        assert len(temps_in(self.root)) == rig.cold.left
+        if not tampered:
+            assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved
+            assert len(files_in(self.root)) == stats.files + rig.cold.left
+
+
+def reopened(root: Path) -> None:
+    """After anything at all, on a disk that works again."""
+    rig = Rig(root, hot=0, cap=CAP)
+    assert temps_in(root) == []
+    stats = rig.ledger.stats()
+    assert (stats.bytes_used, stats.files) == (bytes_on_disk(root), len(files_in(root)))
+    for keys in (KEYS, *([key] for key in LATER)):
+        rig.restore(keys)  # each block the oracle's bytes, or a miss
+    rig.serve(KEYS)
+    assert rig.restore(KEYS) == [bytes_of(key.block_hash) for key in KEYS]
+    rig.check()
+    rig.drop()
+
+
+def operations(root: Path) -> int:
+    """How many operations the scenario has when nothing fails."""
+    scenario = Scenario(root, None)
+    scenario.run()
+    assert scenario.restored == [3, 3] and scenario.over == []
+    return scenario.fs.count
+
+
+def test_without_a_fault_all_is_restored(tmp_path):
+    assert operations(tmp_path) > 60
+    reopened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), CASES, ids=[f"{kind}-{errno.errorcode.get(number, '')}" for kind, number in CASES]
+)
+def test_a_fault_at_every_operation(tmp_path, kind, number):
+    for at in range(1, operations(tmp_path / "0") + 1):
+        root = tmp_path / str(at)
+        scenario = Scenario(root, Fault(at, kind, number))
+        if kind.startswith("crash"):
+            with pytest.raises(Crash):
+                scenario.run()
+        else:
+            scenario.run()
+        assert scenario.fs.hit
+        assert scenario.over == [], f"over the cap at operation {at}"
+        reopened(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 60, 6))
+def test_two_crashes_one_after_the_other(tmp_path, first):
+    """The second run opens what the first one's crash has left, and crashes too."""
+    for second in range(1, 60):
+        root = tmp_path / str(second)
+        for at in (first, second):
+            scenario = Scenario(root, Fault(at, "crash after"))
+            with pytest.raises(Crash):
+                scenario.run()
+            assert scenario.over == []
+        reopened(root)
