@@ -46,7 +46,13 @@ async def test_models_and_health_and_root():
         first, second = listed["data"]
         assert first["id"] == listed["first_id"] == "org/tiny"
         assert first["object"] == first["type"] == "model" and first["display_name"] == "tiny"
-        assert first["omlxd"] == {"state": "ready", "context_length": 4096, "kv_reuse": "", "note": "a test"}
+        assert first["omlxd"] == {
+            "state": "ready",
+            "context_length": 4096,
+            "kv_reuse": "",
+            "block_size": 64,
+            "note": "a test",
+        }
         assert second["omlxd"]["state"] == "loading" and second["omlxd"]["context_length"] is None
         assert (await http.get("/v1/models/org/tiny")).json() == first
         assert (await http.get("/v1/models/claude-opus-5-5")).json() == first

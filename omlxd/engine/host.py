@@ -30,7 +30,7 @@ from .fingerprint import weight_fingerprints
 from .harvest import KVBridge
 from .hot_budget import HotBudget
 from .mlx_adapter import LoadedModel
-from .output import OutputParser
+from .output import OutputParser, prepare
 from .output_thread import OutputThread
 from .prompt import PromptPipeline
 from .request_sink import RequestSink, usage_of
@@ -65,6 +65,7 @@ class EngineHost:
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
         self.prompts = PromptPipeline(self.loaded.tokenizer)
+        prepare(self.loaded.tokenizer)
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
         self._defaults = _sampling_defaults(Path(load.model_path))

@@ -12,11 +12,12 @@ from .engines import Engine, basename
 
 class ModelExtension(msgspec.Struct):
     """What neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
-    `context_length` in tokens, null while the model loads for the first time."""
+    `context_length` and `block_size` in tokens, null while the model loads for the first time."""
 
     state: str
     context_length: int | None
     kv_reuse: str
+    block_size: int | None
     note: str
 
 
@@ -55,6 +56,7 @@ def model_entry(engine: Engine, created: int) -> ModelEntry:
             state=engine.state,
             context_length=context,
             kv_reuse=info.kv_reuse if info else "",
+            block_size=info.block_size if info else None,
             note=info.note if info else "",
         ),
     )
