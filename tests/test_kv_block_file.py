@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from kv_fakes import (
     empty_payload,
     lone_key,
     payload_of,
+    ram_folder,
 )
 from safetensors.numpy import load_file
 
@@ -33,6 +36,12 @@ from omlxd.kv.layout import Group, KVLayout
 
 KEYS = chain(range(12))
 KEY = KEYS[1]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="omlxd-kv-", dir=ram_folder()) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -9,19 +9,36 @@ next open no temporary file is left and the store works again.
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
 import pytest
 from faulty_fs import Crash, Fault, FaultyFileSystem, Kind
-from kv_fakes import FILE_DISK_BYTES, Rig, bytes_of, bytes_on_disk, chain, files_in, lone_key, temps_in
+from kv_fakes import (
+    FILE_DISK_BYTES,
+    Rig,
+    bytes_of,
+    bytes_on_disk,
+    chain,
+    files_in,
+    lone_key,
+    ram_folder,
+    temps_in,
+)
 
 CAP = 4
 KEYS = chain(range(12))
 LATER = [lone_key(number) for number in (100, 101, 102)]
 ERRNOS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EMFILE]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="omlxd-kv-", dir=ram_folder()) as folder:
+        yield Path(folder)
 
 
 class Scenario:

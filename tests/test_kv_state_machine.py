@@ -40,6 +40,7 @@ from kv_fakes import (
     chain,
     files_in,
     payload_of,
+    ram_folder,
     temps_in,
 )
 
@@ -218,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(hot=st.sampled_from([0, 1, 3, 8]), cap=st.integers(0, 10), records=st.integers(1, 30))
     def start(self, hot: int, cap: int, records: int) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-"))
+        self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-", dir=ram_folder()))
         self.over: list[int] = []
         self.cap = cap
         self.records = records

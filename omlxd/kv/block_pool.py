@@ -60,9 +60,10 @@ class BlockPool:
 
     def touch(self, blocks: Iterable[Block]) -> None:
         """Take a reference to each: a hit."""
+        cached, spare = self._cached, self._spare
         for block in blocks:
             if block.ref_cnt == 0:
-                self._queue_of(block).remove(block)
+                (spare if block.block_hash is None else cached).remove(block)
             block.ref_cnt += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
@@ -70,6 +71,7 @@ class BlockPool:
 
         So a parent is always younger than its child, and eviction takes leaves first.
         """
+        cached, spare = self._cached, self._spare
         for block in reversed(blocks):
             block.ref_cnt -= 1
             if block.ref_cnt > 0:
@@ -77,10 +79,9 @@ class BlockPool:
             assert block.ref_cnt == 0, f"{block} freed more often than taken"
             if block.block_hash is None:
                 block.num_tokens = 0
-            self._queue_of(block).append(block)
-
-    def _queue_of(self, block: Block) -> FreeQueue:
-        return self._spare if block.block_hash is None else self._cached
+                spare.append(block)
+            else:
+                cached.append(block)
 
     # ----------------------------------------------------------------- allocation
 
@@ -150,7 +151,8 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         assert block.block_hash is not None
         del self._by_hash[block.block_hash]
-        self.drop_payload(block)
+        if block.payload is not None:
+            self.drop_payload(block)
         block.block_hash = None
         block.on_disk = False
         if block.ref_cnt == 0:

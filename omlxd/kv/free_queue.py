@@ -2,6 +2,10 @@
 
 The list is circular around a sentinel, so that no operation has a special case for an empty list
 or an end. Front: next to be evicted. After vLLM's `FreeKVCacheBlockQueue` (v1/core/kv_cache_utils.py).
+
+`append` and `popleft` link by hand and call no helper, because a Python call is a third of what they
+cost: with helpers, tools/bench/pool.py gave 331 ns for an allocation that evicts, 145 for a free and
+115 for a touch; without, 254, 95 and 79 (the same 2-vCPU machine, in turn).
 """
 
 from __future__ import annotations
@@ -36,7 +40,14 @@ class FreeQueue:
 
     def append(self, block: Block) -> None:
         """To the back: the most recently used."""
-        self._link(block, self._sentinel.prev_free, self._sentinel)
+        assert block.next_free is None, "already in the free queue"
+        sentinel = self._sentinel
+        last = sentinel.prev_free
+        assert last is not None
+        block.prev_free = last
+        block.next_free = sentinel
+        last.next_free = sentinel.prev_free = block
+        self._size += 1
 
     def remove(self, block: Block) -> None:
         before, after = block.prev_free, block.next_free
@@ -48,17 +59,15 @@ class FreeQueue:
 
     def popleft(self) -> Block | None:
         """The least recently used block, or None."""
-        block = self._sentinel.next_free
-        if block is None or block is self._sentinel:
+        if not self._size:
             return None
-        self.remove(block)
+        sentinel = self._sentinel
+        block = sentinel.next_free
+        assert block is not None
+        following = block.next_free
+        assert following is not None
+        sentinel.next_free = following
+        following.prev_free = sentinel
+        block.prev_free = block.next_free = None
+        self._size -= 1
         return block
-
-    def _link(self, block: Block, before: Block | None, after: Block | None) -> None:
-        assert block.next_free is None, "already in the free queue"
-        assert before is not None and after is not None
-        block.prev_free = before
-        block.next_free = after
-        before.next_free = block
-        after.prev_free = block
-        self._size += 1
