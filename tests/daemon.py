@@ -6,6 +6,7 @@ The tiny stub engine of test_serve.py tests the daemon's life; here every prompt
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -144,9 +145,17 @@ class Daemon:
     # ----------------------------------------------------------------- its processes
 
     def engine_pid(self) -> int:
-        engines = [child.pid for child in self.front().children() if "omlxd.engine" in child.cmdline()]
-        assert len(engines) == 1, engines
-        return engines[0]
+        (pid,) = self.engines()
+        return pid
+
+    def engines(self) -> list[int]:
+        """Process ids of engines; of none while a model is looked for, or after one died."""
+        found = []
+        for child in self.front().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "omlxd.engine" in child.cmdline():
+                    found.append(child.pid)
+        return found
 
     def front(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
