@@ -139,6 +139,26 @@ def test_a_payload_of_the_wrong_size_is_not_stored(tier, tmp_path):
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+def test_buffers_of_the_wrong_size_are_not_the_files_fault(tier):
+    path = stored(tier)
+    right = empty_payload().buffers()
+    for buffers in (right[:1], [*right, memoryview(bytearray(1))], []):
+        with pytest.raises(ValueError):
+            tier.load(KEY, buffers)
+    assert path.exists() and load(tier) == bytes_of(KEY.block_hash)
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 703, 704, 705, 1 << 20])
+def test_any_batch_size_reads_the_same_and_sees_the_same(tier, monkeypatch, size):
+    monkeypatch.setattr(block_file, "READ_BYTES", size)
+    path = stored(tier)
+    assert load(tier) == bytes_of(KEY.block_hash)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    refused(tier, path)
+
+
 # --------------------------------------------------------------------- damage
 
 
@@ -314,9 +334,9 @@ def test_an_empty_file_is_a_miss(tier):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ENOMEM])
-@pytest.mark.parametrize("operation", [1, 2, 3])
+@pytest.mark.parametrize("operation", [1, 2, 3, 4])
 def test_a_file_that_cannot_be_read_raises_and_stays(tmp_path, operation, number):
-    """Open, size and read in turn: the disk's trouble is not the file's fault, so it is kept."""
+    """Open, size and both reads in turn: the disk's trouble is not the file's fault, so it is kept."""
     path = stored(ColdTier(tmp_path, block_format()))
     fs = FaultyFileSystem(Fault(operation, "error", number))
     tier = ColdTier(tmp_path, block_format(), fs)

@@ -14,7 +14,7 @@ Metal open, whose buffers must be page aligned.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -26,6 +26,15 @@ from .paths import namespace_dir
 
 FORMAT = "omlxd-kv-1"
 ALIGNMENT = 16384
+READ_BYTES = 256 * 1024
+"""A payload is read this much at a time and digested while it is still in the processor's cache.
+
+As a share of plain reads of the same files (13 to 16 GB/s), scattered into final arrays, page cache
+warm, on 2 shared virtual CPUs, batches of 64 KiB, 128, 256, 512 and of the whole payload:
+
+    9.4 MB, 576 pieces   1 thread  .55 .60 .61 .63 .53    2 threads  .47 .54 .57 .52 .42
+    2.1 MB, 256 pieces   1 thread  .47 .54 .54 .46 .52    2 threads  .44 .50 .50 .46 .50
+"""
 DIGEST_HEX = 32
 _TOKEN_DIGITS = 10
 
@@ -101,17 +110,28 @@ class BlockFormat:
         Raises BlockFileError when the file is anything but this block's, whole; OSError as reads do.
         The buffers hold garbage after an error.
         """
+        if sum(map(len, buffers)) != self.data_bytes:
+            raise ValueError("the buffers are not byte views of one payload")  # and not the file's fault
         size = fs.size(fd)
         if size != self.file_bytes:
             raise BlockFileError(f"{size} bytes instead of {self.file_bytes}")
         header = bytearray(self.header_bytes)
-        if read_all(fs, fd, [memoryview(header), *buffers]) != self.file_bytes:
+        if read_all(fs, fd, [memoryview(header)]) != self.header_bytes:
             raise BlockFileError("ends early")
         at = self._DIGEST_AT
         digest = bytes(header[at : at + DIGEST_HEX])
         if bytes(header) != self.header(key, digest):
             raise BlockFileError("its header is not this block's")
-        if digest_of(buffers) != digest:
+        state = xxhash.xxh3_128()
+        offset = self.header_bytes
+        for batch in _batches(buffers):
+            done = read_all(fs, fd, batch, offset)
+            offset += done
+            if done != sum(map(len, batch)):
+                raise BlockFileError("ends early")
+            for buffer in batch:
+                state.update(buffer)
+        if state.hexdigest().encode() != digest:
             raise BlockFileError("its payload fails its digest")
 
 
@@ -121,6 +141,22 @@ def digest_of(buffers: Iterable[memoryview]) -> bytes:
     for buffer in buffers:
         state.update(buffer)
     return state.hexdigest().encode()
+
+
+def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """The same bytes in the same order, in lists of at most READ_BYTES; longer buffers are cut."""
+    batch: list[memoryview] = []
+    room = READ_BYTES
+    for whole in buffers:
+        buffer = whole
+        while len(buffer) > room:
+            yield [*batch, buffer[:room]]
+            buffer = buffer[room:]
+            batch, room = [], READ_BYTES
+        batch.append(buffer)
+        room -= len(buffer)
+    if batch:
+        yield batch
 
 
 def _tensor_section(layout: KVLayout, block_size: int) -> bytes:

@@ -75,9 +75,9 @@ class PosixFileSystem:
 
 
 def read_all(fs: FileSystem, fd: int, buffers: Sequence[memoryview], offset: int = 0) -> int:
-    """Fill `buffers` from `offset` on, whatever the kernel returns at a time. Returns bytes read.
+    """Fill `buffers`, byte views, from `offset` on, whatever the kernel returns at a time.
 
-    Fewer bytes than the buffers hold means that the file ended.
+    Returns bytes read. Fewer bytes than the buffers hold means that the file ended.
     """
     return _all(lambda part, done: fs.readv(fd, part, offset + done), buffers)
 
@@ -91,13 +91,16 @@ def _all(transfer: Callable[[Sequence[memoryview], int], int], buffers: Sequence
     left = list(buffers)
     at = done = 0
     while at < len(left):
-        count = transfer(left[at : at + IOV_MAX], done)
+        part = left[at : at + IOV_MAX]
+        count = transfer(part, done)
         if count <= 0:
             break
         done += count
-        while at < len(left) and count >= left[at].nbytes:
-            count -= left[at].nbytes
+        if count == sum(map(len, part)):  # Nearly always; stepping over each buffer costs more than the call.
+            at += len(part)
+            continue
+        while count >= len(left[at]):
+            count -= len(left[at])
             at += 1
-        if count:
-            left[at] = left[at][count:]
+        left[at] = left[at][count:]
     return done
