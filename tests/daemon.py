@@ -161,11 +161,14 @@ class Daemon:
         return psutil.Process(self.process.pid)
 
     def kill(self) -> None:
-        """SIGKILL the front alone, as a crash would; returns once neither it nor its engine lives."""
-        family = [self.front(), *self.front().children(recursive=True)]
+        """SIGKILL the front alone, as a crash would; fails if its engine outlives it."""
+        family = self._family()
         self.process.kill()
         self.process.wait()
         wait_until(lambda: not any(map(_alive, family)), 2.0, lambda: f"alive: {[*filter(_alive, family)]}")
+
+    def _family(self) -> list[psutil.Process]:
+        return self.front().children(recursive=True)
 
     def stop(self, timeout: float = 20.0) -> int:
         """SIGTERM; the exit status."""
@@ -175,11 +178,13 @@ class Daemon:
     def close(self) -> None:
         """End whatever still runs."""
         if self.process.poll() is None:
-            family = self.front().children(recursive=True)
+            family = self._family()
             self.process.kill()
             self.process.wait()
-            _, left = psutil.wait_procs(family, timeout=3)
-            for process in left:
+            deadline = time.monotonic() + 2.0
+            while any(map(_alive, family)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            for process in filter(_alive, family):
                 process.kill()
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -153,9 +153,9 @@ def test_others_decode_while_a_long_prompt_prefills(serving: Daemon):
                     events.append((time.monotonic(), name))
 
     with ThreadPoolExecutor(8) as pool:
-        long = pool.submit(ask, "long", prose(3000, seed=40), 4)
+        long = pool.submit(ask, "long", prose(2400, seed=40), 4)
         time.sleep(0.3)
-        short = [pool.submit(ask, f"short {n}", f"{n} short ones", 16) for n in range(7)]
+        short = [pool.submit(ask, f"short {n}", f"{n} short ones", 12) for n in range(7)]
         for asked in [long, *short]:
             asked.result()
     first_of_long = min(at for at, name in events if name == "long")
@@ -179,7 +179,7 @@ def test_first_event_comes_at_once(serving: Daemon):
     took = []
     for seed in range(50, 53):
         began = time.monotonic()
-        with serving.stream("/v1/messages", body(serving.model, prose(3000, seed=seed))) as answer:
+        with serving.stream("/v1/messages", body(serving.model, prose(2500, seed=seed))) as answer:
             first = next(answer.iter_lines())
             took.append(time.monotonic() - began)
             assert first == "event: message_start"
@@ -208,18 +208,18 @@ def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
 
 
 def test_disconnect_in_mid_prefill_frees_the_slot_and_keeps_what_was_computed(one_slot: Daemon):
-    prompt = prose(1200)
+    prompt = prose(900)
     with one_slot.stream("/v1/messages", body(one_slot.model, prompt)) as answer:
         next(answer.iter_lines())
-        time.sleep(1.0)
+        time.sleep(0.7)
     began = time.monotonic()
     one_slot.messages("hello", max_tokens=1)
     freed = time.monotonic() - began
     began = time.monotonic()
     usage = own_usage(one_slot.messages(prompt, max_tokens=1))
     whole = time.monotonic() - began
-    assert usage["cached_hot"] + usage["cached_cold"] >= 1024
-    assert usage["computed"] > 1024, "the prompt was computed to its end: nothing was interrupted"
+    assert usage["cached_hot"] + usage["cached_cold"] >= 512
+    assert usage["computed"] > 500, "the prompt was computed to its end: nothing was interrupted"
     assert freed < whole / 2 + 1
 
 
