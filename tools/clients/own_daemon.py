@@ -33,7 +33,15 @@ class OwnDaemon:
         self._process.wait()
 
     def start(self) -> None:
-        """Start it and wait for the model. Raises RuntimeError."""
+        """Start it and wait for the model. Raises RuntimeError, leaving no process behind."""
+        try:
+            self._start()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _start(self) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
         command = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
         with (self._home / "daemon.log").open("a") as log:
