@@ -151,8 +151,10 @@ class TrackedStore(KVStore):
 
     held: dict[bytes, Block]
 
-    def _submit(self, key: BlockKey, payload: WritablePayload, block: Block | None) -> bool:
-        taken = super()._submit(key, payload, block)
+    def submit(
+        self, key: BlockKey, payload: WritablePayload, block: Block | None, tier: ColdTier | None = None
+    ) -> bool:
+        taken = super().submit(key, payload, block, tier)
         if taken and block is not None:
             self.held[key.block_hash] = block
         return taken

@@ -21,8 +21,10 @@ from omlxd.engine.harvest import KVBridge
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
+from omlxd.engine.state_keeper import StateKeeper
 from omlxd.kv.block_file import BlockFormat
 from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.checkpoints import CheckpointFiles, Checkpoints
 from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger import Ledger
@@ -156,7 +158,15 @@ class Rig:
             writer=writer,
             space=space,
         )
-        self.scheduler.bridge = KVBridge(loaded.model, loaded.layout, self.store, self.scheduler.post)
+        self.keeper: StateKeeper | None = None
+        if loaded.states is not None and loaded.states.tensors:
+            files = None
+            if self.root is not None:
+                files = CheckpointFiles(self.root, self.namespace, loaded.states.at)
+            self.keeper = StateKeeper(loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK)
+        self.scheduler.bridge = KVBridge(
+            loaded.model, loaded.layout, self.store, self.scheduler.post, self.keeper
+        )
 
     def start(
         self, tokens: Seq[int], n: int = 8, sampling: Sampling = GREEDY, eos: Seq[int] = (), salt: str = ""

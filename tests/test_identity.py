@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from families import FP32_ONLY, OTHERS, TOKEN_KV, VOCAB, build_family
+from families import FP32_ONLY, TOKEN_KV, VOCAB, build_family
 from rig import BLOCK, Rig
 
 CASES = [(f, d) for f in TOKEN_KV for d in ("fp32", "bf16") if not (d == "bf16" and f in FP32_ONLY)]
@@ -127,19 +127,6 @@ def test_a_turn_that_extends_the_last_one_reuses_prompt_and_output(model: Path, 
         # from a chunk: the tokens are the same, the logits may differ in the last bit.
         assert output.got == uncached(second, 12)[0]
         assert output.hot == 229 // BLOCK * BLOCK
-
-
-@pytest.mark.parametrize("family", OTHERS)
-def test_families_with_other_caches_are_served_without_reuse_and_say_so(family: str, tmp_path: Path):
-    folder = build_family(family, tmp_path / family)
-    with Rig(folder) as rig:
-        assert "not per token" in rig.loaded.kv_reuse
-        tokens = prompt(200)
-        alone = rig.run(tokens, 8).got
-        assert rig.run(tokens, 8).got == alone
-        together = [rig.start(p, 8) for p in (tokens, prompt(90, seed=5), tokens)]
-        assert [together[0].tokens(), together[2].tokens()] == [alone, alone]
-        together[1].tokens()
 
 
 if __name__ == "__main__":  # the child that is killed

@@ -33,7 +33,9 @@ def test_every_family_is_told_by_its_caches(family: str, folders):
     loaded = mlx_adapter.load(folders(family))
     classes = {type(c).__name__ for c in mlx_adapter.new_cache(loaded.model, 100)}
     assert classes == CACHE_CLASSES[family]
-    assert (loaded.layout is not None) == (family in TOKEN_KV) == (loaded.kv_reuse == "")
+    assert loaded.layout is not None and loaded.states is not None and loaded.kv_reuse == ""
+    assert bool(loaded.states.tensors) == (family not in TOKEN_KV)
+    assert bool(loaded.layout.groups) == ("KVCache" in classes)
     assert loaded.weight_bytes > 0 and loaded.context_length > 0
 
 

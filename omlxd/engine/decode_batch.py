@@ -77,6 +77,12 @@ class DecodeBatch:
         index = self.rows.index(row)
         return mlx_adapter.row_tensors(self._cache, index, row.kv_length, start, stop)
 
+    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+        """State of a row that exists only at its position; lazy, as `row_tensors`."""
+        if not self._merged:
+            return mlx_adapter.state_tensors(self._cache)
+        return mlx_adapter.row_states(self._cache, self.rows.index(row))
+
     # ----------------------------------------------------------------- stepping
 
     def step(self) -> list[tuple[Sequence, int]]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kv.hashing import BlockHash, hash_blocks
+from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter
 from .payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks
 from .sequence import Sequence, capacity_for
+from .state_keeper import StateKeeper
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,10 @@ READERS = 8
 
 
 class KVBridge:
-    """One engine's traffic with its store. `post(f)` runs `f` on the engine thread."""
+    """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
+
+    states  for a model that also keeps state which exists only at a position; else None
+    """
 
     def __init__(
         self,
@@ -35,10 +39,12 @@ class KVBridge:
         layout: KVLayout,
         store: KVStore,
         post: Callable[[Callable[[], None]], None],
+        states: StateKeeper | None = None,
         readers: int = READERS,
     ):
         self._model = model
         self._layout = layout
+        self.states = states
         self.store = store
         self._post = post
         self._block = store.block_size
@@ -53,12 +59,12 @@ class KVBridge:
         tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
         """
         table = sequence.table
-        if table is None:
+        if table is None or not self._layout.groups:
             return
         if sequence.kv_length > table.num_tokens:
             table.append(sequence.kv_length - table.num_tokens)
         full = sequence.kv_length // self._block
-        self._hash_output(sequence, full)
+        sequence.hash_output(full, self._block)
         for run in self._wanted_runs(sequence, full):
             first, last = run[0] * self._block, (run[-1] + 1) * self._block
             starts = [(index - run[0]) * self._block for index in run]
@@ -76,13 +82,6 @@ class KVBridge:
                 return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
 
             self.harvest(sequence, cut)
-
-    def _hash_output(self, sequence: Sequence, full: int) -> None:
-        known = len(sequence.hashes)
-        if full > known:
-            parent = sequence.hashes[-1] if known else sequence.root
-            fresh = sequence.tokens[known * self._block : full * self._block]
-            sequence.hashes += hash_blocks(parent, fresh, self._block)
 
     def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
         """Indices of blocks to copy, as runs of neighbours."""
@@ -103,6 +102,8 @@ class KVBridge:
             return
         sequence.table = None
         used = sequence.hashes[: table.num_full]
+        if self.states is not None:
+            self.states.finish(sequence)
         table.free()
         if used:
             self._background.submit(self._record_use, used)
@@ -123,8 +124,15 @@ class KVBridge:
         """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
         if sequence.table is None:
             sequence.table = self.store.new_table()
-        self.store.extend_match(sequence.table, sequence.hashes, self.limit(sequence))
-        return any(block.payload is None for block in sequence.table.blocks)
+        table, limit = sequence.table, self.limit(sequence)
+        if self._layout.groups:
+            self.store.extend_match(table, sequence.hashes, limit)
+            limit = len(table.blocks)
+        if self.states is not None:
+            self.store.cut(table, self.states.match(sequence, limit))
+            if sequence.resume and not self.states.is_hot(sequence):
+                return True
+        return any(block.payload is None for block in table.blocks)
 
     def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
@@ -139,6 +147,9 @@ class KVBridge:
         Blocks that another request has computed meanwhile are found here too.
         """
         table = sequence.table
+        if self.states is not None:
+            self._catch_up_to_checkpoint(sequence)
+            return
         if table is None or sequence.kv_length % self._block:
             return
         have = sequence.kv_length // self._block
@@ -151,19 +162,41 @@ class KVBridge:
                 break
             payloads.append(block.payload)
         self.store.cut(table, have + len(payloads))
-        if not payloads:
-            return
+        if payloads:
+            self._append(sequence, payloads)
+
+    def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
+        """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
         count = len(payloads) * self._block
         capacity = capacity_for(sequence.prompt_length, sequence.max_new)
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
-        tensors = join_blocks(self._layout, payloads)
+        tensors = join_blocks(self._layout, payloads) if payloads else {}
         mlx_adapter.append_tokens(sequence.cache, tensors, sequence.kv_length, count, capacity)
         del tensors
         mx.eval(mlx_adapter.state_arrays(sequence.cache))
         sequence.kv_length += count
-        sequence.harvested = max(sequence.harvested, have + len(payloads))
+        sequence.harvested = max(sequence.harvested, sequence.kv_length // self._block)
         sequence.restored_hot += count
+
+    def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
+        """As `catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
+        table, blocks = sequence.table, sequence.resume
+        if self.states is None or table is None or sequence.kv_length or not blocks:
+            return
+        payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
+        state = self.states.hot(sequence)
+        if state is None or len(payloads) != len(table.blocks):
+            self.store.cut(table, 0)
+            sequence.resume = 0
+            return
+        sequence.cache = mlx_adapter.new_cache(
+            self._model, capacity_for(sequence.prompt_length, sequence.max_new)
+        )
+        self.states.put_into(sequence.cache, state, blocks * self._block)
+        self._append(sequence, payloads)
+        if not payloads:
+            sequence.kv_length = sequence.restored_hot = blocks * self._block
 
     def promote_later(self, sequence: Sequence) -> None:
         """Read blocks that came from the cold tier into the hot one, in the background."""
@@ -214,11 +247,14 @@ class Restore:
         self._sequence = sequence
         self._ready = ready
         assert sequence.table is not None
+        sequence.restores += 1
+        self._state: MLXPayload | None = None
+        self._state_cold = False
         self._blocks = list(sequence.table.blocks)
         self._cold = [block.payload is None for block in self._blocks]
         self._keys = [sequence.key(i, bridge._block) for i in range(len(self._blocks))]
         self._good = [False] * len(self._blocks)
-        self._left = len(self._blocks)
+        self._left = len(self._blocks) + 1
         self._lock = threading.Lock()
         self._landing: Landing | None = None
 
@@ -234,8 +270,18 @@ class Restore:
             log.exception("restore: can't allocate")
             bridge._post(self._settle)
             return
+        bridge._readers.submit(self._fill_state)
         for index in range(len(self._blocks)):
             bridge._readers.submit(self._fill, index)
+
+    def _fill_state(self) -> None:
+        try:
+            if (states := self._bridge.states) is not None:
+                self._state, self._state_cold = states.read(self._sequence)
+        except Exception:
+            log.exception("restore: a checkpoint failed")
+        finally:
+            self._one_less()
 
     def _fill(self, index: int) -> None:
         landing = self._landing
@@ -250,11 +296,14 @@ class Restore:
         except Exception:
             log.exception("restore: block %d failed", index)
         finally:
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            if last:
-                self._bridge._post(self._settle)
+            self._one_less()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._bridge._post(self._settle)
 
     def _settle(self) -> None:
         """On the engine thread: the good prefix becomes the sequence's cache."""
@@ -264,12 +313,23 @@ class Restore:
         for block, fine in zip(self._blocks, self._good, strict=True):
             if not fine and self._landing is not None and not sequence.cancelled:
                 bridge.store.lose(block)
+        if bridge.states is not None and (good < len(self._good) or self._state is None):
+            # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
+            good = 0
+            sequence.resume = 0
         bridge.store.cut(table, good)
-        if good and self._landing is not None:
-            sequence.kv_length = good * bridge._block
-            sequence.harvested = good
+        if self._landing is not None and (good or sequence.resume):
+            blocks = sequence.resume or good
+            sequence.kv_length = blocks * bridge._block
+            sequence.harvested = blocks
             sequence.cache = mlx_adapter.filled_cache(bridge._model, self._landing.take(), sequence.kv_length)
             cold = sum(self._cold[:good])
+            if bridge.states is not None and self._state is not None:
+                bridge.states.put_into(sequence.cache, self._state, sequence.kv_length)
+                if self._state_cold:
+                    bridge.states.keep_hot(sequence, self._state)
+                if not good:  # no per-token KV: the state is all that there is
+                    good, cold = blocks, blocks * self._state_cold
             sequence.restored_cold += cold * bridge._block
             sequence.restored_hot += (good - cold) * bridge._block
         self._landing = None

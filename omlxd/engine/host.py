@@ -19,6 +19,7 @@ from ..chat import GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, PromptTooLong
 from ..kv.block_file import BlockFormat
 from ..kv.block_pool import BlockPool
+from ..kv.checkpoints import CheckpointFiles, Checkpoints
 from ..kv.cold_tier import ColdTier
 from ..kv.hashing import BlockHash, chain_root, hash_blocks, namespace_of
 from ..kv.paths import namespace_dir
@@ -37,6 +38,7 @@ from .request_sink import RequestSink, usage_of
 from .sampling import RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .state_keeper import StateKeeper
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,7 @@ class EngineHost:
                 "format": KV_FORMAT,
                 "weights": weight_fingerprints(path, memo),
                 "layout": layout.facts(),
+                "states": self.loaded.states.facts() if self.loaded.states else [],
                 "block_size": self._settings.block_size,
                 "versions": mlx_adapter.versions(),
                 "adapter": "",
@@ -111,7 +114,17 @@ class EngineHost:
             writer=writer,
             space=space if cold else None,
         )
-        return KVBridge(loaded.model, loaded.layout, store, self.scheduler.post)
+        return KVBridge(loaded.model, loaded.layout, store, self.scheduler.post, self._keeper(loaded, store))
+
+    def _keeper(self, loaded: LoadedModel, store: KVStore) -> StateKeeper | None:
+        """For a model with state that exists only at a position."""
+        states, settings = loaded.states, self._settings
+        if states is None or not states.tensors or loaded.layout is None:
+            return None
+        files = None
+        if settings.cold_dir:
+            files = CheckpointFiles(Path(settings.cold_dir), self.namespace, states.at)
+        return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
 
     def _info(self, load: wire.Load) -> wire.ModelInfo:
         loaded = self.loaded

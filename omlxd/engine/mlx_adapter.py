@@ -5,6 +5,8 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
   `step` tokens, an attribute that an instance may override;
 - a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
 - a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
+- state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
+  order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary).
 """
 
@@ -15,11 +17,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as mlx_load
 
@@ -41,9 +51,54 @@ _SAFETENSORS_DTYPE = {
 _BY_NAME = {name: dtype for dtype, name in _SAFETENSORS_DTYPE.items()}
 
 
+@dataclass(slots=True, frozen=True)
+class StateTensor:
+    """One tensor of state. `shape` is a batch of one's; `window` > 0: axis 2 is a window of that size."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    window: int
+
+
+@dataclass(slots=True, frozen=True)
+class StateLayout:
+    """Everything that a model keeps at a position besides per-token KV."""
+
+    tensors: tuple[StateTensor, ...]
+
+    def shape(self, tensor: StateTensor, position: int) -> tuple[int, ...]:
+        """Shape after `position` tokens."""
+        if not tensor.window:
+            return tensor.shape
+        return (*tensor.shape[:2], min(position, tensor.window), *tensor.shape[3:])
+
+    def at(self, position: int) -> KVLayout:
+        """The layout of a checkpoint after `position` tokens: a group a tensor, flat."""
+        groups = [Group((t.name,), 1, prod(self.shape(t, position)), t.dtype) for t in self.tensors]
+        return KVLayout(tuple(groups))
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes after `position` tokens, by name."""
+        return {t.name: self.shape(t, position) for t in self.tensors}
+
+    def nbytes(self, position: int) -> int:
+        """Bytes of a checkpoint after `position` tokens."""
+        return self.at(position).nbytes(1)
+
+    def facts(self) -> list[list[object]]:
+        """Plain JSON, for the namespace."""
+        return [[t.name, list(t.shape), t.dtype, t.window] for t in self.tensors]
+
+
 @dataclass(slots=True)
 class LoadedModel:
-    """A model ready to run. `layout` None: its KV can't be reused, and `kv_reuse` says why."""
+    """A model ready to run.
+
+    layout   its per-token KV; without groups when it keeps none
+    states   its state that exists only at a position; without tensors when it keeps none
+    Both None: its KV can't be reused, and `kv_reuse` says why.
+    """
 
     model: Any
     tokenizer: TokenizerWrapper
@@ -52,6 +107,7 @@ class LoadedModel:
     vocab_size: int
     weight_bytes: int
     layout: KVLayout | None
+    states: StateLayout | None
     kv_reuse: str
     batchable: bool
 
@@ -91,6 +147,7 @@ def load(path: Path) -> LoadedModel:
         vocab_size=int(logits.shape[-1]),
         weight_bytes=_tree_bytes(model.parameters()),
         layout=None if obstacle else _layout_of(cache),
+        states=None if obstacle else _states_of(cache),
         kv_reuse=obstacle,
         batchable=_batchable(cache),
     )
@@ -111,22 +168,51 @@ def _tree_bytes(tree: Any) -> int:
     return sum(_tree_bytes(child) for child in children)
 
 
+def _leaves(cache: Cache) -> list[tuple[str, Any]]:
+    """(name, cache) of every layer, the members of a `CacheList` each for itself."""
+    found: list[tuple[str, Any]] = []
+    for index, layer in enumerate(cache):
+        _add_leaves(f"layers.{index}", layer, found)
+    return found
+
+
+def _add_leaves(name: str, layer: Any, found: list[tuple[str, Any]]) -> None:
+    if isinstance(layer, CacheList):
+        for index, member in enumerate(layer.caches):
+            _add_leaves(f"{name}.{index}", member, found)
+    else:
+        found.append((name, layer))
+
+
 def _reuse_obstacle(cache: Cache) -> str:
-    """Empty when every layer keeps plain per-token KV; else the reason why prefixes aren't reused."""
-    others = sorted({type(c).__name__ for c in cache if type(c) is not KVCache})
+    """Empty when all that the model keeps can be stored and brought back; else the reason why not."""
+    leaves = [leaf for _, leaf in _leaves(cache)]
+    others = {
+        type(leaf).__name__ for leaf in leaves if type(leaf) not in (KVCache, RotatingKVCache, ArraysCache)
+    }
     if others:
-        return f"layers of this model keep {', '.join(others)}: state that is not per token"
-    if any(c.keys is None for c in cache):
-        return "a layer of this model keeps no KV of its own"
-    if any(array.dtype not in _SAFETENSORS_DTYPE for c in cache for array in (c.keys, c.values)):
-        return "its KV has a type that can't be stored"
+        return f"layers of this model keep {', '.join(sorted(others))}: state that omlxd can't store yet"
+    if any(isinstance(leaf, RotatingKVCache) and leaf.keep for leaf in leaves):
+        return "layers of this model keep their first tokens beside a window: omlxd can't store that yet"
+    arrays = [array for leaf in leaves for _, array in _leaf_tensors("", leaf)]
+    if any(array is None for array in arrays):
+        return "a layer of this model keeps no state of its own"
+    if any(array.dtype not in _SAFETENSORS_DTYPE for array in arrays):
+        return "its state has a type that can't be stored"
     return ""
+
+
+def _leaf_tensors(name: str, leaf: Any) -> list[tuple[str, Any]]:
+    """Arrays of one cache as it keeps them; None where it has none yet."""
+    if isinstance(leaf, ArraysCache):
+        return [(f"{name}.state.{i}", array) for i, array in enumerate(leaf.cache)]
+    return [(f"{name}.keys", leaf.keys), (f"{name}.values", leaf.values)]
 
 
 def _batchable(cache: Cache) -> bool:
     return all(
-        hasattr(type(c), "merge") and not (isinstance(c, RotatingKVCache) and getattr(c, "keep", 0))
-        for c in cache
+        hasattr(type(leaf), "merge") and not (isinstance(leaf, RotatingKVCache) and leaf.keep)
+        for _, leaf in _leaves(cache)
     )
 
 
@@ -138,16 +224,30 @@ def _layout_of(cache: Cache) -> KVLayout:
     return KVLayout(tuple(Group(tuple(names), *shape) for shape, names in members.items()))
 
 
+def _states_of(cache: Cache) -> StateLayout:
+    found: list[StateTensor] = []
+    for name, leaf in _leaves(cache):
+        if type(leaf) is KVCache:
+            continue
+        window = leaf.max_size if isinstance(leaf, RotatingKVCache) else 0
+        found += [
+            StateTensor(tensor, tuple(array.shape), _SAFETENSORS_DTYPE[array.dtype], window)
+            for tensor, array in _leaf_tensors(name, leaf)
+        ]
+    return StateLayout(tuple(found))
+
+
 def _named(cache: Cache) -> list[tuple[str, mx.array]]:
-    named: list[tuple[str, mx.array]] = []
-    for index, layer in enumerate(cache):
-        named.append((f"layers.{index}.keys", layer.keys))
-        named.append((f"layers.{index}.values", layer.values))
-    return named
+    return [
+        tensor
+        for name, leaf in _leaves(cache)
+        if type(leaf) is KVCache
+        for tensor in _leaf_tensors(name, leaf)
+    ]
 
 
 def tensors(cache: Cache) -> dict[str, mx.array]:
-    """The KV arrays of a plain cache by the layout's names, as they are now; keep no reference.
+    """The per-token KV arrays by the layout's names, as they are now; keep no reference.
 
     A live reference or view makes MLX copy the whole array at the next append.
     """
@@ -179,28 +279,28 @@ def new_cache(model: Any, capacity: int) -> Cache:
     the size is known.
     """
     cache = make_prompt_cache(model)
-    for layer in cache:
-        if type(layer) is KVCache:
-            layer.step = round_up(capacity)
+    for _, leaf in _leaves(cache):
+        if type(leaf) is KVCache:
+            leaf.step = round_up(capacity)
     return cache
 
 
 def filled_cache(model: Any, arrays: dict[str, mx.array], length: int) -> Cache:
     """A cache over `arrays` (by layout name, each (1, heads, capacity, dim)) holding `length` tokens."""
     cache = make_prompt_cache(model)
-    for index, layer in enumerate(cache):
-        layer.keys = arrays[f"layers.{index}.keys"]
-        layer.values = arrays[f"layers.{index}.values"]
-        layer.offset = length
-        layer.step = max(GROW_STEP, round_up(length // 4))
+    for name, leaf in _leaves(cache):
+        if type(leaf) is KVCache:
+            leaf.keys, leaf.values = arrays[f"{name}.keys"], arrays[f"{name}.values"]
+            leaf.offset = length
+            leaf.step = max(GROW_STEP, round_up(length // 4))
     return cache
 
 
 def after_prefill(cache: Cache, length: int) -> None:
     """Grow geometrically from here on, not by the size of the first allocation."""
-    for layer in cache:
-        if type(layer) is KVCache:
-            layer.step = max(GROW_STEP, round_up(length // 4))
+    for _, leaf in _leaves(cache):
+        if type(leaf) is KVCache:
+            leaf.step = max(GROW_STEP, round_up(length // 4))
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:
@@ -209,9 +309,11 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
     arrays    by layout name, each (1, heads, count, dim), in the compute type
     capacity  tokens to allocate for when the cache is still empty
     """
-    for index, layer in enumerate(cache):
+    for name, layer in _leaves(cache):
+        if type(layer) is not KVCache:
+            continue
         for attribute in ("keys", "values"):
-            new = arrays[f"layers.{index}.{attribute}"]
+            new = arrays[f"{name}.{attribute}"]
             have = getattr(layer, attribute)
             if have is None or have.shape[2] < start + count:
                 room = round_up(max(capacity, start + count))
@@ -223,6 +325,41 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
             have[..., start : start + count, :] = new
             setattr(layer, attribute, have)
         layer.offset = start + count
+
+
+def state_tensors(cache: Cache) -> dict[str, mx.array]:
+    """State that exists only at the cache's position, by name, in canonical form; lazy."""
+    found: dict[str, mx.array] = {}
+    for name, leaf in _leaves(cache):
+        if isinstance(leaf, RotatingKVCache):
+            for tensor, array in _leaf_tensors(name, leaf):
+                ordered = leaf._temporal_order(array)
+                found[tensor] = ordered[..., -min(leaf.offset, leaf.max_size) :, :]
+        elif isinstance(leaf, ArraysCache):
+            found |= dict(_leaf_tensors(name, leaf))
+    return found
+
+
+def put_states(cache: Cache, states: dict[str, mx.array], position: int) -> None:
+    """Set the state after `position` tokens. `states` as `state_tensors` gave them."""
+    for name, leaf in _leaves(cache):
+        if isinstance(leaf, RotatingKVCache):
+            leaf.keys, leaf.values = states[f"{name}.keys"], states[f"{name}.values"]
+            leaf.offset, leaf._idx = position, leaf.keys.shape[2]
+        elif isinstance(leaf, ArraysCache):
+            leaf.cache = [states[f"{name}.state.{i}"] for i in range(len(leaf.cache))]
+
+
+def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
+    """`state_tensors` of one row of a batch."""
+    return state_tensors([_extract(layer, row) for layer in batch])
+
+
+def _extract(layer: Any, row: int) -> Any:
+    if hasattr(layer, "caches"):
+        return CacheList(*(_extract(member, row) for member in layer.caches))
+    # Per-token KV is not looked at, and taking it out would copy all of it.
+    return KVCache() if type(layer) is BatchKVCache else layer.extract(row)
 
 
 def state_arrays(cache: Cache) -> list[mx.array]:
@@ -261,13 +398,15 @@ def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
 
 
 def row_tensors(batch: Cache, row: int, length: int, start: int, stop: int) -> dict[str, mx.array]:
-    """Tokens `start` to `stop` of one row of a batch of plain caches; lazy slices, evaluate them soon.
+    """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon.
 
     length  tokens that the row holds
     """
     views: dict[str, mx.array] = {}
-    for index, layer in enumerate(batch):
+    for name, layer in _leaves(batch):
+        if type(layer) is not BatchKVCache:
+            continue
         shift = layer._idx - length
-        views[f"layers.{index}.keys"] = layer.keys[row : row + 1, :, shift + start : shift + stop]
-        views[f"layers.{index}.values"] = layer.values[row : row + 1, :, shift + start : shift + stop]
+        for tensor, array in _leaf_tensors(name, layer):
+            views[tensor] = array[row : row + 1, :, shift + start : shift + stop]
     return views

@@ -65,6 +65,29 @@ def copy_blocks(
     return [MLXPayload(tuple(arrays)) for arrays in cut]
 
 
+def copy_state(layout: KVLayout, tensors: Mapping[str, mx.array]) -> MLXPayload:
+    """Copy a checkpoint's tensors, evaluated. `layout`: `StateLayout.at` the tensors' position."""
+    copied: list[mx.array] = []
+    for group in layout.groups:
+        flat = mx.contiguous(tensors[group.names[0]]).reshape(group.shape(1))
+        # A tensor that is contiguous already would be shared, and pin or be changed with its owner.
+        copied.append((flat.view(mx.uint16) if group.dtype == "BF16" else flat) + 0)
+    mx.eval(copied)
+    return MLXPayload(tuple(copied))
+
+
+def view_state(
+    layout: KVLayout, payload: MLXPayload, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, mx.array]:
+    """The inverse, by name; the cache that gets them must not change them in place: copies, lazy."""
+    found: dict[str, mx.array] = {}
+    for group, array in zip(layout.groups, payload.arrays, strict=True):
+        own = array + 0
+        typed = own.view(compute_dtype(group.dtype)) if group.dtype == "BF16" else own
+        found[group.names[0]] = typed.reshape(shapes[group.names[0]])
+    return found
+
+
 def join_blocks(layout: KVLayout, payloads: Sequence[MLXPayload]) -> dict[str, mx.array]:
     """The inverse: tensors by layout name, each (1, heads, tokens, dim) in compute type; lazy."""
     tensors: dict[str, mx.array] = {}

@@ -215,11 +215,21 @@ class Scheduler:
         self.prefilled_tokens += stop - start
         if stop < length:
             del logits
-            if self.bridge is not None:
-                self.bridge.harvest_prefilled(sequence)
+            self._keep_prefilled(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
         self._first_token(sequence, logits[:, -1, :])
+
+    def _keep_prefilled(self, sequence: Sequence) -> None:
+        """Offer the store what a sequence that is in no batch has computed."""
+        cache = sequence.cache
+        if self.bridge is None or cache is None:
+            return
+        self.bridge.harvest_prefilled(sequence)
+        if self.bridge.states is not None:
+            self.bridge.states.after_chunk(
+                sequence, self._last_boundary(sequence), lambda: mlx_adapter.state_tensors(cache)
+            )
 
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
@@ -232,8 +242,7 @@ class Scheduler:
             )
         if self._accept(sequence, token):
             # The token is out; now there is time to store the last blocks.
-            if self.bridge is not None:
-                self.bridge.harvest_prefilled(sequence)
+            self._keep_prefilled(sequence)
             sequence.state = State.DECODING
             self._batch_for(sequence).join(sequence)
         else:
@@ -286,6 +295,7 @@ class Scheduler:
             emitted = batch.step()
             leaving = [s for s, token in emitted if not self._accept(s, token)]
             self.decoded_tokens += len(emitted)
+            self._hold_states(batch)
             self._leave(batch, leaving)
             for sequence, _ in emitted:
                 if sequence.kv_length - sequence.harvested * self._block >= HARVEST_TOKENS:
@@ -295,6 +305,13 @@ class Scheduler:
             self._batches.remove(batch)
             for sequence in list(batch.rows):
                 self._fail(sequence, _internal(error))
+
+    def _hold_states(self, batch: DecodeBatch) -> None:
+        if self.bridge is None or self.bridge.states is None:
+            return
+        for row in batch.rows:
+            if row.kv_length % self._block == 0:
+                self.bridge.states.at_boundary(row, lambda row=row: batch.row_states(row))
 
     def _leave(self, batch: DecodeBatch, leaving: list[Sequence]) -> None:
         if not leaving:
@@ -345,8 +362,10 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         """Slot, cache and references back."""
         if self.bridge is not None:
-            if sequence.cache is not None:
+            if (cache := sequence.cache) is not None:
                 self.bridge.harvest_prefilled(sequence)
+                if self.bridge.states is not None:
+                    self.bridge.states.at_boundary(sequence, lambda: mlx_adapter.state_tensors(cache))
             self.bridge.finish(sequence)
         sequence.cache = None
         sequence.state = State.DONE

@@ -22,8 +22,9 @@ from typing import Any
 
 from ..kv.block_file import BlockKey
 from ..kv.block_table import BlockTable
-from ..kv.hashing import BlockHash
+from ..kv.hashing import BlockHash, hash_blocks
 from .mlx_adapter import Cache
+from .payload import MLXPayload
 from .sampling import SamplerRow
 
 
@@ -48,6 +49,8 @@ class Sequence:
     kv_length      tokens whose KV is in the cache
     harvested      blocks that the store has been offered
     max_new        tokens to generate at most
+    resume         blocks after which a checkpoint stands that the match ends at
+    tip            the deepest state copied so far: (blocks, payload)
     sink           where output goes (engine/output_thread.py); opaque to the scheduler
     """
 
@@ -65,6 +68,9 @@ class Sequence:
     table: BlockTable | None = None
     kv_length: int = 0
     harvested: int = 0
+    resume: int = 0
+    tip: tuple[int, MLXPayload] | None = None
+    restores: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
     cancelled: bool = False
@@ -86,6 +92,15 @@ class Sequence:
         cache, self.cache = self.cache, None
         assert cache is not None
         return cache
+
+    def hash_output(self, blocks: int, block_size: int) -> None:
+        """Make sure that the hashes of the first `blocks` blocks are known; their tokens must be."""
+        known = len(self.hashes)
+        if blocks > known:
+            parent = self.hashes[-1] if known else self.root
+            self.hashes += hash_blocks(
+                parent, self.tokens[known * block_size : blocks * block_size], block_size
+            )
 
     def key(self, index: int, block_size: int) -> BlockKey:
         """The key of block `index`; its hash must be known."""

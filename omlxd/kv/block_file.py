@@ -58,9 +58,11 @@ class BlockFormat:
     namespace   digest of all that makes the KV valid
     layout      the tensors of a block
     block_size  tokens a block
+    kind        of payload: `tokens`, or `checkpoint` (kv/checkpoints.py)
     """
 
-    def __init__(self, namespace: BlockHash, layout: KVLayout, block_size: int):
+    def __init__(self, namespace: BlockHash, layout: KVLayout, block_size: int, kind: str = "tokens"):
+        self.kind = kind
         self.namespace = namespace
         self.layout = layout
         self.block_size = block_size
@@ -78,9 +80,10 @@ class BlockFormat:
 
     def _json(self, key: BlockKey, digest: bytes) -> bytes:
         # The digest stands first, so that its place is the same in every file.
-        return b'{"__metadata__":{"digest":"%b","format":"%b","kind":"tokens","namespace":"%b",' % (
+        return b'{"__metadata__":{"digest":"%b","format":"%b","kind":"%b","namespace":"%b",' % (
             digest,
             FORMAT.encode(),
+            self.kind.encode(),
             namespace_dir(self.namespace).encode(),
         ) + b'"hash":"%b","parent":"%b","tokens":"%b"},%b}' % (
             key.block_hash.hex().encode(),

@@ -131,22 +131,32 @@ class KVStore:
             known = self.pool.get_cached_block(key.block_hash)
         on_disk = known is not None and known.on_disk
         hot = known is not None and known.payload is not None
-        room = hot or self._make_room(payload.nbytes)
+        room = hot or self.make_room(payload.nbytes)
         block = table.cache(index, key.block_hash, payload) if room else None
         writing = False
-        if self.writer is not None and not on_disk and key.block_hash not in self._writing:
-            writing = self._submit(key, payload, block)
+        if not on_disk:
+            writing = self.submit(key, payload, block)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1
 
     def _has_file(self, block_hash: BlockHash) -> bool:
         return self.cold is not None and self.cold.has(block_hash)
 
-    def _submit(self, key: BlockKey, payload: WritablePayload, block: Block | None) -> bool:
-        assert self.writer is not None
-        if not self.writer.submit(
-            key, payload, lambda ok: self._post(lambda: self._written(key.block_hash, block, ok))
-        ):
+    def is_writing(self, block_hash: BlockHash) -> bool:
+        """A store of that name is queued or under way."""
+        return block_hash in self._writing
+
+    def submit(
+        self, key: BlockKey, payload: WritablePayload, block: Block | None, tier: ColdTier | None = None
+    ) -> bool:
+        """Queue a payload for the cold tier; `block`, if it is hot, stays so until it is in place."""
+        if self.writer is None or key.block_hash in self._writing:
+            return False
+
+        def done(in_place: bool) -> None:
+            self._post(lambda: self._written(key.block_hash, block, in_place))
+
+        if not self.writer.submit(key, payload, done, tier):
             return False
         self._writing.add(key.block_hash)
         if block is not None:
@@ -162,7 +172,7 @@ class KVStore:
             block.on_disk = True
         self.pool.free([block])
 
-    def _make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int) -> bool:
         budget = self._hot_budget()
         if nbytes > budget:
             return False  # Evicting everything would not help.
@@ -179,13 +189,17 @@ class KVStore:
 
     # ----------------------------------------------------------------- reading the cold tier
 
-    def load_into(self, key: BlockKey, buffers: Sequence[memoryview]) -> bool:
-        """Read a block's file into `buffers` and check it. Any thread. False: a miss, nothing usable."""
-        assert self.cold is not None
+    def load_into(self, key: BlockKey, buffers: Sequence[memoryview], tier: ColdTier | None = None) -> bool:
+        """Read a block's file into `buffers` and check it. Any thread. False: a miss, nothing usable.
+
+        tier  where from, if not from the store's own cold tier (another format in the same folder)
+        """
+        tier = tier or self.cold
+        assert tier is not None
         try:
-            self.cold.load(key, buffers)
+            tier.load(key, buffers)
         except BlockFileError as error:
-            path = self.cold.path_of(key.block_hash)
+            path = tier.path_of(key.block_hash)
             log.warning("cold tier: %s: %s; removed", path, error)
             self._count("corrupt")
             if self._space is not None:
@@ -195,7 +209,7 @@ class KVStore:
             self._count("lost")
             return False
         except OSError as error:
-            log.warning("cold tier: can't read %s: %s", self.cold.path_of(key.block_hash), error)
+            log.warning("cold tier: can't read %s: %s", tier.path_of(key.block_hash), error)
             self._count("lost")
             return False
         return True
@@ -219,7 +233,7 @@ class KVStore:
         if block.block_hash != block_hash or block.payload is not None:
             return
         self.pool.touch([block])  # Or making room could evict the very block.
-        if self._make_room(payload.nbytes):
+        if self.make_room(payload.nbytes):
             self.pool.set_payload(block, payload)
         self.pool.free([block])
 

@@ -59,6 +59,7 @@ class _Store:
     key: BlockKey
     payload: WritablePayload
     done: Done
+    tier: ColdTier
 
 
 class StoreWriter:
@@ -89,8 +90,13 @@ class StoreWriter:
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
-    def submit(self, key: BlockKey, payload: WritablePayload, done: Done) -> bool:
-        """Queue a store. `done(in place?)` runs on a writer thread. False, and no `done`: not taken."""
+    def submit(
+        self, key: BlockKey, payload: WritablePayload, done: Done, tier: ColdTier | None = None
+    ) -> bool:
+        """Queue a store. `done(in place?)` runs on a writer thread. False, and no `done`: not taken.
+
+        tier  where to, if not to the writer's own cold tier (another format in the same folder)
+        """
         with self._lock:
             if self._closed or time.monotonic() < self._paused_until:
                 self.stats.refused += 1
@@ -102,7 +108,7 @@ class StoreWriter:
             self._last_ticket += 1
             self._unsettled[self._last_ticket] = None
             self._jobs += 1
-            self._queue.put(_Store(self._last_ticket, key, payload, done))
+            self._queue.put(_Store(self._last_ticket, key, payload, done, tier or self._cold))
         return True
 
     def after_queued(self, action: Callable[[], None]) -> None:
@@ -145,7 +151,7 @@ class StoreWriter:
     def _settle(self, job: _Store) -> None:
         in_place = False
         try:
-            in_place = self._store(job.key, job.payload)
+            in_place = self._store(job.tier, job.key, job.payload)
         except Exception:  # a bug must not end the thread: its block would stay pinned for ever
             log.exception("cold tier: store failed")
             with self._lock:
@@ -172,13 +178,13 @@ class StoreWriter:
             due.append(self._waiting.popleft()[1])
         return due
 
-    def _store(self, key: BlockKey, payload: WritablePayload) -> bool:
-        nbytes = self._cold.bytes_per_block
+    def _store(self, tier: ColdTier, key: BlockKey, payload: WritablePayload) -> bool:
+        nbytes = tier.bytes_per_block
         if not self._space.take(nbytes):
             self._pause("refused")
             return False
         try:
-            self._cold.store(key, payload.buffers())
+            tier.store(key, payload.buffers())
         except TempLeft as error:
             # The temporary file takes the space that was granted, so the grant is kept with it.
             self._pause("failed", error)
@@ -196,7 +202,7 @@ class StoreWriter:
         except BaseException:
             self._space.give_back(nbytes)
             raise
-        self._space.stored(self._cold.path_of(key.block_hash), nbytes)
+        self._space.stored(tier.path_of(key.block_hash), nbytes)
         with self._lock:
             self.stats.written += 1
             self.stats.written_bytes += nbytes

@@ -13,6 +13,8 @@ class Stream:
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     """Tokens in all, where events are fewer than tokens; 0: one event a token."""
+    computed: int = 0
+    """Prompt tokens that the server computed, where it says so."""
 
     @property
     def ttft(self) -> float:

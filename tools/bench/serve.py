@@ -1,14 +1,14 @@
 """Time to first token and decode rate through HTTP, beside mlx_lm.server and the bare BatchGenerator.
 
-    python -m tools.bench.serve [--model FOLDER] [--prompt 1000] [--rounds 3]
+    python -m tools.bench.serve [--model FOLDER] [--prompt 320] [--rounds 3]
 
 One model, one run, the peers in turn, round after round (A B C A B C …), medians at the end. Rows:
 
 - cold TTFT           a prompt that nobody has seen
 - hot TTFT            the same prompt again, but for its last words: all but the end is in RAM
 - cold-tier TTFT      the same after the daemon was killed (SIGKILL) and started again
-- rest alone          the bare BatchGenerator prefilling just the tokens that a hot hit computes,
-                      in an empty context: what a hit would cost if restoring were free
+                      BatchGenerator's figure is for just the tokens that omlxd's hit computed, in
+                      an empty context: what a hit would cost if restoring were free
 - decode at 1, 4, 8   tokens a second over all streams, while all of them decode
 
 TTFT ends with the first byte of the first token on the client's side, so the restored KV is in
@@ -39,9 +39,9 @@ import httpx
 from tools.bench.rates import Stream, total_rate
 from tools.bench.shapes import SHAPES, save
 
-OUTPUT = 48
+OUTPUT = 32
 STREAMS = (1, 4, 8)
-DECODE_PROMPT = 256
+DECODE_PROMPT = 64
 
 
 def free_port() -> int:
@@ -94,8 +94,9 @@ class Server:
                 event = json.loads(line[6:])
                 if any(choice.get("text") for choice in event.get("choices", ())):
                     stream.times.append(time.perf_counter())
-                if event.get("usage"):
-                    stream.tokens = event["usage"]["completion_tokens"]
+                if usage := event.get("usage"):
+                    stream.tokens = usage["completion_tokens"]
+                    stream.computed = usage.get("omlxd", {}).get("computed", 0)
         if n > 1 and stream.tokens and stream.tokens < n:
             print(f"  ({self.name}: a stream ended after {stream.tokens} tokens)")
         return stream
@@ -144,10 +145,10 @@ class Worker:
 
 
 class Bench:
-    def __init__(self, model: Path, prompt: int, cache: Path, text_of: Any):
+    def __init__(self, model: Path, prompt: int, cache: Path, tokenizer: Any):
         self._length = prompt
         self._rng = random.Random(1)
-        self._text_of = text_of
+        self._tokenizer = tokenizer
         self.rows: dict[str, dict[str, list[float]]] = {}
         port, peer_port = free_port(), free_port()
         serve = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
@@ -158,40 +159,43 @@ class Bench:
         self.worker = Worker(str(model))
         self.worker.run([[5, 6, 7]], 2)
 
-    def fresh(self, length: int) -> list[int]:
-        return [self._rng.randrange(300, 3000) for _ in range(length)]
+    def text(self, length: int) -> str:
+        """New text of about `length` tokens: mlx_lm.server takes no token ids."""
+        return self._tokenizer.decode([self._rng.randrange(300, 3000) for _ in range(length)])
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text))
 
     def note(self, row: str, who: str, value: float) -> None:
         self.rows.setdefault(row, {}).setdefault(who, []).append(value)
 
-    def ttft(self, server: Server, tokens: list[int]) -> float:
-        # mlx_lm.server takes text alone, so both get the text of the same tokens.
-        return asyncio.run(server.ask([self._text_of(tokens)], 2))[0].ttft * 1000
+    def first(self, row: str, server: Server, text: str) -> Stream:
+        # A few tokens, since the first may have no text of its own.
+        stream = asyncio.run(server.ask([text], 6))[0]
+        self.note(row, server.name, stream.ttft * 1000)
+        return stream
 
     def round(self) -> None:
-        tokens = self.fresh(self._length)
-        tail = 40
-        again = tokens[:-tail] + self.fresh(tail)
-        rest = tokens[(self._length - tail) // 64 * 64 :]
+        head, tail = self.text(self._length), [self.text(30) for _ in range(3)]
         for server in (self.ours, self.peer):
-            self.note("cold TTFT, ms", server.name, self.ttft(server, tokens))
-        self.note("cold TTFT, ms", "BatchGenerator", self.worker.run([tokens], 2)["ttft"][0] * 1000)
-        for server in (self.ours, self.peer):
-            self.note("hot TTFT, ms", server.name, self.ttft(server, again))
-        self.note("rest alone, ms", "BatchGenerator", self.worker.run([rest], 2)["ttft"][0] * 1000)
-        time.sleep(0.5)
+            self.first("cold TTFT, ms", server, head + tail[0])
+        cold = self.worker.run([self.tokens(head + tail[0])], 2)
+        self.note("cold TTFT, ms", "BatchGenerator", cold["ttft"][0] * 1000)
+        hot = self.first("hot TTFT, ms", self.ours, head + tail[1])
+        self.first("hot TTFT, ms", self.peer, head + tail[1])
+        rest = self.tokens(head + tail[1])[-hot.computed :]
+        alone = self.worker.run([rest], 2)
+        self.note("hot TTFT, ms", "BatchGenerator", alone["ttft"][0] * 1000)
         self.ours.kill()
         self.ours.start()
-        restored = tokens[:-tail] + self.fresh(tail)
-        self.note("cold-tier TTFT after kill -9, ms", "omlxd", self.ttft(self.ours, restored))
+        self.first("cold-tier TTFT after kill -9, ms", self.ours, head + tail[2])
         for streams in STREAMS:
-            prompts = [self.fresh(DECODE_PROMPT) for _ in range(streams)]
-            texts = [self._text_of(p) for p in prompts]
+            texts = [self.text(DECODE_PROMPT) for _ in range(streams)]
             row = f"decode at {streams}, tok/s"
             for server in (self.ours, self.peer):
                 asyncio.run(server.ask(texts, 2))  # prefilled, so that the streams start together
                 self.note(row, server.name, total_rate(asyncio.run(server.ask(texts, OUTPUT))))
-            self.note(row, "BatchGenerator", self.worker.run(prompts, OUTPUT)["rate"])
+            self.note(row, "BatchGenerator", self.worker.run([self.tokens(t) for t in texts], OUTPUT)["rate"])
 
     def close(self) -> None:
         self.ours.stop()
@@ -202,10 +206,7 @@ class Bench:
         names = ("omlxd", "mlx_lm.server", "BatchGenerator")
         print(f"{'median':36}" + "".join(f"{n:>16}" for n in names) + f"{'ours/server':>13}{'ours/bare':>11}")
         middle = {r: {n: statistics.median(v) for n, v in by.items()} for r, by in self.rows.items()}
-        middle["hot TTFT, ms"]["BatchGenerator"] = middle["rest alone, ms"]["BatchGenerator"]
         for row, by in middle.items():
-            if row == "rest alone, ms":
-                continue
             cells = "".join(f"{by[n]:16.1f}" if n in by else f"{'':16}" for n in names)
             ratios = [f"{by['omlxd'] / by[n]:.3f}" if n in by else "" for n in names[1:]]
             print(f"{row:36}{cells}{ratios[0]:>13}{ratios[1]:>11}")
@@ -215,7 +216,7 @@ class Bench:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--prompt", type=int, default=1000, help="tokens")
+    parser.add_argument("--prompt", type=int, default=320, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as temp:
@@ -225,7 +226,7 @@ def main() -> None:
         from mlx_lm.utils import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-        bench = Bench(model, options.prompt, Path(temp) / "cache", tokenizer.decode)
+        bench = Bench(model, options.prompt, Path(temp) / "cache", tokenizer)
         try:
             for index in range(options.rounds):
                 bench.round()

@@ -1,0 +1,130 @@
+"""When a sequence's state is copied into a checkpoint, and how it comes back (kv/checkpoints.py).
+
+| where                          | kept hot | written                                      |
+|--------------------------------|----------|----------------------------------------------|
+| every `interval` prompt tokens | yes      | yes: a prompt may diverge anywhere           |
+| the prompt's last boundary     | yes      | no: soon superseded by the turn's end        |
+| the turn's last boundary       | yes      | yes: the next turn goes on from there        |
+
+While a turn is generated the newest boundary's state is held aside and replaced, so a turn writes
+one checkpoint however long it is, and an aborted one writes its last too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from ..kv.checkpoints import Checkpoints
+from ..kv.layout import KVLayout
+from . import mlx_adapter
+from .mlx_adapter import Cache, StateLayout
+from .payload import MLXPayload, copy_state, empty_payload, view_state
+from .sequence import Sequence
+
+SHARE = 0.2
+"""Checkpoints at intervals take at most this share of the bytes of the KV between them."""
+
+LEAST_INTERVAL = 2048
+BARE_INTERVAL = 8192
+"""Tokens, for a model without per-token KV, where `SHARE` has nothing to be a share of."""
+
+MOST_RESTORES = 3
+"""Restores that one sequence tries: a file that can't be read must not be tried for ever."""
+
+States = Callable[[], dict[str, mx.array]]
+
+
+class StateKeeper:
+    """`tokens`: the model's per-token layout, for the interval. Engine thread, but for `read`."""
+
+    def __init__(self, layout: StateLayout, tokens: KVLayout, checkpoints: Checkpoints, block_size: int):
+        self._layout = layout
+        self._block = block_size
+        self.checkpoints = checkpoints
+        self.interval = _interval(layout, tokens)
+
+    # ----------------------------------------------------------------- out of a sequence
+
+    def after_chunk(self, sequence: Sequence, last_boundary: int, states: States) -> None:
+        """A prefill chunk has ended: keep the state if this is a place for it."""
+        position = sequence.kv_length
+        at_interval = position % self.interval == 0
+        if at_interval or position >= last_boundary:
+            self._take(sequence, states)
+            if sequence.tip is not None and sequence.tip[0] * self._block == position:
+                self._put(sequence, write=at_interval)
+
+    def at_boundary(self, sequence: Sequence, states: States) -> None:
+        """A sequence has reached a block boundary, or is about to end at one: hold its state aside."""
+        self._take(sequence, states)
+
+    def _take(self, sequence: Sequence, states: States) -> None:
+        blocks, rest = divmod(sequence.kv_length, self._block)
+        if rest or not blocks or (sequence.tip is not None and sequence.tip[0] == blocks):
+            return
+        sequence.hash_output(blocks, self._block)
+        sequence.tip = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
+
+    def _put(self, sequence: Sequence, *, write: bool) -> None:
+        assert sequence.tip is not None
+        blocks, payload = sequence.tip
+        self.checkpoints.put(sequence.hashes[blocks - 1], blocks * self._block, payload, write=write)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence ends, however: what it holds aside is kept."""
+        if sequence.tip is not None:
+            self._put(sequence, write=True)
+            sequence.tip = None
+
+    # ----------------------------------------------------------------- into a sequence
+
+    def match(self, sequence: Sequence, reach: int) -> int:
+        """Blocks up to the deepest checkpoint within `reach`, the end of the match; noted in `resume`."""
+        tries_left = sequence.restores < MOST_RESTORES
+        sequence.resume = self.checkpoints.deepest(sequence.hashes, reach) if tries_left else 0
+        return sequence.resume
+
+    def is_hot(self, sequence: Sequence) -> bool:
+        return self.peek(sequence) is not None
+
+    def hot(self, sequence: Sequence) -> MLXPayload | None:
+        """The checkpoint that the sequence resumes from, if it is in RAM."""
+        payload = self.checkpoints.hot(sequence.hashes[sequence.resume - 1])
+        return payload if isinstance(payload, MLXPayload) else None
+
+    def peek(self, sequence: Sequence) -> MLXPayload | None:
+        """As `hot`, but leaves its age alone: any thread."""
+        payload = self.checkpoints.peek(sequence.hashes[sequence.resume - 1])
+        return payload if isinstance(payload, MLXPayload) else None
+
+    def read(self, sequence: Sequence) -> tuple[MLXPayload | None, bool]:
+        """(the checkpoint that the sequence resumes from, whether the disk was read). Any thread."""
+        block_hash, position = sequence.hashes[sequence.resume - 1], sequence.resume * self._block
+        if (hot := self.peek(sequence)) is not None:
+            return hot, False
+        payload = empty_payload(self._layout.at(position), 1)
+        if self.checkpoints.load_into(block_hash, position, payload.buffers()):
+            return payload, True
+        return None, True
+
+    def keep_hot(self, sequence: Sequence, payload: MLXPayload) -> None:
+        """A checkpoint came from the cold tier: keep it in RAM too, if there is room."""
+        block_hash = sequence.hashes[sequence.resume - 1]
+        self.checkpoints.put(block_hash, sequence.resume * self._block, payload, write=False)
+
+    def put_into(self, cache: Cache, payload: MLXPayload, position: int) -> None:
+        """Set the state of a cache that holds `position` tokens."""
+        shapes = self._layout.shapes(position)
+        mlx_adapter.put_states(cache, view_state(self._layout.at(position), payload, shapes), position)
+
+
+def _interval(layout: StateLayout, tokens: KVLayout) -> int:
+    per_token = tokens.nbytes(1)
+    if not per_token:
+        return BARE_INTERVAL
+    interval = LEAST_INTERVAL
+    while layout.nbytes(1 << 20) > SHARE * interval * per_token:
+        interval *= 2
+    return interval

@@ -1,0 +1,132 @@
+"""Checkpoints: state that exists only at a position (a sliding window, recurrent state).
+
+Such state is large and can't be cut into tokens, so it is kept apart from the token blocks, which
+stay small, and only where a later request is likely to go on: the prompt's end, the turn's end,
+and every so many blocks. A usable prefix ends where both the chain of blocks reaches and a
+checkpoint stands. (vLLM makes blocks of one size serve both, and the incumbent raises its block
+size to 4,096 tokens for these models; both lose the tail of every prompt.)
+
+A checkpoint is named by the chain hash of its position, so equal prefixes share one. It lives in
+the same pool, budget, writer and folder as the blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+from .block import Block, Payload
+from .block_file import BlockFormat, BlockKey
+from .cold_tier import ColdTier
+from .fs import FileSystem
+from .hashing import BlockHash
+from .layout import KVLayout
+from .store import KVStore
+from .store_writer import WritablePayload
+
+KIND = "checkpoint"
+
+
+def checkpoint_name(block_hash: BlockHash) -> BlockHash:
+    """The name of the checkpoint that stands at the end of a block."""
+    return sha256(block_hash + KIND.encode()).digest()
+
+
+class CheckpointFiles:
+    """Cold tiers of one namespace's checkpoints, whose layout depends on the position.
+
+    layout_at(position)  the tensors of a checkpoint after `position` tokens, read as one-token blocks
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        namespace: BlockHash,
+        layout_at: Callable[[int], KVLayout],
+        fs: FileSystem | None = None,
+    ):
+        self._root, self._namespace, self._fs = root, namespace, fs
+        self._layout_at = layout_at
+        self._tiers: dict[KVLayout, ColdTier] = {}
+        self._any = self.at(1)
+
+    def at(self, position: int) -> ColdTier:
+        layout = self._layout_at(position)
+        tier = self._tiers.get(layout)
+        if tier is None:
+            format = BlockFormat(self._namespace, layout, 1, kind=KIND)
+            tier = self._tiers[layout] = ColdTier(self._root, format, self._fs)
+        return tier
+
+    def has(self, name: BlockHash) -> bool:
+        """Paths don't depend on the layout."""
+        return self._any.has(name)
+
+
+class Checkpoints:
+    """The checkpoints of one store. Engine thread, but for `load_into`. `files` None: hot only."""
+
+    def __init__(self, store: KVStore, files: CheckpointFiles | None):
+        self._store = store
+        self._files = files
+        self.missing = 0
+        """Hits that had to end before the chain did, for want of a checkpoint."""
+
+    # ----------------------------------------------------------------- looking
+
+    def deepest(self, hashes: Sequence[BlockHash], reach: int) -> int:
+        """Blocks up to the deepest checkpoint within the first `reach` blocks; 0: none stands."""
+        for length in range(reach, 0, -1):
+            name = checkpoint_name(hashes[length - 1])
+            block = self._store.pool.get_cached_block(name)
+            if block is not None and block.payload is not None:
+                return self._found(length, reach)
+            if self._files is not None and self._files.has(name):
+                return self._found(length, reach)
+        return self._found(0, reach)
+
+    def _found(self, length: int, reach: int) -> int:
+        self.missing += length < reach
+        return length
+
+    def hot(self, block_hash: BlockHash) -> Payload | None:
+        """The checkpoint after that block, if it is in RAM; it becomes the most recently used."""
+        pool = self._store.pool
+        block = pool.get_cached_block(checkpoint_name(block_hash))
+        if block is None or block.payload is None:
+            return None
+        pool.touch([block])
+        pool.free([block])
+        return block.payload
+
+    def peek(self, block_hash: BlockHash) -> Payload | None:
+        """As `hot`, but leaves its age alone. Any thread."""
+        block = self._store.pool.get_cached_block(checkpoint_name(block_hash))
+        return block.payload if block is not None else None
+
+    # ----------------------------------------------------------------- storing and loading
+
+    def put(self, block_hash: BlockHash, position: int, payload: WritablePayload, *, write: bool) -> None:
+        """Keep the state after `position` tokens, the end of that block; `write`: on disk too."""
+        pool, name = self._store.pool, checkpoint_name(block_hash)
+        block: Block | None = None
+        if pool.get_cached_block(name) is not None or self._store.make_room(payload.nbytes):
+            own = pool.allocate()
+            block = pool.cache(own, name, payload)
+            if block is not own:
+                pool.touch([block])
+                pool.free([own])
+        if write and self._files is not None and not self._files.has(name):
+            self._store.submit(self._key(block_hash, position), payload, block, self._files.at(position))
+        if block is not None:
+            pool.free([block])
+
+    def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
+        """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""
+        assert self._files is not None
+        return self._store.load_into(self._key(block_hash, position), buffers, self._files.at(position))
+
+    @staticmethod
+    def _key(block_hash: BlockHash, position: int) -> BlockKey:
+        return BlockKey(checkpoint_name(block_hash), block_hash, [position])
