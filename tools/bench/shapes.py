@@ -19,8 +19,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import LoadedModel
 from omlxd.models.demo import build_demo
@@ -108,6 +106,7 @@ def build(shape: Shape, words: int = 4096, seed: int = 1) -> LoadedModel:
         vocab_size=shape.vocab,
         weight_bytes=mlx_adapter._tree_bytes(model.parameters()),
         layout=mlx_adapter._layout_of(cache),
+        states=mlx_adapter._states_of(cache),
         kv_reuse="",
         batchable=True,
     )
@@ -143,7 +142,7 @@ def save(shape: Shape, folder: Path) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
-        sys.exit(f"usage: python tools/bench/shapes.py {{{','.join(SHAPES)}}} FOLDER")
+        sys.exit(f"usage: python -m tools.bench.shapes {{{','.join(SHAPES)}}} FOLDER")
     target = Path(sys.argv[2])
     shutil.rmtree(target, ignore_errors=True)
     save(SHAPES[sys.argv[1]], target)

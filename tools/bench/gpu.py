@@ -1,0 +1,323 @@
+"""What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
+
+    python -m tools.bench.gpu [--shape qwen3-8b] [--only restore,harvest,hit,decode,prefill,same]
+                                [--tokens 16384] [--dir DIR] [--blocks 64,256]
+
+Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
+from one process and one run; medians where a thing is cheap to repeat. GB are 10⁹ bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.decode_batch import DecodeBatch
+from omlxd.engine.harvest import KVBridge
+from omlxd.engine.payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks
+from omlxd.kv.block_file import BlockKey
+from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.fs import read_all
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.space import LedgerSpace
+from omlxd.kv.store_writer import StoreWriter
+from tools.bench.gpu_rig import Bench, Watch, row, timed
+from tools.bench.shapes import SHAPES
+
+THREADS = (1, 4, 8, 16)
+
+
+def repeat(call: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        call()
+
+
+class GPUBench(Bench):
+    """A method a section."""
+
+    # ----------------------------------------------------------------- restoring cold blocks
+
+    def restore(self) -> None:
+        """Files to the first token that uses them, by both ways the engine knows."""
+        tokens = self.prompt(self.tokens)
+        cache = self.prefilled(tokens)
+        print(f"\n## Restore {self.tokens} tokens, {self.tokens * self.per_token / 1e9:.2f} GB\n")
+        row("block", "threads", "way", "read s", "to first token s", "GB/s")
+        row(*["---"] * 6)
+        resident = statistics.median(timed(self.next_logits, cache) for _ in range(5))
+        row("-", "-", "resident: the step alone", 0.0, resident, "-")
+        for block in self.blocks:
+            cold, keys = self.cold(tokens, block)
+            for key, payload in zip(keys, self.payloads(cache, self.tokens, block), strict=True):
+                cold.store(key, payload.buffers())
+        del cache
+        for block in self.blocks:
+            cold, keys = self.cold(tokens, block)
+            self._plain(cold, keys, block, 8)  # the page cache, warm
+            for threads in THREADS:
+                self._report(block, threads, "plain reads", self._plain(cold, keys, block, threads), None)
+                self._report(block, threads, "landing", *self._landing(cold, keys, block, threads))
+                self._report(block, threads, "payloads + join", *self._joined(cold, keys, block, threads))
+            shutil.rmtree(cold.root, ignore_errors=True)
+
+    def _report(self, block: int, threads: int, way: str, read: float, whole: float | None) -> None:
+        total = self.tokens * self.per_token / 1e9
+        row(block, threads, way, read, "-" if whole is None else whole, total / (whole or read))
+
+    def _plain(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> float:
+        """Into one reused buffer a thread, unchecked: the bound."""
+        buffers: list[memoryview] = [memoryview(bytearray(cold.format.file_bytes)) for _ in range(threads)]
+
+        def read(key: BlockKey) -> None:
+            buffer = buffers.pop()
+            fd = os.open(f"{cold.root}/{cold.path_of(key.block_hash)}", os.O_RDONLY)
+            assert read_all(cold._fs, fd, [buffer]) == len(buffer)
+            os.close(fd)
+            buffers.append(buffer)
+
+        with ThreadPoolExecutor(threads) as pool:
+            return timed(lambda: list(pool.map(read, keys)))
+
+    def _landing(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> tuple[float, float]:
+        began = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            capacity = mlx_adapter.round_up(self.tokens + 1024)
+            landing = pool.submit(Landing, self.layout, capacity, block).result()
+            list(pool.map(lambda i: cold.load(keys[i], landing.pieces(i)), range(len(keys))))
+        read = time.perf_counter() - began
+        cache = mlx_adapter.filled_cache(self.model, landing.take(), self.tokens)
+        self.next_logits(cache)
+        return read, time.perf_counter() - began
+
+    def _joined(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> tuple[float, float]:
+        def load(key: BlockKey) -> MLXPayload:
+            payload = empty_payload(self.layout, block)
+            cold.load(key, payload.buffers())
+            return payload
+
+        began = time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            payloads = list(pool.map(load, keys))
+        read = time.perf_counter() - began
+        cache = mlx_adapter.new_cache(self.model, self.tokens + 1024)
+        joined = join_blocks(self.layout, payloads)
+        mlx_adapter.append_tokens(cache, joined, 0, self.tokens, self.tokens + 1024)
+        del joined
+        self.next_logits(cache)
+        return read, time.perf_counter() - began
+
+    # ----------------------------------------------------------------- storing
+
+    def harvest(self) -> None:
+        """Copying a chunk's blocks out, and what writing them costs decoding rows."""
+        print("\n## Harvest of a 2048-token chunk, and writing while 8 rows decode\n")
+        row("block", "copy ms", "copy GB/s", "steps idle ms", "steps while writing ms", "written GB/s")
+        row(*["---"] * 6)
+        cache = self.prefilled(self.prompt(4096))
+        batch = self._batch(8, 512)
+        for block in self.blocks:
+            tensors = {n: a[:, :, :2048] for n, a in mlx_adapter.tensors(cache).items()}
+            starts = range(0, 2048, block)
+            copies = [timed(copy_blocks, self.layout, tensors, starts, block) for _ in range(5)]
+            del tensors
+            copy = statistics.median(copies)
+            idle = self._steps(batch, lambda: False, at_most=30)
+            ledger = Ledger(self.folder / f"w{block}", 1 << 40)
+            ledger.open()
+            cold, keys = self.cold(self.prompt(4096), block)
+            cold = ColdTier(self.folder / f"w{block}", cold.format)
+            writer = StoreWriter(cold, LedgerSpace(ledger), max_queue_bytes=1 << 40)
+            payloads = self.payloads(cache, 4096, block)
+            ended: list[float] = []
+            began = time.perf_counter()
+            for key, payload in zip(keys, payloads, strict=True):
+                writer.submit(key, payload, lambda ok: ended.append(time.perf_counter()))  # noqa: B023
+            busy = self._steps(batch, lambda: len(ended) < len(keys), at_most=2000)  # noqa: B023
+            assert writer.flush(60)
+            rate = writer.stats.written_bytes / (ended[-1] - began) / 1e9
+            writer.close()
+            ledger.close()
+            row(block, copy * 1e3, 2048 * self.per_token / copy / 1e9, idle, busy, rate)
+            shutil.rmtree(cold.root, ignore_errors=True)
+
+    def _steps(self, batch: DecodeBatch, more: Callable[[], bool], at_most: int) -> float:
+        """Mean milliseconds of a step while `more()`, or of `at_most` steps."""
+        began, count = time.perf_counter(), 0
+        while count < 3 or (count < at_most and (more() or at_most < 100)):
+            batch.step()
+            count += 1
+        return (time.perf_counter() - began) / count * 1e3
+
+    # ----------------------------------------------------------------- hot hits
+
+    def hit(self) -> None:
+        """A prefix from the hot tier into a sequence's cache, by the engine's own `catch_up`."""
+        print("\n## Hot hit: catch_up, ms (fresh: as harvested; written: after its files were written)\n")
+        row("block", "tokens", "fresh ms", "again ms", "written ms", "GB/s again")
+        row(*["---"] * 6)
+        for block in self.blocks:
+            for length in (n for n in (1024, 4096, 16384) if n <= self.tokens):
+                tokens = self.prompt(length + 64)
+                cache = self.prefilled(tokens[:length])
+                bridge = self._bridge(block)
+                self._put(bridge, tokens, block, self.payloads(cache, length, block))
+                del cache
+                times = [self._catch_up(bridge, tokens, block) for _ in range(3)]
+                for block_ in bridge.store.pool._by_hash.values():
+                    assert isinstance(block_.payload, MLXPayload)
+                    for buffer in block_.payload.buffers():
+                        np.frombuffer(buffer, np.uint64).max()
+                written = self._catch_up(bridge, tokens, block)
+                again = min(times[1:])
+                rate = length * self.per_token / again / 1e9
+                row(block, length, times[0] * 1e3, again * 1e3, written * 1e3, rate)
+                bridge.close(1)
+
+    def _put(self, bridge: KVBridge, tokens: Seq[int], block: int, payloads: Seq[MLXPayload]) -> None:
+        sequence = self._sequence(tokens, block)
+        table = bridge.store.new_table()
+        table.append(len(payloads) * block)
+        for index, payload in enumerate(payloads):
+            bridge.store.put(table, index, sequence.key(index, block), payload)
+        table.free()
+
+    def _catch_up(self, bridge: KVBridge, tokens: Seq[int], block: int) -> float:
+        sequence = self._sequence(tokens, block)
+        sequence.table = bridge.store.new_table()
+        taken = timed(bridge.catch_up, sequence)
+        assert sequence.restored_hot == len(tokens) // block * block - (
+            block if len(tokens) % block == 0 else 0
+        )
+        sequence.table.free()
+        return taken
+
+    # ----------------------------------------------------------------- decoding
+
+    def decode(self) -> None:
+        """Tokens a second of our batch and of mlx-lm's generator, in turns."""
+        from mlx_lm.generate import BatchGenerator
+
+        print("\n## Decode at 512 tokens of context\n")
+        row("rows", "ours tok/s", "BatchGenerator tok/s", "ratio")
+        row(*["---"] * 4)
+        steps = 100
+        for rows in (1, 8, 32):
+            ours: list[float] = []
+            theirs: list[float] = []
+            for _ in range(2):
+                batch = self._batch(rows, 512)
+                for _ in range(5):
+                    batch.step()
+                ours.append(timed(repeat, batch.step, steps))
+                del batch
+                generator = BatchGenerator(self.model, max_tokens=steps * 2, prefill_batch_size=rows)
+                generator.insert([self.prompt(512, seed=i) for i in range(rows)])
+                while len(generator.next()[1]) < rows:
+                    pass
+                for _ in range(5):
+                    generator.next()
+                theirs.append(timed(repeat, generator.next, steps))
+                generator.close()
+                del generator
+            mine, other = (rows * steps / min(times) for times in (ours, theirs))
+            row(rows, mine, other, mine / other)
+
+    # ----------------------------------------------------------------- prefilling
+
+    def prefill(self) -> None:
+        """The scheduler's loop, with a hot tier to harvest into, against plain chunks."""
+        print("\n## Prefill, tok/s\n")
+        row("tokens", "plain chunks", "scheduler, no reuse", *[f"scheduler, block {b}" for b in self.blocks])
+        row(*["---"] * (3 + len(self.blocks)))
+        self.prefilled(self.prompt(2048))
+        for length in (n for n in (2048, 8192, 32768) if n <= self.tokens * 2):
+            tokens = self.prompt(length, seed=length)
+            cells: list[float] = [min(timed(self.prefilled, tokens) for _ in range(2))]
+            for block in (0, *self.blocks):
+                best = min(self._run(tokens, block, 1).first_token_s for _ in range(2))
+                cells.append(best)
+            row(length, *(length / seconds for seconds in cells))
+
+    # ----------------------------------------------------------------- equality
+
+    def same(self) -> None:
+        """Greedy tokens of a cold run, a hot hit and a cold-tier hit; time to the first token of each."""
+        print("\n## Same tokens, and the first token's time\n")
+        row(
+            "block",
+            "tokens",
+            "run",
+            "first token s",
+            "hot",
+            "cold",
+            "same as computed",
+            "first logits differ by",
+        )
+        row(*["---"] * 8)
+        for block in self.blocks:
+            for length in (n for n in (4000, 16000) if n <= self.tokens):
+                tokens, root = self.prompt(length, seed=length + 1), self.folder / f"s{block}-{length}"
+                ledger = Ledger(root, 1 << 40)
+                ledger.open()
+                cold = ColdTier(root, self.cold(tokens, block)[0].format)
+                computed: tuple[list[int], mx.array] | None = None
+                bridge = self._bridge(block, cold, ledger)
+                for run in ("computed", "hot hit", "cold hit"):
+                    if run == "cold hit":
+                        assert bridge.store.writer and bridge.store.writer.flush(60)
+                        bridge = self._bridge(block, cold, ledger)
+                    watch = Watch(self.model)
+                    self.loaded.model = bridge._model = watch
+                    sequence = self._run(tokens, block, 64, bridge)
+                    self.loaded.model = self.model
+                    got, first = sequence.tokens[length:], watch.first[-1]
+                    computed = computed or (got, first)
+                    apart = cast(float, mx.abs(first - computed[1]).max().item())
+                    hot, colds = sequence.restored_hot, sequence.restored_cold
+                    taken = sequence.first_token_s
+                    row(block, length, run, taken, hot, colds, got == computed[0], f"{apart:.3g}")
+                bridge.close(1)
+                ledger.close()
+                shutil.rmtree(root, ignore_errors=True)
+
+
+def main() -> None:
+    sections = ("restore", "harvest", "hit", "decode", "prefill", "same")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3-8b", choices=sorted(SHAPES))
+    parser.add_argument("--only", default=",".join(sections))
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--blocks", default="64,256")
+    parser.add_argument("--dir", type=Path)
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="omlxd-bench-", dir=args.dir))
+    began = time.perf_counter()
+    bench = GPUBench(args.shape, folder, args.tokens, [int(b) for b in args.blocks.split(",")])
+    print(f"{args.shape} on {mlx_adapter.backend()}: built in {time.perf_counter() - began:.1f} s")
+    try:
+        for section in args.only.split(","):
+            began = time.perf_counter()
+            getattr(bench, section)()
+            mx.clear_cache()
+            print(f"\n({section}: {time.perf_counter() - began:.0f} s)")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""What the benchmarks of the engine share: a model in memory, its blocks, and requests run on this thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from omlxd.chat import Sampling
+from omlxd.engine import mlx_adapter
+from omlxd.engine.decode_batch import DecodeBatch
+from omlxd.engine.harvest import KVBridge
+from omlxd.engine.payload import MLXPayload, copy_blocks
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.sequence import Sequence, State
+from omlxd.kv.block_file import BlockFormat, BlockKey
+from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.space import LedgerSpace
+from omlxd.kv.store import KVStore
+from omlxd.kv.store_writer import StoreWriter
+from tools.bench.shapes import SHAPES, build
+
+GREEDY = RowSampling.of(Sampling(temperature=0.0), SamplingDefaults())
+
+
+def row(*cells: object) -> None:
+    print("| " + " | ".join(f"{c:.2f}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
+
+
+def timed(call: Callable[..., object], *args: object) -> float:
+    """Seconds that `call(*args)` takes. It must evaluate what it makes."""
+    began = time.perf_counter()
+    call(*args)
+    return time.perf_counter() - began
+
+
+class Bench:
+    """A model, a folder for block files, and what the sections share."""
+
+    def __init__(self, shape: str, folder: Path, tokens: int, blocks: Seq[int]):
+        mx.set_cache_limit(2 << 30)  # as the engine does
+        self.loaded = build(SHAPES[shape])
+        assert self.loaded.layout is not None
+        self.layout = self.loaded.layout
+        self.model, self.folder, self.tokens, self.blocks = self.loaded.model, folder, tokens, blocks
+        self.per_token = self.layout.nbytes(1)
+        self.words = min(4096, self.loaded.vocab_size)
+
+    # ----------------------------------------------------------------- material
+
+    def prompt(self, length: int, seed: int = 0) -> list[int]:
+        return np.random.default_rng(seed).integers(0, self.words, length).tolist()
+
+    def prefilled(self, tokens: Seq[int], chunk: int = 2048, room: int = 1024) -> mlx_adapter.Cache:
+        """A plain cache of `tokens`."""
+        cache = mlx_adapter.new_cache(self.model, len(tokens) + room)
+        for start in range(0, len(tokens), chunk):
+            self.model(mx.array([tokens[start : start + chunk]]), cache=cache)
+            mx.eval(mlx_adapter.state_arrays(cache))
+        mlx_adapter.after_prefill(cache, len(tokens))
+        return cache
+
+    def payloads(self, cache: mlx_adapter.Cache, length: int, block: int) -> list[MLXPayload]:
+        found: list[MLXPayload] = []
+        for start in range(0, length, 2048):
+            stop = min(start + 2048, length) // block * block
+            cut = {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
+            if stop > start:
+                found += copy_blocks(self.layout, cut, range(0, stop - start, block), block)
+        return found
+
+    def cold(self, tokens: Seq[int], block: int) -> tuple[ColdTier, list[BlockKey]]:
+        namespace = namespace_of({"bench": block})
+        hashes = hash_blocks(namespace, tokens, block)
+        keys = [
+            BlockKey(h, hashes[i - 1] if i else namespace, list(tokens[i * block : (i + 1) * block]))
+            for i, h in enumerate(hashes)
+        ]
+        return ColdTier(self.folder / f"{block}", BlockFormat(namespace, self.layout, block)), keys
+
+    def next_logits(self, cache: mlx_adapter.Cache) -> mx.array:
+        """A decode step: the first use of restored KV on the device."""
+        logits = self.model(mx.array([[1]]), cache=cache)
+        mx.eval(logits)
+        return logits
+
+    # ----------------------------------------------------------------- requests
+
+    def _bridge(self, block: int, cold: ColdTier | None = None, ledger: Ledger | None = None) -> KVBridge:
+        space = LedgerSpace(ledger) if ledger else None
+        writer = StoreWriter(cold, space, max_queue_bytes=1 << 40) if cold and space else None
+        store = KVStore(
+            block_size=block,
+            pool=BlockPool(16),
+            hot_budget=lambda: 1 << 40,
+            post=self._post,
+            cold=cold,
+            writer=writer,
+            space=space,
+        )
+        return KVBridge(self.model, self.layout, store, self._post)
+
+    @staticmethod
+    def _post(call: Callable[[], None]) -> None:
+        call()
+
+    def _sequence(self, tokens: Seq[int], block: int, max_new: int = 1, sink: Any = None) -> Sequence:
+        root = chain_root(namespace_of({"bench": block}))
+        return Sequence(
+            id=0,
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            root=root,
+            hashes=hash_blocks(root, tokens, block),
+            max_new=max_new,
+            eos=frozenset(),
+            sampler=SamplerRow(GREEDY),
+            sink=sink,
+        )
+
+    def _batch(self, rows: int, length: int, factory: Callable[[Any], DecodeBatch] = DecodeBatch) -> Any:
+        batch = factory(self.model)
+        for index in range(rows):
+            tokens = self.prompt(length, seed=index)
+            sequence = self._sequence([*tokens, 1], self.blocks[0])
+            sequence.state = State.DECODING
+            sequence.cache = self.prefilled(tokens)
+            sequence.kv_length = length
+            batch.join(sequence)
+            mx.eval(batch._inputs, [layer.state[:2] for layer in batch._cache])
+        return batch
+
+    def _run(self, tokens: Seq[int], block: int, new: int, bridge: KVBridge | None = None) -> Sequence:
+        """A request through the scheduler on this thread. `block` 0: no reuse; no bridge: a hot tier."""
+        scheduler = Scheduler(self.loaded, None, slots=1, block_size=block or self.blocks[0])
+        if block:
+            scheduler.bridge = bridge or self._bridge(block)
+            scheduler.bridge._post = scheduler.bridge.store._post = scheduler.post
+        sink = Collector()
+        sequence = self._sequence(tokens, block or self.blocks[0], new, sink)
+        scheduler.submit(sequence)
+        while not sink.ended or scheduler.active_sequences:
+            scheduler._drain(block=not scheduler._busy())
+            scheduler._admit()
+            scheduler._prefill_one()
+            for batch in list(scheduler._batches):
+                scheduler._step(batch)
+        return sequence
+
+
+class Watch:
+    """A model that keeps the last position's logits of every pass of more than one token."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.first: list[mx.array] = []
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        out = self._model(tokens, cache=cache)
+        if tokens.shape[1] > 1:
+            self.first = [out[0, -1].astype(mx.float32)]
+        return out
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+class Collector:
+    """A sink that only waits for the end."""
+
+    ended = False
+
+    def progress(self, event: Any) -> None: ...
+
+    def token(self, token: int) -> None: ...
+
+    def finished(self, sequence: Sequence, reason: str) -> None:
+        self.ended = True
+
+    def failed(self, sequence: Sequence, error: Exception) -> None:
+        raise error
