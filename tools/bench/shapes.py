@@ -21,13 +21,15 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import LoadedModel
-from omlxd.models.demo import build_demo
+from omlxd.models.demo import SPECIALS, VOCAB, build_demo
 
 FAVOUR = 0.3
 """Standard deviation of the logarithm of a head row's length."""
 
 QUIET = -10.0
 """Weight on the constant direction of rows that no tokenizer word has: never the best, never drawn."""
+
+WORDS = VOCAB - len(SPECIALS)
 
 CONSTANT = 8.0
 """Every token's embedding along dimension 0, in standard deviations of the other dimensions."""
@@ -81,10 +83,11 @@ SHAPES = {
 }
 
 
-def build(shape: Shape, words: int = 4096, seed: int = 1) -> LoadedModel:
+def build(shape: Shape, words: int = WORDS, seed: int = 1) -> LoadedModel:
     """The model, evaluated, as the engine has it after loading; without a tokenizer.
 
-    words  ids below it may be generated: what the demo's tokenizer can decode
+    words  ids below it may be generated; by default what the demo's tokenizer has, less its special
+           tokens: no answer ends early
 
     Call on the thread that will run it. Needs the weights' bytes and one matrix in float32 besides.
     """
