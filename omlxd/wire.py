@@ -139,7 +139,6 @@ class Stats(Struct, frozen=True, tag="stats"):
 
     id: int
     values: dict[str, float]
-    detail: dict[str, Any] = {}
 
 
 class Reserve(Struct, frozen=True, tag="reserve"):

@@ -17,14 +17,15 @@ from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter
-from .payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks
+from .payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks, runs
 from .sequence import Sequence, capacity_for
 from .state_keeper import StateKeeper
 
 log = logging.getLogger(__name__)
 
 READERS = 8
-"""I/O threads that read block files. tools/bench/restore.py chose it."""
+"""I/O threads that read block files: enough to keep an SSD's queue full. On a machine of two cores,
+page cache warm, more than two gain nothing (tools/bench/restore.py)."""
 
 
 class KVBridge:
@@ -167,17 +168,18 @@ class KVBridge:
 
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
-        count = len(payloads) * self._block
         capacity = capacity_for(sequence.prompt_length, sequence.max_new)
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
-        tensors = join_blocks(self._layout, payloads) if payloads else {}
-        mlx_adapter.append_tokens(sequence.cache, tensors, sequence.kv_length, count, capacity)
-        del tensors
-        mx.eval(mlx_adapter.state_arrays(sequence.cache))
-        sequence.kv_length += count
+        for run in runs(self._layout, payloads, self._block) if payloads else ():
+            count = len(run) * self._block
+            tensors = join_blocks(self._layout, run)
+            mlx_adapter.append_tokens(sequence.cache, tensors, sequence.kv_length, count, capacity)
+            del tensors
+            mx.eval(mlx_adapter.state_arrays(sequence.cache))
+            sequence.kv_length += count
+            sequence.restored_hot += count
         sequence.harvested = max(sequence.harvested, sequence.kv_length // self._block)
-        sequence.restored_hot += count
 
     def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
         """As `catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..kv.layout import Group, KVLayout
+from ..kv.layout import ITEM_BYTES, Group, KVLayout
 from .mlx_adapter import compute_dtype, storage_dtype
 
 
@@ -89,7 +89,10 @@ def view_state(
 
 
 def join_blocks(layout: KVLayout, payloads: Sequence[MLXPayload]) -> dict[str, mx.array]:
-    """The inverse: tensors by layout name, each (1, heads, tokens, dim) in compute type; lazy."""
+    """The inverse of `copy_blocks`: tensors by layout name, each (1, heads, tokens, dim); lazy.
+
+    Join at most `JOIN_ELEMENTS` a group at once (`runs`).
+    """
     tensors: dict[str, mx.array] = {}
     for index, group in enumerate(layout.groups):
         joined = mx.concatenate([payload.arrays[index] for payload in payloads], axis=2)
@@ -98,6 +101,18 @@ def join_blocks(layout: KVLayout, payloads: Sequence[MLXPayload]) -> dict[str, m
         for row, name in enumerate(group.names):
             tensors[name] = joined[row : row + 1]
     return tensors
+
+
+JOIN_ELEMENTS = 1 << 29
+"""Elements of a joint array at most: kernels index with 32 bits (an H100 failed on 32k tokens of an
+8B model, 2.4e9 elements), and the joint array is memory beside the result."""
+
+
+def runs(layout: KVLayout, payloads: Sequence[MLXPayload], block_size: int) -> list[Sequence[MLXPayload]]:
+    """`payloads` cut into pieces that `join_blocks` may take."""
+    largest = max(group.nbytes(block_size) // ITEM_BYTES[group.dtype] for group in layout.groups)
+    width = max(1, JOIN_ELEMENTS // largest)
+    return [payloads[i : i + width] for i in range(0, len(payloads), width)]
 
 
 class Landing:
