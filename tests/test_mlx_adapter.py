@@ -124,3 +124,15 @@ def test_a_harvested_block_does_not_pin_the_cache_it_came_from(folders, tmp_path
     mx.clear_cache()
     assert before - mx.get_active_memory() >= whole * 0.99
     assert sum(b.nbytes for b in blocks) == loaded.layout.nbytes(128)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_the_last_position_are_those_of_the_whole(family: str, folders):
+    from mlx_lm.utils import load
+
+    folder = folders(family)
+    tokens = mx.array([prompt(40)])
+    whole = load(str(folder))[0](tokens)
+    last = mlx_adapter.load(folder).model(tokens)
+    assert last.shape == (1, 1, whole.shape[-1])
+    assert mx.allclose(last[0, 0], whole[0, -1], rtol=1e-4, atol=1e-4).item()
