@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from test_identity import prompt
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.payload import Landing, copy_blocks, empty_payload, join_blocks
+from omlxd.engine.payload import Landing, copy_blocks, join_blocks, read_payload
 from omlxd.engine.sequence import capacity_for
 from omlxd.kv.layout import Group, KVLayout
 
@@ -84,9 +84,15 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
     joined = join_blocks(layout, blocks)
     landing = Landing(layout, 64, 16)
     landing.put(0, blocks[0])
-    twin = empty_payload(layout, 16)
-    for into, out in zip(twin.buffers(), blocks[1].buffers(), strict=True):
-        into[:] = out
+    stored = [bytes(view) for view in blocks[1].buffers()]
+
+    def load(views: list[memoryview]) -> bool:
+        for into, out in zip(views, stored, strict=True):
+            into[:] = out
+        return True
+
+    twin = read_payload(layout, 16, load)
+    assert twin is not None and read_payload(layout, 16, lambda views: False) is None
     assert b"".join(landing.pieces(0)) == b"".join(blocks[0].buffers())
     landing.put(1, twin)
     landed = landing.take()

@@ -1,12 +1,11 @@
 """Between a sequence's cache and the KV store: offering full blocks, and bringing cached ones back.
 
-Runs on the engine thread, but for the reads that `Restore` does on I/O threads.
+Runs on the engine thread, but for the reads that `Restore` (restore.py) does on I/O threads.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +16,11 @@ from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter
-from .payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks, runs
+from .payload import MLXPayload, append_blocks, copy_blocks, read_payload
+from .restore import Restore
 from .sequence import Sequence, capacity_for
-from .state_keeper import StateKeeper
+from .staging import transport
+from .state_keeper import MOST_RESTORES, StateKeeper
 
 log = logging.getLogger(__name__)
 
@@ -133,14 +134,20 @@ class KVBridge:
             self.store.cut(table, self.states.match(sequence, limit))
             if sequence.resume and not self.states.is_hot(sequence):
                 return True
-        return any(block.payload is None for block in table.blocks)
+        cold = [block.payload is None for block in table.blocks]
+        if any(cold) and sequence.restores >= MOST_RESTORES:
+            self.store.cut(table, cold.index(True))
+            return False
+        return any(cold)
 
     def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
 
         A block that can't be read ends the prefix there; the rest is computed.
         """
-        Restore(self, sequence, ready).start()
+        Restore(
+            self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, ready
+        ).start()
 
     def catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
@@ -171,14 +178,10 @@ class KVBridge:
         capacity = capacity_for(sequence.prompt_length, sequence.max_new)
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
-        for run in runs(self._layout, payloads, self._block) if payloads else ():
-            count = len(run) * self._block
-            tensors = join_blocks(self._layout, run)
-            mlx_adapter.append_tokens(sequence.cache, tensors, sequence.kv_length, count, capacity)
-            del tensors
-            mx.eval(mlx_adapter.state_arrays(sequence.cache))
-            sequence.kv_length += count
-            sequence.restored_hot += count
+        start, count = sequence.kv_length, len(payloads) * self._block
+        append_blocks(self._layout, sequence.cache, payloads, start, self._block, capacity)
+        sequence.kv_length += count
+        sequence.restored_hot += count
         sequence.harvested = max(sequence.harvested, sequence.kv_length // self._block)
 
     def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
@@ -201,9 +204,12 @@ class KVBridge:
             sequence.kv_length = sequence.restored_hot = blocks * self._block
 
     def promote_later(self, sequence: Sequence) -> None:
-        """Read blocks that came from the cold tier into the hot one, in the background."""
+        """Read blocks that came from the cold tier into the hot one, in the background.
+
+        Where restoring goes through payloads it has done so already, as far as there is room.
+        """
         table = sequence.table
-        if table is None or self.store.cold is None:
+        if table is None or self.store.cold is None or not transport().direct:
             return
         for index, block in enumerate(table.blocks[: sequence.kv_length // self._block]):
             if block.payload is None and block.on_disk:
@@ -215,9 +221,9 @@ class KVBridge:
         payload = None
         try:
             if self.store.may_promote(self._layout.nbytes(self._block)):
-                payload = empty_payload(self._layout, self._block)
-                if not self.store.load_into(key, payload.buffers()):
-                    payload = None
+                payload = read_payload(
+                    self._layout, self._block, lambda views: self.store.load_into(key, views)
+                )
         except Exception:
             log.exception("promotion failed")
             payload = None
@@ -239,100 +245,3 @@ class KVBridge:
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._background.shutdown(wait=False, cancel_futures=True)
         return self.store.close(deadline_s)
-
-
-class Restore:
-    """One prefix on its way from the tiers into arrays of their final size."""
-
-    def __init__(self, bridge: KVBridge, sequence: Sequence, ready: Callable[[], None]):
-        self._bridge = bridge
-        self._sequence = sequence
-        self._ready = ready
-        assert sequence.table is not None
-        sequence.restores += 1
-        self._state: MLXPayload | None = None
-        self._state_cold = False
-        self._blocks = list(sequence.table.blocks)
-        self._cold = [block.payload is None for block in self._blocks]
-        self._keys = [sequence.key(i, bridge._block) for i in range(len(self._blocks))]
-        self._good = [False] * len(self._blocks)
-        self._left = len(self._blocks) + 1
-        self._lock = threading.Lock()
-        self._landing: Landing | None = None
-
-    def start(self) -> None:
-        self._bridge._readers.submit(self._allocate)
-
-    def _allocate(self) -> None:
-        bridge, sequence = self._bridge, self._sequence
-        try:
-            capacity = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
-            self._landing = Landing(bridge._layout, capacity, bridge._block)
-        except Exception:
-            log.exception("restore: can't allocate")
-            bridge._post(self._settle)
-            return
-        bridge._readers.submit(self._fill_state)
-        for index in range(len(self._blocks)):
-            bridge._readers.submit(self._fill, index)
-
-    def _fill_state(self) -> None:
-        try:
-            if (states := self._bridge.states) is not None:
-                self._state, self._state_cold = states.read(self._sequence)
-        except Exception:
-            log.exception("restore: a checkpoint failed")
-        finally:
-            self._one_less()
-
-    def _fill(self, index: int) -> None:
-        landing = self._landing
-        assert landing is not None
-        try:
-            payload = self._blocks[index].payload
-            if isinstance(payload, MLXPayload):
-                landing.put(index, payload)
-                self._good[index] = True
-            elif not self._sequence.cancelled:
-                self._good[index] = self._bridge.store.load_into(self._keys[index], landing.pieces(index))
-        except Exception:
-            log.exception("restore: block %d failed", index)
-        finally:
-            self._one_less()
-
-    def _one_less(self) -> None:
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._bridge._post(self._settle)
-
-    def _settle(self) -> None:
-        """On the engine thread: the good prefix becomes the sequence's cache."""
-        bridge, sequence, table = self._bridge, self._sequence, self._sequence.table
-        assert table is not None
-        good = self._good.index(False) if False in self._good else len(self._good)
-        for block, fine in zip(self._blocks, self._good, strict=True):
-            if not fine and self._landing is not None and not sequence.cancelled:
-                bridge.store.lose(block)
-        if bridge.states is not None and (good < len(self._good) or self._state is None):
-            # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
-            good = 0
-            sequence.resume = 0
-        bridge.store.cut(table, good)
-        if self._landing is not None and (good or sequence.resume):
-            blocks = sequence.resume or good
-            sequence.kv_length = blocks * bridge._block
-            sequence.harvested = blocks
-            sequence.cache = mlx_adapter.filled_cache(bridge._model, self._landing.take(), sequence.kv_length)
-            cold = sum(self._cold[:good])
-            if bridge.states is not None and self._state is not None:
-                bridge.states.put_into(sequence.cache, self._state, sequence.kv_length)
-                if self._state_cold:
-                    bridge.states.keep_hot(sequence, self._state)
-                if not good:  # no per-token KV: the state is all that there is
-                    good, cold = blocks, blocks * self._state_cold
-            sequence.restored_cold += cold * bridge._block
-            sequence.restored_hot += (good - cold) * bridge._block
-        self._landing = None
-        self._ready()

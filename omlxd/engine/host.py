@@ -38,6 +38,7 @@ from .request_sink import RequestSink, usage_of
 from .sampling import RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .staging import transport
 from .state_keeper import StateKeeper
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,13 @@ class EngineHost:
         pool = BlockPool(settings.initial_blocks)
         cold = writer = None
         if settings.cold_dir:
-            cold = ColdTier(
-                Path(settings.cold_dir), BlockFormat(self.namespace, loaded.layout, settings.block_size)
+            format = BlockFormat(
+                self.namespace,
+                loaded.layout,
+                settings.block_size,
+                read_bytes=transport().read_bytes,
             )
+            cold = ColdTier(Path(settings.cold_dir), format)
             queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
             writer = StoreWriter(cold, space, max_queue_bytes=queue_bytes)
         store = KVStore(
@@ -123,7 +128,9 @@ class EngineHost:
             return None
         files = None
         if settings.cold_dir:
-            files = CheckpointFiles(Path(settings.cold_dir), self.namespace, states.at)
+            files = CheckpointFiles(
+                Path(settings.cold_dir), self.namespace, states.at, read_bytes=transport().read_bytes
+            )
         return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
 
     def _info(self, load: wire.Load) -> wire.ModelInfo:

@@ -15,6 +15,8 @@ from typing import Any, cast
 import mlx.core as mx
 import psutil
 
+from . import cuda_driver
+
 REFRESH_S = 0.5
 RESERVE_FRACTION = 0.1
 RESERVE_BYTES = 2 << 30
@@ -53,4 +55,8 @@ def memory() -> tuple[int, int]:
         info = cast(dict[str, Any], mx.device_info())
     total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
     total = total or int(info.get("memory_size") or machine.total)
-    return total, max(0, total - mx.get_active_memory())
+    available = total - mx.get_active_memory()
+    with contextlib.suppress(cuda_driver.DriverError):
+        # What other processes hold is not ours to count on; what MLX has freed but keeps is.
+        available = min(available, cuda_driver.free_memory() + mx.get_cache_memory())
+    return total, max(0, available)

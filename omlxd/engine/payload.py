@@ -2,18 +2,18 @@
 
 Bytes are kept in a type that Python can view (bf16 as u16), evaluated, so that any thread may read
 them, and contiguous, so that they neither pin the sequence's arrays nor stop MLX from appending to
-them in place (an evaluated view would do both).
+them in place (an evaluated view would do both). How they get to files and back: staging.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import mlx.core as mx
 
 from ..kv.layout import ITEM_BYTES, Group, KVLayout
-from .mlx_adapter import compute_dtype, storage_dtype
+from .mlx_adapter import Cache, append_tokens, compute_dtype, state_arrays, storage_dtype
+from .staging import Load, byte_view, transport
 
 
 class MLXPayload:
@@ -26,20 +26,14 @@ class MLXPayload:
         self.nbytes = sum(array.nbytes for array in arrays)
 
     def buffers(self) -> list[memoryview]:
-        """Byte views in file order. Any thread; they keep the arrays alive."""
-        return [_bytes(array) for array in self.arrays]
+        """The bytes, in file order, to read. Any thread; good until that thread's next payload."""
+        return transport().views(self.arrays)
 
 
-def _bytes(array: mx.array) -> memoryview:
-    """A writable byte view of an evaluated array. MLX's stubs don't say that it has the buffer protocol."""
-    return memoryview(cast(Any, array)).cast("B")
-
-
-def empty_payload(layout: KVLayout, block_size: int) -> MLXPayload:
-    """A payload to read a file into. Any thread."""
-    arrays = tuple(mx.zeros(g.shape(block_size), dtype=storage_dtype(g.dtype)) for g in layout.groups)
-    mx.eval(arrays)
-    return MLXPayload(arrays)
+def read_payload(layout: KVLayout, block_size: int, load: Load) -> MLXPayload | None:
+    """A payload whose bytes `load` fills in; None if it says False. Any thread."""
+    arrays = transport().read(layout, block_size, load)
+    return None if arrays is None else MLXPayload(arrays)
 
 
 def copy_blocks(
@@ -115,8 +109,29 @@ def runs(layout: KVLayout, payloads: Sequence[MLXPayload], block_size: int) -> l
     return [payloads[i : i + width] for i in range(0, len(payloads), width)]
 
 
+def append_blocks(
+    layout: KVLayout,
+    cache: Cache,
+    payloads: Sequence[MLXPayload],
+    start: int,
+    block_size: int,
+    capacity: int,
+) -> None:
+    """Copy blocks to position `start`, the end, of a plain cache, evaluated. Engine thread.
+
+    capacity  tokens to allocate for when the cache is still empty
+    """
+    for run in runs(layout, payloads, block_size) if payloads else ():
+        count = len(run) * block_size
+        append_tokens(cache, join_blocks(layout, run), start, count, capacity)
+        mx.eval(state_arrays(cache))
+        start += count
+
+
 class Landing:
     """Arrays of their final size into which I/O threads put blocks, before any graph uses them.
+
+    For a transport that is direct.
 
     One array a tensor, each (1, heads, capacity, dim): slices of a joint array would pin all of it.
     """
@@ -136,7 +151,7 @@ class Landing:
         for group in layout.groups:
             rows: list[memoryview] = []
             for name in group.names:
-                whole = _bytes(self.arrays[name])
+                whole = byte_view(self.arrays[name])
                 width = whole.nbytes // group.heads
                 rows += [whole[h * width : (h + 1) * width] for h in range(group.heads)]
             self._rows.append((group, rows))
@@ -154,7 +169,7 @@ class Landing:
         """Copy a hot block to its place."""
         pieces = self.pieces(index)
         at = 0
-        for buffer in payload.buffers():
+        for buffer in map(byte_view, payload.arrays):
             done = 0
             while done < buffer.nbytes:
                 piece = pieces[at]

@@ -20,7 +20,7 @@ from ..kv.checkpoints import Checkpoints
 from ..kv.layout import KVLayout
 from . import mlx_adapter
 from .mlx_adapter import Cache, StateLayout
-from .payload import MLXPayload, copy_state, empty_payload, view_state
+from .payload import MLXPayload, copy_state, read_payload, view_state
 from .sequence import Sequence
 
 SHARE = 0.2
@@ -104,10 +104,12 @@ class StateKeeper:
         block_hash, position = sequence.hashes[sequence.resume - 1], sequence.resume * self._block
         if (hot := self.peek(sequence)) is not None:
             return hot, False
-        payload = empty_payload(self._layout.at(position), 1)
-        if self.checkpoints.load_into(block_hash, position, payload.buffers()):
-            return payload, True
-        return None, True
+        payload = read_payload(
+            self._layout.at(position),
+            1,
+            lambda views: self.checkpoints.load_into(block_hash, position, views),
+        )
+        return payload, True
 
     def keep_hot(self, sequence: Sequence, payload: MLXPayload) -> None:
         """A checkpoint came from the cold tier: keep it in RAM too, if there is room."""

@@ -59,10 +59,19 @@ class BlockFormat:
     layout      the tensors of a block
     block_size  tokens a block
     kind        of payload: `tokens`, or `checkpoint` (kv/checkpoints.py)
+    read_bytes  what is read and digested at a time
     """
 
-    def __init__(self, namespace: BlockHash, layout: KVLayout, block_size: int, kind: str = "tokens"):
+    def __init__(
+        self,
+        namespace: BlockHash,
+        layout: KVLayout,
+        block_size: int,
+        kind: str = "tokens",
+        read_bytes: int = READ_BYTES,
+    ):
         self.kind = kind
+        self._read_bytes = read_bytes
         self.namespace = namespace
         self.layout = layout
         self.block_size = block_size
@@ -127,7 +136,7 @@ class BlockFormat:
             raise BlockFileError("its header is not this block's")
         state = xxhash.xxh3_128()
         offset = self.header_bytes
-        for batch in _batches(buffers):
+        for batch in _batches(buffers, self._read_bytes):
             done = read_all(fs, fd, batch, offset)
             offset += done
             if done != sum(map(len, batch)):
@@ -146,16 +155,16 @@ def digest_of(buffers: Iterable[memoryview]) -> bytes:
     return state.hexdigest().encode()
 
 
-def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The same bytes in the same order, in lists of at most READ_BYTES; longer buffers are cut."""
+def _batches(buffers: Sequence[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """The same bytes in the same order, in lists of at most `most`; longer buffers are cut."""
     batch: list[memoryview] = []
-    room = READ_BYTES
+    room = most
     for whole in buffers:
         buffer = whole
         while len(buffer) > room:
             yield [*batch, buffer[:room]]
             buffer = buffer[room:]
-            batch, room = [], READ_BYTES
+            batch, room = [], most
         batch.append(buffer)
         room -= len(buffer)
     if batch:

@@ -17,7 +17,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from .block import Block, Payload
-from .block_file import BlockFormat, BlockKey
+from .block_file import READ_BYTES, BlockFormat, BlockKey
 from .cold_tier import ColdTier
 from .fs import FileSystem
 from .hashing import BlockHash
@@ -45,8 +45,10 @@ class CheckpointFiles:
         namespace: BlockHash,
         layout_at: Callable[[int], KVLayout],
         fs: FileSystem | None = None,
+        read_bytes: int = READ_BYTES,
     ):
         self._root, self._namespace, self._fs = root, namespace, fs
+        self._read_bytes = read_bytes
         self._layout_at = layout_at
         self._tiers: dict[KVLayout, ColdTier] = {}
         self._any = self.at(1)
@@ -55,7 +57,7 @@ class CheckpointFiles:
         layout = self._layout_at(position)
         tier = self._tiers.get(layout)
         if tier is None:
-            format = BlockFormat(self._namespace, layout, 1, kind=KIND)
+            format = BlockFormat(self._namespace, layout, 1, KIND, self._read_bytes)
             tier = self._tiers[layout] = ColdTier(self._root, format, self._fs)
         return tier
 

@@ -27,7 +27,8 @@ import numpy as np
 from omlxd.engine import mlx_adapter
 from omlxd.engine.decode_batch import DecodeBatch
 from omlxd.engine.harvest import KVBridge
-from omlxd.engine.payload import Landing, MLXPayload, copy_blocks, empty_payload, join_blocks
+from omlxd.engine.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
+from omlxd.engine.staging import transport
 from omlxd.kv.block_file import BlockKey
 from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.fs import read_all
@@ -51,7 +52,10 @@ class GPUBench(Bench):
     # ----------------------------------------------------------------- restoring cold blocks
 
     def restore(self) -> None:
-        """Files to the first token that uses them, by both ways the engine knows."""
+        """Files to the first token that uses them, by both ways the engine knows (engine/restore.py).
+
+        `payloads + join` goes by the device's transport; `landing` is what a direct one is for.
+        """
         tokens = self.prompt(self.tokens)
         cache = self.prefilled(tokens)
         print(f"\n## Restore {self.tokens} tokens, {self.tokens * self.per_token / 1e9:.2f} GB\n")
@@ -104,8 +108,12 @@ class GPUBench(Bench):
 
     def _joined(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> tuple[float, float]:
         def load(key: BlockKey) -> MLXPayload:
-            payload = empty_payload(self.layout, block)
-            cold.load(key, payload.buffers())
+            def fill(views: Seq[memoryview]) -> bool:
+                cold.load(key, views)
+                return True
+
+            payload = read_payload(self.layout, block, fill)
+            assert payload is not None
             return payload
 
         began = time.perf_counter()
@@ -113,9 +121,7 @@ class GPUBench(Bench):
             payloads = list(pool.map(load, keys))
         read = time.perf_counter() - began
         cache = mlx_adapter.new_cache(self.model, self.tokens + 1024)
-        joined = join_blocks(self.layout, payloads)
-        mlx_adapter.append_tokens(cache, joined, 0, self.tokens, self.tokens + 1024)
-        del joined
+        append_blocks(self.layout, cache, payloads, 0, block, self.tokens + 1024)
         self.next_logits(cache)
         return read, time.perf_counter() - began
 
@@ -308,7 +314,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="omlxd-bench-", dir=args.dir))
     began = time.perf_counter()
     bench = GPUBench(args.shape, folder, args.tokens, [int(b) for b in args.blocks.split(",")])
-    print(f"{args.shape} on {mlx_adapter.backend()}: built in {time.perf_counter() - began:.1f} s")
+    way = type(transport()).__name__
+    print(f"{args.shape} on {mlx_adapter.backend()}, {way}: built in {time.perf_counter() - began:.1f} s")
     try:
         for section in args.only.split(","):
             began = time.perf_counter()

@@ -19,6 +19,7 @@ from omlxd.engine.payload import MLXPayload, copy_blocks
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence, State
+from omlxd.engine.staging import transport
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.cold_tier import ColdTier
@@ -85,7 +86,8 @@ class Bench:
             BlockKey(h, hashes[i - 1] if i else namespace, list(tokens[i * block : (i + 1) * block]))
             for i, h in enumerate(hashes)
         ]
-        return ColdTier(self.folder / f"{block}", BlockFormat(namespace, self.layout, block)), keys
+        format = BlockFormat(namespace, self.layout, block, read_bytes=transport().read_bytes)
+        return ColdTier(self.folder / f"{block}", format), keys
 
     def next_logits(self, cache: mlx_adapter.Cache) -> mx.array:
         """A decode step: the first use of restored KV on the device."""

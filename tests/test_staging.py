@@ -1,0 +1,161 @@
+"""Payloads that pass through a staging buffer, as on CUDA: forced on the CPU, where nothing can be placed.
+
+Every bit comes back, whatever the layout; and prefixes restored through it give what a run without
+reuse gives, from either tier, checkpoints too.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import build_family
+from rig import Rig
+from test_identity import Reference, assert_same, prompt
+
+from omlxd.engine import cuda_driver, staging
+from omlxd.engine.mlx_adapter import storage_dtype
+from omlxd.engine.payload import MLXPayload, read_payload
+from omlxd.engine.staging import StagedTransport
+from omlxd.kv.layout import Group, KVLayout
+
+FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")
+
+
+@pytest.fixture(autouse=True)
+def staged(monkeypatch: pytest.MonkeyPatch) -> StagedTransport:
+    def refuse(view: memoryview) -> None:
+        raise cuda_driver.DriverError("no CUDA here")
+
+    monkeypatch.setattr(cuda_driver, "keep_on_host", refuse)
+    transport = StagedTransport()
+    monkeypatch.setattr(staging, "_chosen", transport)
+    return transport
+
+
+LAYOUTS = {
+    "one group": KVLayout((Group(("a", "b"), 2, 8, "BF16"),)),
+    "two widths": KVLayout((Group(("a",), 1, 12, "F16"), Group(("b",), 3, 20, "F32"))),
+    "bytes": KVLayout((Group(("a",), 1, 3, "U8"), Group(("b",), 1, 5, "F16"))),
+    "nothing": KVLayout(()),
+}
+
+
+def made(layout: KVLayout, block: int, seed: int) -> MLXPayload:
+    """Any bits, NaNs among them."""
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for group in layout.groups:
+        data = mx.array(rng.integers(0, 256, group.nbytes(block), dtype=np.uint8))
+        arrays.append(data.view(storage_dtype(group.dtype)).reshape(group.shape(block)))
+    mx.eval(arrays)
+    return MLXPayload(tuple(arrays))
+
+
+def raw(payload: MLXPayload) -> bytes:
+    return b"".join(bytes(memoryview(array).cast("B")) for array in payload.arrays)  # type: ignore[arg-type]
+
+
+def again(layout: KVLayout, block: int, data: bytes) -> MLXPayload | None:
+    def load(views: list[memoryview]) -> bool:
+        at = 0
+        for view in views:
+            view[:] = data[at : at + view.nbytes]
+            at += view.nbytes
+        return at == len(data)
+
+    return read_payload(layout, block, load)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
+def test_every_bit_comes_back_whatever_was_staged_before(layout: KVLayout):
+    for seed, block in enumerate((16, 4, 64, 5)):
+        payload = made(layout, block, seed)
+        stored = b"".join(payload.buffers())
+        assert stored == raw(payload)
+        twin = again(layout, block, stored)
+        assert twin is not None and raw(twin) == stored and twin.nbytes == payload.nbytes
+        # Neither shares the buffer, which others use by now.
+        b"".join(made(layout, block, seed + 9).buffers())
+        assert raw(twin) == raw(payload) == stored
+        for array, group in zip(twin.arrays, layout.groups, strict=True):
+            assert array.shape == group.shape(block) and array.dtype == storage_dtype(group.dtype)
+
+
+def test_what_could_not_be_read_is_no_payload():
+    assert read_payload(LAYOUTS["one group"], 16, lambda views: False) is None
+
+
+def test_the_buffer_is_filled_in_place_and_is_the_threads_own():
+    layout = LAYOUTS["one group"]
+
+    def address(seed: int) -> int:
+        return np.frombuffer(made(layout, 16, seed).buffers()[0], np.uint8).ctypes.data
+
+    assert len({address(seed) for seed in range(5)}) == 1
+    views = made(layout, 16, 7).buffers()
+    before = b"".join(views)
+    thread = threading.Thread(target=lambda: made(layout, 16, 8).buffers())
+    thread.start()
+    thread.join()
+    assert b"".join(views) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_restored_prefixes_are_bit_identical(family: str, tmp_path: Path):
+    model = build_family(family, tmp_path / family)
+    reference, tokens = Reference(model), prompt(300)
+    cache = tmp_path / "cache"
+    with Rig(model, cache, record=True) as rig:
+        assert_same(rig, tokens, reference, hot=0, cold=0)
+        assert_same(rig, tokens, reference, hot=256, cold=0)
+    with Rig(model, cache, record=True) as rig:
+        assert_same(rig, tokens, reference, hot=0, cold=256)
+        assert_same(rig, tokens, reference, hot=256, cold=0)  # the very payloads that were read
+        rig.on_engine(lambda: rig.pool.check({}))
+    with Rig(model, cache, hot=0, record=True) as rig:
+        assert_same(rig, tokens, reference, hot=0, cold=256)
+        assert_same(rig, tokens, reference, hot=0, cold=256)
+        assert rig.pool.hot_bytes == 0
+        rig.on_engine(lambda: rig.pool.check({}))
+    reference.close()
+
+
+def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = build_family("qwen3", tmp_path / "qwen3")
+    reference, tokens = Reference(model), prompt(300)
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        rig.run(tokens, 4)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with Rig(model, cache, hot=0, record=True) as rig:
+        monkeypatch.setattr("omlxd.engine.restore.append_blocks", fail)
+        assert_same(rig, tokens, reference, hot=0, cold=0)
+        rig.on_engine(lambda: rig.pool.check({}))
+    reference.close()
+
+
+def test_a_damaged_file_ends_the_prefix(tmp_path: Path):
+    model = build_family("qwen3", tmp_path / "qwen3")
+    reference, tokens = Reference(model), prompt(300)
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        rig.run(tokens, 4)
+        third = rig.start(tokens, 1).sequence.hashes[2]
+        rig.settle()
+        assert rig.store.cold is not None
+        path = cache / rig.store.cold.path_of(third)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0x10
+    path.write_bytes(data)
+    with Rig(model, cache, record=True) as rig:
+        assert_same(rig, tokens, reference, hot=0, cold=128)
+        assert rig.store.stats.corrupt == 1
+        assert_same(rig, tokens, reference, hot=256, cold=0)
+    reference.close()
