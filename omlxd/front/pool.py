@@ -62,7 +62,7 @@ class EnginePool:
 
     async def _prepare(self) -> Load:
         settings = self._settings
-        # The ledger takes stock of the disk while the model is found or fetched.
+        # The cache dir is locked while the model is found or fetched; nobody waits for its walk.
         folder, cold_dir = await asyncio.gather(
             resolve_model(settings.model, settings.base_path), self.cold.open()
         )

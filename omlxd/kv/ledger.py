@@ -62,13 +62,24 @@ class Ledger:
         self._evicted_files = 0
         self._evicted_bytes = 0
         self._lock_fd = -1
+        self._has_stock = False
+        self._leftovers_removed = 0
 
     # ----------------------------------------------------------------- opening and closing
 
     def open(self) -> None:
-        """Lock the folder, remove leftovers of a crash, take stock.
+        """Lock the folder and take stock. Raises LedgerBusy or OSError, with the lock given up."""
+        self.lock()
+        try:
+            self.take_stock()
+        except BaseException:
+            self.close()
+            raise
 
-        Raises LedgerBusy, or OSError when the folder can't be made, written or read.
+    def lock(self) -> None:
+        """Make the folder this ledger's. Files may be read from now on; nothing is granted yet.
+
+        Raises LedgerBusy, or OSError when the folder can't be made or written.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -79,7 +90,6 @@ class Ledger:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{os.getpid()}\n".encode())
-            self._take_stock()
         except BlockingIOError:
             os.close(fd)
             raise LedgerBusy(f"{self.root} is in use by another omlxd") from None
@@ -93,13 +103,24 @@ class Ledger:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _take_stock(self) -> None:
+    def take_stock(self) -> int:
+        """Walk the folder: remove leftovers of a crash, count the rest, evict down to the cap.
+
+        Returns the number of files removed.
+
+        Engines may read, touch and drop files meanwhile, but not write: nothing is granted before
+        the walk has ended. Raises OSError when a folder can't be read; nothing is then ever granted.
+        """
+        self._has_stock = False
+        removed = self._leftovers_removed + self._evicted_files
         self._files.clear()
         self._used = 0
         for _, path, size in sorted(self._walk()):
             self._files[path] = size
             self._used += size
         self._evict(self._used - self.cap)
+        self._has_stock = True
+        return self._leftovers_removed + self._evicted_files - removed
 
     def _walk(self) -> Iterable[tuple[int, str, int]]:
         """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
@@ -114,6 +135,7 @@ class Ledger:
                         continue
                     is_temp = entry.name.endswith(TEMP_SUFFIX)
                     if is_temp and _unlink(entry.path) is None:
+                        self._leftovers_removed += 1
                         continue
                     if not is_temp and not entry.name.endswith(SUFFIX):
                         continue
@@ -128,7 +150,7 @@ class Ledger:
 
     def reserve(self, nbytes: int) -> int:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
-        if nbytes <= 0 or nbytes > self.cap:
+        if nbytes <= 0 or nbytes > self.cap or not self._has_stock:
             return 0
         self._evict(self._used + self._reserved + nbytes - self.cap)
         if self._used + self._reserved + nbytes > self.cap:

@@ -1,0 +1,79 @@
+"""The cold tier's start: the folder is readable once it is locked, writable once it is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from omlxd.front.cold_ledger import ColdLedger
+from omlxd.kv.ledger import Ledger, LedgerBusy
+from omlxd.wire import Grant, Reserve
+
+CAP = 10_000_000
+
+
+@pytest.fixture
+def slow_stock(monkeypatch: pytest.MonkeyPatch):
+    """Taking stock begins, and goes on only once this is set."""
+    may_go_on = threading.Event()
+    take_stock = Ledger.take_stock
+
+    def slow(ledger: Ledger) -> int:
+        assert may_go_on.wait(10)
+        return take_stock(ledger)
+
+    monkeypatch.setattr(Ledger, "take_stock", slow)
+    yield may_go_on
+    may_go_on.set()
+
+
+async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, slow_stock: threading.Event):
+    (tmp_path / "ns" / "00").mkdir(parents=True)
+    (tmp_path / "ns" / "00" / "old.safetensors").write_bytes(bytes(4096))
+    cold = ColdLedger(tmp_path, CAP)
+    assert await cold.open() == str(tmp_path)
+    answers: asyncio.Queue[Grant] = asyncio.Queue()
+    cold.account(answers.put_nowait).handle(Reserve(ticket=1, nbytes=4096))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(answers.get(), 0.1)
+    other = ColdLedger(tmp_path, CAP)
+    assert await other.open() == ""  # Locked from the first moment.
+    slow_stock.set()
+    assert (await asyncio.wait_for(answers.get(), 5)).nbytes == 4096
+    stats = await cold.stats()
+    assert stats is not None and (stats.bytes_used, stats.reserved) == (4096, 4096)
+    for ledger in (other, cold):
+        await ledger.close()
+
+
+async def test_a_folder_that_cannot_be_counted_is_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fails(ledger: Ledger) -> int:
+        raise OSError(5, os.strerror(5), str(tmp_path / "ns"))
+
+    monkeypatch.setattr(Ledger, "take_stock", fails)
+    cold = ColdLedger(tmp_path, CAP)
+    assert await cold.open() == str(tmp_path)
+    answers: asyncio.Queue[Grant] = asyncio.Queue()
+    cold.account(answers.put_nowait).handle(Reserve(ticket=1, nbytes=4096))
+    assert (await asyncio.wait_for(answers.get(), 5)).nbytes == 0
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "only read, nothing is stored" in warnings[0]
+    with pytest.raises(LedgerBusy):
+        Ledger(tmp_path, CAP).lock()
+    await cold.close()
+
+
+def test_a_lock_alone_grants_nothing(tmp_path: Path):
+    ledger = Ledger(tmp_path, CAP)
+    ledger.lock()
+    assert ledger.reserve(4096) == 0
+    assert ledger.take_stock() == 0
+    assert ledger.reserve(4096) == 4096
+    ledger.close()
