@@ -80,6 +80,8 @@ def protocol_of(path: str) -> Protocol:
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
+    if error.code == "not_found" and error.param == "previous_response_id":
+        openai_code = "previous_response_not_found"
     if protocol == "anthropic":
         return AnthropicError(_AnthropicDetail(anthropic_type, error.message), request_id)
     return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))

@@ -26,6 +26,8 @@ from .http_settings import HttpSettings
 from .http_shell import Shell, raise_route_error
 from .model_list import model_entry, model_list
 from .request_trace import trace_of
+from .response_store import ResponseStore
+from .responses import responses_dialect
 
 
 class _ModelState(msgspec.Struct):
@@ -48,6 +50,7 @@ def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starle
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
+            Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/v1/messages", routes.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
@@ -67,12 +70,16 @@ class _Routes:
         self.settings = settings
         self._engines = engines
         self._created = int(time.time())
+        self._responses = responses_dialect(ResponseStore())
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
         return await self._generate(request, OPENAI_CHAT)
 
     async def completions(self, request: Request) -> GenerationResponse:
         return await self._generate(request, OPENAI_COMPLETIONS)
+
+    async def responses(self, request: Request) -> GenerationResponse:
+        return await self._generate(request, self._responses)
 
     async def messages(self, request: Request) -> GenerationResponse:
         return await self._generate(request, ANTHROPIC)

@@ -1,0 +1,210 @@
+"""OpenAI's Responses API: a body into a `GenerateRequest`. Answers: openai_responses_stream.py.
+
+As in chat completions, what would change the answer and can't be honoured is refused; unknown
+fields are ignored. Tools that would run on OpenAI's side are left out: Codex always offers one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Union
+
+import msgspec
+
+from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
+from ..errors import InvalidRequest, NotFound
+from .body import ParsedRequest, decode, free_json, session_header
+from .openai_fields import CommonBody, Count, sampling, session
+from .openai_responses_items import Item, messages_of
+from .openai_responses_tools import ResponseTools, ToolName
+
+SEALED = "reasoning.encrypted_content"
+History = Callable[[str], "tuple[Message, ...] | None"]
+"""Response id → the conversation that it ended, without instructions; None: not known (any more)."""
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str | None = None
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Body(CommonBody, kw_only=True):
+    input: Union[str, list[Item], None] = None
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+    include: list[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    metadata: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class ReasoningEcho(Struct, frozen=True, omit_defaults=False):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class RequestEcho(Struct, frozen=True, omit_defaults=False):
+    """Fields of the request that a response object repeats."""
+
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningEcho
+    store: bool
+    temperature: float | None
+    tool_choice: str
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    user: str | None
+
+
+class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body, and what its answer needs.
+
+    names     what the model calls a tool → how its call is told
+    messages  the conversation without `instructions`, which a next response doesn't take over
+    sealed    reasoning items carry `encrypted_content`
+    """
+
+    names: dict[str, ToolName]
+    echo: RequestEcho
+    messages: tuple[Message, ...]
+    sealed: bool = False
+
+
+def parse(
+    body: bytes, headers: Mapping[str, str] | None = None, history: History = lambda _: None
+) -> ResponsesRequest:
+    """A body of /v1/responses. Raises InvalidRequest naming the field, and NotFound where `history`
+    doesn't know `previous_response_id`."""
+    request = decode(_decoder, body)
+    _refuse(request)
+    tools = ResponseTools()
+    for index, tool in enumerate(request.tools or []):
+        tools.add(tool, f"tools.{index}")
+    messages = _before(request, history) + _messages(request, tools)
+    if not messages:
+        raise InvalidRequest("input: at least one item is required", param="input")
+    effort = request.reasoning.effort if request.reasoning else None
+    system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
+    conversation = Conversation(
+        messages=system + messages,
+        tools=tools.listed,
+        tool_choice=_tool_choice(request.tool_choice),
+        thinking=None if effort is None else effort != "none",
+        template_args={} if effort is None else {"reasoning_effort": effort},
+    )
+    max_tokens = request.max_output_tokens or request.max_tokens
+    return ResponsesRequest(
+        model=request.model or "",
+        stream=bool(request.stream),
+        generate=GenerateRequest(
+            prompt=conversation,
+            sampling=sampling(request, max_tokens, None),
+            session=_session(request, headers or {}),
+            cache_salt=request.cache_salt or "",
+        ),
+        names=tools.names,
+        echo=_echo(request, tools),
+        messages=messages,
+        sealed=SEALED in (request.include or ()),
+    )
+
+
+def _refuse(request: _Body) -> None:
+    kind = request.text.format.type if request.text and request.text.format else None
+    if kind not in (None, "text"):
+        raise InvalidRequest(
+            f"text.format: {kind[:40]!r} can't be enforced by this server; only text is supported",
+            param="text.format",
+        )
+    if request.background:
+        raise InvalidRequest("background: this server answers while you wait", param="background")
+    if request.conversation is not None:
+        raise InvalidRequest(
+            "conversation: conversations are not kept here; use previous_response_id", param="conversation"
+        )
+    if request.prompt is not None:
+        raise InvalidRequest("prompt: prompt templates are not kept here; use input", param="prompt")
+    if request.top_logprobs:
+        raise InvalidRequest("top_logprobs: log-probabilities are not supported here", param="top_logprobs")
+
+
+def _tool_choice(given: Any) -> str:
+    if given is None or given in ("auto", "none"):
+        return given or "auto"
+    shown = given.get("type") if isinstance(given, dict) else given
+    named = repr(shown[:40]) if isinstance(shown, str) else "this"
+    raise InvalidRequest(
+        f"tool_choice: {named} can't be enforced by this server; only auto and none are supported",
+        param="tool_choice",
+    )
+
+
+def _before(request: _Body, history: History) -> tuple[Message, ...]:
+    if request.previous_response_id is None:
+        return ()
+    found = history(request.previous_response_id)
+    if found is None:
+        raise NotFound(
+            f"previous_response_id: there is no response {request.previous_response_id[:100]!r} here (any "
+            "more); send the whole conversation as input",
+            param="previous_response_id",
+        )
+    return found
+
+
+def _messages(request: _Body, tools: ResponseTools) -> tuple[Message, ...]:
+    if isinstance(request.input, str):
+        return (Message("user", (TextPart(request.input),)),) if request.input else ()
+    return messages_of(request.input or [], tools)
+
+
+def _session(request: _Body, headers: Mapping[str, str]) -> str:
+    """A Codex sub-agent is a thread of its own within its parent's session."""
+    named = session(request, headers)
+    thread = session_header(headers, "thread-id")
+    return f"{named}/{thread}" if named and thread and thread != named else named or thread
+
+
+def _echo(request: _Body, tools: ResponseTools) -> RequestEcho:
+    reasoning = request.reasoning or _Reasoning()
+    parallel = request.parallel_tool_calls
+    return RequestEcho(
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=free_json(request.metadata or {}, "metadata"),
+        parallel_tool_calls=True if parallel is None else parallel,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
+        store=request.store is not False,
+        temperature=request.temperature,
+        tool_choice=_tool_choice(request.tool_choice),
+        tools=tools.echo,
+        top_p=request.top_p,
+        user=request.user,
+    )

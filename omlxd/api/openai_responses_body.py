@@ -1,0 +1,245 @@
+"""What a /v1/responses answer is made of: the response object, its items, the events of a stream.
+
+Shapes as the openai SDK's types define them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Union
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from .openai_responses import ReasoningEcho
+from .sse import UsageExtension
+
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
+# --------------------------------------------------------------------------- items
+
+
+class _Tagged(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class OutputText(_Tagged, tag="output_text"):
+    text: str
+    annotations: tuple[()] = ()
+    logprobs: tuple[()] = ()
+
+
+class ReasoningText(_Tagged, tag="reasoning_text"):
+    text: str
+
+
+class Message(_Tagged, tag="message"):
+    id: str
+    content: list[OutputText] = []
+    status: Status = "in_progress"
+    role: Literal["assistant"] = "assistant"
+
+
+class Reasoning(_Tagged, tag="reasoning"):
+    id: str
+    content: list[ReasoningText] = []
+    encrypted_content: str | None = None
+    status: Status = "in_progress"
+    summary: tuple[()] = ()
+
+
+class FunctionCall(_Tagged, tag="function_call"):
+    """`arguments`: JSON text."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | UnsetType = UNSET
+    status: Status = "completed"
+
+
+class CustomCall(_Tagged, tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+    status: Status = "completed"
+
+
+Item = Union[Message, Reasoning, FunctionCall, CustomCall]
+
+
+# --------------------------------------------------------------------------- the response
+
+
+class InputDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageBody(msgspec.Struct):
+    """`input_tokens` is the whole prompt, the cached part included."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+    omlxd: UsageExtension
+
+
+class Problem(msgspec.Struct):
+    code: str
+    message: str
+
+
+class Incomplete(msgspec.Struct):
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class _TextFormat(_Tagged, tag="text"):
+    pass
+
+
+class _TextConfig(msgspec.Struct):
+    format: _TextFormat = msgspec.field(default_factory=_TextFormat)
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """`created_at` and `completed_at`: Unix seconds. The fields after `usage` repeat the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None
+    status: Status
+    model: str
+    output: list[Item]
+    error: Problem | None
+    incomplete_details: Incomplete | None
+    usage: UsageBody | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: ReasoningEcho
+    store: bool
+    temperature: float | None
+    tool_choice: str
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    user: str | None
+    background: bool = False
+    text: _TextConfig = msgspec.field(default_factory=_TextConfig)
+    truncation: Literal["disabled"] = "disabled"
+
+
+# --------------------------------------------------------------------------- events
+
+
+class Event(_Tagged, kw_only=True):
+    """`sequence_number` is given where the event is sent."""
+
+    sequence_number: int = 0
+
+
+class _OfResponse(Event):
+    response: Response
+
+
+class Created(_OfResponse, tag="response.created"):
+    pass
+
+
+class InProgress(_OfResponse, tag="response.in_progress"):
+    pass
+
+
+class Completed(_OfResponse, tag="response.completed"):
+    pass
+
+
+class ResponseIncomplete(_OfResponse, tag="response.incomplete"):
+    pass
+
+
+class ResponseFailed(_OfResponse, tag="response.failed"):
+    pass
+
+
+class _OfItem(Event):
+    output_index: int
+    item: Item
+
+
+class ItemAdded(_OfItem, tag="response.output_item.added"):
+    pass
+
+
+class ItemDone(_OfItem, tag="response.output_item.done"):
+    pass
+
+
+class _InItem(Event):
+    item_id: str
+    output_index: int
+
+
+class _OfPart(_InItem):
+    part: OutputText | ReasoningText
+    content_index: int = 0
+
+
+class PartAdded(_OfPart, tag="response.content_part.added"):
+    pass
+
+
+class PartDone(_OfPart, tag="response.content_part.done"):
+    pass
+
+
+class TextDelta(_InItem, tag="response.output_text.delta"):
+    delta: str
+    content_index: int = 0
+    logprobs: tuple[()] = ()
+
+
+class TextDone(_InItem, tag="response.output_text.done"):
+    text: str
+    content_index: int = 0
+    logprobs: tuple[()] = ()
+
+
+class ReasoningDelta(_InItem, tag="response.reasoning_text.delta"):
+    delta: str
+    content_index: int = 0
+
+
+class ReasoningDone(_InItem, tag="response.reasoning_text.done"):
+    text: str
+    content_index: int = 0
+
+
+class ArgumentsDelta(_InItem, tag="response.function_call_arguments.delta"):
+    delta: str
+
+
+class ArgumentsDone(_InItem, tag="response.function_call_arguments.done"):
+    arguments: str
+    name: str
+
+
+class InputDelta(_InItem, tag="response.custom_tool_call_input.delta"):
+    delta: str
+
+
+class InputDone(_InItem, tag="response.custom_tool_call_input.done"):
+    input: str

@@ -1,0 +1,227 @@
+"""The input items of /v1/responses, as messages of the conversation form.
+
+| item                                        | becomes                                          |
+|---------------------------------------------|--------------------------------------------------|
+| `message` (or no type, with a role)         | a message; `developer` is `system`               |
+| `reasoning` with text                       | thinking of the assistant; without text: nothing |
+| `function_call`, `custom_tool_call`, `…_call` with a call id | a call of the assistant         |
+| `function_call_output`, `…_output` with a call id | a tool result                              |
+| `additional_tools`                          | more tools                                       |
+| `item_reference`                            | refused: items are not kept one by one           |
+| any other                                   | nothing: it was for OpenAI's own side            |
+
+Items have ids that change from session to session; they are never read. Neighbouring items of the
+assistant make one message, and so do neighbouring results, as a turn is one message to a template.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import Any, Union
+
+import msgspec
+
+from ..chat import (
+    ImagePart,
+    Message,
+    Part,
+    Role,
+    TextPart,
+    ThinkingPart,
+    ToolCallPart,
+    ToolResultPart,
+)
+from ..errors import InvalidRequest
+from .body import free_json, image_url, json_object, stable_json
+from .openai_responses_tools import CUSTOM_INPUT, ResponseTools
+
+SEALED_PREFIX = "omlxd-1:"
+"""Begins our `encrypted_content`. It is the text in base64, not encrypted: the client may read its
+own model's reasoning. Codex echoes this field and leaves a reasoning item's text out."""
+
+
+class _Url(msgspec.Struct):
+    url: str
+
+
+class Content(msgspec.Struct):
+    """One entry of a content list, or of a reasoning item's `content` or `summary`."""
+
+    type: str | None = None
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Union[str, _Url, None] = None
+
+
+class Item(msgspec.Struct):
+    """An item of any type: the fields that are read of it."""
+
+    type: str | None = None
+    role: str | None = None
+    content: Union[str, list[Content], None] = None
+    summary: list[Content] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: Any = None
+    input: Any = None
+    action: Any = None
+    operation: Any = None
+    output: Any = None
+    tools: list[Any] | None = None
+
+
+def sealed(text: str) -> str:
+    """Reasoning as `encrypted_content`."""
+    return SEALED_PREFIX + base64.b64encode(text.encode()).decode()
+
+
+def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
+    """The conversation that `items` are. Adds to `tools` what items bring. Raises InvalidRequest."""
+    for index, item in enumerate(items):
+        if item.type in ("additional_tools", "tool_search_output"):
+            for at, tool in enumerate(item.tools or []):
+                tools.add(tool, f"input.{index}.tools.{at}")
+    runs: list[tuple[Role, list[Part]]] = []
+    for index, item in enumerate(items):
+        told = _told(item, tools, f"input.{index}")
+        if told is None:
+            continue
+        role, parts = told
+        if role in ("assistant", "tool") and runs and runs[-1][0] == role:
+            runs[-1][1].extend(parts)
+        else:
+            runs.append((role, parts))
+    return tuple(Message(role, tuple(parts)) for role, parts in runs)
+
+
+def _told(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part]] | None:
+    kind = item.type or ("message" if item.role else "")
+    if kind == "message":
+        return _message(item, param)
+    if kind == "reasoning":
+        text = _reasoning(item)
+        return ("assistant", [ThinkingPart(text)]) if text else None
+    if kind == "item_reference":
+        raise InvalidRequest(
+            f"{param}: items are not kept one by one; send the item itself, or previous_response_id",
+            param=param,
+        )
+    if not kind:
+        raise InvalidRequest(f"{param}.type: this field is required", param=f"{param}.type")
+    if kind.endswith("_output"):
+        return None if _must(item, kind, param) is None else ("tool", [_result(item, param)])
+    if kind.endswith("_call"):
+        return None if _must(item, kind, param) is None else ("assistant", [_call(item, kind, tools, param)])
+    return None
+
+
+def _must(item: Item, kind: str, param: str) -> str | None:
+    """The call id. Calls that ran on OpenAI's side have none; a function's call can't lack it."""
+    if item.call_id is None and kind.startswith(("function_call", "custom_tool_call")):
+        raise InvalidRequest(f"{param}.call_id: this field is required", param=f"{param}.call_id")
+    return item.call_id
+
+
+_ROLES: dict[str, Role] = {
+    "user": "user",
+    "assistant": "assistant",
+    "system": "system",
+    "developer": "system",
+}
+
+
+def _message(item: Item, param: str) -> tuple[Role, list[Part]]:
+    role = _ROLES.get(item.role or "")
+    if role is None:
+        raise InvalidRequest(
+            f"{param}.role: one of user, assistant, system, developer is needed", param=f"{param}.role"
+        )
+    if item.content is None:
+        raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
+    parts = _parts(item.content, f"{param}.content")
+    if role != "user" and any(isinstance(part, ImagePart) for part in parts):
+        raise InvalidRequest(
+            f"{param}.content: an image can't stand in a {item.role} message", param=f"{param}.content"
+        )
+    return role, parts
+
+
+def _parts(content: str | list[Content], param: str) -> list[Part]:
+    if isinstance(content, str):
+        return [TextPart(content)] if content else []
+    parts: list[Part] = []
+    for index, entry in enumerate(content):
+        where = f"{param}.{index}"
+        if entry.image_url is not None:
+            url = entry.image_url if isinstance(entry.image_url, str) else entry.image_url.url
+            parts.append(image_url(url, f"{where}.image_url"))
+        elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
+            if text:
+                parts.append(TextPart(text))
+        elif entry.type != "encrypted_content":
+            raise InvalidRequest(
+                f"{where}: content of type {entry.type or 'none'!r} is not supported", param=where
+            )
+    return parts
+
+
+def _reasoning(item: Item) -> str:
+    """The whole text if the item has it; its summary is better than nothing."""
+    if isinstance(item.content, str):
+        return item.content
+    if whole := "".join(entry.text or "" for entry in item.content or []):
+        return whole
+    if item.encrypted_content and item.encrypted_content.startswith(SEALED_PREFIX):
+        try:
+            raw = binascii.a2b_base64(item.encrypted_content[len(SEALED_PREFIX) :], strict_mode=True)
+            return raw.decode()
+        except ValueError:  # Not ours after all, or cut short on its way.
+            pass
+    return "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
+
+
+def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> ToolCallPart:
+    name = tools.flat_name(item.namespace or "", item.name or kind.removesuffix("_call"))
+    given = next(
+        (value for value in (item.arguments, item.input, item.action, item.operation) if value is not None),
+        {},
+    )
+    if isinstance(given, dict):
+        arguments = free_json(given, param)
+    elif kind == "custom_tool_call" or not isinstance(given, str):
+        arguments = free_json({CUSTOM_INPUT: given}, param)
+    else:
+        arguments = lenient_arguments(given, param)
+    return ToolCallPart(item.call_id or "", name, arguments)
+
+
+def lenient_arguments(text: str, param: str) -> dict[str, Any]:
+    """A call's arguments from JSON text, of whatever quality.
+
+    A model may have written a broken call; refusing it would end that conversation for good.
+    """
+    try:
+        return json_object(text, param)
+    except InvalidRequest:
+        return {CUSTOM_INPUT: text}
+
+
+def _result(item: Item, param: str) -> ToolResultPart:
+    value = item.output if item.output is not None else item.tools
+    if isinstance(value, str):
+        return ToolResultPart(item.call_id or "", value)
+    if isinstance(value, list) and item.output is not None:
+        try:
+            content = msgspec.convert(value, list[Content])
+            parts = _parts(content, f"{param}.output")
+        except msgspec.ValidationError:
+            pass
+        else:
+            text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
+            images = tuple(part for part in parts if isinstance(part, ImagePart))
+            return ToolResultPart(item.call_id or "", text, images=images)
+    fitted = free_json({"output": value}, f"{param}.output")["output"]
+    return ToolResultPart(item.call_id or "", "" if fitted is None else stable_json(fitted))

@@ -1,0 +1,258 @@
+"""OpenAI's Responses API: events into a stream or a response object. Requests: openai_responses.py.
+
+A stream is `response.created`, `response.in_progress`, output items one after another, and one of
+`response.completed`, `response.incomplete` (the limit of tokens) and `response.failed`. Each item
+is `output_item.added`, its content, `output_item.done`. Events are numbered from 0. The response
+object of a non-streaming answer is the one that the stream's last event carries.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from ..chat import (
+    Event,
+    Finished,
+    Message,
+    Part,
+    ReasoningDelta,
+    TextDelta,
+    TextPart,
+    ThinkingPart,
+    ToolCall,
+    ToolCallPart,
+    Usage,
+)
+from ..errors import OmlxdError
+from . import openai_responses_body as body
+from .openai_responses import ResponsesRequest
+from .openai_responses_items import lenient_arguments, sealed
+from .openai_responses_tools import ToolName, custom_input, told_name
+from .sse import named_event, usage_extension
+
+Keep = Callable[[str, tuple[Message, ...]], None]
+"""(response id, the conversation with this answer at its end): called once, when the answer is whole."""
+
+
+def _nowhere(id: str, messages: tuple[Message, ...]) -> None:
+    pass
+
+
+class _Answer:
+    """One response as it grows. Every method gives the events of the stream that tell of it."""
+
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep):
+        self._id = id
+        self._request = request
+        self._created = created
+        self._keep = keep
+        self._output: list[body.Item] = []
+        self._parts: list[Part] = []
+        self._open: body.Message | body.Reasoning | None = None
+        self._text: list[str] = []
+
+    # ----------------------------------------------------------------- the whole
+
+    def created(self) -> list[body.Event]:
+        return [body.Created(self.response("in_progress")), self.in_progress()]
+
+    def in_progress(self) -> body.Event:
+        return body.InProgress(self.response("in_progress"))
+
+    def event(self, event: Event) -> list[body.Event]:
+        if isinstance(event, TextDelta):
+            return self._delta(event.text, body.Message) if event.text else []
+        if isinstance(event, ReasoningDelta):
+            return self._delta(event.text, body.Reasoning) if event.text else []
+        if isinstance(event, ToolCall):
+            return self._close("completed") + self._call(event)
+        if isinstance(event, Finished):
+            return self._finish(event)
+        return []
+
+    def failed(self, error: OmlxdError) -> list[body.Event]:
+        events = self._close("incomplete")
+        return [*events, body.ResponseFailed(self.response("failed", error=_problem(error)))]
+
+    def response(
+        self,
+        status: body.Status,
+        usage: Usage | None = None,
+        error: body.Problem | None = None,
+    ) -> body.Response:
+        return body.Response(
+            id=self._id,
+            created_at=self._created,
+            model=self._request.model,
+            output=list(self._output),
+            status=status,
+            completed_at=int(time.time()) if status == "completed" else None,
+            error=error,
+            incomplete_details=body.Incomplete() if status == "incomplete" else None,
+            usage=None if usage is None else _usage(usage),
+            **{name: getattr(self._request.echo, name) for name in self._request.echo.__struct_fields__},
+        )
+
+    def _finish(self, finished: Finished) -> list[body.Event]:
+        cut = finished.reason == "length"
+        events = self._close("incomplete" if cut else "completed")
+        if self._request.echo.store:
+            turn = (Message("assistant", tuple(self._parts)),) if self._parts else ()
+            self._keep(self._id, self._request.messages + turn)
+        response = self.response("incomplete" if cut else "completed", finished.usage)
+        return [*events, body.ResponseIncomplete(response) if cut else body.Completed(response)]
+
+    # ----------------------------------------------------------------- text and reasoning
+
+    def _delta(self, text: str, kind: type[body.Message] | type[body.Reasoning]) -> list[body.Event]:
+        events: list[body.Event] = []
+        if not isinstance(self._open, kind):
+            events = self._close("completed") + self._begin(kind)
+        self._text.append(text)
+        assert self._open is not None
+        make = body.TextDelta if kind is body.Message else body.ReasoningDelta
+        return [*events, make(self._open.id, self._index, delta=text)]
+
+    def _begin(self, kind: type[body.Message] | type[body.Reasoning]) -> list[body.Event]:
+        self._text = []
+        if kind is body.Message:
+            self._open, part = body.Message(self._item_id("msg")), body.OutputText("")
+        else:
+            self._open, part = body.Reasoning(self._item_id("rs")), body.ReasoningText("")
+        added = body.ItemAdded(self._index, self._open)
+        return [added, body.PartAdded(self._open.id, self._index, part)]
+
+    def _close(self, status: body.Status) -> list[body.Event]:
+        item, index = self._open, self._index
+        if item is None:
+            return []
+        self._open = None
+        text = "".join(self._text)
+        if isinstance(item, body.Message):
+            part = body.OutputText(text)
+            done = body.Message(item.id, [part], status)
+            said = body.TextDone(item.id, index, text=text)
+            self._parts.append(TextPart(text))
+        else:
+            part = body.ReasoningText(text)
+            secret = sealed(text) if self._request.sealed else None
+            done = body.Reasoning(item.id, [part], secret, status)
+            said = body.ReasoningDone(item.id, index, text=text)
+            self._parts.append(ThinkingPart(text))
+        self._output.append(done)
+        return [said, body.PartDone(item.id, index, part), body.ItemDone(index, done)]
+
+    # ----------------------------------------------------------------- calls
+
+    def _call(self, call: ToolCall) -> list[body.Event]:
+        self._parts.append(ToolCallPart(call.id, call.name, lenient_arguments(call.arguments, "arguments")))
+        told = told_name(self._request.names, call.name)
+        return self._custom_call(call, told) if told.custom else self._function_call(call, told)
+
+    def _function_call(self, call: ToolCall, told: ToolName) -> list[body.Event]:
+        index, id = self._index, self._item_id("fc")
+        namespace = told.namespace or msgspec.UNSET
+        item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace)
+        empty = body.FunctionCall(id, call.id, told.name, "", namespace, "in_progress")
+        self._output.append(item)
+        return [
+            body.ItemAdded(index, empty),
+            body.ArgumentsDelta(id, index, call.arguments),
+            body.ArgumentsDone(id, index, call.arguments, told.name),
+            body.ItemDone(index, item),
+        ]
+
+    def _custom_call(self, call: ToolCall, told: ToolName) -> list[body.Event]:
+        index, id = self._index, self._item_id("ctc")
+        namespace = told.namespace or msgspec.UNSET
+        text = custom_input(call.arguments)
+        item = body.CustomCall(id, call.id, told.name, text, namespace)
+        empty = body.CustomCall(id, call.id, told.name, "", namespace, "in_progress")
+        self._output.append(item)
+        return [
+            body.ItemAdded(index, empty),
+            body.InputDelta(id, index, text),
+            body.InputDone(id, index, text),
+            body.ItemDone(index, item),
+        ]
+
+    @property
+    def _index(self) -> int:
+        """Of the item that is open, or comes next."""
+        return len(self._output)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._id.removeprefix('resp_')}{self._index:02x}"
+
+
+class OpenAIResponsesStream:
+    """`sse.StreamEncoder` of one response. `created`: Unix seconds."""
+
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
+        self._answer = _Answer(id, request, created, keep)
+        self._next = 0
+
+    def start(self) -> bytes:
+        return self._encoded(self._answer.created())
+
+    def ping(self) -> bytes:
+        # A typed event: an SSE comment doesn't put Codex's idle timer off.
+        return self._encoded([self._answer.in_progress()])
+
+    def event(self, event: Event) -> bytes:
+        return self._encoded(self._answer.event(event))
+
+    def error(self, error: OmlxdError) -> bytes:
+        return self._encoded(self._answer.failed(error))
+
+    def _encoded(self, events: list[body.Event]) -> bytes:
+        out = b""
+        for event in events:
+            event.sequence_number = self._next
+            self._next += 1
+            out += named_event(str(event.__struct_config__.tag).encode(), event)
+        return out
+
+
+class OpenAIResponsesCollector:
+    """`sse.Collector` of one response. `created`: Unix seconds."""
+
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
+        self._answer = _Answer(id, request, created, keep)
+        self._response: body.Response | None = None
+
+    def event(self, event: Event) -> None:
+        for told in self._answer.event(event):
+            if isinstance(told, (body.Completed, body.ResponseIncomplete)):
+                self._response = told.response
+
+    def response(self) -> bytes:
+        assert self._response is not None, "response before Finished"
+        return msgspec.json.encode(self._response)
+
+
+def _problem(error: OmlxdError) -> body.Problem:
+    """Codes as Codex reads them: it waits as long as a rate limit's message says, tries again after
+    a server error, and gives up after the others."""
+    if error.code == "overloaded":
+        wait = max(1, math.ceil(error.retry_after or 2))
+        return body.Problem("rate_limit_exceeded", f"{error.message} Please try again in {wait}s.")
+    if error.code in ("unavailable", "internal"):
+        return body.Problem("server_error", error.message)
+    code = "context_length_exceeded" if error.code == "prompt_too_long" else "invalid_prompt"
+    return body.Problem(code, error.message)
+
+
+def _usage(usage: Usage) -> body.UsageBody:
+    return body.UsageBody(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=body.InputDetails(usage.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=body.OutputDetails(usage.reasoning_tokens),
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        omlxd=usage_extension(usage),
+    )

@@ -1,0 +1,142 @@
+"""The tools of a /v1/responses request: what the model sees, and how its calls are told.
+
+| given            | the model sees                             | its call comes back as                |
+|------------------|--------------------------------------------|---------------------------------------|
+| `function`       | a function                                 | `function_call`                       |
+| `custom`         | a function with one text, `input`          | `custom_tool_call`                    |
+| `namespace`      | its tools, each named `<namespace>__<tool>` | the above, with `namespace` and `name` |
+| any other (web_search, mcp, …) | nothing: those run on OpenAI's side | –                            |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..chat import Struct, Tool
+from ..errors import InvalidRequest
+from .body import free_json, stable_json
+
+CUSTOM_INPUT = "input"
+"""The one argument of a custom tool's call."""
+
+
+class ToolName(Struct, frozen=True):
+    """How a tool's call is told to the client."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+
+class _Given(msgspec.Struct):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class ResponseTools:
+    """The tools listed in the prompt, and the names to and fro.
+
+    Names are made from the request alone, in its order, so the same tools give the same prompt.
+    """
+
+    def __init__(self) -> None:
+        self.echo: list[dict[str, Any]] = []
+        """The tools as the client gave them."""
+        self._listed: dict[str, Tool] = {}
+        self.names: dict[str, ToolName] = {}
+        """What the model calls a tool → how its call is told."""
+
+    @property
+    def listed(self) -> tuple[Tool, ...]:
+        return tuple(self._listed.values())
+
+    def add(self, given: Any, param: str) -> None:
+        """Take a tool, of any kind. Raises InvalidRequest naming the field."""
+        fields = free_json(given, param)
+        self.echo.append(fields)
+        self._add(fields, "", param)
+
+    def flat_name(self, namespace: str, name: str) -> str:
+        """What the model calls a tool, also one that this request doesn't offer."""
+        for flat, known in self.names.items():
+            if (known.namespace, known.name) == (namespace, name):
+                return flat
+        return _joined(namespace, name)
+
+    def _add(self, fields: dict[str, Any], namespace: str, param: str) -> None:
+        try:
+            tool = msgspec.convert(fields, _Given)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
+        if tool.type not in ("function", "custom", "namespace"):
+            return
+        if not tool.name:
+            raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
+        if tool.type == "namespace":
+            for index, inner in enumerate(tool.tools or []):
+                self._add(inner, tool.name, f"{param}.tools.{index}")
+            return
+        told = ToolName(tool.name, namespace, tool.type == "custom")
+        flat = self._free_name(told)
+        self.names[flat] = told
+        self._listed[flat] = _custom(flat, tool) if told.custom else _function(flat, tool)
+
+    def _free_name(self, told: ToolName) -> str:
+        """The same tool again keeps its name (the later one stands); another gets one of its own."""
+        flat = base = _joined(told.namespace, told.name)
+        number = 2
+        while (known := self.names.get(flat)) is not None and (known.namespace, known.name) != (
+            told.namespace,
+            told.name,
+        ):
+            flat = f"{base}_{number}"
+            number += 1
+        return flat
+
+
+def told_name(names: dict[str, ToolName], called: str) -> ToolName:
+    """How a call of `called` is told. A model that leaves a namespace out means the only such tool."""
+    if (known := names.get(called)) is not None:
+        return known
+    alike = [told for told in names.values() if told.name == called]
+    return alike[0] if len(alike) == 1 else ToolName(called)
+
+
+def custom_input(arguments: str) -> str:
+    """The text that a custom tool's call gives, from the JSON of its arguments."""
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return arguments
+    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _joined(namespace: str, name: str) -> str:
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _function(flat: str, tool: _Given) -> Tool:
+    return Tool(flat, tool.description or "", tool.parameters or {})
+
+
+def _custom(flat: str, tool: _Given) -> Tool:
+    """A custom tool takes text, maybe of a grammar; the model is told the grammar, nothing more."""
+    described = tool.description or ""
+    if tool.format is not None and tool.format.get("type") not in (None, "text"):
+        described = f"{described}\n\nFormat of the input: {stable_json(tool.format)}".strip()
+    schema = {
+        "type": "object",
+        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "required": [CUSTOM_INPUT],
+        "additionalProperties": False,
+    }
+    return Tool(flat, described, schema)
