@@ -14,6 +14,8 @@ from .errors import ConfigError
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
 
+CACHE_HELP = "look at the SSD cache, verify it, clear it; works beside a running daemon"
+
 
 class _Parser(argparse.ArgumentParser):
     """argparse that ends in one sentence instead of a page of usage."""
@@ -32,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    if argv[:1] == ["cache"]:
+        from .cache_cli.command import main as cache
+
+        return cache(argv[1:], _Parser(prog="omlxd cache", description=CACHE_HELP))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -43,6 +49,7 @@ def _main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     _add_options(serve)
+    verbs.add_parser("cache", help=CACHE_HELP, add_help=False)
     known, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]

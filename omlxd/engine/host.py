@@ -22,6 +22,7 @@ from ..kv.block_pool import BlockPool
 from ..kv.checkpoints import CheckpointFiles, Checkpoints
 from ..kv.cold_tier import ColdTier
 from ..kv.hashing import BlockHash, chain_root, hash_blocks, namespace_of
+from ..kv.namespace_file import describe_namespace
 from ..kv.paths import namespace_dir
 from ..kv.space import Space
 from ..kv.store import KVStore
@@ -67,6 +68,7 @@ class EngineHost:
         self.namespace = self._namespace(Path(load.model_path))
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
+            self._describe(load, self.scheduler.bridge.store.cold)
         self.prompts = PromptPipeline(self.loaded.tokenizer)
         prepare(self.loaded.tokenizer)
         for note in self.prompts.notes:
@@ -94,6 +96,19 @@ class EngineHost:
                 "world": [1, 0],
             }
         )
+
+    def _describe(self, load: wire.Load, cold: ColdTier | None) -> None:
+        """Say in the namespace's folder whose it is, for `omlxd cache`."""
+        if cold is not None:
+            describe_namespace(
+                Path(load.cache.cold_dir),
+                self.namespace,
+                model_id=load.model_id,
+                model_path=load.model_path,
+                model_type=self.loaded.model_type,
+                block_size=load.cache.block_size,
+                block_bytes=cold.bytes_per_block,
+            )
 
     def _bridge(self, loaded: LoadedModel, space: Space) -> KVBridge:
         assert loaded.layout is not None
