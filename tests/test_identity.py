@@ -85,6 +85,17 @@ def test_hot_hit_and_divergence(model: Path, uncached: Reference):
         rig.on_engine(lambda: rig.pool.check({}))
 
 
+def test_hot_hit_with_the_last_chunk_in_one_pass(model: Path, uncached: Reference, monkeypatch):
+    """As on a GPU, where the last token has no pass of its own."""
+    tokens = prompt(300)
+    with Rig(model, record=True) as rig:
+        for scheduler in (rig.scheduler, uncached._rig.scheduler):
+            monkeypatch.setattr(scheduler, "_last_alone", False)
+        assert_same(rig, tokens, uncached, hot=0, cold=0)
+        assert_same(rig, tokens, uncached, hot=256, cold=0)
+        assert_same(rig, tokens[:200] + prompt(57, seed=9), uncached, hot=192, cold=0)
+
+
 def test_cold_hit_after_a_sigkill(model: Path, uncached: Reference, tmp_path: Path):
     tokens = prompt(300)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
