@@ -2,8 +2,8 @@
 
     python tools/check_clients.py [--home DIR] [--url URL] [CLIENT …]
 
-Clients: claude-code, opencode, openai, anthropic; all of them by default. They are installed from
-npm and PyPI at pinned versions under --home (about 600 MB), and run with an environment and a home
+Clients: claude-code, codex, opencode, openai, anthropic; all of them by default. They are installed from
+npm and PyPI at pinned versions under --home (about 1.2 GB), and run with an environment and a home
 of their own. Without --url, a daemon of this checkout serves the demo model, and is killed (-9) and
 started again before the last run of each agent.
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.agents import CLAUDE_CODE, OPENCODE, Agent, ClaudeCode, OpenCode
+from clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, ClaudeCode, Codex, OpenCode
 from clients.install import InstallError, python_with
 from clients.own_daemon import OwnDaemon, first_model
 from clients.recorder import Recorder, Request
@@ -32,8 +32,9 @@ from clients.run import Ended, run_client
 BLOCK = 64
 """Tokens; the daemon's default."""
 SDKS = {"openai": "3.52.0", "anthropic": "2.11.0"}
-AGENTS: dict[str, tuple[type[ClaudeCode] | type[OpenCode], str]] = {
+AGENTS: dict[str, tuple[type[ClaudeCode] | type[Codex] | type[OpenCode], str]] = {
     "claude-code": (ClaudeCode, CLAUDE_CODE),
+    "codex": (Codex, CODEX),
     "opencode": (OpenCode, OPENCODE),
 }
 

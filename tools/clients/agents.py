@@ -12,6 +12,7 @@ from .run import Ended, run_client
 
 CLAUDE_CODE = "2.1.329"
 OPENCODE = "1.18.33"
+CODEX = "0.169.0"
 OUTPUT_TOKENS = 64
 """A model of random weights never comes to the point."""
 CONTEXT_TOKENS = 131072
@@ -97,3 +98,35 @@ class OpenCode(Agent):
         env = {"HOME": str(self.home), **{f"OPENCODE_DISABLE_{name}": "1" for name in off}}
         command = [str(self.program), "run", *(["--continue"] if go_on else []), prompt]
         return run_client(command, env, self.project)
+
+
+class Codex(Agent):
+    """`codex exec`, over /v1/responses. It has no limit of output tokens to set: an answer ends where
+    the model ends it. Its sandbox is read-only, and nothing asks for more."""
+
+    @classmethod
+    def install(cls, home: Path) -> Path:
+        return npm_program(home, "@openai/codex", CODEX, "codex")
+
+    def prepare(self) -> None:
+        Agent.prepare(self)
+        lines = [
+            f"model = {json.dumps(self.model)}",
+            'model_provider = "omlxd"',
+            f"model_context_window = {CONTEXT_TOKENS}",
+            "check_for_update_on_startup = false",
+            "[analytics]",
+            "enabled = false",
+            "[model_providers.omlxd]",
+            'name = "omlxd"',
+            f"base_url = {json.dumps(self.url + '/v1')}",
+            'wire_api = "responses"',
+        ]
+        path = self.home / ".codex" / "config.toml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+
+    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+        command = [str(self.program), "exec", "--skip-git-repo-check"]
+        command += ["resume", "--last", prompt] if go_on else [prompt]
+        return run_client(command, {"HOME": str(self.home)}, self.project)

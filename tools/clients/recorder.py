@@ -130,6 +130,8 @@ def note(request: Request, body: bytes) -> None:
 def _note_value(request: Request, value: Any) -> None:
     if not isinstance(value, dict):
         return
+    if isinstance(value.get("response"), dict):  # An event of /v1/responses wraps the whole answer.
+        value = value["response"]
     if isinstance(value.get("error"), dict):
         request.error = f"{request.status} {value['error'].get('message', '')}"[:300]
     usage = value.get("usage")
@@ -139,6 +141,10 @@ def _note_value(request: Request, value: Any) -> None:
         request.prompt = usage["prompt_tokens"]
         request.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         request.completion = usage.get("completion_tokens", 0)
+    elif "input_tokens_details" in usage:
+        request.prompt = usage["input_tokens"]
+        request.cached = usage["input_tokens_details"].get("cached_tokens", 0)
+        request.completion = usage.get("output_tokens", 0)
     elif "input_tokens" in usage:
         request.cached = usage.get("cache_read_input_tokens", 0)
         request.prompt = usage["input_tokens"] + request.cached + usage.get("cache_creation_input_tokens", 0)

@@ -1,4 +1,5 @@
-"""A program: the official openai client against one server: chat and completions, streaming and not.
+"""A program: the official openai client against one server: chat, completions and
+responses, streaming and not.
 
     python sdk_openai.py URL MODEL
 
@@ -37,6 +38,18 @@ def main(url: str, model: str) -> int:
     pieces = "".join(c.choices[0].text for c in client.completions.create(**text, **usage) if c.choices)
     if pieces != completed:
         print(f"not streamed: {completed!r}\nstreamed: {pieces!r}")
+        return 1
+    asked_for = {"model": model, "max_output_tokens": 32, "temperature": 0, "input": asked}
+    first = client.responses.create(**asked_for)
+    events = list(client.responses.create(**asked_for, stream=True))
+    if [item.to_dict() | {"id": ""} for item in events[-1].response.output] != [
+        item.to_dict() | {"id": ""} for item in first.output
+    ]:
+        print(f"not streamed: {first.output}\nstreamed: {events[-1].response.output}")
+        return 1
+    after = client.responses.create(**asked_for | {"input": "Go on."}, previous_response_id=first.id)
+    if after.usage.input_tokens <= first.usage.input_tokens:
+        print(f"previous_response_id: {first.usage} before, {after.usage} after")
         return 1
     names = [model.id for model in client.models.list()]
     if model not in names:
