@@ -117,12 +117,17 @@ class Scheduler:
         )
 
     def _drain(self, block: bool) -> None:
-        try:
-            self._inbox.get(block=block)()
-            while True:
-                self._inbox.get_nowait()()
-        except queue.Empty:
-            pass
+        """Do what other threads have posted; wait for something if `block`."""
+        while True:
+            try:
+                call = self._inbox.get(block=block)
+            except queue.Empty:
+                return
+            block = False
+            try:
+                call()
+            except Exception:
+                log.exception("a posted call failed")
 
     def _stop(self) -> None:
         self._stopping = True
@@ -149,7 +154,11 @@ class Scheduler:
         while self._waiting and len(self._active) < self._slots:
             sequence = self._waiting.pop(0)
             self._active.append(sequence)
-            self._begin(sequence)
+            try:
+                self._begin(sequence)
+            except Exception as error:
+                log.exception("admission failed")
+                self._fail(sequence, _internal(error))
 
     def _begin(self, sequence: Sequence) -> None:
         """Give an admitted sequence its cached prefix, from disk if need be."""
