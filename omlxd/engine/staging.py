@@ -8,6 +8,13 @@ whoever touches them: a payload that a writer has read costs forty times more at
 read from disk is fetched page by page at its first use. So there payloads stay on the device, and
 their bytes pass through one buffer a thread (`StagedTransport`). It is managed memory too, advised to
 stay with the host and be mapped by the device: both sides reach it at full speed, no page ever moves.
+
+Figures (H100, a model of 8B shape, 16,384 tokens, blocks of 64, page cache warm, tools/bench/gpu.py).
+Files to the first token, GB/s, by I/O threads; and a hot hit on blocks whose files have been written:
+
+    threads                1      4      8     16     hot hit
+    views of the arrays    1.3    2.5    2.9    3.3    281 ms
+    staged                 4.3   11.5   18.8   21.3      9.5 ms (8.3 on blocks never written)
 """
 
 from __future__ import annotations

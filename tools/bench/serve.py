@@ -1,12 +1,16 @@
 """Time to first token and decode rate through HTTP, beside mlx_lm.server and the bare BatchGenerator.
 
-    python -m tools.bench.serve [--model FOLDER] [--prompt 320] [--rounds 3]
+    python -m tools.bench.serve [--model FOLDER] [--prompt 320[,4096…]] [--streams 1,4,8] [--output 32]
+                                [--rounds 3] [--peers omlxd,mlx_lm.server,BatchGenerator] [--one-at-a-time]
 
-One model, one run, the peers in turn, round after round (A B C A B C …), medians at the end. Rows:
+One model, one run, the peers in turn, round after round (A B C A B C …), medians at the end; with
+--one-at-a-time all of a peer's rounds and then the next's (A A B B C C), for memory that does not hold
+several copies of the model. Every peer gets the same texts. Rows:
 
 - cold TTFT           a prompt that nobody has seen
 - hot TTFT            the same prompt again, but for its last words: all but the end is in RAM
-- cold-tier TTFT      the same after the daemon was killed (SIGKILL) and started again
+- cold-tier TTFT      the same after the daemon was killed (SIGKILL, once nothing more was being
+                      written) and started again
                       BatchGenerator's figure is for just the tokens that omlxd's hit computed, in
                       an empty context: what a hit would cost if restoring were free
 - decode at 1, 4, 8   tokens a second over all streams, while all of them decode
@@ -31,6 +35,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +45,25 @@ import httpx
 from tools.bench.rates import Stream, total_rate
 from tools.bench.shapes import SHAPES, save
 
-OUTPUT = 32
-STREAMS = (1, 4, 8)
 DECODE_PROMPT = 64
+
+PEERS = OURS, SERVER, BARE = "omlxd", "mlx_lm.server", "BatchGenerator"
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def settle(folder: Path, quiet_s: float = 1.0, at_most_s: float = 60.0) -> None:
+    """Wait until no file has come for a while."""
+    deadline, seen, since = time.monotonic() + at_most_s, -1, time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - since < quiet_s:
+        count = sum(1 for _ in folder.rglob("*.safetensors"))
+        if count != seen:
+            seen, since = count, time.monotonic()
+        time.sleep(0.1)
 
 
 class Server:
@@ -144,24 +160,38 @@ class Worker:
         self._process.wait(60)
 
 
+Maker = Callable[[], "Server | Worker"]
+
+
 class Bench:
-    def __init__(self, model: Path, prompt: int, cache: Path, tokenizer: Any):
-        self._length = prompt
-        self._rng = random.Random(1)
+    """`sizes`: prompt lengths, tokens. `streams`: rows decoding together, `output` tokens each.
+
+    cache  the daemon's folder
+    """
+
+    def __init__(
+        self, model: Path, sizes: Seq[int], streams: Seq[int], output: int, cache: Path, tokenizer: Any
+    ):
+        self._sizes, self._streams = sizes, streams
+        self._output, self._cache = output, cache
         self._tokenizer = tokenizer
         self.rows: dict[str, dict[str, list[float]]] = {}
+        self._computed: dict[str, int] = {}
         port, peer_port = free_port(), free_port()
         serve = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
         serve += ["--paged-ssd-cache-dir", str(cache), "--log-level", "warning"]
-        self.ours = Server("omlxd", serve, port, model.name)
+        serve += ["--max-concurrent-requests", str(max(*streams, 8))]
         peer = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(peer_port)]
-        self.peer = Server("mlx_lm.server", peer, peer_port, str(model))
-        self.worker = Worker(str(model))
-        self.worker.run([[5, 6, 7]], 2)
+        self.makers: dict[str, Maker] = {
+            OURS: lambda: Server(OURS, serve, port, model.name),
+            SERVER: lambda: Server(SERVER, peer, peer_port, str(model)),
+            BARE: lambda: Worker(str(model)),
+        }
 
-    def text(self, length: int) -> str:
-        """New text of about `length` tokens: mlx_lm.server takes no token ids."""
-        return self._tokenizer.decode([self._rng.randrange(300, 3000) for _ in range(length)])
+    def text(self, length: int, *seed: object) -> str:
+        """Text of about `length` tokens, the same for the same seed: mlx_lm.server takes no token ids."""
+        rng = random.Random(repr(seed))
+        return self._tokenizer.decode([rng.randrange(300, 3000) for _ in range(length)])
 
     def tokens(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))
@@ -169,71 +199,107 @@ class Bench:
     def note(self, row: str, who: str, value: float) -> None:
         self.rows.setdefault(row, {}).setdefault(who, []).append(value)
 
-    def first(self, row: str, server: Server, text: str) -> Stream:
+    def first(self, row: str, server: Server, text: str) -> int:
+        """Note a TTFT; returns prompt tokens computed."""
         # A few tokens, since the first may have no text of its own.
         stream = asyncio.run(server.ask([text], 6))[0]
         self.note(row, server.name, stream.ttft * 1000)
-        return stream
+        return stream.computed
 
-    def round(self) -> None:
-        head, tail = self.text(self._length), [self.text(30) for _ in range(3)]
-        for server in (self.ours, self.peer):
-            self.first("cold TTFT, ms", server, head + tail[0])
-        cold = self.worker.run([self.tokens(head + tail[0])], 2)
-        self.note("cold TTFT, ms", "BatchGenerator", cold["ttft"][0] * 1000)
-        hot = self.first("hot TTFT, ms", self.ours, head + tail[1])
-        self.first("hot TTFT, ms", self.peer, head + tail[1])
-        rest = self.tokens(head + tail[1])[-hot.computed :]
-        alone = self.worker.run([rest], 2)
-        self.note("hot TTFT, ms", "BatchGenerator", alone["ttft"][0] * 1000)
-        self.ours.kill()
-        self.ours.start()
-        self.first("cold-tier TTFT after kill -9, ms", self.ours, head + tail[2])
-        for streams in STREAMS:
-            texts = [self.text(DECODE_PROMPT) for _ in range(streams)]
+    def round(self, index: int, peer: Server | Worker) -> None:
+        self._warm(peer, index)
+        for size in self._sizes:
+            self._cold_and_hot(index, size, peer)
+        if isinstance(peer, Server) and peer.name == OURS:
+            settle(self._cache)
+            peer.kill()
+            peer.start()
+            self._warm(peer, index)
+            for size in self._sizes:
+                text = self.text(size, index) + self.text(30, index, "third")
+                computed = self.first(f"{size}: cold-tier TTFT after kill -9, ms", peer, text)
+                print(f"  {size} tokens: {self._computed[f'{size}.{index}']} computed hot, {computed} cold")
+        for streams in self._streams:
+            texts = [self.text(DECODE_PROMPT, index, streams, i) for i in range(streams)]
             row = f"decode at {streams}, tok/s"
-            for server in (self.ours, self.peer):
-                asyncio.run(server.ask(texts, 2))  # prefilled, so that the streams start together
-                self.note(row, server.name, total_rate(asyncio.run(server.ask(texts, OUTPUT))))
-            self.note(row, "BatchGenerator", self.worker.run([self.tokens(t) for t in texts], OUTPUT)["rate"])
+            if isinstance(peer, Worker):
+                self.note(row, BARE, peer.run([self.tokens(t) for t in texts], self._output)["rate"])
+                continue
+            asyncio.run(peer.ask(texts, 2))  # prefilled, so that the streams start together
+            self.note(row, peer.name, total_rate(asyncio.run(peer.ask(texts, self._output))))
 
-    def close(self) -> None:
-        self.ours.stop()
-        self.peer.stop()
-        self.worker.stop()
+    def _warm(self, peer: Server | Worker, index: int) -> None:
+        """The first pass of a process loads kernels: not what is measured here."""
+        text = self.text(300, "warm", index)
+        if isinstance(peer, Worker):
+            peer.run([self.tokens(text)], 2)
+        else:
+            asyncio.run(peer.ask([text], 2))
+
+    def _cold_and_hot(self, index: int, size: int, peer: Server | Worker) -> None:
+        cold, hot = f"{size}: cold TTFT, ms", f"{size}: hot TTFT, ms"
+        head = self.text(size, index)
+        texts = [head + self.text(30, index, which) for which in ("first", "second")]
+        if isinstance(peer, Worker):
+            self.note(cold, BARE, peer.run([self.tokens(texts[0])], 2)["ttft"][0] * 1000)
+            computed = self._computed.get(f"{size}.{index}", 30)
+            alone = peer.run([self.tokens(texts[1])[-computed:]], 2)
+            self.note(hot, BARE, alone["ttft"][0] * 1000)
+            return
+        self.first(cold, peer, texts[0])
+        computed = self.first(hot, peer, texts[1])
+        if peer.name == OURS:
+            self._computed[f"{size}.{index}"] = computed
 
     def report(self) -> None:
-        names = ("omlxd", "mlx_lm.server", "BatchGenerator")
+        names = PEERS
         print(f"{'median':36}" + "".join(f"{n:>16}" for n in names) + f"{'ours/server':>13}{'ours/bare':>11}")
         middle = {r: {n: statistics.median(v) for n, v in by.items()} for r, by in self.rows.items()}
         for row, by in middle.items():
             cells = "".join(f"{by[n]:16.1f}" if n in by else f"{'':16}" for n in names)
-            ratios = [f"{by['omlxd'] / by[n]:.3f}" if n in by else "" for n in names[1:]]
+            ratios = [f"{by[OURS] / by[n]:.3f}" if n in by and OURS in by else "" for n in names[1:]]
             print(f"{row:36}{cells}{ratios[0]:>13}{ratios[1]:>11}")
         print("BatchGenerator's hot TTFT is that of the uncached rest alone, in an empty context.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--prompt", type=int, default=320, help="tokens")
+    parser.add_argument("--prompt", default="320", help="tokens; several: 4096,16384")
+    parser.add_argument("--streams", default="1,4,8")
+    parser.add_argument("--output", type=int, default=32, help="tokens a stream, when decoding")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--one-at-a-time", action="store_true")
     options = parser.parse_args()
+    sizes, streams = ([int(n) for n in text.split(",")] for text in (options.prompt, options.streams))
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as temp:
         model = options.model or Path(temp) / "bench-model"
         if not options.model:
             save(SHAPES["cpu"], model)
         from mlx_lm.utils import load_tokenizer
 
-        tokenizer = load_tokenizer(model)
-        bench = Bench(model, options.prompt, Path(temp) / "cache", tokenizer)
+        bench = Bench(model, sizes, streams, options.output, Path(temp) / "cache", load_tokenizer(model))
+        names: list[str] = options.peers.split(",")
         try:
-            for index in range(options.rounds):
-                bench.round()
-                print(f"round {index + 1} of {options.rounds} done", flush=True)
+            for group in [[name] for name in names] if options.one_at_a_time else [names]:
+                measure(bench, group, options.rounds)
         finally:
-            bench.close()
-        bench.report()
+            bench.report()
+
+
+def measure(bench: Bench, names: Seq[str], rounds: int) -> None:
+    """Start these peers, and measure them in turn."""
+    running: list[Server | Worker] = []
+    try:
+        running += [bench.makers[name]() for name in names]
+        for index in range(rounds):
+            for peer in running:
+                bench.round(index, peer)
+            print(f"{', '.join(names)}: round {index + 1} of {rounds} done", flush=True)
+    finally:
+        for peer in running:
+            peer.stop()
 
 
 if __name__ == "__main__":
