@@ -16,6 +16,8 @@ USAGE_ERROR = 2
 
 CACHE_HELP = "look at the SSD cache, verify it, clear it; works beside a running daemon"
 
+LAUNCH_HELP = "start Claude Code, Codex or opencode with this daemon's models"
+
 
 class _Parser(argparse.ArgumentParser):
     """argparse that ends in one sentence instead of a page of usage."""
@@ -38,6 +40,10 @@ def _main(argv: list[str]) -> int:
         from .cache_cli.command import main as cache
 
         return cache(argv[1:], _Parser(prog="omlxd cache", description=CACHE_HELP))
+    if argv[:1] == ["launch"]:
+        from .launch import main as launch
+
+        return launch(argv[1:], _Parser(prog="omlxd launch", description=LAUNCH_HELP))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -50,6 +56,7 @@ def _main(argv: list[str]) -> int:
     )
     _add_options(serve)
     verbs.add_parser("cache", help=CACHE_HELP, add_help=False)
+    verbs.add_parser("launch", help=LAUNCH_HELP, add_help=False)
     known, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]
