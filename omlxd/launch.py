@@ -186,6 +186,8 @@ def _models(url: str, key: str) -> list[_Model]:
         raise LaunchError(f"{url}/v1/models answers with status {error.code}; is it omlxd?") from None
     except msgspec.MsgspecError:
         raise LaunchError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
+    except ValueError:  # What HTTP can't carry in a header, a line break say.
+        raise LaunchError(f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces.") from None
     except (OSError, http.client.HTTPException):
         raise LaunchError(
             f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."
