@@ -12,6 +12,7 @@ from rig import BLOCK, Rig
 from test_identity import prompt
 
 from omlxd.chat import Sampling
+from omlxd.engine import scheduler as scheduler_module
 from omlxd.errors import OmlxdError
 
 
@@ -217,3 +218,17 @@ def test_seeded_sampling_agrees_over_batch_and_cache(model: Path):
         for output in others:
             output.tokens()
     assert len(set(alone)) > 1 and max(alone) < VOCAB
+
+
+def test_an_idle_engine_gives_memory_back(model: Path, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "IDLE_S", 0.05)
+    with Rig(model) as rig:
+        rig.run(prompt(300), 1)
+        assert rig.pool.hot_bytes > 0
+        rig.hot = rig.pool.hot_bytes // 2  # memory has become short
+        deadline = time.monotonic() + 5
+        while rig.pool.hot_bytes > rig.hot and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert 0 < rig.pool.hot_bytes <= rig.hot
+        # What is left is the beginning of the chain, so it is still of use.
+        assert rig.run(prompt(300), 1).hot > 0

@@ -46,6 +46,10 @@ HARVEST_TOKENS = 256
 """Output tokens between two harvests of a decoding row: each waits for the step in flight."""
 
 
+IDLE_S = 5.0
+"""Seconds without work after which memory is given back, and between two looks at it."""
+
+
 class Sink(Protocol):
     """Where a sequence's output goes. Called on the engine thread; must not block."""
 
@@ -120,14 +124,22 @@ class Scheduler:
         """Do what other threads have posted; wait for something if `block`."""
         while True:
             try:
-                call = self._inbox.get(block=block)
+                call = self._inbox.get(block=block, timeout=IDLE_S if block else None)
             except queue.Empty:
+                if block:
+                    self._rest()
                 return
             block = False
             try:
                 call()
             except Exception:
                 log.exception("a posted call failed")
+
+    def _rest(self) -> None:
+        """Nothing to do for a while: give memory back that others may need more."""
+        mx.clear_cache()
+        if self.bridge is not None:
+            self.bridge.store.trim_hot()
 
     def _stop(self) -> None:
         self._stopping = True

@@ -1,0 +1,50 @@
+"""The hot tier's budget: fixed, or what memory safely allows."""
+
+from __future__ import annotations
+
+import pytest
+
+from omlxd.engine import hot_budget
+from omlxd.engine.hot_budget import RESERVE_BYTES, HotBudget
+
+GB = 1 << 30
+
+
+@pytest.mark.parametrize("limit", [0, 5, 10 * GB])
+def test_a_fixed_limit_is_taken_as_it_is(limit: int):
+    assert HotBudget(limit, lambda: 0)() == limit
+
+
+@pytest.mark.parametrize(
+    ("total", "available", "used", "budget"),
+    [
+        (64 * GB, 40 * GB, 0, 32 * GB),  # never more than half
+        (16 * GB, 6 * GB, 0, 4 * GB),  # what is free, less the reserve
+        (16 * GB, 3 * GB, 4 * GB, 5 * GB),  # what the tier holds already is its own
+        (16 * GB, 1 * GB, 0, 0),
+        (16 * GB, 1 * GB, 3 * GB, 2 * GB),  # it shrinks when memory runs short
+    ],
+)
+def test_without_a_limit_it_follows_memory(monkeypatch, total, available, used, budget):
+    monkeypatch.setattr(hot_budget, "memory", lambda: (total, available))
+    assert RESERVE_BYTES == 2 * GB
+    assert HotBudget(None, lambda: used)() == budget
+
+
+def test_memory_is_read_twice_a_second_at_most(monkeypatch):
+    reads = []
+    monkeypatch.setattr(hot_budget, "memory", lambda: reads.append(1) or (16 * GB, 8 * GB))
+    clock = [100.0]
+    monkeypatch.setattr(hot_budget.time, "monotonic", lambda: clock[0])
+    budget = HotBudget(None, lambda: 0)
+    for _ in range(100):
+        budget()
+    assert len(reads) == 1
+    clock[0] += 0.6
+    budget()
+    assert len(reads) == 2
+
+
+def test_memory_of_this_machine_makes_sense():
+    total, available = hot_budget.memory()
+    assert 0 < available <= total
