@@ -6,10 +6,13 @@ import asyncio
 import logging
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from omlxd.front import cold_ledger
 from omlxd.front.cold_ledger import ColdLedger
 from omlxd.kv.ledger import Ledger, LedgerBusy
 from omlxd.wire import Grant, Reserve
@@ -23,9 +26,9 @@ def slow_stock(monkeypatch: pytest.MonkeyPatch):
     may_go_on = threading.Event()
     take_stock = Ledger.take_stock
 
-    def slow(ledger: Ledger) -> int:
+    def slow(ledger: Ledger, between: Callable[[], None]) -> int:
         assert may_go_on.wait(10)
-        return take_stock(ledger)
+        return take_stock(ledger, between)
 
     monkeypatch.setattr(Ledger, "take_stock", slow)
     yield may_go_on
@@ -54,7 +57,7 @@ async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, 
 async def test_a_folder_that_cannot_be_counted_is_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def fails(ledger: Ledger) -> int:
+    def fails(ledger: Ledger, between: Callable[[], None]) -> int:
         raise OSError(5, os.strerror(5), str(tmp_path / "ns"))
 
     monkeypatch.setattr(Ledger, "take_stock", fails)
@@ -68,6 +71,26 @@ async def test_a_folder_that_cannot_be_counted_is_only_read(
     with pytest.raises(LedgerBusy):
         Ledger(tmp_path, CAP).lock()
     await cold.close()
+
+
+async def test_a_walk_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cold_ledger, "WALK_S", 0.0)
+    monkeypatch.setattr(cold_ledger, "REST_S", 60.0)
+    for number in range(50):
+        (tmp_path / "ns" / f"{number:02x}").mkdir(parents=True)
+        (tmp_path / "ns" / f"{number:02x}" / "old.safetensors").write_bytes(bytes(4096))
+    cold = ColdLedger(tmp_path, CAP)
+    assert await cold.open() == str(tmp_path)
+    stats = await asyncio.wait_for(cold.stats(), 5)
+    assert stats is not None and stats.files == 50
+    await cold.close()
+
+    began = time.monotonic()
+    cold = ColdLedger(tmp_path, CAP)
+    await cold.open()
+    await cold.close()
+    assert time.monotonic() - began < 5
+    Ledger(tmp_path, CAP).lock()
 
 
 def test_a_lock_alone_grants_nothing(tmp_path: Path):

@@ -21,7 +21,7 @@ import fcntl
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +103,10 @@ class Ledger:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def take_stock(self) -> int:
+    def take_stock(self, between: Callable[[], None] = lambda: None) -> int:
         """Walk the folder: remove leftovers of a crash, count the rest, evict down to the cap.
 
-        Returns the number of files removed.
+        Returns the number of files removed. `between()` is called after each of the folders.
 
         Engines may read, touch and drop files meanwhile, but not write: nothing is granted before
         the walk has ended. Raises OSError when a folder can't be read; nothing is then ever granted.
@@ -115,14 +115,14 @@ class Ledger:
         removed = self._leftovers_removed + self._evicted_files
         self._files.clear()
         self._used = 0
-        for _, path, size in sorted(self._walk()):
+        for _, path, size in sorted(self._walk(between)):
             self._files[path] = size
             self._used += size
         self._evict(self._used - self.cap)
         self._has_stock = True
         return self._leftovers_removed + self._evicted_files - removed
 
-    def _walk(self) -> Iterable[tuple[int, str, int]]:
+    def _walk(self, between: Callable[[], None] = lambda: None) -> Iterable[tuple[int, str, int]]:
         """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
 
         Symlinks are not followed. A temporary file that can't be removed is given as a block file of
@@ -145,6 +145,7 @@ class Ledger:
                         continue  # A living engine has removed it since it was listed.
                     path = f"{namespace.name}/{fan.name}/{entry.name}"
                     yield 0 if is_temp else stat.st_mtime_ns, path, disk_bytes(stat.st_size)
+                between()
 
     # ----------------------------------------------------------------- granting space
 
