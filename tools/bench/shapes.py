@@ -31,9 +31,6 @@ QUIET = -10.0
 
 WORDS = VOCAB - len(SPECIALS)
 
-CONSTANT = 8.0
-"""Every token's embedding along dimension 0, in standard deviations of the other dimensions."""
-
 
 @dataclass(slots=True, frozen=True)
 class Shape:
@@ -123,7 +120,8 @@ def _weight(shape: Shape, name: str, size: Any, key: mx.array, words: int) -> mx
     scale = 1.0 if embedding else size[-1] ** -0.5
     weight = mx.random.normal(size, dtype=dtype, scale=scale, key=key)
     if embedding:
-        weight[:, 0] = CONSTANT
+        # As long as all other dimensions together: what layers add to it never turns its sign.
+        weight[:, 0] = shape.hidden**0.5
     if name.endswith("lm_head.weight"):
         favour = mx.exp(FAVOUR * mx.random.normal((size[0], 1), key=mx.random.split(key)[0]))
         weight = (weight * favour.astype(dtype)).astype(dtype)
@@ -140,7 +138,8 @@ def save(shape: Shape, folder: Path) -> None:
     loaded = build(shape)
     weights = dict(tree_flatten(loaded.model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
+    config = shape.config() | {"eos_token_id": shape.vocab - 1}  # of equally quiet rows never the first
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 if __name__ == "__main__":
