@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from app_client import client as plain
+from daemon import BLOCK, Daemon, prose
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, app_of, served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -202,7 +203,7 @@ def test_ids_and_unknown_fields_never_reach_the_prompt():
 def test_tools_and_the_names_of_their_calls():
     request = parsed(
         input="u",
-        tools=[READ, {"type": "web_search", "external_web_access": False}, AGENTS, PATCH, {"type": "mcp"}],
+        tools=[READ, {"type": "web_search", "name": 5}, AGENTS, PATCH, {"type": "mcp", "tools": "x"}],
     )
     listed = request.generate.prompt.tools
     assert [tool.name for tool in listed] == ["read", "agents__close", "patch"]
@@ -233,6 +234,7 @@ def test_two_tools_never_share_a_name():
     tools = [{"type": "function", "name": "agents__close"}, AGENTS]
     names = [tool.name for tool in conversation(input="u", tools=tools).tools]
     assert names == ["agents__close", "agents__close_2"]
+    assert conversation(input="u", tools=[*tools, *tools]).tools == conversation(input="u", tools=tools).tools
     told = parsed(input="u", tools=tools).names["agents__close_2"]
     assert (told.namespace, told.name) == ("agents", "close")
 
@@ -267,6 +269,7 @@ def test_sampling_thinking_and_session():
         ({"input": "u", "conversation": "conv_1"}, "conversation"),
         ({"input": "u", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "u", "tools": [{"type": "function"}]}, r"tools\.0\.name"),
+        ({"input": "u", "tools": [{"type": "function", "name": "x" * 257}]}, r"tools\.0\.name: longer"),
         ({"input": "u", "tools": ["x"]}, r"tools\.0"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, r"input\.0"),
         ({"input": [{"type": "function_call", "name": "read"}]}, r"input\.0\.call_id"),
@@ -555,6 +558,30 @@ async def test_a_client_that_goes_away_frees_the_request():
                 break
         await stream.close()
         await engine.closed.wait()
+
+
+# --------------------------------------------------------------------------- a real daemon
+
+
+def test_a_real_model_finds_the_conversation_in_its_cache(tmp_path):
+    with Daemon(tmp_path) as daemon:
+        body = {"model": daemon.model, "max_output_tokens": 8, "temperature": 0, "tools": [READ, AGENTS]}
+
+        def ask(**more):
+            answer = daemon.post("/v1/responses", {**body, **more})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        first = ask(input=prose(60))
+        before = first["usage"]["input_tokens"]
+        again = ask(input=prose(60))
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] >= before - BLOCK
+        assert [one.get("content") for one in again["output"]] == [
+            one.get("content") for one in first["output"]
+        ]
+        after = ask(input="And?", previous_response_id=first["id"])["usage"]
+        assert after["input_tokens"] > before
+        assert after["input_tokens_details"]["cached_tokens"] >= before - BLOCK
 
 
 # --------------------------------------------------------------------------- no body makes a 500

@@ -11,6 +11,8 @@
 | unavailable       | 503       | overloaded_error      | server_error          | unavailable             |
 | internal          | 500       | api_error             | server_error          | internal_error          |
 
+A `previous_response_id` that is not found has the OpenAI code `previous_response_not_found`.
+
 `unavailable` is an `overloaded_error` to Anthropic clients because Claude Code then retries as a
 stream, which is pinged; after an `api_error` it retries without streaming, which can't be.
 """

@@ -20,6 +20,7 @@ from .body import free_json, stable_json
 
 CUSTOM_INPUT = "input"
 """The one argument of a custom tool's call."""
+MAX_NAME_CHARS = 256
 
 
 class ToolName(Struct, frozen=True):
@@ -51,6 +52,7 @@ class ResponseTools:
         self._listed: dict[str, Tool] = {}
         self.names: dict[str, ToolName] = {}
         """What the model calls a tool → how its call is told."""
+        self._flat: dict[tuple[str, str], str] = {}
 
     @property
     def listed(self) -> tuple[Tool, ...]:
@@ -64,39 +66,40 @@ class ResponseTools:
 
     def flat_name(self, namespace: str, name: str) -> str:
         """What the model calls a tool, also one that this request doesn't offer."""
-        for flat, known in self.names.items():
-            if (known.namespace, known.name) == (namespace, name):
-                return flat
-        return _joined(namespace, name)
+        return self._flat.get((namespace, name)) or _joined(namespace, name)
 
     def _add(self, fields: dict[str, Any], namespace: str, param: str) -> None:
+        if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
+            return
         try:
             tool = msgspec.convert(fields, _Given)
         except msgspec.ValidationError as error:
             raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
-        if tool.type not in ("function", "custom", "namespace"):
-            return
         if not tool.name:
             raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
+        if len(tool.name) > MAX_NAME_CHARS:
+            raise InvalidRequest(
+                f"{param}.name: longer than {MAX_NAME_CHARS} characters", param=f"{param}.name"
+            )
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or []):
                 self._add(inner, tool.name, f"{param}.tools.{index}")
             return
         told = ToolName(tool.name, namespace, tool.type == "custom")
-        flat = self._free_name(told)
+        flat = self._name_for(namespace, tool.name)
         self.names[flat] = told
         self._listed[flat] = _custom(flat, tool) if told.custom else _function(flat, tool)
 
-    def _free_name(self, told: ToolName) -> str:
+    def _name_for(self, namespace: str, name: str) -> str:
         """The same tool again keeps its name (the later one stands); another gets one of its own."""
-        flat = base = _joined(told.namespace, told.name)
+        if known := self._flat.get((namespace, name)):
+            return known
+        flat = base = _joined(namespace, name)
         number = 2
-        while (known := self.names.get(flat)) is not None and (known.namespace, known.name) != (
-            told.namespace,
-            told.name,
-        ):
+        while flat in self.names:
             flat = f"{base}_{number}"
             number += 1
+        self._flat[namespace, name] = flat
         return flat
 
 
