@@ -55,7 +55,7 @@ def test_intervals_serve_prompts_that_diverge_in_the_middle(model: Path, uncache
         rig.keeper.interval = 128
         # Mamba's scan rounds by its chunks' bounds, so both runs need the same ones.
         for scheduler in (rig.scheduler, uncached._rig.scheduler):
-            monkeypatch.setattr(scheduler, "_grid", lambda start: (start // 128 + 1) * 128)
+            monkeypatch.setattr(scheduler.pacer, "chunk_end", lambda start, **_: (start // 128 + 1) * 128)
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         diverging = tokens[:500] + prompt(80, seed=9)
         assert_same(rig, diverging, uncached, hot=384, cold=0)
@@ -95,7 +95,7 @@ def test_an_append_only_turn_computes_its_new_tokens_and_at_most_a_block(model: 
 def test_an_aborted_prefill_is_kept(model: Path):
     tokens = prompt(2500)
     with Rig(model) as rig:
-        rig.scheduler._grid = lambda start: start + 256
+        rig.scheduler.pacer.chunk_end = lambda start, **_: start + 256
         output = rig.start(tokens, 5)
         while not output.progressed or output.progressed[-1][0] < 512:
             time.sleep(0.001)

@@ -56,8 +56,8 @@ def test_a_long_prefill_does_not_stop_others_from_decoding(model: Path):
         slow_down(rig, 0.01)
         decoding = rig.start(prompt(30), 400)
         assert decoding.first.wait(10)
-        rig.scheduler._prefill_rate = 1000.0  # as measured on a slow device: chunks of 256
-        rig.scheduler._note_rate = lambda tokens, seconds: None
+        rig.scheduler.pacer.rate = 1000.0  # as measured on a slow device: chunks of 256
+        rig.scheduler.pacer.note = lambda tokens, seconds: None
         before = len(decoding.got)
         long = rig.start(prompt(4000, seed=1), 1)
         long.tokens()

@@ -1,9 +1,8 @@
 """Continuous batching: which sequence gets the next piece of the device's time.
 
 One iteration is one prefill chunk, if anything is prefilling, and one decode step of every batch.
-The chunk is bounded by a token budget that follows the measured prefill rate, so that decoding
-rows wait at most about `PREFILL_SLICE_S` for somebody else's long prompt; with nothing decoding
-a chunk is `IDLE_CHUNK` tokens.
+The chunk is bounded by a token budget (prefill_pacer.py), so that a long prompt never stops the
+rows that decode.
 
 Chunks end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
@@ -28,19 +27,11 @@ from . import mlx_adapter
 from .decode_batch import DecodeBatch
 from .harvest import KVBridge
 from .mlx_adapter import LoadedModel
+from .prefill_pacer import PrefillPacer
 from .sampling import BatchSampler
 from .sequence import Sequence, State, capacity_for
 
 log = logging.getLogger(__name__)
-
-IDLE_CHUNK = 2048
-"""Tokens a chunk when nothing decodes: mlx-lm's own prefill step."""
-
-MIN_CHUNK = 256
-"""Tokens a chunk at least, while others decode: below it a chunk's cost is mostly fixed."""
-
-PREFILL_SLICE_S = 0.25
-"""Seconds that a chunk may hold up decoding rows, as far as the measured rate foretells."""
 
 HARVEST_TOKENS = 256
 """Output tokens between two harvests of a decoding row: each waits for the step in flight."""
@@ -79,7 +70,7 @@ class Scheduler:
         # weights. A CPU takes about as long a token either way, and saves the last layer's MLP for all
         # but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms against 960).
         self._last_alone = mlx_adapter.backend() == "cpu"
-        self._prefill_rate = 0.0
+        self.pacer = PrefillPacer(block_size)
         self._stopping = False
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
@@ -157,7 +148,7 @@ class Scheduler:
         return {
             "num_requests_running": len(self._active),
             "num_requests_waiting": len(self._waiting),
-            "prefill_tokens_per_s": self._prefill_rate,
+            "prefill_tokens_per_s": self.pacer.rate,
         }
 
     # ----------------------------------------------------------------- admission
@@ -202,19 +193,12 @@ class Scheduler:
         ready = [s for s in self._active if s.state is State.PREFILLING]
         if not ready:
             return
-        sequence = self._next_prefill(ready)
+        sequence = self.pacer.pick(ready)
         try:
             self._prefill(sequence)
         except Exception as error:
             log.exception("prefill failed")
             self._fail(sequence, _internal(error))
-
-    @staticmethod
-    def _next_prefill(ready: list[Sequence]) -> Sequence:
-        """The one that has begun, else the first come; a much shorter one goes before either."""
-        current = min(ready, key=lambda s: (s.kv_length == 0, s.arrival))
-        shortest = min(ready, key=lambda s: s.remaining_prefill)
-        return shortest if shortest.remaining_prefill * 4 <= current.remaining_prefill else current
 
     def _prefill(self, sequence: Sequence) -> None:
         if self.bridge is not None:
@@ -229,7 +213,9 @@ class Scheduler:
         if not sequence.begun:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
-        stop = length if start >= last else min(last, self._grid(start))
+        stop = (
+            length if start >= last else min(last, self.pacer.chunk_end(start, decoding=bool(self._batches)))
+        )
         began = time.perf_counter()
         if self._last_alone and start < length - 1 and stop == length:
             self._model(mx.array([sequence.tokens[start : stop - 1]]), cache=sequence.cache)
@@ -239,7 +225,7 @@ class Scheduler:
         if stop < length:
             # Only the KV is evaluated: the logits of this chunk are never computed.
             mx.eval(mlx_adapter.state_arrays(sequence.cache))
-            self._note_rate(stop - start, time.perf_counter() - began)
+            self.pacer.note(stop - start, time.perf_counter() - began)
         self.prefilled_tokens += stop - sequence.kv_length
         sequence.kv_length = stop
         if stop < length:
@@ -279,21 +265,6 @@ class Scheduler:
 
     def _last_boundary(self, sequence: Sequence) -> int:
         return (sequence.prompt_length - 1) // self._block * self._block
-
-    def _grid(self, start: int) -> int:
-        """Where a chunk that begins at `start` ends: the next multiple of the budget."""
-        budget = IDLE_CHUNK
-        if self._batches and self._prefill_rate:
-            budget = int(self._prefill_rate * PREFILL_SLICE_S)
-            budget = max(MIN_CHUNK, min(IDLE_CHUNK, budget))
-            # Powers of two keep chunks on one absolute grid, whatever the rate was.
-            budget = 1 << (budget.bit_length() - 1)
-        budget = max(budget, self._block)
-        return (start // budget + 1) * budget
-
-    def _note_rate(self, tokens: int, seconds: float) -> None:
-        rate = tokens / max(seconds, 1e-6)
-        self._prefill_rate = rate if not self._prefill_rate else 0.7 * self._prefill_rate + 0.3 * rate
 
     # ----------------------------------------------------------------- decode
 
