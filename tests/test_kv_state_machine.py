@@ -54,7 +54,7 @@ from omlxd.kv.hashing import hash_blocks
 QUICK = settings(
     max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-LONG = settings(QUICK, max_examples=3000, stateful_step_count=80)
+LONG = settings(QUICK, max_examples=int(os.environ.get("OMLXD_TEST_EXAMPLES", "600")), stateful_step_count=80)
 
 TOKENS = st.integers(0, 1)
 """Two token ids, so that prefixes meet all the time."""
