@@ -77,27 +77,42 @@ def _verify(
     root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool, say: Callable[[str], None]
 ) -> None:
     verifier, progress = Verifier(), _Progress(len(chosen), sum(found.size for found in chosen))
+    alike: dict[tuple[str, str], dict[int, list[tuple[Found, os.stat_result]]]] = {}
+
+    def condemn(found: Found, reason: str, seen: os.stat_result | None) -> None:
+        bad = Bad(found.path, reason)
+        if delete_bad and seen is not None:
+            bad.removed = _remove_same(f"{root}/{found.path}", seen)
+        outcome.bad.append(bad)
+        progress.clear()
+        say(_line(bad))
+
     for found in chosen:
         path = f"{root}/{found.path}"
         try:
-            before = os.lstat(path)
-            reason = verifier.fault(path, found.namespace, found.name)
+            seen = os.lstat(path)
+            verdict = verifier.verify(path, found.namespace, found.name)
         except FileNotFoundError:
             outcome.gone += 1
             continue
         except OSError as error:
-            before, reason = None, f"can't be read: {error.strerror or error}"
+            # It may be good, and the disk or a permission at fault: never removed.
+            condemn(found, f"can't be read: {error.strerror or error}", None)
+            continue
         outcome.checked += 1
         outcome.bytes += found.size
-        if reason:
-            # A file that can't be read may be good: the disk or a permission is at fault.
-            bad = Bad(found.path, reason)
-            if delete_bad and before is not None:
-                bad.removed = _remove_same(path, before)
-            outcome.bad.append(bad)
-            progress.clear()
-            say(_line(bad))
+        if verdict.fault:
+            condemn(found, verdict.fault, seen)
+        else:
+            siblings = alike.setdefault((found.namespace, verdict.kind), {})
+            siblings.setdefault(verdict.tensors, []).append((found, seen))
         progress.show(outcome)
+    for siblings in alike.values():
+        most = max(map(len, siblings.values()))
+        for some in siblings.values():
+            if len(some) < most:
+                for found, seen in some:
+                    condemn(found, "its tensors are not those of its namespace", seen)
     progress.clear()
 
 

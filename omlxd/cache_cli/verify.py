@@ -4,6 +4,9 @@ A store knows the header that it expects and compares bytes. Here the header's o
 first; then the header that the store would have written for them is built, and compared, and the
 payload digested, by the store's own code (`BlockFormat.read`). So the two can't drift apart.
 
+Of the tensors' names and types only the model knows which are right. But they are part of the
+namespace, so all files of one agree in them: `Verdict.tensors` lets a caller find the odd ones out.
+
 What ties the tokens to the name is the chain hash. A file doesn't carry the extra keys of a block
 (images), so a token block that had any would be called bad; no model that takes them is stored yet.
 """
@@ -11,6 +14,7 @@ What ties the tokens to the name is the chain hash. A file doesn't carry the ext
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -47,6 +51,15 @@ class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
     data_offsets: tuple[int, int]
 
 
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    """`fault`: why a file is bad, "" if it is good. Good files of one namespace and kind agree in `tensors`."""
+
+    fault: str
+    kind: str = ""
+    tensors: int = 0
+
+
 class Verifier:
     """Checks files one after another, with one buffer. Not thread-safe."""
 
@@ -54,19 +67,15 @@ class Verifier:
         self._fs = PosixFileSystem()
         self._buffer = bytearray()
 
-    def fault(self, path: str, namespace: str, name: str) -> str:
-        """Why the file is bad; "" if it is good.
-
-        namespace, name  what the path says, in hex. Raises OSError as reads do.
-        """
+    def verify(self, path: str, namespace: str, name: str) -> Verdict:
+        """Look at all of a file. `namespace`, `name`: what its path says, in hex. Raises OSError."""
         fd = self._fs.open_read(path)
         try:
-            self._check(fd, namespace, name)
+            return self._check(fd, namespace, name)
         except BlockFileError as error:
-            return str(error)
+            return Verdict(str(error))
         finally:
             self._fs.close(fd)
-        return ""
 
     def kind(self, path: str) -> str:
         """`tokens`, `checkpoint`, or "" for a file whose header can't be read. Raises OSError."""
@@ -94,7 +103,7 @@ class Verifier:
             raise BlockFileError("ends within its header")
         return bytes(header)
 
-    def _check(self, fd: int, namespace: str, name: str) -> None:
+    def _check(self, fd: int, namespace: str, name: str) -> Verdict:
         claims, layout, width = _claims(self._header(fd))
         if claims.namespace != namespace:
             raise BlockFileError(f"belongs to namespace {claims.namespace[:32]}")
@@ -111,6 +120,9 @@ class Verifier:
         if len(self._buffer) < format.data_bytes:
             self._buffer = bytearray(format.data_bytes)
         format.read(self._fs, fd, key, [memoryview(self._buffer)[: format.data_bytes]])
+        # A checkpoint's shapes follow from its position.
+        by_kind = tuple((g.names, g.dtype) if claims.kind == CHECKPOINT else g for g in layout.groups)
+        return Verdict("", claims.kind, hash(by_kind))
 
 
 def _claims(header: bytes) -> tuple[_Claims, KVLayout, int]:

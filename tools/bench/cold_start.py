@@ -128,7 +128,7 @@ def open_ledger(cache: Path) -> tuple[float, float]:
 def lock_and_read(cache: Path, block: Path) -> None:
     ledger = Ledger(cache, CAP)
     ledger.lock()
-    fault = Verifier().fault(str(block), block.parts[-3], block.stem)
+    fault = Verifier().verify(str(block), block.parts[-3], block.stem).fault
     ledger.close()
     assert not fault, fault
 
@@ -156,7 +156,7 @@ def serve_once(model: Path, home: Path) -> tuple[float, float, int, str]:
             daemon.terminate()
             daemon.wait()
     counted = re.search(r"counted in ([\d.]+) s", log.read_text())
-    return accepts, answered, cached, counted[1] if counted else "-"
+    return accepts, answered, cached, counted[1] if counted else "not ended"
 
 
 def wait_for(port: int, daemon: subprocess.Popen[bytes]) -> None:
