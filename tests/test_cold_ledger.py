@@ -19,6 +19,9 @@ from omlxd.wire import Grant, Reserve
 
 CAP = 10_000_000
 
+NS = "a" * 32
+OLD = f"{0:064x}.safetensors"
+
 
 @pytest.fixture
 def slow_stock(monkeypatch: pytest.MonkeyPatch):
@@ -36,8 +39,8 @@ def slow_stock(monkeypatch: pytest.MonkeyPatch):
 
 
 async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, slow_stock: threading.Event):
-    (tmp_path / "ns" / "00").mkdir(parents=True)
-    (tmp_path / "ns" / "00" / "old.safetensors").write_bytes(bytes(4096))
+    (tmp_path / NS / "00").mkdir(parents=True)
+    (tmp_path / NS / "00" / OLD).write_bytes(bytes(4096))
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
     answers: asyncio.Queue[Grant] = asyncio.Queue()
@@ -58,7 +61,7 @@ async def test_a_folder_that_cannot_be_counted_is_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def fails(ledger: Ledger, between: Callable[[], None]) -> int:
-        raise OSError(5, os.strerror(5), str(tmp_path / "ns"))
+        raise OSError(5, os.strerror(5), str(tmp_path / NS))
 
     monkeypatch.setattr(Ledger, "take_stock", fails)
     cold = ColdLedger(tmp_path, CAP)
@@ -77,8 +80,8 @@ async def test_a_walk_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypa
     monkeypatch.setattr(cold_ledger, "WALK_S", 0.0)
     monkeypatch.setattr(cold_ledger, "REST_S", 60.0)
     for number in range(50):
-        (tmp_path / "ns" / f"{number:02x}").mkdir(parents=True)
-        (tmp_path / "ns" / f"{number:02x}" / "old.safetensors").write_bytes(bytes(4096))
+        (tmp_path / NS / f"{number:02x}").mkdir(parents=True)
+        (tmp_path / NS / f"{number:02x}" / OLD).write_bytes(bytes(4096))
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
     stats = await asyncio.wait_for(cold.stats(), 5)

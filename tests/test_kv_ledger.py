@@ -28,8 +28,15 @@ def put(root: Path, path: str, pages: int = 1, mtime: int | None = None) -> tupl
     return path, pages * PAGE
 
 
-def name(number: int, namespace: str = "ns") -> str:
-    return f"{namespace}/{number % 256:02x}/{number}.safetensors"
+NS = "a" * 32
+
+
+def file_name(number: int) -> str:
+    return f"{number:064x}.safetensors"
+
+
+def name(number: int, namespace: str = NS) -> str:
+    return f"{namespace}/{number % 256:02x}/{file_name(number)}"
 
 
 @pytest.fixture
@@ -59,7 +66,7 @@ def account(ledger: Ledger, slack: int = 0) -> None:
 
 
 def numbers(root: Path) -> list[int]:
-    return sorted(int(path.stem) for path in files_in(root))
+    return sorted(int(path.stem, 16) for path in files_in(root))
 
 
 # --------------------------------------------------------------------- the cap
@@ -255,11 +262,12 @@ def test_a_dropped_file_that_is_still_there_still_counts(ledger, tmp_path):
 def test_leftovers_go_and_strangers_stay(tmp_path):
     put(tmp_path, name(1))
     temps = [put(tmp_path, f"{name(1)}.77-{i}.tmp")[0] for i in range(3)]
-    strangers = ["README", "ns/notes.txt", "ns/00/other.bin"]
+    strangers = ["README", f"{NS}/notes.txt", f"{NS}/00/other.bin", "org/name/model.safetensors"]
+    strangers += [f"{NS}/00/model.safetensors", f"models/00/{file_name(1)}", f"{NS}/xyz/{file_name(1)}"]
     for path in strangers:
         put(tmp_path, path)
-    (tmp_path / "ns/00/7.safetensors").mkdir()
-    (tmp_path / "ns/00/8.safetensors").symlink_to("/etc/passwd")
+    (tmp_path / NS / "00" / file_name(7)).mkdir(parents=True)
+    (tmp_path / NS / "00" / file_name(8)).symlink_to("/etc/passwd")
     (tmp_path / "linked").symlink_to("/etc")
     ledger = Ledger(tmp_path, 10 * PAGE)
     ledger.open()
@@ -315,7 +323,7 @@ def test_a_second_ledger_is_told_that_the_folder_is_busy(ledger, tmp_path):
 
 
 def test_an_open_that_fails_gives_the_lock_up(tmp_path, monkeypatch):
-    (tmp_path / "ns" / "00").mkdir(parents=True)
+    (tmp_path / NS / "00").mkdir(parents=True)
     scandir = os.scandir
 
     def refuse(path):
@@ -376,13 +384,13 @@ def test_another_engines_grant_survives_and_its_late_word_counts_once(ledger, tm
 
 def test_a_file_that_vanishes_during_the_walk_is_no_trouble(ledger, tmp_path, monkeypatch):
     for number in range(5):
-        put(tmp_path, f"ns/00/{number}.safetensors")
+        put(tmp_path, f"{NS}/00/{file_name(number)}")
     entries = ledger_module._entries
 
     def vanish(folder):
         found = entries(folder)
         if folder.endswith("00"):
-            (tmp_path / "ns/00/3.safetensors").unlink()
+            (tmp_path / NS / "00" / file_name(3)).unlink()
         return found
 
     monkeypatch.setattr(ledger_module, "_entries", vanish)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .paths import LOCK_NAME, SUFFIX, TEMP_SUFFIX, disk_bytes
+from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir
 
 log = logging.getLogger(__name__)
 
@@ -125,19 +125,20 @@ class Ledger:
     def _walk(self, between: Callable[[], None] = lambda: None) -> Iterable[tuple[int, str, int]]:
         """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
 
-        Symlinks are not followed. A temporary file that can't be removed is given as a block file of
-        the greatest age: it takes its space, and every eviction tries it again first.
+        Symlinks are not followed, and what has no name of ours is left alone: somebody may point
+        --paged-ssd-cache-dir at a folder of models, whose weights are safetensors files too. A
+        temporary file that can't be removed is given as a block file of the greatest age: it takes
+        its space, and every eviction tries it again first.
         """
-        for namespace in _subfolders(self.root):
-            for fan in _subfolders(Path(namespace.path)):
+        for namespace in _subfolders(self.root, is_namespace_dir):
+            for fan in _subfolders(Path(namespace.path), is_fan_dir):
                 for entry in _entries(fan.path):
-                    if not entry.is_file(follow_symlinks=False):
+                    kind = file_kind(entry.name)
+                    if not kind or not entry.is_file(follow_symlinks=False):
                         continue
-                    is_temp = entry.name.endswith(TEMP_SUFFIX)
+                    is_temp = kind == "temp"
                     if is_temp and _unlink(entry.path) is None:
                         self._leftovers_removed += 1
-                        continue
-                    if not is_temp and not entry.name.endswith(SUFFIX):
                         continue
                     try:
                         stat = entry.stat(follow_symlinks=False)
@@ -230,8 +231,8 @@ class Ledger:
         )
 
 
-def _subfolders(folder: Path) -> list[os.DirEntry[str]]:
-    return [entry for entry in _entries(str(folder)) if entry.is_dir(follow_symlinks=False)]
+def _subfolders(folder: Path, ours: Callable[[str], bool]) -> list[os.DirEntry[str]]:
+    return [e for e in _entries(str(folder)) if ours(e.name) and e.is_dir(follow_symlinks=False)]
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

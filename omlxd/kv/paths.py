@@ -5,6 +5,8 @@ The path is the index: given a hash, nothing must be scanned to know whether the
 
 from __future__ import annotations
 
+import re
+
 from .hashing import BlockHash
 
 SUFFIX = ".safetensors"
@@ -15,6 +17,10 @@ NAMESPACE_HEX = 32
 
 _ALLOCATION = 4096
 
+_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
+_FAN = re.compile(r"[0-9a-f]{2}")
+_FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}(?P<temp>\.[0-9]+-[0-9]+{re.escape(TEMP_SUFFIX)})?")
+
 
 def namespace_dir(namespace: BlockHash) -> str:
     return namespace.hex()[:NAMESPACE_HEX]
@@ -23,6 +29,21 @@ def namespace_dir(namespace: BlockHash) -> str:
 def block_path(namespace: BlockHash, block_hash: BlockHash) -> str:
     name = block_hash.hex()
     return f"{namespace_dir(namespace)}/{name[:2]}/{name}{SUFFIX}"
+
+
+def is_namespace_dir(name: str) -> bool:
+    """Only such folders are looked into: a cache dir may hold other things, and they are not ours."""
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_fan_dir(name: str) -> bool:
+    return _FAN.fullmatch(name) is not None
+
+
+def file_kind(name: str) -> str:
+    """`block`, `temp`, or "" for a file that the cold tier never wrote and must leave alone."""
+    match = _FILE.fullmatch(name)
+    return "" if match is None else "temp" if match["temp"] else "block"
 
 
 def disk_bytes(size: int) -> int:
