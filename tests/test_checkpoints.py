@@ -144,14 +144,11 @@ def test_the_interval_bounds_what_checkpoints_add(model: Path):
 
 
 def test_an_unknown_cache_class_is_served_without_reuse_and_says_so(model: Path, monkeypatch):
-    whole = mlx_adapter.make_prompt_cache
-
     class Unknown(ConcatenateKVCache):
         pass
 
-    monkeypatch.setattr(mlx_adapter, "_leaves", lambda cache: [("layers.0", Unknown())])
-    assert "Unknown" in mlx_adapter._reuse_obstacle([])
-    assert whole is mlx_adapter.make_prompt_cache
+    monkeypatch.setattr(mlx_adapter.layouts, "leaves", lambda cache: [("layers.0", Unknown())])
+    assert "Unknown" in mlx_adapter.reuse_obstacle([])
 
 
 def test_a_checkpoint_is_a_copy(model: Path):

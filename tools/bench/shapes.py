@@ -104,9 +104,9 @@ def build(shape: Shape, words: int = WORDS, seed: int = 1) -> LoadedModel:
         config=shape.config(),
         context_length=shape.context,
         vocab_size=shape.vocab,
-        weight_bytes=mlx_adapter._tree_bytes(model.parameters()),
-        layout=mlx_adapter._layout_of(cache),
-        states=mlx_adapter._states_of(cache),
+        weight_bytes=mlx_adapter.tree_bytes(model.parameters()),
+        layout=mlx_adapter.layout_of(cache),
+        states=mlx_adapter.states_of(cache),
         kv_reuse="",
         batchable=True,
     )

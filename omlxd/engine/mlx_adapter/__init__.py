@@ -1,0 +1,59 @@
+"""The one package that touches mlx-lm's internals. Pinned to mlx-lm 0.32.2.
+
+What it relies on, each assumption tested in tests/test_mlx_adapter.py:
+- `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
+  `step` tokens, an attribute that an instance may override;
+- a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
+- a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
+- state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
+  order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
+- `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
+  `as_linear` of its embedding.
+"""
+
+from .batches import EvenBatchKVCache, extend, keep_rows, merge, row_states, row_tensors
+from .caches import (
+    after_prefill,
+    append_tokens,
+    filled_cache,
+    new_cache,
+    put_states,
+    round_up,
+    state_arrays,
+    state_tensors,
+    tensors,
+)
+from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
+from .loading import LoadedModel, last_position_only, load, tree_bytes
+from .types import backend, compute_dtype, storage_dtype, versions
+
+__all__ = [
+    "Cache",
+    "EvenBatchKVCache",
+    "LoadedModel",
+    "StateLayout",
+    "after_prefill",
+    "append_tokens",
+    "backend",
+    "compute_dtype",
+    "extend",
+    "filled_cache",
+    "keep_rows",
+    "last_position_only",
+    "layout_of",
+    "load",
+    "merge",
+    "new_cache",
+    "put_states",
+    "reuse_obstacle",
+    "round_up",
+    "row_states",
+    "row_tensors",
+    "state_arrays",
+    "state_tensors",
+    "states_of",
+    "storage_dtype",
+    "tensors",
+    "tree_bytes",
+    "versions",
+]
