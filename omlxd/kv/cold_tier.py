@@ -87,7 +87,10 @@ class ColdTier:
                 self._fs.unlink(path)
             raise
         finally:
-            self._fs.close(fd)
+            # Closing what was only read can't lose anything, and must not hide why a file was removed:
+            # the account would keep it.
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make files the most recently used, the last one the most: pass leaves first."""
