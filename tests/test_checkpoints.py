@@ -23,6 +23,7 @@ from test_identity import Reference, assert_same, prompt
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.state_keeper import SHARE, _interval
+from omlxd.kv.checkpoints import checkpoint_name
 
 
 @pytest.fixture(scope="module", params=OTHERS)
@@ -133,6 +134,21 @@ def test_a_damaged_checkpoint_is_a_miss(model: Path, uncached: Reference, tmp_pa
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         assert rig.store.stats.corrupt == len(files)
         rig.on_engine(lambda: rig.pool.check({}))
+
+
+def test_a_checkpoint_that_serves_a_hit_becomes_the_most_recent_file(model: Path, tmp_path: Path):
+    with Rig(model, tmp_path) as rig:
+        rig.run(prompt(300), 1)
+        other = rig.run(prompt(300, seed=7), 1)
+        assert rig.run(prompt(300), 1).hot == 256
+        order = list(rig.ledger._files)
+        used = rig.start(prompt(300), 1)
+        used.tokens()
+        rig.settle()
+        mine = rig.store.cold.path_of(checkpoint_name(used.sequence.hashes[3]))
+        theirs = rig.store.cold.path_of(checkpoint_name(other.sequence.hashes[3]))
+        assert order.index(mine) > order.index(theirs)
+        assert order[-1] == mine
 
 
 def test_the_interval_bounds_what_checkpoints_add(model: Path):

@@ -7,7 +7,6 @@ put among other files must never cost a file that omlxd did not write.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +14,15 @@ from pathlib import Path
 from typing import Literal
 
 from ..kv.namespace_file import FILE_NAME, NamespaceInfo, read_namespace
-from ..kv.paths import NAMESPACE_HEX, SUFFIX, TEMP_SUFFIX, disk_bytes
-
-NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
-_FAN = re.compile(r"[0-9a-f]{2}")
-_BLOCK = re.compile(r"[0-9a-f]{64}" + re.escape(SUFFIX))
+from ..kv.paths import (
+    NAMESPACE_HEX,
+    SUFFIX,
+    TEMP_SUFFIX,
+    disk_bytes,
+    file_kind,
+    is_fan_dir,
+    is_namespace_dir,
+)
 
 Kind = Literal["block", "temporary", "misplaced", "stranger"]
 """block       a file where a block's file lies, of a name that a block's file has
@@ -57,7 +60,7 @@ class Found:
 def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
     """Folder → description, where it has one. Raises FileNotFoundError, OSError."""
     with os.scandir(root) as entries:
-        folders = [e.name for e in entries if NAMESPACE.fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
+        folders = [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]
     return {folder: read_namespace(root, folder) for folder in sorted(folders)}
 
 
@@ -67,7 +70,7 @@ def walk(root: Path, folders: list[str]) -> Iterator[Found]:
         for entry in _entries(root, folder):
             if entry.name == FILE_NAME:
                 continue
-            if _FAN.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if is_fan_dir(entry.name) and entry.is_dir(follow_symlinks=False):
                 for inner in _entries(root, f"{folder}/{entry.name}"):
                     yield from _found(inner, f"{folder}/{entry.name}/{inner.name}", entry.name)
             else:
@@ -84,7 +87,7 @@ def _found(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
     if name.endswith(TEMP_SUFFIX) and is_file:
         kind = "temporary"
     elif name.endswith(SUFFIX):
-        kind = "block" if is_file and _BLOCK.fullmatch(name) and name[:2] == fan else "misplaced"
+        kind = "block" if is_file and file_kind(name) == "block" and name[:2] == fan else "misplaced"
     yield Found(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))
 
 

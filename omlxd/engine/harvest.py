@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter
@@ -106,16 +105,10 @@ class KVBridge:
         sequence.table = None
         used = sequence.hashes[: table.num_full]
         if self.states is not None:
-            self.states.finish(sequence)
+            # Before its chain, so the most recent: without it the chain is worth nothing.
+            used = [*self.states.finish(sequence), *used]
         table.free()
-        if used:
-            self._background.submit(self._record_use, used)
-
-    def _record_use(self, hashes: list[BlockHash]) -> None:
-        try:
-            self.store.record_use(hashes)
-        except Exception:
-            log.exception("can't record use")
+        self.store.record_use(used)
 
     # ----------------------------------------------------------------- out of the store
 

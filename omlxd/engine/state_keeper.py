@@ -16,7 +16,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..kv.checkpoints import Checkpoints
+from ..kv.checkpoints import Checkpoints, checkpoint_name
+from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from . import mlx_adapter
 from .mlx_adapter import Cache, StateLayout
@@ -72,11 +73,14 @@ class StateKeeper:
         blocks, payload = sequence.tip
         self.checkpoints.put(sequence.hashes[blocks - 1], blocks * self._block, payload, write=write)
 
-    def finish(self, sequence: Sequence) -> None:
-        """The sequence ends, however: what it holds aside is kept."""
+    def finish(self, sequence: Sequence) -> list[BlockHash]:
+        """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
+        ends = [sequence.resume] if sequence.resume else []
         if sequence.tip is not None:
             self._put(sequence, write=True)
+            ends.insert(0, sequence.tip[0])
             sequence.tip = None
+        return [checkpoint_name(sequence.hashes[blocks - 1]) for blocks in ends]
 
     # ----------------------------------------------------------------- into a sequence
 

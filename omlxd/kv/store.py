@@ -142,10 +142,6 @@ class KVStore:
     def _has_file(self, block_hash: BlockHash) -> bool:
         return self.cold is not None and self.cold.has(block_hash)
 
-    def is_writing(self, block_hash: BlockHash) -> bool:
-        """A store of that name is queued or under way."""
-        return block_hash in self._writing
-
     def submit(
         self, key: BlockKey, payload: WritablePayload, block: Block | None, tier: ColdTier | None = None
     ) -> bool:
