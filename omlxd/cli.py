@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -14,9 +15,15 @@ from .errors import ConfigError
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
 
-CACHE_HELP = "look at the SSD cache, verify it, clear it; works beside a running daemon"
-
-LAUNCH_HELP = "start Claude Code, Codex or opencode with this daemon's models"
+VERBS = {
+    "cache": (
+        "cache_cli.command",
+        "look at the SSD cache, verify it, clear it; works beside a running daemon",
+    ),
+    "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
+}
+"""Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,
+and its help. Imported only when it is called."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,14 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if argv[:1] == ["cache"]:
-        from .cache_cli.command import main as cache
-
-        return cache(argv[1:], _Parser(prog="omlxd cache", description=CACHE_HELP))
-    if argv[:1] == ["launch"]:
-        from .launch import main as launch
-
-        return launch(argv[1:], _Parser(prog="omlxd launch", description=LAUNCH_HELP))
+    if argv and argv[0] in VERBS:
+        module, description = VERBS[argv[0]]
+        verb = importlib.import_module("." + module, __package__)
+        return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
@@ -55,8 +58,8 @@ def _main(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     _add_options(serve)
-    verbs.add_parser("cache", help=CACHE_HELP, add_help=False)
-    verbs.add_parser("launch", help=LAUNCH_HELP, add_help=False)
+    for name, (_, description) in VERBS.items():
+        verbs.add_parser(name, help=description, add_help=False)
     known, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]

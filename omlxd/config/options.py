@@ -1,0 +1,159 @@
+"""The settings of `omlxd serve`: one table of `Option`s that drives flags, variables and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from . import parsers
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `omlxd serve` was told. Sizes in bytes; an empty `model` is the embedded demo model.
+
+    hot_cache_max_size  None: grows up to what memory safely allows; 0: no hot tier
+    sources             option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`
+    """
+
+    model: str
+    host: str
+    port: int
+    api_key: str
+    paged_ssd_cache_dir: Path
+    paged_ssd_cache_max_size: int
+    hot_cache_max_size: int | None
+    initial_cache_blocks: int
+    block_size: int
+    no_cache: bool
+    max_concurrent_requests: int
+    log_level: str
+    base_path: Path
+    sources: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        """Every value but the key's: settings end up in logs and bug reports."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "sources"}
+        shown["api_key"] = "***" if self.api_key else ""
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting: `name` in snake case, its default as text ("": none), and how to read it."""
+
+    name: str
+    default: str
+    metavar: str
+    help: str
+    parse: Callable[[str, str, Mapping[str, Any]], Any]
+    """(text, name of the flag or variable or line, values of the options before this one)."""
+    is_switch: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "OMLXD_" + self.name.upper()
+
+
+# Parsed in this order: a parser may look at the options before its own.
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        name="model",
+        default="",
+        metavar="MODEL",
+        parse=parsers.any_text,
+        help="local folder, or hub id as ORG/NAME (downloaded once); default: the embedded demo model",
+    ),
+    Option(
+        name="host",
+        default="127.0.0.1",
+        metavar="ADDR",
+        parse=parsers.host,
+        help="address to listen on; any but loopback needs --api-key",
+    ),
+    Option(
+        name="port",
+        default="8000",
+        metavar="N",
+        parse=parsers.integer(0, 65535),
+        help="port to listen on; 0 takes a free one and prints it",
+    ),
+    Option(
+        name="api_key",
+        default="",
+        metavar="KEY",
+        parse=parsers.api_key,
+        help="key that every request must carry; better given as OMLXD_API_KEY, which `ps` doesn't show",
+    ),
+    Option(
+        name="base_path",
+        default="~/.omlxd",
+        metavar="DIR",
+        parse=parsers.path,
+        help="folder of everything that omlxd keeps",
+    ),
+    Option(
+        name="paged_ssd_cache_dir",
+        default="",
+        metavar="DIR",
+        parse=parsers.cold_dir,
+        help="folder of the SSD cache; default: cache under --base-path",
+    ),
+    Option(
+        name="paged_ssd_cache_max_size",
+        default="100GB",
+        metavar="SIZE",
+        parse=parsers.cold_size,
+        help="most that the SSD cache may take, as 100GB or 20%% of its disk; 0: no SSD cache",
+    ),
+    Option(
+        name="hot_cache_max_size",
+        default="auto",
+        metavar="SIZE",
+        parse=parsers.hot_size,
+        help="most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; "
+        "auto: grows up to what memory safely allows",
+    ),
+    Option(
+        name="initial_cache_blocks",
+        default="256",
+        metavar="N",
+        parse=parsers.integer(1, 10_000_000),
+        help="cache blocks made ready at start; more are made on demand",
+    ),
+    Option(
+        name="block_size",
+        default="64",
+        metavar="N",
+        parse=parsers.block_size,
+        help="tokens in a cache block, a power of two from 16 to 1024",
+    ),
+    Option(
+        name="no_cache",
+        default="false",
+        metavar="",
+        parse=parsers.switch,
+        is_switch=True,
+        help="compute every prompt from its first token: no RAM cache, no SSD cache",
+    ),
+    Option(
+        name="max_concurrent_requests",
+        default="8",
+        metavar="N",
+        parse=parsers.integer(1, 1024),
+        help="requests that decode at the same time; more wait their turn",
+    ),
+    Option(
+        name="log_level",
+        default="info",
+        metavar="LEVEL",
+        parse=parsers.log_level,
+        help="one of " + ", ".join(parsers.LOG_LEVELS),
+    ),
+)
+BY_NAME = {option.name: option for option in OPTIONS}

@@ -1,0 +1,94 @@
+"""How the text of a setting is read: one function a kind, each raising ConfigError in one sentence.
+
+A parser takes (text, name of the flag or variable or line, values of the options before this one).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from ..sizes import disk_total, human, parse_size, total_ram
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def any_text(text: str, param: str, _: Mapping[str, Any]) -> str:
+    return text
+
+
+def path(text: str, param: str, _: Mapping[str, Any]) -> Path:
+    if not text:
+        raise ConfigError(f"{param}: a folder is needed.", param=param)
+    return Path(text).expanduser().absolute()
+
+
+def cold_dir(text: str, param: str, known: Mapping[str, Any]) -> Path:
+    return path(text, param, known) if text else known["base_path"] / "cache"
+
+
+def cold_size(text: str, param: str, known: Mapping[str, Any]) -> int:
+    return parse_size(text, param, lambda: disk_total(known["paged_ssd_cache_dir"]))
+
+
+def hot_size(text: str, param: str, _: Mapping[str, Any]) -> int | None:
+    if text == "auto":
+        return None
+    nbytes, ram = parse_size(text, param, total_ram), total_ram()
+    if nbytes > ram:
+        raise ConfigError(f"{param}: {text!r} is more than this machine's RAM ({human(ram)}).", param=param)
+    return nbytes
+
+
+def integer(low: int, high: int) -> Callable[[str, str, Mapping[str, Any]], int]:
+    def parse(text: str, param: str, _: Mapping[str, Any]) -> int:
+        if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:
+            raise ConfigError(f"{param}: {text!r} is no whole number from {low} to {high}.", param=param)
+        return int(text)
+
+    return parse
+
+
+def block_size(text: str, param: str, known: Mapping[str, Any]) -> int:
+    if text not in {"16", "32", "64", "128", "256", "512", "1024"}:
+        raise ConfigError(f"{param}: {text!r} is no power of two from 16 to 1024 tokens.", param=param)
+    return int(text)
+
+
+def switch(text: str, param: str, _: Mapping[str, Any]) -> bool:
+    value = {"1": True, "true": True, "yes": True, "on": True}.get(text.lower())
+    value = False if text.lower() in {"0", "false", "no", "off"} else value
+    if value is None:
+        raise ConfigError(f"{param}: {text!r} is neither true nor false.", param=param)
+    return value
+
+
+def log_level(text: str, param: str, _: Mapping[str, Any]) -> str:
+    if text.lower() not in LOG_LEVELS:
+        raise ConfigError(f"{param}: {text!r} is none of {', '.join(LOG_LEVELS)}.", param=param)
+    return text.lower()
+
+
+def host(text: str, param: str, _: Mapping[str, Any]) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9.:_%-]+", text):
+        raise ConfigError(f"{param}: {text!r} is no address; 127.0.0.1 is this machine alone.", param=param)
+    return text
+
+
+def api_key(text: str, param: str, _: Mapping[str, Any]) -> str:
+    # Anything else can't be sent in a header. The message must not repeat the key.
+    if text and not re.fullmatch(r"[\x21-\x7e]+", text):
+        raise ConfigError(f"{param}: a key is letters, digits and signs, with no spaces.", param=param)
+    return text
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

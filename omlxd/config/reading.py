@@ -1,0 +1,110 @@
+"""Settings put together from flags, environment and file, and closest words for what is misspelt."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+from . import parsers
+from .options import BY_NAME, OPTIONS, Settings
+
+
+def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from `flags` (option name → text; `config` may be among them), `environ` and the file.
+
+    Raises ConfigError in one sentence that names the flag, the variable or the line at fault.
+    """
+    environ = os.environ if environ is None else environ
+    given: dict[str, tuple[str, str]] = {}
+    for name, option in BY_NAME.items():
+        if name in flags:
+            given[name] = flags[name], option.flag
+        elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
+            given[name] = environ[option.variable], option.variable
+    for name, value in _file_values(_config_file(flags, environ, given)).items():
+        given.setdefault(name, value)
+
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for option in OPTIONS:
+        text, source = given.get(option.name, (option.default, "default"))
+        values[option.name] = option.parse(text, source if source != "default" else option.flag, values)
+        sources[option.name] = source
+    if given.get("api_key", ("x", ""))[0] == "":
+        raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.", param=sources["api_key"])
+    if not parsers.is_loopback(values["host"]) and not values["api_key"]:
+        raise ConfigError(
+            f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
+            "set OMLXD_API_KEY or --api-key, or leave --host at 127.0.0.1.",
+            param=sources["host"],
+        )
+    return Settings(**values, sources=sources)
+
+
+def closest(word: str, words: list[str]) -> str:
+    """` (did you mean …?)`, or nothing when no word is near."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _config_file(
+    flags: Mapping[str, str], environ: Mapping[str, str], given: Mapping[str, tuple[str, str]]
+) -> Path | None:
+    """The file to read, or None. One that was named must exist; the default one need not."""
+    for text, source in ((flags.get("config"), "--config"), (environ.get("OMLXD_CONFIG"), "OMLXD_CONFIG")):
+        if text is not None and (text or source == "--config"):
+            path = Path(text).expanduser().absolute()
+            if not path.is_file():
+                raise ConfigError(f"{source}: there is no file {path}.", param=source)
+            return path
+    text, source = given.get("base_path", (BY_NAME["base_path"].default, "--base-path"))
+    path = parsers.path(text, source, {}) / "omlxd.toml"
+    return path if path.is_file() else None
+
+
+def _file_values(path: Path | None) -> dict[str, tuple[str, str]]:
+    """Option name → (text, where it stands) from the file's `[serve]` table."""
+    if path is None:
+        return {}
+    try:
+        source = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(source)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}.", param=str(path)) from error
+    for table, entries in tables.items():
+        if table != "serve" or not isinstance(entries, dict):
+            hint = closest(table, ["serve", *BY_NAME]) if table != "serve" else ""
+            raise ConfigError(
+                f"{_place(path, source, table)}: {table!r} is unknown{hint}; settings stand under [serve].",
+                param=table,
+            )
+    values: dict[str, tuple[str, str]] = {}
+    for key, value in tables.get("serve", {}).items():
+        name, place = key.replace("-", "_"), _place(path, source, key)
+        if name not in BY_NAME:
+            hint = closest(key.replace("_", "-"), [known.replace("_", "-") for known in BY_NAME])
+            raise ConfigError(f"{place}: {key!r} is no setting{hint}.", param=key)
+        if name in values:
+            raise ConfigError(f"{place}: {key!r} is given twice.", param=key)
+        if isinstance(value, bool):
+            text = "true" if value else "false"
+        elif isinstance(value, (str, int, float)):
+            text = str(value)
+        else:
+            raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
+        values[name] = text, place
+    return values
+
+
+def _place(path: Path, source: str, key: str) -> str:
+    """`file line N (key)`. tomllib tells no line numbers, and settings stand one a line."""
+    for number, line in enumerate(source.splitlines(), 1):
+        if re.match(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[\]=.]", line):
+            return f"{path} line {number} ({key})"
+    return f"{path} ({key})"
