@@ -116,7 +116,7 @@ class _Metadata(msgspec.Struct):
     user_id: str | None = None
 
 
-class _Body(msgspec.Struct):
+class MessagesBody(msgspec.Struct):
     messages: list[_Message]
     model: str | None = None
     system: Union[str, list[_Text], None] = None
@@ -132,7 +132,7 @@ class _Body(msgspec.Struct):
     metadata: _Metadata | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(MessagesBody)
 
 
 # --------------------------------------------------------------------------- translation
@@ -164,7 +164,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     )
 
 
-def _sampling(request: _Body) -> Sampling:
+def _sampling(request: MessagesBody) -> Sampling:
     greedy = request.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
     top_k = None if request.top_k is None else min(max(request.top_k, 0), MAX_TOKENS)
     return Sampling(

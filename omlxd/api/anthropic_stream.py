@@ -69,7 +69,7 @@ class _ToolUse(_Block, tag="tool_use"):
     input: msgspec.Raw
 
 
-class _Message(msgspec.Struct, tag_field="type", tag="message"):
+class MessageAnswer(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     model: str
     content: list[_Text | _Thinking | _ToolUse]
@@ -80,7 +80,7 @@ class _Message(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class _MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    message: _Message
+    message: MessageAnswer
 
 
 class _BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
@@ -158,7 +158,7 @@ class AnthropicStream:
         self._signature = _Signature()
 
     def start(self) -> bytes:
-        message = _Message(self._id, self._model, [], None, None, _Usage(0, 0, 0, 0))
+        message = MessageAnswer(self._id, self._model, [], None, None, _Usage(0, 0, 0, 0))
         return named_event(b"message_start", _MessageStart(message))
 
     def ping(self) -> bytes:
@@ -241,7 +241,7 @@ class AnthropicCollector:
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
         return msgspec.json.encode(
-            _Message(
+            MessageAnswer(
                 id=self._id,
                 model=self._model,
                 content=[_block(run) for run in self._runs],

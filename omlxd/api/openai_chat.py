@@ -109,7 +109,7 @@ class _NamedTool(msgspec.Struct):
     function: _NamedFunction
 
 
-class _Body(CommonBody, kw_only=True):
+class ChatBody(CommonBody, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
@@ -123,7 +123,7 @@ class _Body(CommonBody, kw_only=True):
     reasoning_effort: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(ChatBody)
 
 
 # --------------------------------------------------------------------------- translation
@@ -161,7 +161,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     )
 
 
-def _logprobs(request: _Body) -> int | None:
+def _logprobs(request: ChatBody) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
@@ -169,7 +169,7 @@ def _logprobs(request: _Body) -> int | None:
     return None
 
 
-def _thinking(request: _Body) -> tuple[bool | None, dict[str, Any]]:
+def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
     """Whether to think, and what else the template is told. The most explicit field wins."""
     args = free_json(request.chat_template_kwargs or {}, "chat_template_kwargs")
     for name in args:

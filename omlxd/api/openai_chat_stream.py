@@ -119,7 +119,7 @@ class _Choice(msgspec.Struct):
     index: int = 0
 
 
-class _Completion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct):
     id: str
     created: int
     model: str
@@ -167,4 +167,4 @@ class OpenAIChatCollector:
             logprobs=chat_logprobs(tuple(self._logprobs)) if self._logprobs else None,
         )
         usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(_Completion(self._id, self._created, self._model, [choice], usage))
+        return msgspec.json.encode(ChatCompletion(self._id, self._created, self._model, [choice], usage))

@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 16
 """What OpenAI documents for this endpoint."""
 
 
-class _Body(CommonBody, kw_only=True):
+class CompletionsBody(CommonBody, kw_only=True):
     prompt: Any
     echo: bool | None = None
     suffix: str | None = None
@@ -30,7 +30,7 @@ class _Body(CommonBody, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(CompletionsBody)
 
 
 def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
@@ -105,7 +105,7 @@ class _Choice(msgspec.Struct):
     index: int = 0
 
 
-class _Completion(msgspec.Struct):
+class Completion(msgspec.Struct):
     id: str
     created: int
     model: str
@@ -147,12 +147,12 @@ class OpenAICompletionStream:
             last = self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason]))
             if self._usage is None:
                 usage = usage_body(event.usage)
-                last += data_event(_Completion(self._id, self._created, self._model, [], usage))
+                last += data_event(Completion(self._id, self._created, self._model, [], usage))
             return last + DONE
         return b""
 
     def _chunk(self, choice: _Choice) -> bytes:
-        return data_event(_Completion(self._id, self._created, self._model, [choice], self._usage))
+        return data_event(Completion(self._id, self._created, self._model, [choice], self._usage))
 
 
 class OpenAICompletionCollector:
@@ -182,4 +182,4 @@ class OpenAICompletionCollector:
             finish_reason=FINISH_REASON[self._finished.reason],
         )
         usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(_Completion(self._id, self._created, self._model, [choice], usage))
+        return msgspec.json.encode(Completion(self._id, self._created, self._model, [choice], usage))

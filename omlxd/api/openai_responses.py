@@ -36,7 +36,7 @@ class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(CommonBody, kw_only=True):
+class ResponsesBody(CommonBody, kw_only=True):
     input: Union[str, list[Item], None] = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -55,7 +55,7 @@ class _Body(CommonBody, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 
-_decoder = msgspec.json.Decoder(_Body)
+_decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 class ReasoningEcho(Struct, frozen=True, omit_defaults=False):
@@ -134,7 +134,7 @@ def parse(
     )
 
 
-def _refuse(request: _Body) -> None:
+def _refuse(request: ResponsesBody) -> None:
     kind = request.text.format.type if request.text and request.text.format else None
     if kind not in (None, "text"):
         raise InvalidRequest(
@@ -164,7 +164,7 @@ def _tool_choice(given: Any) -> str:
     )
 
 
-def _before(request: _Body, history: History) -> tuple[Message, ...]:
+def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:
     if request.previous_response_id is None:
         return ()
     found = history(request.previous_response_id)
@@ -177,20 +177,20 @@ def _before(request: _Body, history: History) -> tuple[Message, ...]:
     return found
 
 
-def _messages(request: _Body, tools: ResponseTools) -> tuple[Message, ...]:
+def _messages(request: ResponsesBody, tools: ResponseTools) -> tuple[Message, ...]:
     if isinstance(request.input, str):
         return (Message("user", (TextPart(request.input),)),) if request.input else ()
     return messages_of(request.input or [], tools)
 
 
-def _session(request: _Body, headers: Mapping[str, str]) -> str:
+def _session(request: ResponsesBody, headers: Mapping[str, str]) -> str:
     """A Codex sub-agent is a thread of its own within its parent's session."""
     named = session(request, headers)
     thread = session_header(headers, "thread-id")
     return f"{named}/{thread}" if named and thread and thread != named else named or thread
 
 
-def _echo(request: _Body, tools: ResponseTools) -> RequestEcho:
+def _echo(request: ResponsesBody, tools: ResponseTools) -> RequestEcho:
     reasoning = request.reasoning or _Reasoning()
     parallel = request.parallel_tool_calls
     return RequestEcho(

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
+from . import openapi
 from .engines import Engines
 from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse
 from .http_guard import Guard
@@ -56,6 +57,7 @@ def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starle
             Route("/v1/models", routes.models),
             Route("/v1/models/{id:path}", routes.model),
             Route("/health", routes.health),
+            Route("/openapi.json", routes.openapi),
             Route("/", routes.root),
         ],
         middleware=[Middleware(Shell, settings=routes.settings), Middleware(Guard, settings=routes.settings)],
@@ -106,6 +108,9 @@ class _Routes:
     async def health(self, request: Request) -> Response:
         models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
         return _json(_Health(__version__, models))
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(openapi.document(), media_type="application/json")
 
     async def root(self, request: Request) -> Response:
         return Response(f"omlxd {__version__}\n", media_type="text/plain")
