@@ -1,7 +1,8 @@
 """`omlxd serve`: bind, serve, stop in order.
 
-The socket is bound and listens before anything else is imported, so that a port in use is known
-at once and connections are taken from the first moment; the model loads behind it.
+The sockets listen before anything else is imported, so that a port in use is known at once and
+connections are taken from the first moment; the model loads behind them. A service manager may
+have opened them already (activation.py).
 
 Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
 flushes its blocks and quits, exit 0. A second signal ends everything at once.
@@ -11,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
+import resource
 import shlex
 import signal
 import socket
@@ -25,13 +26,16 @@ from .. import __version__
 from ..config import Settings
 from ..errors import ConfigError, ModelError
 from ..models.resolve import check_folder, is_local
+from .listening import BACKLOG, CannotListen, all_loopback, open_sockets, url_of
+from .notify import Notifier
 
 if TYPE_CHECKING:
     from .pool import EnginePool
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024
+FILES = 8192
+"""Open files that we ask the system for."""
 KEEP_ALIVE_S = 75.0
 """Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
 MAX_HEADERS = 64 * 1024
@@ -49,47 +53,24 @@ def serve(settings: Settings) -> int:
             source = settings.sources.get("model", "--model")
             raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
     try:
-        listening = bind(settings.host, settings.port)
-    except OSError as error:
-        print(f"omlxd: {_why_not_bound(settings, error)}", file=sys.stderr)
+        sockets = open_sockets(settings, guarded=bool(settings.api_key))
+    except CannotListen as error:
+        print(f"omlxd: {error}", file=sys.stderr)
         return 1
-    return asyncio.run(_serve(settings, listening))
+    _allow_many_files()
+    return asyncio.run(_serve(settings, sockets, Notifier()))
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the first address that `host` means. Raises OSError."""
-    family, kind, protocol, _, address = sorted(
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
-        key=lambda found: found[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
-    )[0]
-    made = socket.socket(family, kind, protocol)
-    try:
-        # A restart must not wait for the old daemon's connections to leave TIME_WAIT.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-    except BaseException:
-        made.close()
-        raise
-    return made
+def _allow_many_files() -> None:
+    """A connection is a file, and service managers start us with 256 or 1024 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def _why_not_bound(settings: Settings, error: OSError) -> str:
-    host, port = settings.host, settings.port
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} on {host} is in use; stop the program that holds it, or choose another port "
-            "with --port (0 takes a free one)."
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"port {port} on {host} is not allowed to this user; choose one above 1023 with --port."
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return f"{settings.sources.get('host', '--host')}: {host} is no address of this machine."
-    return f"can't listen on {host} port {port}: {error}."
-
-
-async def _serve(settings: Settings, listening: socket.socket) -> int:
+async def _serve(settings: Settings, sockets: list[socket.socket], notify: Notifier) -> int:
     # Imported here, after the socket listens: this is most of the start.
     from hypercorn.asyncio import serve as run_hypercorn
 
@@ -98,25 +79,29 @@ async def _serve(settings: Settings, listening: socket.socket) -> int:
     from .http_settings import HttpSettings
     from .pool import EnginePool
 
-    url = _url(listening)
+    urls = " and ".join(url_of(one) for one in sockets)
     command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
     pool = EnginePool(settings, command or ENGINE_COMMAND)
     stop = asyncio.Event()
     _stop_on_signals(stop, pool)
     pool.start()
-    app = create_app(pool, HttpSettings(host=settings.host, api_key=settings.api_key))
+    # The Host check goes by what we listen on, which a service manager may have chosen.
+    host = settings.host if not all_loopback(sockets) else "127.0.0.1"
+    app = create_app(pool, HttpSettings(host=host, api_key=settings.api_key))
     server = asyncio.create_task(
-        run_hypercorn(app, _hypercorn_config(listening), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
+        run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
         name="hypercorn",
     )
+    models = ", ".join(engine.model_id for engine in pool.models())
     with contextlib.suppress(OSError):  # Nobody may read it.
-        print(
-            f"omlxd {__version__} listening on {url} (model {', '.join(e.model_id for e in pool.models())})",
-            flush=True,
-        )
+        print(f"omlxd {__version__} listening on {urls} (model {models})", flush=True)
+    notify.ready(f"listening on {urls}")
+    notify.watch()
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
     log.info("stopping")
+    notify.stopping()
+    notify.unwatch()
     await pool.close()
     await asyncio.wait({server}, timeout=END_S)
     if not server.done():
@@ -128,11 +113,11 @@ async def _serve(settings: Settings, listening: socket.socket) -> int:
     return 0
 
 
-def _hypercorn_config(listening: socket.socket):
+def _hypercorn_config(sockets: list[socket.socket]):
     from hypercorn.config import Config
 
     config = Config()
-    config.bind = [f"fd://{listening.detach()}"]
+    config.bind = [f"fd://{one.detach()}" for one in sockets]
     config.backlog = BACKLOG
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 1_000_000
@@ -144,11 +129,6 @@ def _hypercorn_config(listening: socket.socket):
     # Answers are ended by the pool; this bounds only connections that then don't close.
     config.graceful_timeout = 3600.0
     return config
-
-
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:

@@ -1,0 +1,84 @@
+"""The sockets that the daemon listens on: those of a service manager, or one of its own."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from ..config import Settings
+from ..errors import ConfigError
+from .activation import inherited_sockets
+
+BACKLOG = 1024
+
+
+class CannotListen(Exception):
+    """One sentence for the owner."""
+
+
+def open_sockets(settings: Settings, *, guarded: bool) -> list[socket.socket]:
+    """Listening sockets; a service manager's win over --host and --port.
+
+    guarded  whether a key is asked for; without one, only loopback will do
+    Raises CannotListen, and ConfigError for what the service manager got wrong.
+    """
+    if given := inherited_sockets():
+        for one in given:
+            host = one.getsockname()[0]
+            if not guarded and not _is_loopback(host):
+                raise ConfigError(
+                    f"the service manager's socket on {host} can be reached by other machines, so a key is "
+                    "needed: `omlxd key add NAME` makes one. Or let it listen on 127.0.0.1."
+                )
+        return given
+    try:
+        return [bind(settings.host, settings.port)]
+    except OSError as error:
+        raise CannotListen(_why_not_bound(settings, error)) from error
+
+
+def all_loopback(sockets: list[socket.socket]) -> bool:
+    return all(_is_loopback(one.getsockname()[0]) for one in sockets)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the first address that `host` means. Raises OSError."""
+    family, kind, protocol, _, address = sorted(
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
+        key=lambda found: found[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
+    )[0]
+    made = socket.socket(family, kind, protocol)
+    try:
+        # A restart must not wait for the old daemon's connections to leave TIME_WAIT.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _why_not_bound(settings: Settings, error: OSError) -> str:
+    host, port = settings.host, settings.port
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"port {port} on {host} is in use; stop the program that holds it, or choose another port "
+            "with --port (0 takes a free one)."
+        )
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"port {port} on {host} is not allowed to this user; choose one above 1023 with --port."
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"{settings.sources.get('host', '--host')}: {host} is no address of this machine."
+    return f"can't listen on {host} port {port}: {error}."
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port = listening.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
