@@ -44,7 +44,7 @@ async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, 
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
     answers: asyncio.Queue[Grant] = asyncio.Queue()
-    cold.account(answers.put_nowait).handle(Reserve(ticket=1, nbytes=4096))
+    cold.account(answers.put_nowait, 77).handle(Reserve(ticket=1, nbytes=4096))
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(answers.get(), 0.1)
     other = ColdLedger(tmp_path, CAP)
@@ -67,7 +67,7 @@ async def test_a_folder_that_cannot_be_counted_is_only_read(
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
     answers: asyncio.Queue[Grant] = asyncio.Queue()
-    cold.account(answers.put_nowait).handle(Reserve(ticket=1, nbytes=4096))
+    cold.account(answers.put_nowait, 77).handle(Reserve(ticket=1, nbytes=4096))
     assert (await asyncio.wait_for(answers.get(), 5)).nbytes == 0
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "only read, nothing is stored" in warnings[0]

@@ -362,7 +362,7 @@ def test_what_a_dead_engine_wrote_is_adopted_and_its_grant_comes_back(ledger, tm
     put(tmp_path, name(10))
     put(tmp_path, name(11))
     put(tmp_path, f"{name(12)}.77-3.tmp")
-    ledger.engine_gone(5 * PAGE)
+    ledger.engine_gone(5 * PAGE, 77)
     assert temps_in(tmp_path) == [] and numbers(tmp_path) == [0, 1, 2, 10, 11]
     account(ledger)
     assert ledger.stats().reserved == 0
@@ -374,7 +374,7 @@ def test_what_a_dead_engine_wrote_is_adopted_and_its_grant_comes_back(ledger, tm
 def test_another_engines_grant_survives_and_its_late_word_counts_once(ledger, tmp_path):
     assert ledger.reserve(2 * PAGE) and ledger.reserve(3 * PAGE)
     late = put(tmp_path, name(1))
-    ledger.engine_gone(2 * PAGE)
+    ledger.engine_gone(2 * PAGE, 77)
     assert ledger.stats().reserved == 3 * PAGE and ledger.stats().bytes_used == PAGE
     ledger.stored([late])
     account(ledger, slack=2 * PAGE)
@@ -394,7 +394,8 @@ def test_a_file_that_vanishes_during_the_walk_is_no_trouble(ledger, tmp_path, mo
         return found
 
     monkeypatch.setattr(ledger_module, "_entries", vanish)
-    ledger.engine_gone(0)
+    assert ledger.reserve(5 * PAGE)
+    ledger.engine_gone(5 * PAGE, 77)
     assert ledger.stats().files == 4
     account(ledger)
 

@@ -446,7 +446,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def another_engine_dies(self) -> None:
-        self.rig.ledger.engine_gone(self.outside)
+        self.rig.ledger.engine_gone(self.outside, 0)
         self.outside = 0
 
     # ----------------------------------------------------------------- what must hold

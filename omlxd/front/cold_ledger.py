@@ -140,9 +140,9 @@ class ColdLedger:
         """Somebody waits for the walk."""
         self._awaited.set()
 
-    def account(self, reply: Callable[[Grant], None]) -> Account:
-        """The account of one engine process. `reply` is called on the event loop."""
-        return Account(self, reply)
+    def account(self, reply: Callable[[Grant], None], pid: int) -> Account:
+        """The account of engine process `pid`. `reply` is called on the event loop."""
+        return Account(self, reply, pid)
 
     async def stats(self) -> LedgerStats | None:
         """None without a cold tier."""
@@ -177,9 +177,11 @@ class ColdLedger:
 class Account:
     """What one engine process was granted and has not settled yet, in bytes."""
 
-    def __init__(self, owner: ColdLedger, reply: Callable[[Grant], None]):
+    def __init__(self, owner: ColdLedger, reply: Callable[[Grant], None], pid: int):
         self._owner = owner
         self._reply = reply
+        self._pid = pid
+        self._namespace = ""
         self._outstanding = 0  # Only the ledger's thread reads or writes it.
 
     def handle(self, message: LedgerMessage) -> None:
@@ -191,11 +193,22 @@ class Account:
             ticket = message.ticket
             done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
 
+    def loaded(self, namespace: str, model_path: str) -> None:
+        """The engine has loaded the model in folder `model_path`; "": it has no blocks to keep."""
+
+        def settle(ledger: Ledger) -> int:
+            self._namespace = namespace
+            ledger.engine_loaded(namespace, model_path)
+            return 0
+
+        if namespace:
+            self._owner.submit(settle)
+
     def gone(self) -> None:
         """The engine process has ended: take back what it was granted."""
 
         def settle(ledger: Ledger) -> int:
-            ledger.engine_gone(self._outstanding)
+            ledger.engine_gone(self._outstanding, self._pid, self._namespace)
             return 0
 
         self._owner.submit(settle)

@@ -288,7 +288,8 @@ class EngineProcess:
         except Exception as error:
             log.exception("preparing %s failed", self.model_id)
             return f"{type(error).__name__}: {error}"
-        life = _Life(self, link, self._cold.account(link.send) if self._cold else None)
+        account = self._cold.account(link.send, link.pid) if self._cold else None
+        life = _Life(self, link, account, load.model_path)
         self._link = link
         try:
             link.send(load)
@@ -341,10 +342,11 @@ class EngineProcess:
 class _Life:
     """One process's messages, from its first to its last."""
 
-    def __init__(self, owner: EngineProcess, link: EngineLink, account: Account | None):
+    def __init__(self, owner: EngineProcess, link: EngineLink, account: Account | None, model_path: str):
         self._owner = owner
         self._link = link
         self.account = account
+        self._model_path = model_path
         self.load_failed = ""
 
     def handle(self, message: Any) -> None:
@@ -359,6 +361,8 @@ class _Life:
         elif isinstance(message, wire.LoadProgress):
             log.info("%s: %s", owner.model_id, message.stage)
         elif isinstance(message, wire.Loaded):
+            if self.account is not None:
+                self.account.loaded(message.info.namespace, self._model_path)
             owner._loaded(message.info)
         elif isinstance(message, wire.LoadFailed):
             self.load_failed = message.message or "the engine gave no reason"

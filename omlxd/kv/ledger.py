@@ -7,9 +7,15 @@ written never passes the cap, temporary files included (a temporary file is writ
 grant). Files become *used* when the engine says they are in place; an engine that dies takes its
 grant with it, and what it wrote without saying so is found by a walk.
 
-Eviction is least recently used first. Requests touch their chain from leaf to root, so that a
-parent is never older than its child and leaves go first; the touch is also written to the file's
-mtime, by whoever read it, so the order survives a restart without an index.
+Counted are block files and temporary files, each in whole pages of 4 KiB. Not counted is what goes
+with them: the folders (257 of them a namespace at most, a page each on most file systems: about
+1 MiB), and a few files of a page: the lock, each namespace's description, the fingerprints of
+weights, the day's writes. An orphan's folder goes with its last file.
+
+Blocks that no installed model has go first (installed.py), then the least recently used over all
+models (file_order.py). Requests touch their chain from leaf to root, so that a parent is never older
+than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
+so the order survives a restart without an index.
 
 Not thread-safe: one thread owns a ledger (front/cold_ledger.py).
 """
@@ -20,18 +26,24 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir
+from .file_order import FileOrder
+from .installed import Installed
+from .namespace_file import FILE_NAME
+from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
 
 log = logging.getLogger(__name__)
 
 
 UNDELETABLE_LIMIT = 32
 """Files that one eviction tries in vain before it gives up: more than any accident, less than a stall."""
+
+JUDGE_S = 60.0
+"""A model's folder that goes while the daemon runs makes orphans this much later at most."""
 
 
 class LedgerBusy(Exception):
@@ -40,7 +52,7 @@ class LedgerBusy(Exception):
 
 @dataclass(slots=True, frozen=True)
 class LedgerStats:
-    """Bytes but for `files` and the two counters."""
+    """Bytes but for files. `orphan_…`: evicted of namespaces that no installed model has."""
 
     bytes_used: int
     reserved: int
@@ -48,6 +60,7 @@ class LedgerStats:
     cap: int
     evicted_files: int
     evicted_bytes: int
+    orphans_evicted_total: int
 
 
 class Ledger:
@@ -56,11 +69,13 @@ class Ledger:
     def __init__(self, root: Path, cap_bytes: int):
         self.root = root
         self.cap = cap_bytes
-        self._files: OrderedDict[str, int] = OrderedDict()  # path → bytes, oldest first
-        self._used = 0
+        self._files = FileOrder()
+        self._installed = Installed(root)
+        self._judged_at = -JUDGE_S
         self._reserved = 0
         self._evicted_files = 0
         self._evicted_bytes = 0
+        self._evicted_orphans = 0
         self._lock_fd = -1
         self._has_stock = False
         self._leftovers_removed = 0
@@ -113,30 +128,39 @@ class Ledger:
         """
         self._has_stock = False
         removed = self._leftovers_removed + self._evicted_files
-        self._files.clear()
-        self._used = 0
+        self._files = FileOrder()
         for _, path, size in sorted(self._walk(between)):
-            self._files[path] = size
-            self._used += size
-        self._evict(self._used - self.cap)
+            self._files.add(path, size)
+        self._judge()
+        self._evict(self._files.nbytes - self.cap)
         self._has_stock = True
         return self._leftovers_removed + self._evicted_files - removed
 
-    def _walk(self, between: Callable[[], None] = lambda: None) -> Iterable[tuple[int, str, int]]:
+    def _walk(
+        self,
+        between: Callable[[], None] = lambda: None,
+        only: Callable[[str], bool] = is_namespace_dir,
+        dead: int | None = None,
+    ) -> Iterable[tuple[int, str, int]]:
         """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
+
+        only  namespaces to look into
+        dead  the process whose temporary files go; None: everybody's
 
         Symlinks are not followed, and what has no name of ours is left alone: somebody may point
         --paged-ssd-cache-dir at a folder of models, whose weights are safetensors files too. A
         temporary file that can't be removed is given as a block file of the greatest age: it takes
-        its space, and every eviction tries it again first.
+        its space, and every eviction tries it again.
         """
-        for namespace in _subfolders(self.root, is_namespace_dir):
+        for namespace in _subfolders(self.root, only):
             for fan in _subfolders(Path(namespace.path), is_fan_dir):
                 for entry in _entries(fan.path):
                     kind = file_kind(entry.name)
                     if not kind or not entry.is_file(follow_symlinks=False):
                         continue
                     is_temp = kind == "temp"
+                    if is_temp and dead is not None and temp_owner(entry.name) != dead:
+                        continue  # Some living engine is writing it, under its own grant.
                     if is_temp and _unlink(entry.path) is None:
                         self._leftovers_removed += 1
                         continue
@@ -154,19 +178,21 @@ class Ledger:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
         if nbytes <= 0 or nbytes > self.cap or not self._has_stock:
             return 0
-        self._evict(self._used + self._reserved + nbytes - self.cap)
-        if self._used + self._reserved + nbytes > self.cap:
+        self._evict(self._committed + nbytes - self.cap)
+        if self._committed + nbytes > self.cap:
             return 0
         self._reserved += nbytes
         return nbytes
+
+    @property
+    def _committed(self) -> int:
+        return self._files.nbytes + self._reserved
 
     def stored(self, files: Iterable[tuple[str, int]]) -> None:
         """Granted bytes became files; they are the most recently used."""
         for path, nbytes in files:
             self._reserved = max(0, self._reserved - nbytes)
-            self._forget(path)
-            self._files[path] = nbytes
-            self._used += nbytes
+            self._files.add(path, nbytes)
 
     def released(self, nbytes: int) -> None:
         """Granted bytes that will not be written."""
@@ -176,58 +202,91 @@ class Ledger:
         """Files that an engine removed itself, or tried to: one that is there still counts."""
         for path in paths:
             if not os.path.lexists(self.root / path):
-                self._forget(path)
+                self._files.remove(path)
 
     def touched(self, paths: Iterable[str]) -> None:
         """Files that a request used, leaf first."""
         for path in paths:
-            if path in self._files:
-                self._files.move_to_end(path)
+            self._files.touch(path)
 
-    def engine_gone(self, outstanding: int) -> None:
-        """An engine died holding `outstanding` granted bytes: adopt what it wrote, free the rest.
+    # ----------------------------------------------------------------- engines
 
-        Its temporary files go; other engines' may go too, and those engines count a failed store.
+    def engine_loaded(self, namespace: str, model_path: str) -> None:
+        """An engine runs the model in folder `model_path`, and will use the folder `namespace`."""
+        self._installed.loaded(namespace, model_path)
+        self._judge()
+
+    def engine_gone(self, outstanding: int, pid: int, namespace: str = "") -> None:
+        """An engine ended holding `outstanding` granted bytes: adopt what it wrote, free the rest.
+
+        Its temporary files go, and no others'. `namespace`: what it was loaded as, and
+        wrote to; "" if it was not, and then everything is looked at.
         """
-        known = self._files
-        for _, path, size in sorted(self._walk()):
-            if path not in known:
-                known[path] = size
-                self._used += size
+        if namespace:
+            self._installed.left(namespace)
+            self._judge()
+        if outstanding <= 0:
+            return  # Whatever it wrote it has told.
+
+        def written_to(name: str) -> bool:
+            return name == namespace if namespace else is_namespace_dir(name)
+
+        for _, path, size in sorted(self._walk(only=written_to, dead=pid)):
+            if path not in self._files:
+                self._files.add(path, size)
         self.released(outstanding)
-        self._evict(self._used + self._reserved - self.cap)
+        self._evict(self._committed - self.cap)
+
+    def _judge(self) -> None:
+        self._judged_at = time.monotonic()
+        self._files.set_orphans(self._installed.orphans(self._files.namespaces))
 
     # ----------------------------------------------------------------- the files
 
     def _evict(self, excess: int) -> None:
-        """Remove files, oldest first, until `excess` bytes are gone or too many can't be removed."""
+        """Remove files, in their order, until `excess` bytes are gone or too many can't be removed."""
+        if excess > 0 and time.monotonic() - self._judged_at >= JUDGE_S:
+            self._judge()
         stuck = 0
         limit = min(UNDELETABLE_LIMIT, len(self._files))
-        while excess > 0 and self._files and stuck < limit:
-            path, size = self._files.popitem(last=False)
+        while excess > 0 and stuck < limit and (oldest := self._files.pop_oldest()) is not None:
+            path, size = oldest
             if (error := _unlink(self.root / path)) is not None:
-                # It still takes its space, so it stays on the account, behind all that can go.
-                self._files[path] = size
+                # It still takes its space, so it stays on the account.
+                self._files.add_stuck(path, size)
                 if stuck == 0:
                     log.warning("cold tier: can't remove %s: %s", path, error)
                 stuck += 1
                 continue
-            self._used -= size
             self._evicted_files += 1
             self._evicted_bytes += size
             excess -= size
+            namespace = path.partition("/")[0]
+            if self._files.is_orphan(namespace):
+                self._evicted_orphans += 1
+                if not self._files.holds_any(namespace):
+                    self._remove_folder(namespace)
 
-    def _forget(self, path: str) -> None:
-        self._used -= self._files.pop(path, 0)
+    def _remove_folder(self, namespace: str) -> None:
+        """What is left of an orphan without files; anything that is not ours keeps its folder."""
+        folder = self.root / namespace
+        for fan in _subfolders(folder, is_fan_dir):
+            with contextlib.suppress(OSError):
+                os.rmdir(fan.path)
+        if [entry.name for entry in _entries(str(folder))] in ([], [FILE_NAME]):
+            _unlink(folder / FILE_NAME)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
     def stats(self) -> LedgerStats:
         return LedgerStats(
-            bytes_used=self._used,
+            bytes_used=self._files.nbytes,
             reserved=self._reserved,
             files=len(self._files),
             cap=self.cap,
             evicted_files=self._evicted_files,
             evicted_bytes=self._evicted_bytes,
+            orphans_evicted_total=self._evicted_orphans,
         )
 
 

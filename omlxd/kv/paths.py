@@ -19,7 +19,9 @@ _ALLOCATION = 4096
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
-_FILE = re.compile(rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}(?P<temp>\.[0-9]+-[0-9]+{re.escape(TEMP_SUFFIX)})?")
+_FILE = re.compile(
+    rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}(?P<temp>\.(?P<owner>[0-9]+)-[0-9]+{re.escape(TEMP_SUFFIX)})?"
+)
 
 
 def namespace_dir(namespace: BlockHash) -> str:
@@ -44,6 +46,12 @@ def file_kind(name: str) -> str:
     """`block`, `temp`, or "" for a file that the cold tier never wrote and must leave alone."""
     match = _FILE.fullmatch(name)
     return "" if match is None else "temp" if match["temp"] else "block"
+
+
+def temp_owner(name: str) -> int | None:
+    """The process that writes a temporary file; None: the name is not one's."""
+    match = _FILE.fullmatch(name)
+    return int(match["owner"]) if match is not None and match["temp"] else None
 
 
 def disk_bytes(size: int) -> int:

@@ -1,0 +1,130 @@
+"""Which file of the cold tier goes next: those of orphaned namespaces first, then the least recently used.
+
+Each namespace has an LRU list of its own, so that making one an orphan, or an installed model again,
+moves no file. The oldest of several lists is found through a heap of their heads. A head's age only
+ever grows less (files leave the front, join and move to the back), so an entry of the heap that is
+out of date is too old at worst, and is put right when it comes up: O(log namespaces) a file.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
+
+_STUCK = ""
+"""The list of files that could not be removed: no namespace, and never an orphan."""
+
+_Files = OrderedDict[str, tuple[int, int]]
+"""Path → (bytes, stamp), oldest first. Stamps grow with every use, over all lists."""
+
+
+class FileOrder:
+    """Paths are `<namespace>/…`, relative to the cache dir; sizes are bytes."""
+
+    def __init__(self) -> None:
+        self._lists: dict[str, _Files] = {}
+        self._orphans: frozenset[str] = frozenset()
+        self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        self._stamp = 0
+        self._count = 0
+        self.nbytes = 0
+        """Of all files."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, path: str) -> bool:
+        return self._list_of(path) is not None
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Those that hold files."""
+        return [namespace for namespace, files in self._lists.items() if files and namespace]
+
+    def is_orphan(self, namespace: str) -> bool:
+        return namespace in self._orphans
+
+    def holds_any(self, namespace: str) -> bool:
+        return bool(self._lists.get(namespace))
+
+    def set_orphans(self, namespaces: AbstractSet[str]) -> None:
+        """From now on the files of these namespaces, and of no others, go first."""
+        self._orphans = frozenset(namespaces)
+        self._heaps = {True: [], False: []}
+        self._lists = {namespace: files for namespace, files in self._lists.items() if files}
+        for namespace, files in self._lists.items():
+            self._queue(namespace, files)
+
+    # ----------------------------------------------------------------- files
+
+    def add(self, path: str, nbytes: int) -> None:
+        """A file that is the most recently used now, known before or not."""
+        self.remove(path)
+        self._append(path.partition("/")[0], path, nbytes)
+
+    def add_stuck(self, path: str, nbytes: int) -> None:
+        """A file that could not be removed: behind all that can go, whosever it is."""
+        self.remove(path)
+        self._append(_STUCK, path, nbytes)
+
+    def remove(self, path: str) -> None:
+        """Forget a file; one that is not known is no trouble."""
+        files = self._list_of(path)
+        if files is not None:
+            self.nbytes -= files.pop(path)[0]
+            self._count -= 1
+
+    def touch(self, path: str) -> None:
+        """Make a known file the most recently used of its list."""
+        files = self._list_of(path)
+        if files is not None:
+            self._stamp += 1
+            files[path] = files[path][0], self._stamp
+            files.move_to_end(path)
+
+    def pop_oldest(self) -> tuple[str, int] | None:
+        """Forget the file that should go next, and give its path and size; None: there is none."""
+        for is_orphan in (True, False):
+            heap = self._heaps[is_orphan]
+            while heap:
+                stamp, namespace = heap[0]
+                files = self._lists[namespace]
+                if not files:
+                    heapq.heappop(heap)
+                    del self._lists[namespace]
+                    continue
+                path, (nbytes, head) = next(iter(files.items()))
+                if head != stamp:
+                    heapq.heapreplace(heap, (head, namespace))
+                    continue
+                self.remove(path)
+                return path, nbytes
+        return None
+
+    # ----------------------------------------------------------------- lists
+
+    def _list_of(self, path: str) -> _Files | None:
+        """The list that holds `path`."""
+        for namespace in (path.partition("/")[0], _STUCK):
+            files = self._lists.get(namespace)
+            if files is not None and path in files:
+                return files
+        return None
+
+    def _append(self, namespace: str, path: str, nbytes: int) -> None:
+        self._stamp += 1
+        files = self._lists.get(namespace)
+        if files is None:
+            files = self._lists[namespace] = OrderedDict()
+            files[path] = nbytes, self._stamp
+            self._queue(namespace, files)
+        else:
+            files[path] = nbytes, self._stamp
+        self.nbytes += nbytes
+        self._count += 1
+
+    def _queue(self, namespace: str, files: _Files) -> None:
+        """A list that has no entry in a heap gets one."""
+        head = next(iter(files.values()))[1]
+        heapq.heappush(self._heaps[namespace in self._orphans], (head, namespace))
