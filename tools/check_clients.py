@@ -1,16 +1,18 @@
-"""Run the real clients against a daemon, and print a line a run: requests, errors, tokens, exit status.
+"""Run the real clients against a daemon whose model follows a script, and say what was computed twice.
 
-    python tools/check_clients.py [--home DIR] [--url URL] [CLIENT …]
+    python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns]
 
-Clients: claude-code, codex, opencode, openai, anthropic; all of them by default. They are installed from
-npm and PyPI at pinned versions under --home (about 1.2 GB), and run with an environment and a home
-of their own. Without --url, a daemon of this checkout serves the demo model, and is killed (-9) and
-started again before the last run of each agent.
+Clients: claude-code (two versions), codex, opencode, openai, anthropic. They are installed from npm and
+PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
+with no key, against 127.0.0.1 alone. Only the model's logits follow the script (clients/script.py):
+tokenizer, template, KV and parsers are real.
 
-An agent runs four times, each in a new process: a prompt, the same prompt again, the conversation
-continued, and that continued once more after the kill. Every run after the first must find its
-prefix in the cache: all of what was sent before, less a block, or, for the same prompt again, all
-but a tenth. Exit status 0: every run passed.
+Each client plays a tool loop with file reads, a second turn, an interrupted turn and what follows it, a
+turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent and a compaction.
+
+A row tells, in tokens of the model: prompts, cached, recomputed, the ideal (what a prompt shares with
+anything that the daemon had computed before), and the most that one request lost of it. A request that
+loses more than a block of 64 fails. Exit status 0: every turn passed.
 """
 
 from __future__ import annotations
@@ -19,151 +21,104 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, ClaudeCode, Codex, OpenCode
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, ClaudeCode, Codex, OpenCode, write_files
 from clients.install import InstallError, python_with
 from clients.own_daemon import OwnDaemon, first_model
-from clients.recorder import Recorder, Request
-from clients.run import Ended, run_client
+from clients.recorder import Recorder
+from clients.run import start_client
+from clients.script_model import build_script_model
+from clients.turns import Row, Session, agent_turns
 
-BLOCK = 64
-"""Tokens; the daemon's default."""
 SDKS = {"openai": "3.52.0", "anthropic": "2.11.0"}
-AGENTS: dict[str, tuple[type[ClaudeCode] | type[Codex] | type[OpenCode], str]] = {
-    "claude-code": (ClaudeCode, CLAUDE_CODE),
-    "codex": (Codex, CODEX),
-    "opencode": (OpenCode, OPENCODE),
-}
 
 
-@dataclass(slots=True)
-class Row:
-    """One run. `problem` "": it passed. `least`: tokens that its main request had to find cached."""
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """A client at a version; `kind` None: a Python SDK."""
 
-    client: str
-    requests: list[Request]
-    status: int | None
-    least: int = 0
-    problem: str = ""
-
-    def line(self) -> str:
-        asked = [request for request in self.requests if request.generates]
-        prompt, cached = (sum(getattr(r, name) for r in asked) for name in ("prompt", "cached"))
-        errors = sum(bool(request.error) for request in self.requests)
-        shown = "-" if self.status is None else self.status
-        cells = (self.client, len(self.requests), errors, prompt, cached, prompt - cached, self.least, shown)
-        return "| " + " | ".join(map(str, (*cells, self.problem or "pass"))) + " |"
+    name: str
+    version: str
+    kind: type[ClaudeCode] | type[Codex] | type[OpenCode] | None = None
 
 
+CLIENTS = [
+    *(Entry("claude-code", version, ClaudeCode) for version in CLAUDE_CODE),
+    Entry("codex", CODEX, Codex),
+    Entry("opencode", OPENCODE, OpenCode),
+    *(Entry(name, version) for name, version in SDKS.items()),
+]
 HEAD = (
-    "| client | requests | errors | prompt tokens | cached | recomputed | must be cached | exit | result |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| client | turn | requests | errors | prompt tokens | cached | recomputed | ideal | worst loss |"
+    " result |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def main() -> int:
+    names = sorted({entry.name for entry in CLIENTS})
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("clients", nargs="*", metavar="CLIENT", help=", ".join([*AGENTS, *SDKS]))
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="CLIENT")
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "omlxd-clients")
-    parser.add_argument("--url", help="a daemon that runs already; default: one of this checkout")
+    parser.add_argument("--turns", action="store_true", help="also a row for each turn that passed")
+    parser.add_argument("--keep", type=Path, help="folder that keeps logs and homes of the clients")
     options = parser.parse_args()
-    wanted = options.clients or [*AGENTS, *SDKS]
-    if unknown := sorted(set(wanted) - {*AGENTS, *SDKS}):
-        parser.error(f"no such client: {', '.join(unknown)}")
     options.home.mkdir(parents=True, exist_ok=True)
     print(HEAD, flush=True)
     passed = True
-    with tempfile.TemporaryDirectory(prefix="omlxd-clients-") as scratch:
-        for name in wanted:
+    with tempfile.TemporaryDirectory(prefix="omlxd-clients-") as temporary:
+        scratch = options.keep or Path(temporary)
+        model = build_script_model(scratch / "scripted")
+        for entry in CLIENTS:
+            if entry.name not in options.only:
+                continue
+            total = Row(f"{entry.name} {entry.version}", "all")
             # A daemon each: none finds in the cache what another left there.
-            for row in _rows(name, options.home, Path(scratch) / name, options.url):
-                print(row.line(), flush=True)
-                passed = passed and not row.problem
+            for row in _rows(entry, options.home, scratch / f"{entry.name}-{entry.version}", model):
+                if entry.kind and (options.turns or row.problem):
+                    _print(row)
+                total.add(row)
+            _print(total)
+            passed = passed and not total.problem
     return 0 if passed else 1
 
 
-def _rows(name: str, home: Path, scratch: Path, url: str | None) -> Iterator[Row]:
-    scratch.mkdir(parents=True)
+def _print(row: Row) -> None:
+    print("| " + " | ".join(map(str, row.cells())) + " |", flush=True)
+
+
+def _rows(entry: Entry, home: Path, scratch: Path, model: Path) -> Iterator[Row]:
+    name = f"{entry.name} {entry.version}"
     try:
         with contextlib.ExitStack() as stack:
-            daemon = None if url else stack.enter_context(OwnDaemon(scratch / "daemon"))
-            target = daemon.url if daemon else url or ""
-            recorder = stack.enter_context(Recorder(target))
-            model = first_model(target)
-            if name in AGENTS:
-                kind, version = AGENTS[name]
-                agent = kind(kind.install(home), scratch, recorder.url, model)
-                yield from _agent_rows(f"{name} {version}", agent, recorder, daemon)
+            daemon = stack.enter_context(OwnDaemon(scratch / "daemon", model))
+            recorder = stack.enter_context(Recorder(daemon.url))
+            served = first_model(daemon.url)
+            if entry.kind is not None:
+                agent: Agent = entry.kind(
+                    entry.kind.install(home, entry.version), scratch, recorder.url, served
+                )
+                agent.prepare()
+                yield from agent_turns(name, agent, recorder, daemon)
             else:
-                yield _sdk_row(name, home, scratch, recorder, model)
+                yield _sdk_row(entry, home, scratch, recorder, daemon, served)
     except (InstallError, RuntimeError, OSError) as error:
-        yield Row(name, [], None, problem=str(error))
+        yield Row(name, "start", problem=f"{type(error).__name__}: {error}")
 
 
-def _agent_rows(name: str, agent: Agent, recorder: Recorder, daemon: OwnDaemon | None) -> Iterator[Row]:
-    agent.prepare()
-    first = _run(f"{name}, first", recorder, lambda: agent.ask("Say hello."))
-    yield _judged(first)
-    again = _run(f"{name}, same prompt", recorder, lambda: agent.ask("Say hello."))
-    again.least = _main(again).prompt * 9 // 10
-    yield _judged(again)
-    before = again
-    for what in ("continued", *(["continued after kill -9"] if daemon else [])):
-        if daemon and "kill" in what:
-            daemon.kill_and_restart()
-        row = _run(f"{name}, {what}", recorder, lambda: agent.ask("And once more.", go_on=True))
-        row.least = max(0, _main(before).prompt - BLOCK)
-        yield _judged(row)
-        before = row
-
-
-def _sdk_row(name: str, home: Path, scratch: Path, recorder: Recorder, model: str) -> Row:
+def _sdk_row(
+    entry: Entry, home: Path, scratch: Path, recorder: Recorder, daemon: OwnDaemon, model: str
+) -> Row:
     python = python_with(home, SDKS)
-    program = Path(__file__).parent / "clients" / f"sdk_{name}.py"
-    command = [str(python), str(program), recorder.url, model]
-    row = _run(f"{name} {SDKS[name]}", recorder, lambda: run_client(command, {"HOME": str(scratch)}, scratch))
-    asked = [request for request in row.requests if request.generates]
-    # The second request, a stream, is the first one again.
-    row.least = max(0, asked[1].prompt - BLOCK) if len(asked) > 1 else 0
-    return _judged(row, 1)
-
-
-def _run(name: str, recorder: Recorder, run: Callable[[], Ended]) -> Row:
-    begin = len(recorder.requests)
-    ended = run()
-    row = Row(name, recorder.requests[begin:], ended.status)
-    if ended.status is None:
-        row.problem = "it did not end"
-    elif ended.status:
-        said = (ended.errors.strip() or ended.output.strip()).splitlines()[-1:] or ["nothing"]
-        row.problem = f"it said: {said[0][:200]}"
-    return row
-
-
-def _main(row: Row) -> Request:
-    """The first request of the conversation itself: agents ask small things beside it (titles)."""
-    asked = [request for request in row.requests if request.generates]
-    longest = max((request.prompt for request in asked), default=0)
-    return next((r for r in asked if r.prompt * 2 >= longest), Request("POST", ""))
-
-
-def _judged(row: Row, index: int | None = None) -> Row:
-    """`row` with its problem, if it has one. `index`: which request must find `least` tokens cached."""
-    asked = [request for request in row.requests if request.generates]
-    errors = [request.error for request in row.requests if request.error]
-    found = _main(row).cached if index is None else asked[index].cached if index < len(asked) else 0
-    if row.problem:
-        return row
-    if errors:
-        row.problem = errors[0].replace("|", "/")
-    elif not asked:
-        row.problem = "it asked nothing"
-    elif found < row.least:
-        row.problem = f"only {found} tokens were cached"
-    return row
+    program = Path(__file__).parent / "clients" / f"sdk_{entry.name}.py"
+    write_files(scratch)
+    command = [str(python), str(program), recorder.url, model, str(scratch)]
+    session = Session(f"{entry.name} {entry.version}", recorder, daemon)
+    return session.turn("session", lambda: start_client(command, {"HOME": str(scratch)}, scratch))
 
 
 if __name__ == "__main__":

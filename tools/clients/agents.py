@@ -8,14 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .install import npm_program
-from .run import Ended, run_client
+from .run import Running, start_client
 
-CLAUDE_CODE = "2.1.329"
+CLAUDE_CODE = ("2.1.197", "2.1.329")
 OPENCODE = "1.18.33"
 CODEX = "0.169.0"
-OUTPUT_TOKENS = 64
-"""A model of random weights never comes to the point."""
 CONTEXT_TOKENS = 131072
+
+FILES = {
+    "alpha.txt": "The kettle is on the shelf.\n",
+    "beta.txt": "The saucer is under the cup.\n" * 20,
+    "gamma.txt": "The spoons are in the drawer.\n" * 5,
+}
+
+
+def write_files(folder: Path) -> None:
+    """The files that scenarios read."""
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,22 +49,22 @@ class Agent:
         """A small project under git, as an agent expects one. No commits: those need a name."""
         self.home.mkdir(parents=True, exist_ok=True)
         self.project.mkdir(parents=True, exist_ok=True)
-        (self.project / "notes.txt").write_text("The kettle is on the shelf.\n")
+        write_files(self.project)
         subprocess.run(["git", "init", "--quiet", str(self.project)], check=False, capture_output=True)
 
-    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+    def ask(self, prompt: str, *, go_on: bool = False) -> Running:
         """Run once, in a new process; `go_on` continues the last conversation."""
         raise NotImplementedError
 
 
 class ClaudeCode(Agent):
-    """`claude -p`. Nothing is allowed but answering: tool calls that appear by chance are refused."""
+    """`claude -p`, over /v1/messages. It may read files of the project, and nothing else."""
 
     @classmethod
-    def install(cls, home: Path) -> Path:
-        return npm_program(home, "@anthropic-ai/claude-code", CLAUDE_CODE, "claude")
+    def install(cls, home: Path, version: str) -> Path:
+        return npm_program(home, "@anthropic-ai/claude-code", version, "claude")
 
-    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+    def ask(self, prompt: str, *, go_on: bool = False) -> Running:
         models = ("ANTHROPIC_MODEL", *(f"ANTHROPIC_DEFAULT_{n}_MODEL" for n in ("OPUS", "SONNET", "HAIKU")))
         env = {
             "HOME": str(self.home),
@@ -62,30 +72,30 @@ class ClaudeCode(Agent):
             "ANTHROPIC_AUTH_TOKEN": "none",
             **dict.fromkeys(models, self.model),
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(CONTEXT_TOKENS),
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(OUTPUT_TOKENS),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
         }
         command = [str(self.program), "-p", prompt, *(["--continue"] if go_on else [])]
-        return run_client(command, env, self.project)
+        return start_client(command, env, self.project)
 
 
 class OpenCode(Agent):
     """`opencode run`, over /v1/chat/completions."""
 
     @classmethod
-    def install(cls, home: Path) -> Path:
-        return npm_program(home, "opencode-ai", OPENCODE, "opencode")
+    def install(cls, home: Path, version: str) -> Path:
+        return npm_program(home, "opencode-ai", version, "opencode")
 
     def prepare(self) -> None:
         Agent.prepare(self)
-        limit = {"context": CONTEXT_TOKENS, "output": OUTPUT_TOKENS}
         provider = {
             "npm": "@ai-sdk/openai-compatible",
             "name": "omlxd",
             "options": {"baseURL": f"{self.url}/v1", "apiKey": "none"},
-            "models": {self.model: {"name": self.model, "limit": limit}},
+            "models": {
+                self.model: {"name": self.model, "limit": {"context": CONTEXT_TOKENS, "output": 16384}}
+            },
         }
         name = f"omlxd/{self.model}"
         config = {"autoupdate": False, "share": "disabled", "model": name, "small_model": name}
@@ -93,20 +103,20 @@ class OpenCode(Agent):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({**config, "provider": {"omlxd": provider}}))
 
-    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+    def ask(self, prompt: str, *, go_on: bool = False) -> Running:
         off = ("AUTOUPDATE", "MODELS_FETCH", "DEFAULT_PLUGINS", "LSP_DOWNLOAD")
         env = {"HOME": str(self.home), **{f"OPENCODE_DISABLE_{name}": "1" for name in off}}
         command = [str(self.program), "run", *(["--continue"] if go_on else []), prompt]
-        return run_client(command, env, self.project)
+        return start_client(command, env, self.project)
 
 
 class Codex(Agent):
-    """`codex exec`, over /v1/responses. It has no limit of output tokens to set: an answer ends where
-    the model ends it. Its sandbox is read-only, and nothing asks for more."""
+    """`codex exec`, over /v1/responses. It reads files by running `cat`: what it runs is what the script
+    says, so its own sandbox, which not every machine can give, is off."""
 
     @classmethod
-    def install(cls, home: Path) -> Path:
-        return npm_program(home, "@openai/codex", CODEX, "codex")
+    def install(cls, home: Path, version: str) -> Path:
+        return npm_program(home, "@openai/codex", version, "codex")
 
     def prepare(self) -> None:
         Agent.prepare(self)
@@ -115,6 +125,8 @@ class Codex(Agent):
             'model_provider = "omlxd"',
             f"model_context_window = {CONTEXT_TOKENS}",
             "check_for_update_on_startup = false",
+            'sandbox_mode = "danger-full-access"',
+            'approval_policy = "never"',
             "[analytics]",
             "enabled = false",
             "[model_providers.omlxd]",
@@ -126,7 +138,7 @@ class Codex(Agent):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n")
 
-    def ask(self, prompt: str, *, go_on: bool = False) -> Ended:
+    def ask(self, prompt: str, *, go_on: bool = False) -> Running:
         command = [str(self.program), "exec", "--skip-git-repo-check"]
         command += ["resume", "--last", prompt] if go_on else [prompt]
-        return run_client(command, {"HOME": str(self.home)}, self.project)
+        return start_client(command, {"HOME": str(self.home)}, self.project)

@@ -1,10 +1,11 @@
-"""A daemon of this checkout with the demo model, on a free port, that can be killed and started again."""
+"""A daemon of this checkout with the scripted engine, that can be killed and started again."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -12,16 +13,22 @@ import urllib.request
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+ENGINE = Path(__file__).with_name("scripted_engine.py")
 START_S = 120.0
 
 
 class OwnDaemon:
-    """A context manager; `home` is the base path, its log is `home`/daemon.log."""
+    """A context manager; `home` is the base path, its log is `home`/daemon.log.
 
-    def __init__(self, home: Path, port: int = 0):
+    played  the scripted engine's log
+    """
+
+    def __init__(self, home: Path, model: Path, *flags: str, port: int = 0):
         home.mkdir(parents=True, exist_ok=True)
         self._home = home
+        self._arguments = ["--model", str(model), *flags]
         self._port = port
+        self.played = home / "played.jsonl"
         self.url = ""
 
     def __enter__(self) -> OwnDaemon:
@@ -43,11 +50,16 @@ class OwnDaemon:
 
     def _start(self) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        command = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
+        environ |= {
+            "PYTHONPATH": str(REPO),
+            "OMLXD_ENGINE_COMMAND": shlex.join([sys.executable, str(ENGINE)]),
+            "OMLXD_SCRIPT_LOG": str(self.played),
+        }
+        serve = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
         with (self._home / "daemon.log").open("a") as log:
             self._process = subprocess.Popen(
-                [*command, "--port", str(self._port)],
-                env=environ | {"PYTHONPATH": str(REPO)},
+                [*serve, *self._arguments, "--port", str(self._port)],
+                env=environ,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

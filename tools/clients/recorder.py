@@ -17,11 +17,16 @@ from urllib.parse import urlsplit
 
 _HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "host"})
 TIMEOUT_S = 600.0
+GONE = "the client went away"
+"""The error of a request whose client hung up."""
 
 
 @dataclass(slots=True)
 class Request:
-    """One request. Tokens as its protocol's usage gave them; `error` "" if it went well."""
+    """One request. Tokens as its protocol's usage gave them; `error` "" if it went well.
+
+    passed  bytes of the answer that the client has been sent
+    """
 
     method: str
     path: str
@@ -29,6 +34,7 @@ class Request:
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    passed: int = 0
     error: str = ""
 
     @property
@@ -88,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = upstream.getresponse()
             self._pass_on(answer, request)
         except (BrokenPipeError, ConnectionResetError):
-            request.error = request.error or "the client went away"
+            request.error = request.error or GONE
             self.close_connection = True
         except (OSError, http.client.HTTPException) as error:
             request.error = f"{type(error).__name__}: {error}"
@@ -112,6 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         while data := answer.read1(1 << 16):
             seen += data
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            request.passed += len(data)
         note(request, bytes(seen))  # Before the end is out: whoever has the answer finds it noted.
         self.wfile.write(b"0\r\n\r\n")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -21,8 +23,33 @@ class Ended:
     errors: str
 
 
-def run_client(command: list[str], env: dict[str, str], cwd: Path, limit_s: float = LIMIT_S) -> Ended:
-    """Run `command` with `env` alone, plus a PATH that has its own folder and Node.js on it.
+class Running:
+    """A client at work, with children of its own session."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+
+    def wait(self, limit_s: float = LIMIT_S) -> Ended:
+        """Until it ends; past the limit it is killed."""
+        try:
+            output, errors = self._process.communicate(timeout=limit_s)
+            return Ended(self._process.returncode, output, errors)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            output, errors = self._process.communicate()
+            return Ended(None, output, errors)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+
+def start_client(command: list[str], env: dict[str, str], cwd: Path) -> Running:
+    """Start `command` with `env` alone, plus a PATH that has its own folder and Node.js on it.
 
     Keys and settings of whoever runs this must not reach a client, nor a client their files.
     """
@@ -39,17 +66,9 @@ def run_client(command: list[str], env: dict[str, str], cwd: Path, limit_s: floa
         errors="replace",
         start_new_session=True,
     )
-    try:
-        output, errors = process.communicate(timeout=limit_s)
-        return Ended(process.returncode, output, errors)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # It may have children; they are of its session.
-        output, errors = process.communicate()
-        return Ended(None, output, errors)
+    return Running(process)
 
 
 def _node_folder() -> list[str]:
-    import shutil
-
     node = shutil.which("node")
     return [str(Path(node).parent)] if node else []
