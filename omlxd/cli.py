@@ -20,6 +20,7 @@ VERBS = {
         "cache_cli.command",
         "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
+    "key": ("keys_cli", "make, list and revoke API keys; a running daemon hears of it at once"),
     "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
 }
 """Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,

@@ -15,6 +15,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What `omlxd serve` was told. Sizes in bytes; an empty `model` is the embedded demo model.
 
     hot_cache_max_size  None: grows up to what memory safely allows; 0: no hot tier
+    log_file            None: standard error
+    cors_origin         origins of pages that may read answers; "*" is any
+    allowed_host        further names that a Host header may hold
     sources             option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`
     """
 
@@ -31,6 +34,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_requests: int
     log_level: str
     base_path: Path
+    log_format: str = "text"
+    log_file: Path | None = None
+    log_file_size: int = 10_000_000
+    log_file_count: int = 5
+    cors_origin: tuple[str, ...] = ()
+    allowed_host: tuple[str, ...] = ()
     sources: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -154,6 +163,50 @@ OPTIONS: tuple[Option, ...] = (
         metavar="LEVEL",
         parse=parsers.log_level,
         help="one of " + ", ".join(parsers.LOG_LEVELS),
+    ),
+    Option(
+        name="log_format",
+        default="text",
+        metavar="FORMAT",
+        parse=parsers.one_of("text", "json"),
+        help="text: a line of words and key=value pairs; json: one object a line",
+    ),
+    Option(
+        name="log_file",
+        default="",
+        metavar="FILE",
+        parse=parsers.optional_path,
+        help="file to log to, rotated; default: standard error",
+    ),
+    Option(
+        name="log_file_size",
+        default="10MB",
+        metavar="SIZE",
+        parse=parsers.byte_size,
+        help="size at which --log-file is put aside and a new one begun",
+    ),
+    Option(
+        name="log_file_count",
+        default="5",
+        metavar="N",
+        parse=parsers.integer(1, 100),
+        help="log files that were put aside and are kept",
+    ),
+    Option(
+        name="cors_origin",
+        default="",
+        metavar="ORIGINS",
+        parse=parsers.origins,
+        help="web pages that may use this daemon from a browser, as https://chat.example, with commas "
+        "between; default: none",
+    ),
+    Option(
+        name="allowed_host",
+        default="",
+        metavar="NAMES",
+        parse=parsers.host_names,
+        help="further names that a request may call this daemon by, as a proxy before it does; with commas "
+        "between; default: localhost alone",
     ),
 )
 BY_NAME = {option.name: option for option in OPTIONS}

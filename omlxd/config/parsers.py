@@ -67,6 +67,47 @@ def switch(text: str, param: str, _: Mapping[str, Any]) -> bool:
     return value
 
 
+def one_of(*words: str) -> Callable[[str, str, Mapping[str, Any]], str]:
+    def parse(text: str, param: str, _: Mapping[str, Any]) -> str:
+        if text.lower() not in words:
+            raise ConfigError(f"{param}: {text!r} is none of {', '.join(words)}.", param=param)
+        return text.lower()
+
+    return parse
+
+
+def optional_path(text: str, param: str, known: Mapping[str, Any]) -> Path | None:
+    return path(text, param, known) if text else None
+
+
+def byte_size(text: str, param: str, _: Mapping[str, Any]) -> int:
+    def no_percentage() -> int:
+        raise ConfigError(f"{param}: a size in bytes is needed, as 10MB.", param=param)
+
+    return max(1, parse_size(text, param, no_percentage))
+
+
+def _listed(text: str) -> list[str]:
+    return [word for word in re.split(r"[,\s]+", text) if word]
+
+
+def origins(text: str, param: str, _: Mapping[str, Any]) -> tuple[str, ...]:
+    for origin in _listed(text):
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+", origin):
+            raise ConfigError(
+                f"{param}: {origin!r} is no origin; one is written https://chat.example, with no path, or *.",
+                param=param,
+            )
+    return tuple(_listed(text))
+
+
+def host_names(text: str, param: str, _: Mapping[str, Any]) -> tuple[str, ...]:
+    for name in _listed(text):
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+            raise ConfigError(f"{param}: {name!r} is no name of a host; give it without a port.", param=param)
+    return tuple(name.lower() for name in _listed(text))
+
+
 def log_level(text: str, param: str, _: Mapping[str, Any]) -> str:
     if text.lower() not in LOG_LEVELS:
         raise ConfigError(f"{param}: {text!r} is none of {', '.join(LOG_LEVELS)}.", param=param)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
+from ..keys import keys_path, read_keys
 from . import parsers
 from .options import BY_NAME, OPTIONS, Settings
 
@@ -38,10 +39,11 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
         sources[option.name] = source
     if given.get("api_key", ("x", ""))[0] == "":
         raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.", param=sources["api_key"])
-    if not parsers.is_loopback(values["host"]) and not values["api_key"]:
+    guarded = values["api_key"] or parsers.is_loopback(values["host"])
+    if not guarded and not read_keys(keys_path(values["base_path"])):
         raise ConfigError(
             f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
-            "set OMLXD_API_KEY or --api-key, or leave --host at 127.0.0.1.",
+            "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1.",
             param=sources["host"],
         )
     return Settings(**values, sources=sources)

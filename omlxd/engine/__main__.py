@@ -20,6 +20,7 @@ def main() -> None:
         format="%(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
+    os.umask(0o077)  # All that an engine writes is its owner's cache.
     _die_with_parent()
     # MLX's CUDA backend replays launch graphs and forgets them beyond this many; an 8B model's decode
     # needs more than the default (H100: 2 to 4% of a step). Other backends ignore it.

@@ -1,7 +1,7 @@
 """The HTTP app: routes, and nothing else. `create_app` wires them to engines.
 
-Layers, outermost first: `Shell` (id, body limit, errors, log line), `Guard` (host, origin, key),
-then a route. No route catches errors; they raise OmlxdError and the shell answers.
+Layers, outermost first: CORS where it is opened, `Shell` (id, body limit, errors, log line), `Guard`
+(host, origin, key), then a route. No route catches errors; they raise OmlxdError and the shell answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -60,11 +61,29 @@ def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starle
             Route("/openapi.json", routes.openapi),
             Route("/", routes.root),
         ],
-        middleware=[Middleware(Shell, settings=routes.settings), Middleware(Guard, settings=routes.settings)],
+        middleware=_layers(routes.settings),
         exception_handlers={HTTPException: raise_route_error},
     )
     app.router.redirect_slashes = False
     return app
+
+
+def _layers(settings: HttpSettings) -> list[Middleware]:
+    layers = [Middleware(Shell, settings=settings), Middleware(Guard, settings=settings)]
+    if settings.cors_origins:
+        layers.insert(
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "request-id", "retry-after"],
+                # Browsers ask for this before a page of the web may reach an address of this machine.
+                allow_private_network="*" not in settings.cors_origins,
+            ),
+        )
+    return layers
 
 
 class _Routes:

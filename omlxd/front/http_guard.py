@@ -2,19 +2,20 @@
 
 Hosts: a page on the web can point its own name at 127.0.0.1 and so read this server's answers
 (DNS rebinding). Bound to loopback, only names that mean loopback are served.
-Origins: no CORS header is ever sent, so a browser shows no page our answers; but it would still
-*send* a POST whose content type needs no preflight. Those are refused.
+Origins: unless --cors-origin opens it (Starlette's CORSMiddleware, in app.py), no CORS header is ever
+sent, so a browser shows no page our answers; but it would still *send* a POST whose content type needs
+no preflight. Those are refused.
 """
 
 from __future__ import annotations
-
-from hmac import compare_digest
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..errors import InvalidRequest, Unauthorized
 from .http_settings import HttpSettings
+from .key_ring import KeyRing
+from .request_trace import trace_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 OPEN_PATHS = frozenset({"/health"})
@@ -26,7 +27,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: HttpSettings):
         self._app = app
-        self._key = settings.api_key.encode()
+        self._keys = settings.keys or KeyRing(settings.api_key)
         self._hosts = allowed_hosts(settings)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -34,8 +35,8 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(scope["method"], headers)
-            if self._key and scope["path"] not in OPEN_PATHS:
-                self._check_key(headers)
+            if scope["path"] not in OPEN_PATHS and self._keys.required:
+                trace_of(scope).key = self._check_key(headers)
         await self._app(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
@@ -53,15 +54,17 @@ class Guard:
         if kind != "application/json":
             raise InvalidRequest("A request from a browser needs content type application/json.")
 
-    def _check_key(self, headers: Headers) -> None:
+    def _check_key(self, headers: Headers) -> str:
+        """The name of the key that the request carries."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Claude Code sends both headers when both are set; either may be the right one.
         given = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
-        if not any([compare_digest(key, self._key) for key in given]):
-            raise Unauthorized(
-                "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
-            )
+        if name := self._keys.name_of([key for key in given if key]):
+            return name
+        raise Unauthorized(
+            "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        )
 
 
 def is_loopback(host: str) -> bool:

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from .key_ring import KeyRing
+
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What `create_app` is told.
 
     host             address that the server is bound to; loopback turns the Host check on
     api_key          "": none is asked for
+    keys             the keys to ask for, instead of `api_key`
+    cors_origins     origins of pages that may read answers; "*" is any
+    body_pause_s     most seconds between two parts of a request's body
+    body_total_s     most seconds that a body may take
     allowed_hosts    further names that a Host header may hold, without port
     max_body_bytes   bytes of a request body; Anthropic's own limit by default
     ping_interval_s  seconds of silence before a stream gets a ping; clients want one every 10 s
@@ -20,6 +26,10 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     api_key: str = ""
+    keys: KeyRing | None = None
+    cors_origins: tuple[str, ...] = ()
+    body_pause_s: float = 30.0
+    body_total_s: float = 300.0
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
     ping_interval_s: float = 8.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import NoReturn
 
 from starlette.exceptions import HTTPException
@@ -24,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class RouteError(OmlxdError):
-    """No such path (404), or not with this method (405). `allow`: the methods that there are."""
+    """No such path (404), or not with this method (405), or a body that does not come (408).
+
+    `allow`: the methods that there are.
+    """
 
     def __init__(self, message: str, status: int, allow: str = ""):
         super().__init__(message, code="not_found" if status == 404 else "invalid_request")
@@ -54,7 +58,7 @@ class Shell:
             await self._app(scope, receive, send)
             return
         trace = begin(scope)
-        body = _Body(receive, self._settings.max_body_bytes)
+        body = _Body(receive, self._settings)
         answer = _Answer(send, trace)
         try:
             await self._run(scope, body, answer, trace)
@@ -84,11 +88,13 @@ class Shell:
 
 
 class _Body:
-    """Counts a request's body as it comes in."""
+    """Counts a request's body as it comes in, and waits for it no longer than the settings say."""
 
-    def __init__(self, receive: Receive, limit: int):
+    def __init__(self, receive: Receive, settings: HttpSettings):
         self._receive = receive
-        self._limit = limit
+        self._limit = settings.max_body_bytes
+        self._pause_s = settings.body_pause_s
+        self._deadline = time.monotonic() + settings.body_total_s
         self._size = 0
         self._complete = False
 
@@ -99,13 +105,21 @@ class _Body:
                 raise self._too_large()
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        message = await (self._receive() if self._complete else self._part())
         if message["type"] == "http.request":
             self._size += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
             if self._size > self._limit:
                 raise self._too_large()
         return message
+
+    async def _part(self) -> Message:
+        try:
+            async with asyncio.timeout(min(self._pause_s, self._deadline - time.monotonic())):
+                return await self._receive()
+        except TimeoutError:
+            self._complete = True  # As far as we care: nothing more is read of it.
+            raise RouteError("The request's body did not come in time.", 408) from None
 
     async def drain(self, seconds: float) -> None:
         """Discard what is still coming: a client that is still writing would not see the answer."""

@@ -21,12 +21,14 @@ class RequestTrace:
 
     status   HTTP status sent; 0 while none was
     outcome  `ok`, an error code, or `disconnected`
+    key      name of the key that it carried
     """
 
     method: str
     path: str
     id: str = field(default_factory=lambda: "req_" + os.urandom(12).hex())
     started: float = field(default_factory=time.monotonic)
+    key: str = ""
     model: str = ""
     status: int = 0
     outcome: str = "ok"
@@ -40,10 +42,12 @@ class RequestTrace:
         usage = self.usage or Usage()
         log.log(
             level,
-            "%s %s %s model=%s status=%d outcome=%s prompt=%d cached=%d completion=%d ttft=%.3fs wall=%.3fs",
+            "%s %s %s key=%s model=%s status=%d outcome=%s "
+            "prompt=%d cached=%d completion=%d ttft=%.3fs wall=%.3fs",
             self.id,
             self.method,
             _printable(self.path),
+            self.key or "-",
             _printable(self.model) or "-",
             self.status,
             self.outcome,

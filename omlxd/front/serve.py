@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING
 from .. import __version__
 from ..config import Settings
 from ..errors import ConfigError, ModelError
+from ..keys import keys_path
 from ..models.resolve import check_folder, is_local
+from .key_ring import KeyRing
 from .listening import BACKLOG, CannotListen, all_loopback, open_sockets, url_of
 from .notify import Notifier
 
@@ -52,13 +54,21 @@ def serve(settings: Settings) -> int:
         except ModelError as error:
             source = settings.sources.get("model", "--model")
             raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
+    _make_private(settings.base_path)
+    keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:
-        sockets = open_sockets(settings, guarded=bool(settings.api_key))
+        sockets = open_sockets(settings, guarded=keys.required)
     except CannotListen as error:
         print(f"omlxd: {error}", file=sys.stderr)
         return 1
     _allow_many_files()
-    return asyncio.run(_serve(settings, sockets, Notifier()))
+    return asyncio.run(_serve(settings, sockets, keys, Notifier()))
+
+
+def _make_private(folder: Path) -> None:
+    """What lies in it tells what was asked: it is nobody else's. One that was there stays as it is."""
+    with contextlib.suppress(OSError):  # Told where something is first written.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _allow_many_files() -> None:
@@ -70,7 +80,7 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _serve(settings: Settings, sockets: list[socket.socket], notify: Notifier) -> int:
+async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing, notify: Notifier) -> int:
     # Imported here, after the socket listens: this is most of the start.
     from hypercorn.asyncio import serve as run_hypercorn
 
@@ -86,8 +96,13 @@ async def _serve(settings: Settings, sockets: list[socket.socket], notify: Notif
     _stop_on_signals(stop, pool)
     pool.start()
     # The Host check goes by what we listen on, which a service manager may have chosen.
-    host = settings.host if not all_loopback(sockets) else "127.0.0.1"
-    app = create_app(pool, HttpSettings(host=host, api_key=settings.api_key))
+    http = HttpSettings(
+        host=settings.host if not all_loopback(sockets) else "127.0.0.1",
+        keys=keys,
+        cors_origins=settings.cors_origin,
+        allowed_hosts=settings.allowed_host,
+    )
+    app = create_app(pool, http)
     server = asyncio.create_task(
         run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
         name="hypercorn",

@@ -1,0 +1,261 @@
+"""What nobody can do to the daemon, or through it: a test for each promise that has no file of its own.
+
+Keys are in test_keys.py, Host and Origin in test_app_guard.py, bodies in test_bad_input.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from app_client import PATHS, body, client, message_of
+from daemon import BLOCK, Daemon, prose
+from fake_engine import FakeEngine, app_of
+
+from omlxd.front import serve
+from omlxd.front.listening import bind
+
+# --------------------------------------------------------------------------- browsers
+
+PAGE = {"origin": "https://chat.example"}
+
+
+async def test_cors_is_opened_for_the_pages_that_are_named_and_for_no_other():
+    async with client(app_of(FakeEngine(), cors_origins=("https://chat.example",), api_key="k")) as http:
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+        preflight = await http.options("/v1/messages", headers=PAGE | asks)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
+        assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+        assert "access-control-allow-credentials" not in preflight.headers
+        other = {"origin": "https://evil.example"}
+        refused = await http.options("/v1/messages", headers=other | asks)
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+
+        key = {"x-api-key": "k"}
+        answer = await http.post("/v1/messages", json=body("/v1/messages"), headers=PAGE | key)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+        # A page must be able to read why it was refused.
+        error = await http.post("/v1/messages", json=body("/v1/messages"), headers=PAGE)
+        assert error.status_code == 401 and "access-control-allow-origin" in error.headers
+        answer = await http.get("/v1/models", headers=other | key)
+        assert "access-control-allow-origin" not in answer.headers
+
+
+async def test_another_name_of_this_machine_is_served_when_it_is_allowed():
+    async with client(app_of(FakeEngine(), allowed_hosts=("models.lan",))) as http:
+        assert (await http.get("/health", headers={"host": "models.lan:8000"})).status_code == 200
+        assert (await http.get("/health", headers={"host": "other.lan"})).status_code == 400
+
+
+async def test_a_websocket_is_refused():
+    async with client(app_of(FakeEngine())) as http:
+        headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+        assert (await http.get("/v1/chat/completions", headers=headers)).status_code == 405
+
+
+# --------------------------------------------------------------------------- slow and endless clients
+
+
+@contextlib.asynccontextmanager
+async def hypercorn(app: Any, **changes: Any) -> AsyncIterator[int]:
+    """The app as `omlxd serve` runs it, but for `changes` of Hypercorn's settings; yields the port."""
+    from hypercorn.asyncio import serve as run
+
+    listening = bind("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    config = serve._hypercorn_config([listening])
+    for name, value in changes.items():
+        assert hasattr(config, name)
+        setattr(config, name, value)
+    stop = asyncio.Event()
+    server = asyncio.create_task(run(app, config, shutdown_trigger=stop.wait))
+    try:
+        yield port
+    finally:
+        stop.set()
+        await asyncio.wait_for(server, 10)
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """All that the server still says before it hangs up, soon."""
+    with contextlib.suppress(ConnectionResetError):
+        return await asyncio.wait_for(reader.read(), 10)
+    return b""
+
+
+async def test_headers_that_come_drop_by_drop_end_at_a_deadline():
+    assert serve.KEEP_ALIVE_S <= 120
+    async with hypercorn(app_of(FakeEngine()), keep_alive_timeout=0.5) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+
+        async def drip() -> None:
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    writer.write(b"x-a: b\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())
+        assert b"200" not in await ended(reader)
+        dripping.cancel()
+        writer.close()
+
+
+async def test_headers_without_end_are_refused():
+    async with hypercorn(app_of(FakeEngine())) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nx-a: " + b"a" * (serve.MAX_HEADERS + 1000))
+        assert (await ended(reader)).startswith((b"HTTP/1.1 4", b""))
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "limits", [{"body_pause_s": 0.3}, {"body_total_s": 0.5}], ids=["a pause", "drop by drop"]
+)
+async def test_a_body_that_does_not_come_ends_at_a_deadline(limits: dict[str, float]):
+    engine = FakeEngine()
+    async with hypercorn(app_of(engine, drain_s=0.1, **limits)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = "POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        if "body_total_s" in limits:
+
+            async def drip() -> None:
+                with contextlib.suppress(ConnectionError):
+                    while True:
+                        writer.write(b" ")
+                        await writer.drain()
+                        await asyncio.sleep(0.05)
+
+            dripping = asyncio.create_task(drip())
+        said = await ended(reader)
+        assert said.startswith(b"HTTP/1.1 408") and b"did not come in time" in said
+        if "body_total_s" in limits:
+            dripping.cancel()
+        writer.close()
+
+
+async def test_a_long_answer_is_no_slow_body():
+    from omlxd.chat import Finished, TextDelta, Usage
+
+    engine = FakeEngine([TextDelta("a"), 0.6, TextDelta("b"), Finished("stop", Usage())])
+    async with hypercorn(app_of(engine, body_pause_s=0.2, body_total_s=0.3)) as port:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            answer = await http.post(
+                f"http://127.0.0.1:{port}/v1/chat/completions", json=body("/v1/chat/completions")
+            )
+        assert answer.status_code == 200
+
+
+# --------------------------------------------------------------------------- other addresses, other files
+
+
+@pytest.fixture
+def trap():
+    """(URL of a server that must not be asked, number of connections it got)."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.setblocking(False)
+
+        def connections() -> int:
+            count = 0
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    listening.accept()[0].close()
+                    count += 1
+            return count
+
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/a.png", connections
+
+
+def requests_with(url: str) -> list[tuple[str, dict[str, Any]]]:
+    """Every way to name an address in a request."""
+    user = lambda part: [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, part]}]  # noqa: E731
+    return [
+        ("/v1/chat/completions", {"messages": user({"type": "image_url", "image_url": {"url": url}})}),
+        (
+            "/v1/messages",
+            {"max_tokens": 4, "messages": user({"type": "image", "source": {"type": "url", "url": url}})},
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 4, "messages": user({"type": "document", "source": {"type": "url", "url": url}})},
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]},
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "tools": [{"type": "mcp", "server_label": "x", "server_url": url}]},
+        ),
+    ]
+
+
+NAMES = ["../tiny", "/etc/passwd", "..", ".", "a/../../tiny", "~/tiny", "file:///etc/passwd", "\x00", "C:\\x"]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory):
+    before = os.umask(0o022)
+    try:
+        with Daemon(tmp_path_factory.mktemp("safe")) as daemon:
+            yield daemon
+    finally:
+        os.umask(before)
+
+
+def test_no_address_in_a_request_is_ever_fetched(daemon: Daemon, trap: Any):
+    url, connections = trap
+    for at in (url, url.replace("127.0.0.1", "localhost"), "file:///etc/passwd"):
+        for path, fields in requests_with(at):
+            answer = daemon.post(path, {"model": daemon.model, **fields})
+            assert answer.status_code < 500 and "root:" not in answer.text
+    assert connections() == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_models_name_is_never_a_path(daemon: Daemon, name: str):
+    for path in PATHS:
+        answer = daemon.post(path, body(path, model=name))
+        assert answer.status_code in (400, 404), answer.text
+        assert "root:" not in message_of(path, answer)
+    assert daemon.engine_pid()
+
+
+@pytest.mark.parametrize("path", ["/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fetc", "//etc/passwd"])
+def test_a_path_is_never_a_file(daemon: Daemon, path: str):
+    with contextlib.closing(
+        socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])))
+    ) as raw:
+        raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        raw.settimeout(10)
+        said = b""
+        while part := raw.recv(4096):
+            said += part
+    assert said.startswith(b"HTTP/1.1 404") and b"root:" not in said
+
+
+def test_what_the_daemon_keeps_is_its_owners_alone(daemon: Daemon):
+    daemon.messages(prose(BLOCK * 2), max_tokens=2)
+    assert daemon.stop() == 0
+    base = daemon.home / "omlxd"
+    found = [base, *base.rglob("*")]
+    assert any(path.suffix == ".safetensors" for path in found)
+    loose = {
+        str(path.relative_to(base)): oct(stat.S_IMODE(path.lstat().st_mode))
+        for path in found
+        if path.lstat().st_mode & 0o077
+    }
+    assert loose == {}
