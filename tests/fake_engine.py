@@ -26,6 +26,7 @@ from omlxd.chat import (
 from omlxd.front.app import create_app
 from omlxd.front.engines import resolve_name
 from omlxd.front.http_settings import HttpSettings
+from omlxd.kv.ledger import LedgerStats
 from omlxd.wire import ModelInfo
 
 Step = Event | float | Exception
@@ -71,6 +72,11 @@ class FakeEngine:
         self.model_id = model_id
         self.info: ModelInfo | None = INFO
         self.state = "ready"
+        self.starts = 1
+        self.pid: int | None = None
+        self.in_flight = 0
+        self.trouble = ""
+        self.values: dict[str, float] | None = {}
         self.script = tuple(script)
         self.tokens = tokens
         self.requests: list[GenerateRequest] = []
@@ -107,6 +113,9 @@ class FakeEngine:
         self.counted.append(prompt)
         return self.tokens
 
+    async def stats(self) -> wire.Stats | None:
+        return None if self.values is None else wire.Stats(id=1, values=self.values)
+
 
 class FakeEngines:
     """The first engine is the default one."""
@@ -120,6 +129,12 @@ class FakeEngines:
 
     def models(self) -> list[FakeEngine]:
         return list(self._engines.values())
+
+    cold_dir = ""
+    cold: LedgerStats | None = None
+
+    def cold_stats(self) -> LedgerStats | None:
+        return self.cold
 
 
 def app_of(*engines: FakeEngine, **settings: Any):

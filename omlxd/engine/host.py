@@ -250,14 +250,17 @@ class EngineHost:
 def _store_figures(store: KVStore) -> dict[str, float]:
     stats, pool = store.stats, store.pool
     values: dict[str, float] = {
-        "prefix_cache_queries": stats.queries,
-        "prefix_cache_hits_hot": stats.hits_hot,
-        "prefix_cache_hits_cold": stats.hits_cold,
+        "prefix_cache_queries_total": stats.queries,
+        "prefix_cache_hits_hot_total": stats.hits_hot,
+        "prefix_cache_hits_cold_total": stats.hits_cold,
         "kv_blocks_cached": pool.num_cached,
         "kv_blocks_evicted_total": pool.evicted,
         "kv_hot_bytes": pool.hot_bytes,
+        "kv_hot_budget_bytes": store.hot_budget(),
         "kv_corrupt_files_total": stats.corrupt,
         "kv_lost_files_total": stats.lost,
+        "kv_files_restored_total": stats.restored,
+        "kv_bytes_restored_total": stats.restored_bytes,
         "kv_blocks_put_total": stats.puts,
         "kv_blocks_not_kept_total": stats.not_kept,
     }

@@ -21,11 +21,14 @@ from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
 from . import openapi
+from .admin import Admin
+from .engine_figures import FiguresOf
 from .engines import Engines
 from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse
 from .http_guard import Guard
 from .http_settings import HttpSettings
 from .http_shell import Shell, raise_route_error
+from .metrics import Metrics
 from .model_list import model_entry, model_list
 from .request_trace import trace_of
 from .response_store import ResponseStore
@@ -59,6 +62,9 @@ def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starle
             Route("/v1/models/{id:path}", routes.model),
             Route("/health", routes.health),
             Route("/openapi.json", routes.openapi),
+            Route("/ready", routes.ready),
+            Route("/metrics", routes.metrics_page),
+            Route("/omlxd/status", routes.status),
             Route("/", routes.root),
         ],
         middleware=_layers(routes.settings),
@@ -92,6 +98,9 @@ class _Routes:
         self._engines = engines
         self._created = int(time.time())
         self._responses = responses_dialect(ResponseStore())
+        figures = FiguresOf(engines)
+        self._metrics = Metrics(engines, figures)
+        self._admin = Admin(engines, figures)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
         return await self._generate(request, OPENAI_CHAT)
@@ -109,7 +118,7 @@ class _Routes:
         parsed = dialect.parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
-        return GenerationResponse(engine, parsed, dialect, self.settings)
+        return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:
         parsed = anthropic.parse(await request.body(), request.headers)
@@ -130,6 +139,19 @@ class _Routes:
 
     async def openapi(self, request: Request) -> Response:
         return Response(openapi.document(), media_type="application/json")
+
+    async def ready(self, request: Request) -> Response:
+        readiness = self._admin.readiness()
+        answer = _json(readiness)
+        answer.status_code = 200 if readiness.ready else 503
+        return answer
+
+    async def metrics_page(self, request: Request) -> Response:
+        body, content_type = await self._metrics.page(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    async def status(self, request: Request) -> Response:
+        return _json(await self._admin.status())
 
     async def root(self, request: Request) -> Response:
         return Response(f"omlxd {__version__}\n", media_type="text/plain")

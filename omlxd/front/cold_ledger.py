@@ -150,6 +150,14 @@ class ColdLedger:
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.stats)
 
+    def peek(self) -> LedgerStats | None:
+        """As `stats`, at once, and without hurrying the walk; until it ends, what it has counted so far.
+
+        A torn read of counters costs whoever looks nothing.
+        """
+        ledger = self._ledger
+        return None if ledger is None else ledger.stats()
+
     async def close(self) -> None:
         """Settle what is queued, then give up the lock."""
         self._closing = True

@@ -109,6 +109,7 @@ class EngineProcess:
         self.model_id = model_id
         self.info: wire.ModelInfo | None = None
         self.state: State = "loading"
+        self.starts = 0
         self._prepare = prepare
         self._limit = max_concurrent + max(WAITING_FLOOR, WAITING_PER_SLOT * max_concurrent)
         self._cold = cold
@@ -162,6 +163,11 @@ class EngineProcess:
     def in_flight(self) -> int:
         """Requests running or waiting."""
         return len(self._requests)
+
+    @property
+    def trouble(self) -> str:
+        """Why it last stopped or could not be loaded, while it has not been mended."""
+        return "" if self.state == "ready" else self._reason
 
     def kill(self) -> None:
         """End the process now, losing what it had not written."""
@@ -288,6 +294,7 @@ class EngineProcess:
         except Exception as error:
             log.exception("preparing %s failed", self.model_id)
             return f"{type(error).__name__}: {error}"
+        self.starts += 1
         account = self._cold.account(link.send, link.pid) if self._cold else None
         life = _Life(self, link, account, load.model_path)
         self._link = link

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from ..chat import Conversation, Event, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, NotFound
-from ..wire import ModelInfo
+from ..kv.ledger import LedgerStats
+from ..wire import ModelInfo, Stats
 
 
 class Engine(Protocol):
@@ -18,6 +19,10 @@ class Engine(Protocol):
 
     state  `loading`, `ready`, `restarting` or `failed`
     info   None until the model has been loaded once
+    starts engine processes started so far
+    pid    of the engine process; None without one
+    in_flight  requests running or waiting
+    trouble    a sentence on why it can't serve; "" if it can, or nothing is known
     """
 
     @property
@@ -26,6 +31,14 @@ class Engine(Protocol):
     def info(self) -> ModelInfo | None: ...
     @property
     def state(self) -> str: ...
+    @property
+    def starts(self) -> int: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def trouble(self) -> str: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The events of one request, the last one Finished or Failed; or it raises OmlxdError.
@@ -38,6 +51,10 @@ class Engine(Protocol):
         """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
         ...
 
+    async def stats(self) -> Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        ...
+
 
 class Engines(Protocol):
     """The engines that this daemon serves."""
@@ -47,6 +64,15 @@ class Engines(Protocol):
         ...
 
     def models(self) -> Sequence[Engine]: ...
+
+    @property
+    def cold_dir(self) -> str:
+        """The cache dir; "" without one."""
+        ...
+
+    def cold_stats(self) -> LedgerStats | None:
+        """The SSD cache's account, at once; None without one."""
+        ...
 
 
 def basename(model_id: str) -> str:

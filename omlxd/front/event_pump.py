@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from ..chat import Event, Failed, Finished
 from ..errors import OmlxdError, Unavailable
@@ -16,10 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class EventPump:
-    """Reads `events` until Finished, Failed or `close`. Always close it."""
+    """Reads `events` until Finished, Failed or `close`. Always close it.
 
-    def __init__(self, events: AsyncGenerator[Event, None]):
+    seen  is called with each event as it arrives, whenever its client may read it
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[Event, None], seen: Callable[[Event], None] = lambda event: None
+    ):
         self._events = events
+        self._seen = seen
         self._waiting: list[Event] = []
         self._arrived = asyncio.Event()
         self._error: OmlxdError | None = None
@@ -66,5 +72,6 @@ class EventPump:
         self._put(error.as_event())
 
     def _put(self, event: Event) -> None:
+        self._seen(event)
         self._waiting.append(event)
         self._arrived.set()

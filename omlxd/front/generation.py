@@ -27,6 +27,7 @@ from ..chat import Event, Failed, Finished
 from .engines import Engine
 from .event_pump import EventPump
 from .http_settings import HttpSettings
+from .request_metrics import Requests
 from .request_trace import RequestTrace, trace_of
 
 STREAM_HEADERS = [
@@ -78,21 +79,30 @@ OPENAI_COMPLETIONS = Dialect(
 class GenerationResponse:
     """An ASGI response. Raises OmlxdError, for the shell to answer, while no header is out."""
 
-    def __init__(self, engine: Engine, parsed: ParsedRequest, dialect: Dialect, settings: HttpSettings):
+    def __init__(
+        self,
+        engine: Engine,
+        parsed: ParsedRequest,
+        dialect: Dialect,
+        settings: HttpSettings,
+        metrics: Requests,
+    ):
         self._engine = engine
         self._parsed = parsed
         self._dialect = dialect
         self._settings = settings
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
-        pump = EventPump(self._engine.generate(self._parsed.generate))
-        try:
-            work = self._stream if self._parsed.stream else self._collect
-            if not await _unless_disconnected(receive, work(pump, send, trace)):
-                trace.outcome = "disconnected"
-        finally:
-            await pump.close()
+        with self._metrics.watch(self._engine.model_id, trace.started) as watch:
+            pump = EventPump(self._engine.generate(self._parsed.generate), watch.event)
+            try:
+                work = self._stream if self._parsed.stream else self._collect
+                if not await _unless_disconnected(receive, work(pump, send, trace)):
+                    trace.outcome = "disconnected"
+            finally:
+                await pump.close()
 
     async def _collect(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
         collector = self._dialect.collector(self._parsed)

@@ -18,7 +18,7 @@ from .key_ring import KeyRing
 from .request_trace import trace_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key."""
 
 

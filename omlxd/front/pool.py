@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ..config import Settings
+from ..kv.ledger import LedgerStats
 from ..models.resolve import model_id, resolve_model
 from ..wire import CacheSettings, Load
 from .cold_ledger import ColdLedger
@@ -45,6 +46,13 @@ class EnginePool:
     def models(self) -> list[EngineProcess]:
         """Every engine, loaded or not."""
         return [self._engine]
+
+    @property
+    def cold_dir(self) -> str:
+        return str(self._settings.paged_ssd_cache_dir)
+
+    def cold_stats(self) -> LedgerStats | None:
+        return self.cold.peek()
 
     def start(self) -> None:
         """Begin to load. Returns at once; needs a running event loop."""

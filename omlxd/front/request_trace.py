@@ -13,6 +13,8 @@ from ..chat import Usage
 log = logging.getLogger("omlxd.access")
 
 _SCOPE_KEY = "omlxd.trace"
+POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
+"""Asked again and again by programs that watch: at info they would fill the log."""
 
 
 @dataclass(slots=True)
@@ -35,8 +37,8 @@ class RequestTrace:
     usage: Usage | None = None
 
     def write(self) -> None:
-        """One line, at info; health checks at debug, since something polls them."""
-        level = logging.DEBUG if self.path == "/health" else logging.INFO
+        """One line, at info; at debug for `POLLED`."""
+        level = logging.DEBUG if self.path in POLLED else logging.INFO
         if not log.isEnabledFor(level):
             return
         usage = self.usage or Usage()

@@ -39,6 +39,8 @@ class StoreStats:
     hits_cold: int = 0
     corrupt: int = 0
     lost: int = 0
+    restored: int = 0
+    restored_bytes: int = 0
     puts: int = 0
     not_kept: int = 0
 
@@ -177,6 +179,10 @@ class KVStore:
             self.pool.evict(excess)
         return self.pool.hot_bytes + nbytes <= budget
 
+    def hot_budget(self) -> int:
+        """Bytes that the hot tier may hold now."""
+        return self._hot_budget()
+
     def trim_hot(self) -> None:
         """Evict down to the budget, which may have shrunk."""
         excess = self.pool.hot_bytes - self._hot_budget()
@@ -208,6 +214,9 @@ class KVStore:
             log.warning("cold tier: can't read %s: %s", tier.path_of(key.block_hash), error)
             self._count("lost")
             return False
+        with self._reader_lock:
+            self.stats.restored += 1
+            self.stats.restored_bytes += sum(map(len, buffers))
         return True
 
     def _count(self, counter: Literal["corrupt", "lost"]) -> None:

@@ -1,0 +1,152 @@
+"""What the daemon tells its owner: `GET /omlxd/status`, for `omlxd status`, and `GET /ready`.
+
+Each model's engine values stand there as the engine names them, so that a new one needs no field here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import msgspec
+
+from .. import __version__
+from ..kv.ledger import LedgerStats
+from .engine_figures import EngineFigures, FiguresOf
+from .engines import Engine, Engines
+
+_CANNOT = frozenset({"loading", "restarting", "failed", "quarantined"})
+"""States in which a request would wait, or be refused. In any other it is served, loading if need be."""
+
+
+class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One model. Bytes, tokens and seconds; 0 where there is nothing to say.
+
+    trouble   why it can't serve, a sentence
+    resident  bytes of the engine process
+    values    the engine's counters and gauges, counters over all its processes
+    """
+
+    id: str
+    state: str
+    trouble: str = ""
+    pid: int = 0
+    starts: int = 0
+    resident: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    context_length: int = 0
+    backend: str = ""
+    kv_reuse: str = ""
+    note: str = ""
+    running: int = 0
+    waiting: int = 0
+    values: dict[str, float] = {}
+
+
+class ColdStatus(msgspec.Struct, kw_only=True):
+    """The SSD cache: its folder and its account."""
+
+    dir: str
+    bytes: int
+    cap: int
+    reserved: int
+    files: int
+    evicted_files: int
+    evicted_bytes: int
+
+
+class DaemonStatus(msgspec.Struct, kw_only=True):
+    """`cold` None: no SSD cache, or it can't be used. `resident`: bytes of the front process alone."""
+
+    version: str
+    pid: int
+    started: float
+    uptime_s: float
+    resident: int
+    models: list[ModelStatus]
+    cold: ColdStatus | None
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """`reasons`: a sentence for each model that can't serve now."""
+
+    ready: bool
+    reasons: list[str]
+
+
+class Admin:
+    """The daemon's own account of itself."""
+
+    def __init__(self, engines: Engines, figures: FiguresOf):
+        self._engines = engines
+        self._figures = figures
+        self._started, self._clock = time.time(), time.monotonic()
+
+    async def status(self) -> DaemonStatus:
+        known = {each.model_id: each for each in await self._figures.look()}
+        ledger = self._engines.cold_stats()
+        return DaemonStatus(
+            version=__version__,
+            pid=os.getpid(),
+            started=self._started,
+            uptime_s=time.monotonic() - self._clock,
+            resident=_own_resident(),
+            models=[_status(engine, known.get(engine.model_id)) for engine in self._engines.models()],
+            cold=_cold(self._engines.cold_dir, ledger) if ledger is not None else None,
+        )
+
+    def readiness(self) -> Readiness:
+        """Ready as soon as one model could serve a request that comes now."""
+        models = self._engines.models()
+        reasons = [reason for engine in models if (reason := _why_not(engine))]
+        return Readiness(ready=len(reasons) < len(models), reasons=reasons or _nothing(models))
+
+
+def _nothing(models: object) -> list[str]:
+    return [] if models else ["There is no model to serve."]
+
+
+def _why_not(engine: Engine) -> str:
+    if engine.state not in _CANNOT:
+        return ""
+    return engine.trouble or f"{engine.model_id} is {engine.state}."
+
+
+def _status(engine: Engine, figures: EngineFigures | None) -> ModelStatus:
+    figures = figures or EngineFigures(engine.model_id)
+    info = engine.info
+    status = ModelStatus(
+        id=engine.model_id,
+        state=engine.state,
+        trouble=_why_not(engine),
+        pid=engine.pid or 0,
+        starts=engine.starts,
+        resident=figures.resident,
+        running=figures.running,
+        waiting=figures.waiting,
+        values={**figures.totals, **figures.gauges},
+    )
+    if info is not None:
+        status.weight_bytes, status.kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token
+        status.context_length, status.backend = info.context_length, info.backend
+        status.kv_reuse, status.note = info.kv_reuse, info.note
+    return status
+
+
+def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
+    return ColdStatus(
+        dir=folder,
+        bytes=stats.bytes_used,
+        cap=stats.cap,
+        reserved=stats.reserved,
+        files=stats.files,
+        evicted_files=stats.evicted_files,
+        evicted_bytes=stats.evicted_bytes,
+    )
+
+
+def _own_resident() -> int:
+    import psutil
+
+    return psutil.Process().memory_info().rss

@@ -1,0 +1,350 @@
+"""/metrics, /ready and /omlxd/status over scripted engines, and over a real daemon."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from app_client import body, client
+from daemon import Daemon, prose, wait_until
+from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from omlxd.chat import Failed, Finished, TextDelta, ToolCall
+from omlxd.errors import Overloaded
+from omlxd.front import engine_figures
+from omlxd.front.app import create_app
+from omlxd.front.engine_figures import EngineFigures
+from omlxd.kv.ledger import LedgerStats
+
+CHAT = "/v1/chat/completions"
+TINY = {"model_name": "org/tiny"}
+
+
+class Scrape:
+    """A page of metrics, by name and labels."""
+
+    def __init__(self, text: str):
+        self.families = {family.name: family for family in parse(text)}
+        self.values = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in self.families.values()
+            for sample in family.samples
+        }
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """Of the model `org/tiny` unless the labels say otherwise."""
+        return self.values[name, frozenset({**TINY, **labels}.items())]
+
+    def plain(self, name: str) -> float:
+        return self.values[name, frozenset()]
+
+    def counters(self) -> dict[object, float]:
+        kinds = ("counter", "histogram")
+        names = {s.name for f in self.families.values() if f.type in kinds for s in f.samples}
+        return {key: value for key, value in self.values.items() if key[0] in names}
+
+
+async def scrape(http, **headers: str) -> Scrape:
+    answer = await http.get("/metrics", headers=headers)
+    assert answer.status_code == 200, answer.text
+    return Scrape(answer.text)
+
+
+# --------------------------------------------------------------------------- requests
+
+
+async def test_a_request_moves_what_it_should():
+    script = (TextDelta("a"), 0.03, TextDelta("b"), 0.03, TextDelta("c"), Finished("stop", USAGE))
+    async with client(app_of(FakeEngine(script))) as http:
+        before = await scrape(http)
+        assert before("vllm:request_success_total", finished_reason="stop") == 0
+        assert before("vllm:time_to_first_token_seconds_count") == 0
+        for stream in (False, True):
+            assert (await http.post(CHAT, json=body(CHAT, stream=stream))).status_code == 200
+        after = await scrape(http)
+    assert after("vllm:request_success_total", finished_reason="stop") == 2
+    assert after("omlxd_requests_total", outcome="ok") == 2
+    assert after("vllm:time_to_first_token_seconds_count") == 2
+    assert after("vllm:inter_token_latency_seconds_count") == 4
+    assert after("vllm:inter_token_latency_seconds_sum") >= 0.12
+    assert after("vllm:inter_token_latency_seconds_bucket", le="0.025") == 0
+    assert after("vllm:e2e_request_latency_seconds_count") == 2
+    assert after("vllm:request_time_per_output_token_seconds_count") == 2
+    assert after("vllm:request_prompt_tokens_sum") == 2 * USAGE.prompt_tokens
+    assert after("vllm:request_generation_tokens_sum") == 2 * USAGE.completion_tokens
+
+
+async def test_an_answer_that_is_one_call_has_the_engines_time_to_first_token():
+    script = (0.05, ToolCall("call_1", "read", "{}"), Finished("tool_calls", USAGE))
+    async with client(app_of(FakeEngine(script))) as http:
+        await http.post(CHAT, json=body(CHAT))
+        after = await scrape(http)
+    assert after("vllm:time_to_first_token_seconds_count") == 1
+    # Told by the engine as 0.25 s; here the whole answer was shorter than that.
+    assert 0.05 <= after("vllm:time_to_first_token_seconds_sum") <= 0.25
+    assert after("vllm:request_success_total", finished_reason="stop") == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failures_are_counted_by_their_code(stream: bool):
+    async def outcomes(*script) -> Scrape:
+        async with client(app_of(FakeEngine(script))) as http:
+            await http.post(CHAT, json=body(CHAT, stream=stream))
+            return await scrape(http)
+
+    for script in [
+        (Failed("overloaded", "later"),),
+        (TextDelta("a"), 0.15, Failed("overloaded", "later")),
+        (Overloaded("now"),),
+        (TextDelta("a"), 0.15, Overloaded("now")),
+    ]:
+        after = await outcomes(*script)
+        assert after("omlxd_requests_total", outcome="overloaded") == 1
+        assert after("vllm:request_success_total", finished_reason="error") == 1
+        assert after("omlxd_requests_total", outcome="ok") == 0
+    after = await outcomes(TextDelta("a"), Finished("length", USAGE))
+    assert after("vllm:request_success_total", finished_reason="length") == 1
+
+
+async def test_a_client_that_goes_away_is_an_abort():
+    engine = FakeEngine((TextDelta("a"), 30.0))
+    app = app_of(engine)
+    incoming = [
+        {"type": "http.request", "body": b'{"model":"tiny","messages":[{"role":"user","content":"x"}]}'}
+    ]
+
+    async def receive():
+        if incoming:
+            return incoming.pop()
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {
+        **{"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b""},
+        "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
+    }
+    await app(scope, receive, send)
+    async with client(app) as http:
+        after = await scrape(http)
+    assert after("vllm:request_success_total", finished_reason="abort") == 1
+    assert after("omlxd_requests_total", outcome="disconnected") == 1
+
+
+async def test_a_clients_words_never_become_labels():
+    async with client(app_of(FakeEngine())) as http:
+        for name in ("gpt-4", "claude-x", "tiny"):
+            await http.post(CHAT, json=body(CHAT) | {"model": name})
+        text = (await http.get("/metrics")).text
+    assert "gpt-4" not in text and "claude-x" not in text
+
+
+# --------------------------------------------------------------------------- engines
+
+
+VALUES = {
+    "num_requests_running": 2.0,
+    "num_requests_waiting": 3.0,
+    "prompt_tokens_total": 100.0,
+    "generation_tokens_total": 50.0,
+    "prefix_cache_queries_total": 400.0,
+    "prefix_cache_hits_hot_total": 200.0,
+    "prefix_cache_hits_cold_total": 100.0,
+    "kv_hot_bytes": 25.0,
+    "kv_hot_budget_bytes": 100.0,
+    "kv_corrupt_files_total": 1.0,
+    "something_new": 7.0,
+    "something_counted_total": 8.0,
+    "no metric's name!": 1.0,
+}
+
+
+async def test_engine_values_get_vllms_names_and_the_rest_ours():
+    engine = FakeEngine()
+    engine.values = dict(VALUES)
+    async with client(app_of(engine)) as http:
+        got = await scrape(http)
+    assert got("vllm:num_requests_running") == 2 and got("vllm:num_requests_waiting") == 3
+    assert got("vllm:prompt_tokens_total") == 400 and got("vllm:prompt_tokens_cached_total") == 300
+    assert got("vllm:prompt_tokens_by_source_total", source="local_compute") == 100
+    assert got("vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 200
+    assert got("vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 100
+    assert got("vllm:generation_tokens_total") == 50
+    assert got("vllm:prefix_cache_queries_total") == 400 and got("vllm:prefix_cache_hits_total") == 200
+    assert got("vllm:external_prefix_cache_queries_total") == 200
+    assert got("vllm:external_prefix_cache_hits_total") == 100
+    assert got("vllm:kv_cache_usage_perc") == 0.25
+    assert got("omlxd_kv_corrupt_files_total") == 1
+    assert got("omlxd_something_new") == 7 and got("omlxd_something_counted_total") == 8
+    assert got.families["omlxd_something_new"].type == "gauge"
+    assert got.families["omlxd_something_counted"].type == "counter"
+    assert got("omlxd_model_state", state="ready") == 1
+
+
+async def test_a_counter_never_goes_down_when_an_engine_restarts():
+    engine = FakeEngine()
+    async with client(app_of(engine)) as http:
+        engine.values = {"generation_tokens_total": 50.0, "kv_hot_bytes": 9.0}
+        first = await scrape(http)
+        engine.state, engine.values = "restarting", None
+        dead = await scrape(http)
+        engine.state, engine.starts = "ready", 2
+        engine.values = {"generation_tokens_total": 60.0, "kv_hot_bytes": 1.0}
+        second = await scrape(http)
+        engine.values = {"generation_tokens_total": 65.0}
+        third = await scrape(http)
+    tokens = [each("vllm:generation_tokens_total") for each in (first, dead, second, third)]
+    assert tokens == [50, 50, 110, 115]
+    for earlier, later in ((first, dead), (dead, second), (second, third)):
+        assert all(later.values[key] >= value for key, value in earlier.counters().items())
+    # What the dead one held in memory is gone with it.
+    assert first("omlxd_kv_hot_bytes") == 9
+    assert ("omlxd_kv_hot_bytes", frozenset(TINY.items())) not in dead.values
+    assert second("omlxd_engine_restarts_total") == 1 and second("omlxd_engine_starts_total") == 2
+
+
+async def test_a_scrape_waits_for_no_engine(monkeypatch):
+    monkeypatch.setattr(engine_figures, "ANSWER_S", 0.05)
+    engine = FakeEngine()
+    engine.values = {"generation_tokens_total": 5.0, "num_requests_running": 1.0}
+
+    async def slow():
+        await asyncio.sleep(30)
+
+    async with client(app_of(engine)) as http:
+        await scrape(http)
+        engine.stats = slow
+        began = time.monotonic()
+        # Many at once share one question.
+        pages = await asyncio.gather(*(scrape(http) for _ in range(5)))
+        assert time.monotonic() - began < 5
+        assert all(page("vllm:generation_tokens_total") == 5 for page in pages)
+        assert pages[0]("vllm:num_requests_running") == 1
+        engine.state, engine.in_flight = "loading", 4
+        page = await scrape(http)
+        assert page("vllm:num_requests_running") == 0 and page("vllm:num_requests_waiting") == 4
+
+
+def test_figures_of_one_life_and_the_next():
+    figures = EngineFigures("m")
+    figures.take({"a_total": 3.0, "b": 1.0}, 1)
+    figures.take({"a_total": 3.0}, 1)
+    assert figures.totals == {"a_total": 3.0} and figures.gauges == {}
+    figures.take({"a_total": 1.0}, 2)
+    figures.take({"a_total": 0.5}, 2)
+    assert figures.totals == {"a_total": 4.0}
+
+
+async def test_the_ssd_caches_account():
+    engines = FakeEngines(FakeEngine())
+    engines.cold_dir = "/cache"
+    engines.cold = LedgerStats(bytes_used=10, reserved=2, files=3, cap=100, evicted_files=4, evicted_bytes=40)
+    async with client(create_app(engines)) as http:
+        got = await scrape(http)
+        status = (await http.get("/omlxd/status")).json()
+    assert got.plain("omlxd_cold_bytes") == 10 and got.plain("omlxd_cold_cap_bytes") == 100
+    assert got.plain("omlxd_cold_evicted_files_total") == 4
+    assert status["cold"] == {
+        **{"dir": "/cache", "bytes": 10, "cap": 100, "reserved": 2, "files": 3},
+        **{"evicted_files": 4, "evicted_bytes": 40},
+    }
+
+
+async def test_formats_and_the_key():
+    async with client(app_of(FakeEngine(), api_key="secret")) as http:
+        for path in ("/metrics", "/omlxd/status"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.get("/ready")).status_code == 200
+        headers = {"authorization": "Bearer secret"}
+        plain = await http.get("/metrics", headers=headers)
+        assert plain.headers["content-type"].startswith("text/plain; version=")
+        headers["accept"] = "application/openmetrics-text; version=1.0.0, text/plain;q=0.5"
+        opened = await http.get("/metrics", headers=headers)
+        assert opened.headers["content-type"].startswith("application/openmetrics-text")
+        names = {family.name for family in parse_openmetrics(opened.text)}
+    assert {"vllm:request_success", "vllm:time_to_first_token_seconds", "omlxd_requests"} <= names
+    assert "_created" not in plain.text and "secret" not in plain.text
+
+
+# --------------------------------------------------------------------------- ready and status
+
+
+async def test_ready_says_why_not():
+    first, second = FakeEngine(), FakeEngine(model_id="org/second")
+    async with client(app_of(first, second)) as http:
+        assert (await http.get("/ready")).json() == {"ready": True, "reasons": []}
+        first.state = "loading"
+        answer = await http.get("/ready")
+        assert answer.status_code == 200
+        assert answer.json() == {"ready": True, "reasons": ["org/tiny is loading."]}
+        second.state, second.trouble = "failed", "org/second can't be loaded: no memory"
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json() == {
+            "ready": False,
+            "reasons": ["org/tiny is loading.", "org/second can't be loaded: no memory"],
+        }
+        assert (await http.get("/health")).status_code == 200
+    async with client(app_of()) as http:
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json() == {"ready": False, "reasons": ["There is no model to serve."]}
+
+
+async def test_status_tells_of_models():
+    engine = FakeEngine()
+    engine.values, engine.pid = dict(VALUES), os.getpid()
+    async with client(app_of(engine)) as http:
+        status = (await http.get("/omlxd/status")).json()
+    (model,) = status["models"]
+    assert model["id"] == "org/tiny" and model["state"] == "ready" and model["context_length"] == 4096
+    assert model["running"] == 2 and model["waiting"] == 3 and model["resident"] > 1e6
+    assert model["values"]["kv_hot_bytes"] == 25 and "trouble" not in model
+    assert status["cold"] is None and status["pid"] == os.getpid() and status["uptime_s"] >= 0
+
+
+# --------------------------------------------------------------------------- the real thing
+
+
+def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+
+        def page() -> Scrape:
+            answer = daemon.http.get("/metrics")
+            assert answer.status_code == 200
+            return Scrape(answer.text)
+
+        def of(page: Scrape, name: str) -> float:
+            return page(name, model_name=daemon.model)
+
+        assert daemon.http.get("/ready").json() == {"ready": True, "reasons": []}
+        text = prose(60)
+        daemon.chat(text)
+        daemon.chat(text)
+        before = page()
+        assert of(before, "vllm:prompt_tokens_total") > 300
+        assert of(before, "vllm:generation_tokens_total") >= 2
+        assert of(before, "vllm:prefix_cache_hits_total") >= 128
+        assert 0 < of(before, "vllm:kv_cache_usage_perc") <= 1
+        assert of(before, "omlxd_engine_resident_bytes") > 10e6
+        wait_until(lambda: of(page(), "omlxd_kv_files_written_total") >= 3, 20)
+        assert page().plain("omlxd_cold_bytes") > 0
+        before = page()
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: daemon.state() != "ready", 10)
+        dead = page()
+        daemon.chat(text)
+        after = page()
+        for earlier, later in ((before, dead), (dead, after)):
+            falls = {k: v for k, v in earlier.counters().items() if later.values.get(k, -1.0) < v}
+            falls = {k: v for k, v in falls.items() if not str(k[0]).startswith("process_")}
+            assert not falls
+        assert of(after, "omlxd_engine_restarts_total") == 1
+        assert of(after, "vllm:external_prefix_cache_hits_total") >= 128
+        assert of(after, "omlxd_kv_files_restored_total") >= 2
