@@ -58,6 +58,17 @@ async def test_models_are_as_it_says():
     validator("/v1/models/{id}", "get", "200").validate(one.json())
 
 
+async def test_what_the_owner_asks_is_as_it_says():
+    engine = FakeEngine()
+    async with client(app_of(engine)) as http:
+        for path in ("/ready", "/omlxd/status"):
+            validator(path, "get", "200").validate((await http.get(path)).json())
+        engine.state = "loading"
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        validator("/ready", "get", "503").validate(answer.json())
+
+
 def test_a_schemathesis_run_can_read_it():
     import schemathesis
 

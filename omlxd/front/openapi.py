@@ -23,6 +23,7 @@ from ..api.openai_chat_stream import ChatCompletion
 from ..api.openai_completions import Completion, CompletionsBody
 from ..api.openai_responses import ResponsesBody
 from ..api.openai_responses_body import Response
+from .admin import DaemonStatus, Readiness
 from .model_list import ModelEntry, ModelList
 
 _REFS = "#/components/schemas/{name}"
@@ -38,7 +39,10 @@ _PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: may be SSE."""
+    """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: may be SSE.
+
+    unready  the answer of status 503, where it is not an error
+    """
 
     method: str
     path: str
@@ -47,6 +51,7 @@ class Operation:
     answer: Any = None
     stream: bool = False
     media: str = "application/json"
+    unready: Any = None
 
 
 OPERATIONS = (
@@ -58,6 +63,9 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),
+    Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
+    Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
+    Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/", "Name and version", media="text/plain"),
 )
@@ -66,7 +74,7 @@ OPERATIONS = (
 @functools.cache
 def document() -> bytes:
     """The document, as JSON."""
-    types = [t for row in OPERATIONS for t in (row.body, row.answer) if t is not None]
+    types = [t for row in OPERATIONS for t in (row.body, row.answer, row.unready) if t is not None]
     types += [AnthropicError, OpenAIError]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFS)
     schema_of = dict(zip(map(id, types), schemas, strict=True))
@@ -106,6 +114,11 @@ def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
             },
         },
     }
+    if row.unready is not None:
+        told["responses"]["503"] = {
+            "description": "Not now; the reasons say why.",
+            "content": {row.media: {"schema": schema_of[id(row.unready)]}},
+        }
     if row.body is not None:
         told["requestBody"] = {
             "required": True,
