@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -244,7 +245,8 @@ def test_figures_of_one_life_and_the_next():
 async def test_the_ssd_caches_account():
     engines = FakeEngines(FakeEngine())
     engines.cold_dir = "/cache"
-    engines.cold = LedgerStats(bytes_used=10, reserved=2, files=3, cap=100, evicted_files=4, evicted_bytes=40)
+    told = {"bytes_used": 10, "reserved": 2, "files": 3, "cap": 100, "evicted_files": 4, "evicted_bytes": 40}
+    engines.cold = LedgerStats(**{field.name: told.get(field.name, 0) for field in fields(LedgerStats)})
     async with client(create_app(engines)) as http:
         got = await scrape(http)
         status = (await http.get("/omlxd/status")).json()
