@@ -233,6 +233,8 @@ class EngineHost:
             **scheduler.load_figures(),
             "prompt_tokens_total": float(scheduler.prefilled_tokens),
             "generation_tokens_total": float(scheduler.decoded_tokens),
+            "prompt_tokens_remembered_total": float(self.prompts.tokens.hits),
+            "prompt_tokens_tokenised_total": float(self.prompts.tokens.misses),
             "mlx_active_bytes": float(mx.get_active_memory()),
             "mlx_peak_bytes": float(mx.get_peak_memory()),
             "mlx_cache_bytes": float(mx.get_cache_memory()),

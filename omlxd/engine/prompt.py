@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..chat import Conversation, RawPrompt
 from ..errors import InvalidRequest
 from .shaping import Shaped, plain_text, shape
 from .template_traits import PLAIN, probe
+from .token_cache import TokenCache
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +64,7 @@ class PromptPipeline:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        # Hugging Face's fast tokenizers are not re-entrant: a second thread gets "Already borrowed".
-        self._encoding = threading.Lock()
+        self.tokens = TokenCache(tokenizer)
         self._switches = _template_switches(tokenizer)
         self._has_template = bool(tokenizer.has_chat_template)
         self.traits = probe(self._apply) if self._has_template else PLAIN
@@ -85,21 +84,26 @@ class PromptPipeline:
             raise InvalidRequest(
                 "tool_choice: forcing a tool call is not supported yet; use auto or none", param="tool_choice"
             )
-        messages, tools = shape(prompt, self.traits)
-        text = self._text(messages, tools, self._arguments(prompt))
+        text = self.text_of(prompt)
         start = self._tokenizer.think_start
         return RenderedPrompt(
-            tokens=self._encode(text, special=not self._has_template),
+            # A template has written itself what the tokenizer puts around a text.
+            tokens=self.tokens.encode(text, special=not self._has_template),
             text=text,
             starts_in_thinking=bool(start) and text.rstrip().endswith(start),
             reasoning=True,
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
         )
 
+    def text_of(self, prompt: Conversation) -> str:
+        """What the template makes of `prompt`. Raises InvalidRequest."""
+        messages, tools = shape(prompt, self.traits)
+        return self._text(messages, tools, self._arguments(prompt))
+
     def _raw(self, prompt: RawPrompt) -> RenderedPrompt:
         if prompt.tokens is not None:
             return RenderedPrompt(tokens=list(prompt.tokens))
-        return RenderedPrompt(tokens=self._encode(prompt.text, special=True), text=prompt.text)
+        return RenderedPrompt(tokens=self.tokens.encode(prompt.text, special=True), text=prompt.text)
 
     def _arguments(self, prompt: Conversation) -> dict[str, Any]:
         """Keyword arguments for the template."""
@@ -129,11 +133,6 @@ class PromptPipeline:
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
         )
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        """`special`: add what the tokenizer puts around a text; a template has written it already."""
-        with self._encoding:
-            return list(self._tokenizer.encode(text, add_special_tokens=special))
 
 
 def _template_switches(tokenizer: Any) -> set[str]:
