@@ -146,7 +146,7 @@ class Landing:
         for group in layout.groups:
             dtype = storage_dtype(group.dtype)
             for name in group.names:
-                self.arrays[name] = mx.zeros((1, group.heads, capacity, group.dim), dtype=dtype)
+                self.arrays[name] = mx.empty((1, group.heads, capacity, group.dim), dtype=dtype)
         mx.eval(self.arrays)
         for group in layout.groups:
             rows: list[memoryview] = []

@@ -76,7 +76,7 @@ class DirectTransport:
         return [byte_view(array) for array in arrays]
 
     def read(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
-        arrays = tuple(mx.zeros(g.shape(block_size), dtype=storage_dtype(g.dtype)) for g in layout.groups)
+        arrays = tuple(mx.empty(g.shape(block_size), dtype=storage_dtype(g.dtype)) for g in layout.groups)
         mx.eval(arrays)
         return arrays if load(self.views(arrays)) else None
 

@@ -1,289 +1,156 @@
-"""How fast blocks come off the disk and go onto it, beside plain reads and writes of the same files.
+"""From block files to evaluated KV arrays, beside plain parallel reads of the same files.
 
-    python -m tools.bench.restore [--shape large|small] [--megabytes 600] [--threads 1,2,4,8] [--dir DIR]
+    python -m tools.bench.restore [--shape large|small] [--megabytes 500] [--threads 1,2,4,8]
+                                  [--blocks 64,128,256] [--dir DIR]
 
-The page cache is warm, so this measures what the store adds, not the disk. Destinations are written
-to once before the clock starts, so no design pays for page faults that another does not. Designs:
+Every run pays for its own memory, as a request does, and begins with none:
 
-    plain      preadv of each file into one buffer, a slice a file: the limit, no check, no scatter
-    scatter    ColdTier.load straight into the rows of the final arrays, (1, heads, capacity, dim) a
-               tensor: heads x tensors pieces a block
-    scratch    ColdTier.load into one buffer of a block a thread, then a numpy copy a tensor
-    ... no digest   the same without xxh3 over the payload: what checking costs
+    plain      preadv of each file, whole, into its slice of one new numpy buffer; nothing checked, nothing
+               in its place: the limit
+    arrays     what the engine does: `payload.Landing` allocates arrays of final size, ColdTier.load fills
+               their rows and checks header and digest, `take` and mx.eval end it
+    mx.load    mx.load of each file on the I/O threads, evaluated there, then one concatenation a tensor:
+               no check at all, and the KV's bytes twice
 
-The files go into a temporary folder, removed at the end.
+Page cache warm, then dropped (posix_fadvise on each file before each run). `peak` is the growth of
+resident memory over the payload. Files are written to a temporary folder and removed at the end.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
-import shutil
+import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
+import mlx.core as mx
 import numpy as np
+import psutil
 
-import omlxd.kv.block_file as block_file
-from omlxd.kv.block_file import BlockFormat, BlockKey
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.hashing import hash_blocks, namespace_of
-from omlxd.kv.layout import Group, KVLayout
+from omlxd.engine.mlx_adapter import round_up
+from omlxd.engine.payload import Landing
+from omlxd.front.engine_link import engine_environment
 
-BLOCK = 64
+from .block_files import SHAPES, Files
+
 ROUNDS = 5
+Run = Callable[[Files, ThreadPoolExecutor], object]
 
 
-@dataclass(slots=True, frozen=True)
-class Shape:
-    layers: int
-    heads: int
-    dim: int
-
-    def layout(self) -> KVLayout:
-        names = tuple(f"{kv}.{layer}" for layer in range(self.layers) for kv in ("k", "v"))
-        return KVLayout((Group(names, self.heads, self.dim, "BF16"),))
-
-
-SHAPES = {"large": Shape(36, 8, 128), "small": Shape(16, 8, 64)}
-
-
-class Files:
-    """Block files of one chain, and where their payloads belong."""
-
-    def __init__(self, root: Path, shape: Shape, count: int):
-        namespace = namespace_of({"bench": "restore"})
-        self.shape = shape
-        self.layout = shape.layout()
-        self.tier = ColdTier(root, BlockFormat(namespace, self.layout, BLOCK))
-        tokens = list(range(count * BLOCK))
-        hashes = hash_blocks(namespace, tokens, BLOCK)
-        parents = [namespace, *hashes]
-        self.keys = [
-            BlockKey(h, parent, tokens[i * BLOCK : (i + 1) * BLOCK])
-            for i, (h, parent) in enumerate(zip(hashes, parents, strict=False))
-        ]
-        self.block_bytes = self.layout.nbytes(BLOCK)
-        self.payload = np.random.default_rng(0).integers(0, 256, self.block_bytes, np.uint8)
-
-    def store_all(self) -> None:
-        for key in self.keys:
-            self.tier.store(key, [memoryview(self.payload)])
-
-    def path(self, index: int) -> str:
-        return f"{self.tier.root}/{self.tier.path_of(self.keys[index].block_hash)}"
-
-
-class Landing:
-    """Final arrays, one a tensor, (1, heads, capacity, dim) of 16-bit items, and byte views of their rows."""
-
-    def __init__(self, files: Files):
-        shape, capacity = files.shape, len(files.keys) * BLOCK
-        tensors = len(files.layout.groups[0].names)
-        self.arrays = [np.ones((1, shape.heads, capacity, shape.dim), np.uint16) for _ in range(tensors)]
-        self.rows = [memoryview(a[0, h]).cast("B") for a in self.arrays for h in range(shape.heads)]
-        self.each = BLOCK * shape.dim * 2
-        self.block_shape = (tensors, shape.heads, BLOCK, shape.dim)
-
-    def pieces(self, index: int) -> list[memoryview]:
-        start, stop = index * self.each, (index + 1) * self.each
-        return [row[start:stop] for row in self.rows]
-
-    def copy_in(self, index: int, block: np.ndarray) -> None:
-        a, b = index * BLOCK, (index + 1) * BLOCK
-        for array, part in zip(self.arrays, block, strict=True):
-            array[0, :, a:b] = part
-
-    def wipe(self) -> None:
-        for array in self.arrays:
-            array[:] = 1
-
-    def holds(self, files: Files) -> bool:
-        block = files.payload.view(np.uint16).reshape(self.block_shape)
-        last = len(files.keys) - 1
-        return all(
-            np.array_equal(array[0, :, i * BLOCK : (i + 1) * BLOCK], part)
-            for i in (0, last // 2, last)
-            for array, part in zip(self.arrays, block, strict=True)
-        )
-
-
-# --------------------------------------------------------------------- designs: each fills block `index`
-
-Fill = Callable[[int], None]
-
-
-def plain(files: Files) -> Fill:
+def plain(files: Files, pool: ThreadPoolExecutor) -> object:
     size = files.tier.format.file_bytes
-    buffer = memoryview(np.ones(size * len(files.keys), np.uint8))
+    buffer = memoryview(np.empty(size * len(files.keys), np.uint8))
 
-    def fill(index: int) -> None:
+    def read(index: int) -> None:
         fd = os.open(files.path(index), os.O_RDONLY)
         got = os.preadv(fd, [buffer[index * size : (index + 1) * size]], 0)
         os.close(fd)
         assert got == size
 
-    return fill
+    list(pool.map(read, range(len(files.keys))))
+    return buffer
 
 
-def scatter(files: Files, landing: Landing) -> Fill:
-    return lambda index: files.tier.load(files.keys[index], landing.pieces(index))
+def arrays(files: Files, pool: ThreadPoolExecutor) -> dict[str, mx.array]:
+    landing = Landing(files.layout, round_up(len(files.keys) * files.block), files.block)
+    list(pool.map(lambda i: files.tier.load(files.keys[i], landing.pieces(i)), range(len(files.keys))))
+    taken = landing.take()
+    mx.eval(taken)
+    return taken
 
 
-def scratch(files: Files, landing: Landing) -> Fill:
-    local = threading.local()
+def mx_load(files: Files, pool: ThreadPoolExecutor) -> dict[str, mx.array]:
+    def read(index: int) -> dict[str, mx.array]:
+        with mx.stream(mx.cpu):
+            found = mx.load(files.path(index))
+            mx.eval(found)
+        return found  # type: ignore[return-value]
 
-    def fill(index: int) -> None:
-        if not hasattr(local, "block"):
-            local.block = np.empty(landing.block_shape, np.uint16)
-        files.tier.load(files.keys[index], [memoryview(local.block).cast("B")])
-        landing.copy_in(index, local.block)
-
-    return fill
+    blocks = list(pool.map(read, range(len(files.keys))))
+    names = [name for group in files.layout.groups for name in group.names]
+    joined = {name: mx.concatenate([block[name] for block in blocks], axis=1)[None] for name in names}
+    mx.eval(joined)
+    return joined
 
 
-def timed(fill: Fill, count: int, threads: int, nbytes: int) -> float:
-    """GB/s over all blocks."""
+RUNS: dict[str, Run] = {"plain": plain, "arrays": arrays, "mx.load": mx_load}
+
+
+def holds(files: Files, found: dict[str, mx.array]) -> bool:
+    """Every tensor of the first and the last block is what was stored."""
+    heads, dim = files.shape.heads, files.shape.dim
+    stored = files.payload.view(np.uint16).reshape(-1, heads, files.block, dim)
+    last = (len(files.keys) - 1) * files.block
+    return all(
+        np.array_equal(np.array(found[name].view(mx.uint16)[0, :, at : at + files.block]), tensor)
+        for name, tensor in zip(files.layout.groups[0].names, stored, strict=True)
+        for at in (0, last)
+    )
+
+
+def drop(files: Files) -> None:
+    for index in range(len(files.keys)):
+        fd = os.open(files.path(index), os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def once(run: Run, files: Files, threads: int, dropped: bool) -> float:
+    """GB/s of payload."""
+    mx.clear_cache()
+    if dropped:
+        drop(files)
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda _: time.sleep(0.001), range(threads)))  # the threads are there
         began = time.perf_counter()
-        list(pool.map(fill, range(count)))
+        kept = run(files, pool)
         took = time.perf_counter() - began
-    return nbytes * count / took / 1e9
+    del kept
+    return files.block_bytes * len(files.keys) / took / 1e9
 
 
-class Blank:
-    """Stands for a digest, and looks at nothing."""
-
-    def update(self, buffer: memoryview) -> None:
-        pass
-
-    def hexdigest(self) -> str:
-        return "0" * 32
-
-
-class NoDigest:
-    """Within it, payloads are neither digested nor checked."""
-
-    def __enter__(self) -> None:
-        self._xxhash = block_file.xxhash
-        block_file.xxhash = SimpleNamespace(xxh3_128=Blank)
-
-    def __exit__(self, *_: object) -> None:
-        block_file.xxhash = self._xxhash
+def peak(files: Files, run: Run) -> float:
+    """Growth of resident memory while `run` runs, over the payload. 0 where the kernel can't tell."""
+    mx.clear_cache()
+    try:
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier runs freed goes back, or it would not count
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        return 0.0
+    before = psutil.Process().memory_info().rss
+    with ThreadPoolExecutor(4) as pool:
+        kept = run(files, pool)
+    status = Path("/proc/self/status").read_text()
+    highest = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    del kept
+    return (highest - before) / (files.block_bytes * len(files.keys))
 
 
-def measure_reads(files: Files, threads: Sequence[int]) -> None:
-    landing = Landing(files)
-    fill_plain = plain(files)
-    designs: list[tuple[str, Fill]] = [
-        ("scatter", scatter(files, landing)),
-        ("scratch", scratch(files, landing)),
-    ]
-    count, nbytes = len(files.keys), files.block_bytes
-    for name, fill in designs:
-        landing.wipe()
-        timed(fill, count, 1, nbytes)
-        assert landing.holds(files), name
-    print(f"{'read, GB/s (of plain)':26}" + "".join(f"{n:>6} threads" for n in threads))
-    rates: dict[str, list[float]] = {}
-    for number in threads:
-        found: dict[str, float] = {}
-        for _ in range(ROUNDS):
-            # In turn, so that whatever else the machine does falls on all alike.
-            runs = [("plain", fill_plain), *designs]
-            for name, fill in runs:
-                found[name] = max(found.get(name, 0), timed(fill, count, number, nbytes))
-        for name, rate in found.items():
-            rates.setdefault(name, []).append(rate)
-    measure_unchecked(files, landing, threads, rates)
-    for name, row in rates.items():
-        cells = [f"{r:6.2f} ({r / p:4.2f})" for r, p in zip(row, rates["plain"], strict=True)]
-        print(f"{name:26}" + "".join(f"{cell:>14}" for cell in cells))
-
-
-def measure_unchecked(
-    files: Files, landing: Landing, threads: Sequence[int], rates: dict[str, list[float]]
-) -> None:
-    unchecked = Files(Path(tempfile.mkdtemp(dir=files.tier.root)), files.shape, len(files.keys))
-    with NoDigest():
-        unchecked.store_all()
-        for name, make in (("scatter, no digest", scatter), ("scratch, no digest", scratch)):
-            fill = make(unchecked, landing)
-            for number in threads:
-                best = max(timed(fill, len(files.keys), number, files.block_bytes) for _ in range(ROUNDS))
-                rates.setdefault(name, []).append(best)
-    shutil.rmtree(unchecked.tier.root)
-
-
-def measure_parts(files: Files) -> None:
-    """One thread, microseconds a block: what each part of a load costs by itself."""
-    landing = Landing(files)
-    block = files.payload.view(np.uint16).reshape(landing.block_shape)
-    pieces = landing.pieces(0)
-    key = files.keys[0]
-
-    def us(work: Callable[[], object]) -> float:
-        took: list[float] = []
-        for _ in range(15):
-            began = time.perf_counter()
-            work()
-            took.append(time.perf_counter() - began)
-        return min(took) * 1e6
-
-    whole = [memoryview(files.payload)]
-    print(
-        f"\none block of {files.block_bytes / 1e6:.1f} MB, {len(pieces)} pieces, in microseconds, one thread"
-    )
-    print(f"  build the list of pieces     {us(lambda: landing.pieces(0)):8.0f}")
-    print(f"  build the expected header    {us(lambda: files.tier.format.header(key, b'0' * 32)):8.0f}")
-    print(f"  digest, one call             {us(lambda: block_file.digest_of(whole)):8.0f}")
-    print(f"  digest, a call a piece       {us(lambda: block_file.digest_of(pieces)):8.0f}")
-    print(f"  copy from scratch, a tensor  {us(lambda: landing.copy_in(0, block)):8.0f}")
-    print(f"  load, scatter                {us(lambda: files.tier.load(key, pieces)):8.0f}")
-    print(f"  load, one buffer             {us(lambda: files.tier.load(key, whole)):8.0f}")
-
-
-def measure_writes(files: Files, threads: Sequence[int]) -> None:
-    folder = Path(tempfile.mkdtemp(dir=files.tier.root))
-    other = Files(folder / "store", files.shape, len(files.keys))
-    header = bytes(files.tier.format.header_bytes)
-
-    def write_plain(index: int) -> None:
-        fd = os.open(folder / f"{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        assert os.writev(fd, [header, files.payload]) == files.tier.format.file_bytes
-        os.close(fd)
-
-    def store(index: int) -> None:
-        other.tier.store(other.keys[index], [memoryview(other.payload)])
-
-    def fresh(fill: Fill, number: int) -> float:
-        rate = timed(fill, len(files.keys), number, files.block_bytes)
-        for path in folder.rglob("*"):
-            if path.is_file():  # the folders stay, as they do in a cache dir in use
-                path.unlink()
-        return rate
-
-    print(f"\n{'write, GB/s (of plain)':26}" + "".join(f"{n:>6} threads" for n in threads))
-    rows: dict[str, list[float]] = {"plain": [], "ColdTier.store": []}
-    fresh(store, 1)
-    for number in threads:
-        best = {"plain": 0.0, "ColdTier.store": 0.0}
-        for _ in range(3):
-            best["plain"] = max(best["plain"], fresh(write_plain, number))
-            best["ColdTier.store"] = max(best["ColdTier.store"], fresh(store, number))
-        for name, rate in best.items():
-            rows[name].append(rate)
-    for name, row in rows.items():
-        cells = [f"{r:6.2f} ({r / p:4.2f})" for r, p in zip(row, rows["plain"], strict=True)]
-        print(f"{name:26}" + "".join(f"{cell:>14}" for cell in cells))
-    shutil.rmtree(folder)
+def measure(files: Files, threads: list[int]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for name in ("arrays", "mx.load"):
+            assert holds(files, RUNS[name](files, pool)), name  # type: ignore[arg-type]
+    for dropped in (False, True):
+        if dropped:
+            os.sync()  # a dirty page can't be dropped
+        print(f"  page cache {'dropped' if dropped else 'warm'}, GB/s (of plain)")
+        for number in threads:
+            best = dict.fromkeys(RUNS, 0.0)
+            for _ in range(ROUNDS):
+                # In turn, so that whatever else the machine does falls on all alike.
+                for name, run in RUNS.items():
+                    best[name] = max(best[name], once(run, files, number, dropped))
+            cells = "   ".join(
+                f"{name} {rate:5.2f} ({rate / best['plain']:4.2f})" for name, rate in best.items()
+            )
+            print(f"    {number} threads   {cells}")
+    cells = "   ".join(f"{name} {peak(files, run):4.2f}" for name, run in RUNS.items())
+    print(f"  peak memory of the payload   {cells}\n")
 
 
 def main() -> None:
@@ -291,21 +158,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="large")
-    parser.add_argument("--megabytes", type=int, default=500, help="of payload; at most 1500")
+    parser.add_argument("--megabytes", type=int, default=500, help="of payload; at most 4000")
     parser.add_argument("--threads", default="1,2,4,8")
+    parser.add_argument("--blocks", default="64,128,256", help="block sizes, tokens")
     parser.add_argument("--dir", default=None, help="where the temporary folder goes")
     args = parser.parse_args()
+    mx.set_default_device(mx.cpu)
     shape = SHAPES[args.shape]
-    count = max(1, min(args.megabytes, 1500) * 10**6 // shape.layout().nbytes(BLOCK))
-    threads = [int(n) for n in args.threads.split(",")]
-    with tempfile.TemporaryDirectory(prefix="omlxd-restore-", dir=args.dir) as root:
-        files = Files(Path(root), shape, count)
-        files.store_all()
-        print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {count} files, {args.shape}: {shape}\n")
-        measure_reads(files, threads)
-        measure_parts(files)
-        measure_writes(files, threads)
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {args.shape}: {shape}\n")
+    for block in map(int, args.blocks.split(",")):
+        count = max(1, min(args.megabytes, 4000) * 10**6 // shape.layout().nbytes(block))
+        with tempfile.TemporaryDirectory(prefix="omlxd-restore-", dir=args.dir) as root:
+            files = Files(Path(root), shape, count, block)
+            files.store_all()
+            print(f"blocks of {block} tokens, {files.block_bytes / 1e6:.1f} MB, {count} files")
+            measure(files, [int(n) for n in args.threads.split(",")])
 
 
 if __name__ == "__main__":
+    environment = engine_environment(os.environ)
+    if environment != dict(os.environ):  # memory as the engine has it
+        os.execve(sys.executable, [sys.executable, "-m", "tools.bench.restore", *sys.argv[1:]], environment)
     main()
