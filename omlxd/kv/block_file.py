@@ -169,8 +169,8 @@ def _batches(
     if 0 < size <= most and sizes.count(size) == len(sizes):
         step = min(most // size, IOV_MAX)
         for at in range(0, len(buffers), step):
-            batch = buffers[at : at + step]
-            yield batch, len(batch) * size
+            run = buffers[at : at + step]
+            yield run, len(run) * size
         return
     batch: list[memoryview] = []
     held = 0
