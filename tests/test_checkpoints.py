@@ -141,7 +141,8 @@ def test_a_checkpoint_that_serves_a_hit_becomes_the_most_recent_file(model: Path
         rig.run(prompt(300), 1)
         other = rig.run(prompt(300, seed=7), 1)
         assert rig.run(prompt(300), 1).hot == 256
-        order = list(rig.ledger._files)
+        (files,) = rig.ledger._files._lists.values()
+        order = list(files)
         used = rig.start(prompt(300), 1)
         used.tokens()
         rig.settle()
