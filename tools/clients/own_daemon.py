@@ -1,4 +1,4 @@
-"""A daemon of this checkout with the scripted engine, that can be killed and started again."""
+"""A daemon of this checkout, that can be killed and started again."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ START_S = 120.0
 class OwnDaemon:
     """A context manager; `home` is the base path, its log is `home`/daemon.log.
 
+    model   folder of a model whose logits a script overrides; None: the demo model, left alone
     played  the scripted engine's log
     """
 
-    def __init__(self, home: Path, model: Path, *flags: str, port: int = 0):
+    def __init__(self, home: Path, model: Path | None, *flags: str, port: int = 0):
         home.mkdir(parents=True, exist_ok=True)
         self._home = home
-        self._arguments = ["--model", str(model), *flags]
+        self._scripted = model is not None
+        self._arguments = [*(["--model", str(model)] if model else []), *flags]
         self._port = port
         self.played = home / "played.jsonl"
         self.url = ""
@@ -50,11 +52,10 @@ class OwnDaemon:
 
     def _start(self) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ |= {
-            "PYTHONPATH": str(REPO),
-            "OMLXD_ENGINE_COMMAND": shlex.join([sys.executable, str(ENGINE)]),
-            "OMLXD_SCRIPT_LOG": str(self.played),
-        }
+        environ["PYTHONPATH"] = str(REPO)
+        if self._scripted:
+            environ["OMLXD_ENGINE_COMMAND"] = shlex.join([sys.executable, str(ENGINE)])
+            environ["OMLXD_SCRIPT_LOG"] = str(self.played)
         serve = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
         with (self._home / "daemon.log").open("a") as log:
             self._process = subprocess.Popen(

@@ -10,6 +10,7 @@ import contextlib
 import http.client
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -43,10 +44,14 @@ class Request:
 
 
 class Recorder:
-    """A context manager: listens on `url`, forwards to `target`, keeps `requests` in order."""
+    """A context manager: listens on `url`, forwards to `target`, keeps `requests` in order.
 
-    def __init__(self, target: str):
+    rewrite  what becomes of a request's path and body on the way
+    """
+
+    def __init__(self, target: str, rewrite: Callable[[str, bytes], tuple[str, bytes]] | None = None):
         self.target = target
+        self.rewrite = rewrite
         self.requests: list[Request] = []
         recorder = self
 
@@ -82,15 +87,24 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._forward()
 
+    def do_DELETE(self) -> None:
+        self._forward()
+
+    def do_OPTIONS(self) -> None:
+        self._forward()
+
     def _forward(self) -> None:
         request = Request(self.command, self.path)
         self.owner.requests.append(request)
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        path = self.path
+        if self.owner.rewrite is not None:
+            path, body = self.owner.rewrite(path, body)
         where = urlsplit(self.owner.target)
         upstream = http.client.HTTPConnection(where.hostname or "", where.port, timeout=TIMEOUT_S)
         try:
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
-            upstream.request(self.command, self.path, body or None, headers)
+            upstream.request(self.command, path, body or None, headers)
             answer = upstream.getresponse()
             self._pass_on(answer, request)
         except (BrokenPipeError, ConnectionResetError):
