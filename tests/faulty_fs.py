@@ -127,6 +127,9 @@ class FaultyFileSystem(PosixFileSystem):
             lambda: PosixFileSystem.writev(self, fd, _half(buffers)),
         )
 
+    def sync(self, fd: int) -> None:
+        self._operation(lambda: PosixFileSystem.sync(self, fd))
+
     def rename(self, source: str, target: str) -> None:
         self._operation(lambda: PosixFileSystem.rename(self, source, target))
 

@@ -23,7 +23,7 @@ from omlxd.kv.fs import FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX
+from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter, WritablePayload
@@ -104,9 +104,10 @@ def ram_folder() -> str | None:
 
 
 def files_in(root: Path) -> list[Path]:
-    """Every ordinary file but the lock, temporary files among them, in order of name."""
+    """Every ordinary file but the lock and the day's writes, temporary files among them, in order of name."""
     found = sorted(Path(folder) / name for folder, _, names in os.walk(root) for name in names)
-    return [path for path in found if path.name != LOCK_NAME and path.is_file() and not path.is_symlink()]
+    found = [path for path in found if not path.name.startswith((LOCK_NAME, WRITES_NAME))]
+    return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def bytes_on_disk(root: Path) -> int:

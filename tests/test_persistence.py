@@ -210,8 +210,10 @@ def test_no_cache(home: Path):
 
 def test_two_daemons_on_one_cache_dir(serving: Daemon, home: Path):
     told = serving.messages(LONG)
-    with Daemon(home, "--paged-ssd-cache-dir", str(serving.home / "omlxd" / "cache")) as second:
-        assert "serving without the SSD cache" in second.logged() and "another omlxd" in second.logged()
+    shared = str(serving.home / "omlxd" / "cache")
+    with Daemon(home, "--paged-ssd-cache-dir", shared, "--if-cache-busy", "no-ssd") as second:
+        assert "serving without the SSD cache" in second.logged()
+        assert f"another omlxd is using it (process {serving.process.pid})" in second.logged()
         answers = [second.messages(LONG) for _ in range(2)]
         assert own_usage(answers[0])["cached_cold"] == own_usage(answers[0])["cached_hot"] == 0
         assert own_usage(answers[1])["cached_hot"] > 0

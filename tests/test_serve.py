@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,12 +258,58 @@ def test_a_cache_dir_that_cannot_be_used_costs_only_the_cache(kind: str, start, 
 
         holder = Ledger(cache, 10**9)
         holder.open()
-    daemon = start("--paged-ssd-cache-dir", str(cache))
+    daemon = start("--paged-ssd-cache-dir", str(cache), "--if-cache-busy", "no-ssd")
     assert daemon.complete("x").status_code == 200
     assert daemon.logged().count("serving without the SSD cache") == 1
     assert "cold=\n" in daemon.notes()
     if holder:
         holder.close()
+
+
+@linux
+def test_a_second_daemon_on_one_cache_dir_says_so_and_stops(start, tmp_path: Path):
+    first = start("--paged-ssd-cache-dir", str(tmp_path / "c"))
+    first.complete("up")
+    (tmp_path / "second").mkdir()
+    second = Daemon(tmp_path / "second", "--paged-ssd-cache-dir", str(tmp_path / "c"))
+    assert second.process.wait(15) == 1 and second.url == ""
+    (line,) = second.logged().splitlines()
+    assert line.startswith(f"omlxd: the SSD cache {tmp_path}/c is in use by another omlxd")
+    assert f"(process {first.process.pid})" in line and "--if-cache-busy no-ssd" in line
+    assert first.complete("still up").status_code == 200
+    second.process.stdout.close()  # type: ignore
+    second.log.close()
+
+
+@linux
+def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
+    """The lock dies with the daemon: its engine, which lives a moment longer, must not have inherited it."""
+    daemon = start()
+    daemon.complete("up")
+    for _ in range(3):
+        engine = daemon.engine_pid()
+        held = [os.readlink(fd) for fd in Path(f"/proc/{engine}/fd").iterdir() if fd.exists()]
+        assert not any(target.endswith(".lock") for target in held)
+        os.kill(engine, signal.SIGSTOP)  # The worst case: it can't even notice that its front is gone.
+        daemon.process.kill()
+        again = start()
+        os.kill(engine, signal.SIGKILL)
+        assert again.url and again.complete("up").status_code == 200
+        assert "can't be used" not in again.logged()
+        daemon = again
+
+
+@linux
+def test_a_lock_that_is_given_up_soon_is_waited_for(start, tmp_path: Path):
+    from omlxd.kv.ledger import Ledger
+
+    (tmp_path / "cache").mkdir()
+    holder = Ledger(tmp_path / "cache", 10**9)
+    holder.lock()
+    threading.Timer(0.7, holder.close).start()
+    daemon = start()
+    assert daemon.complete("x").status_code == 200
+    assert "can't be used" not in daemon.logged()
 
 
 def test_no_cache_means_no_cache(start, tmp_path: Path):

@@ -62,7 +62,7 @@ def _is_alive(pid: int) -> bool:
 def exclusive(root: Path) -> Iterator[None]:
     """Hold the folder: no daemon can use it meanwhile. Raises DaemonRuns, or OSError.
 
-    Keep it short: a daemon that starts now serves without its SSD cache.
+    Keep it short: a daemon that starts now waits a moment for it, and then takes it for another daemon.
     """
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

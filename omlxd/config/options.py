@@ -27,6 +27,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     paged_ssd_cache_dir: Path
     paged_ssd_cache_max_size: int
+    ssd_cache_daily_write_budget: int
+    if_cache_busy: str
     hot_cache_max_size: int | None
     initial_cache_blocks: int
     block_size: int
@@ -119,6 +121,20 @@ OPTIONS: tuple[Option, ...] = (
         metavar="SIZE",
         parse=parsers.cold_size,
         help="most that the SSD cache may take, as 100GB or 20%% of its disk; 0: no SSD cache",
+    ),
+    Option(
+        name="ssd_cache_daily_write_budget",
+        default="0",
+        metavar="SIZE",
+        parse=parsers.plain_size,
+        help="most that is written to the SSD cache in a day, as 200GB; 0: no limit",
+    ),
+    Option(
+        name="if_cache_busy",
+        default="stop",
+        metavar="WHAT",
+        parse=parsers.one_of("stop", "no-ssd"),
+        help="if another omlxd holds the SSD cache's folder: stop, or no-ssd to serve without one",
     ),
     Option(
         name="hot_cache_max_size",

@@ -108,6 +108,10 @@ def host_names(text: str, param: str, _: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name.lower() for name in _listed(text))
 
 
+def plain_size(text: str, param: str, _: Mapping[str, Any]) -> int:
+    return parse_size(text, param)
+
+
 def log_level(text: str, param: str, _: Mapping[str, Any]) -> str:
     if text.lower() not in LOG_LEVELS:
         raise ConfigError(f"{param}: {text!r} is none of {', '.join(LOG_LEVELS)}.", param=param)

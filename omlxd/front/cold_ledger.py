@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..kv.ledger import Ledger, LedgerBusy, LedgerStats
+from ..kv.write_budget import WriteBudget
 from ..sizes import human
 from ..wire import Dropped, Grant, Released, Reserve, Stored, Touched
 
@@ -37,20 +38,51 @@ _PROBE_BYTES = 1 << 20
 """A folder that can't take this much can't take a block either."""
 
 
+PATIENCE_S = 2.0
+"""How long a folder may be another's: a daemon that was killed may still be dying when the next one
+starts, and `omlxd cache clear` holds the folder while it removes files."""
+RETRY_S = 0.05
+
+
 class _Closing(Exception):
     """The daemon ends."""
 
 
 class ColdLedger:
-    """`root`: the cache dir; `cap`: bytes that it may hold, 0 for no cold tier."""
+    """`root`: the cache dir; `cap`: bytes that it may hold, 0 for no cold tier.
 
-    def __init__(self, root: Path, cap: int):
+    daily_writes  bytes that may be written to it on one day; 0: no limit
+    """
+
+    def __init__(self, root: Path, cap: int, daily_writes: int = 0):
         self._root = root
-        self._ledger = Ledger(root, cap) if cap else None
+        self._ledger = Ledger(root, cap, WriteBudget(root, daily_writes)) if cap else None
+        self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
         self._opening: asyncio.Future[str] | None = None
         self._awaited = threading.Event()
         self._closing = False
+
+    async def claim(self) -> LedgerBusy | OSError | None:
+        """Lock the folder; None, or why that can't be. Called again, it gives the same answer."""
+        if self._claim is None:
+            self._claim = asyncio.ensure_future(self._lock())
+        return await asyncio.shield(self._claim)
+
+    async def _lock(self) -> LedgerBusy | OSError | None:
+        if self._ledger is None:
+            return None
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                await self._call(self._ledger.lock)
+                return None
+            except LedgerBusy as error:
+                if time.monotonic() > deadline or self._closing:
+                    return error
+            except OSError as error:
+                return error
+            await asyncio.sleep(RETRY_S)
 
     async def open(self) -> str:
         """The cache dir once it is locked and found writable; "" if it can't be used.
@@ -62,12 +94,17 @@ class ColdLedger:
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> str:
+        error = await self.claim()
         if self._ledger is None:
             return ""
         try:
-            await self._call(self._lock_here, self._ledger)
-        except LedgerBusy:
-            reason = "another omlxd is using it"
+            if error is not None:
+                raise error
+            await self._call(self._try_out, self._ledger)
+        except LedgerBusy as busy:
+            reason = (
+                f"another omlxd is using it (process {busy.pid})" if busy.pid else "another omlxd is using it"
+            )
         except OSError as error:
             reason = error.strerror or str(error)
         else:
@@ -78,8 +115,7 @@ class ColdLedger:
         self._ledger = None
         return ""
 
-    def _lock_here(self, ledger: Ledger) -> None:
-        ledger.lock()
+    def _try_out(self, ledger: Ledger) -> None:
         try:
             try:
                 self._probe()

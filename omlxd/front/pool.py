@@ -29,7 +29,9 @@ class EnginePool:
     def __init__(self, settings: Settings, command: Sequence[str] = ENGINE_COMMAND):
         self._settings = settings
         cap = 0 if settings.no_cache else settings.paged_ssd_cache_max_size
-        self.cold = ColdLedger(settings.paged_ssd_cache_dir, cap)
+        self.cold = ColdLedger(
+            settings.paged_ssd_cache_dir, cap, daily_writes=settings.ssd_cache_daily_write_budget
+        )
         self._engine = EngineProcess(
             model_id(settings.model),
             self._prepare,

@@ -84,6 +84,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
     # Imported here, after the socket listens: this is most of the start.
     from hypercorn.asyncio import serve as run_hypercorn
 
+    from ..kv.ledger import LedgerBusy
     from .app import create_app
     from .engine_link import ENGINE_COMMAND
     from .http_settings import HttpSettings
@@ -94,6 +95,11 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
     pool = EnginePool(settings, command or ENGINE_COMMAND)
     stop = asyncio.Event()
     _stop_on_signals(stop, pool)
+    busy = await pool.cold.claim()
+    if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
+        print(f"omlxd: {_what_to_do(busy)}", file=sys.stderr)
+        await pool.cold.close()
+        return 1
     pool.start()
     # The Host check goes by what we listen on, which a service manager may have chosen.
     http = HttpSettings(
@@ -126,6 +132,13 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
         log.error("the HTTP server failed: %s", error, exc_info=error)
         return 1
     return 0
+
+
+def _what_to_do(busy: Exception) -> str:
+    return (
+        f"the SSD cache {busy}; stop that one, give this one another folder with --paged-ssd-cache-dir, "
+        "or start it with --if-cache-busy no-ssd."
+    )
 
 
 def _hypercorn_config(sockets: list[socket.socket]):

@@ -12,6 +12,8 @@ with them: the folders (257 of them a namespace at most, a page each on most fil
 1 MiB), and a few files of a page: the lock, each namespace's description, the fingerprints of
 weights, the day's writes. An orphan's folder goes with its last file.
 
+What may be written on one day has a limit of its own, if one is set (write_budget.py).
+
 Blocks that no installed model has go first (installed.py), then the least recently used over all
 models (file_order.py). Requests touch their chain from leaf to root, so that a parent is never older
 than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
@@ -35,6 +37,7 @@ from .file_order import FileOrder
 from .installed import Installed
 from .namespace_file import FILE_NAME
 from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
+from .write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +50,20 @@ JUDGE_S = 60.0
 
 
 class LedgerBusy(Exception):
-    """Another daemon holds this cache dir."""
+    """Another daemon holds this cache dir. `pid`: its process id, 0 if unknown."""
+
+    def __init__(self, root: Path, pid: int):
+        super().__init__(f"{root} is in use by another omlxd" + (f" (process {pid})" if pid else ""))
+        self.pid = pid
 
 
 @dataclass(slots=True, frozen=True)
 class LedgerStats:
-    """Bytes but for files. `orphan_…`: evicted of namespaces that no installed model has."""
+    """Bytes, but for `files`, `evicted_files` and these.
+
+    orphans_evicted_total  files of namespaces that no installed model has
+    write_budget_used_up   1: something was refused today, 0: nothing was
+    """
 
     bytes_used: int
     reserved: int
@@ -60,15 +71,21 @@ class LedgerStats:
     cap: int
     evicted_files: int
     evicted_bytes: int
-    orphans_evicted_total: int
+    orphans_evicted_total: int = 0
+    written_bytes_total: int = 0
+    written_today_bytes: int = 0
+    daily_write_budget_bytes: int = 0
+    write_budget_used_up: int = 0
 
 
 class Ledger:
-    """`root`: the cache dir. `cap_bytes`: what files and grants may add up to."""
+    """`root`: the cache dir. `cap_bytes`: what files and grants may add up to; `writes`: a day's limit."""
 
-    def __init__(self, root: Path, cap_bytes: int):
+    def __init__(self, root: Path, cap_bytes: int, writes: WriteBudget | None = None):
         self.root = root
         self.cap = cap_bytes
+        self._writes = writes or WriteBudget(root)
+        self._written = 0
         self._files = FileOrder()
         self._installed = Installed(root)
         self._judged_at = -JUDGE_S
@@ -97,6 +114,7 @@ class Ledger:
         Raises LedgerBusy, or OSError when the folder can't be made or written.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        text = b""
         fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,15 +124,20 @@ class Ledger:
                 os.ftruncate(fd, 0)
                 os.write(fd, f"{os.getpid()}\n".encode())
         except BlockingIOError:
+            with contextlib.suppress(OSError):
+                text = os.pread(fd, 16, 0).strip()
             os.close(fd)
-            raise LedgerBusy(f"{self.root} is in use by another omlxd") from None
+            raise LedgerBusy(self.root, int(text) if text.isdigit() else 0) from None
         except BaseException:
             os.close(fd)
             raise
         self._lock_fd = fd
 
     def close(self) -> None:
+        """Give up the lock."""
         if self._lock_fd >= 0:
+            if self._has_stock:
+                self._writes.close()
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -133,6 +156,7 @@ class Ledger:
             self._files.add(path, size)
         self._judge()
         self._evict(self._files.nbytes - self.cap)
+        self._writes.open()
         self._has_stock = True
         return self._leftovers_removed + self._evicted_files - removed
 
@@ -178,8 +202,11 @@ class Ledger:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
         if nbytes <= 0 or nbytes > self.cap or not self._has_stock:
             return 0
+        if not self._writes.spend(nbytes):  # Before anything is evicted for it.
+            return 0
         self._evict(self._committed + nbytes - self.cap)
         if self._committed + nbytes > self.cap:
+            self._writes.give_back(nbytes)
             return 0
         self._reserved += nbytes
         return nbytes
@@ -192,11 +219,13 @@ class Ledger:
         """Granted bytes became files; they are the most recently used."""
         for path, nbytes in files:
             self._reserved = max(0, self._reserved - nbytes)
+            self._written += nbytes
             self._files.add(path, nbytes)
 
     def released(self, nbytes: int) -> None:
         """Granted bytes that will not be written."""
         self._reserved = max(0, self._reserved - nbytes)
+        self._writes.give_back(nbytes)
 
     def dropped(self, paths: Iterable[str]) -> None:
         """Files that an engine removed itself, or tried to: one that is there still counts."""
@@ -233,8 +262,9 @@ class Ledger:
 
         for _, path, size in sorted(self._walk(only=written_to, dead=pid)):
             if path not in self._files:
-                self._files.add(path, size)
-        self.released(outstanding)
+                self.stored([(path, size)])
+                outstanding -= size
+        self.released(max(0, outstanding))
         self._evict(self._committed - self.cap)
 
     def _judge(self) -> None:
@@ -287,6 +317,10 @@ class Ledger:
             evicted_files=self._evicted_files,
             evicted_bytes=self._evicted_bytes,
             orphans_evicted_total=self._evicted_orphans,
+            written_bytes_total=self._written,
+            written_today_bytes=max(0, self._writes.spent - self._reserved),
+            daily_write_budget_bytes=self._writes.limit,
+            write_budget_used_up=int(self._writes.used_up),
         )
 
 

@@ -12,6 +12,7 @@ from .hashing import BlockHash
 SUFFIX = ".safetensors"
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
+WRITES_NAME = "writes.json"
 NAMESPACE_HEX = 32
 """Hex digits of the namespace in a path: 128 bits tell models apart; hashes carry all 256."""
 

@@ -1,0 +1,157 @@
+"""What may be written to the cold tier on one day: flash wears by what is written to it.
+
+The day's sum is kept in a small file of the cache dir, so that it survives restarts and crashes. The
+file always holds as much as was granted or more: it is written before a grant is given, `AHEAD` bytes
+ahead, so that it is not written for every block; a crash makes the day's sum too large by that at most.
+A file that can't be read counts as a day whose budget is used up; one that can't be written leaves the
+sum in memory. A day is a calendar day of the machine's own time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from .fs import FileSystem, PosixFileSystem, read_all, write_all
+from .paths import TEMP_SUFFIX, WRITES_NAME
+
+log = logging.getLogger(__name__)
+
+AHEAD = 64 << 20
+"""Bytes, as much as an engine is granted at a time."""
+_NOTHING = 1 << 20
+_MOST = 4096
+"""Bytes that the file may have."""
+
+
+class _Day(msgspec.Struct, frozen=True):
+    """`day` as 2026-01-31; `bytes` granted on it at most."""
+
+    day: str
+    bytes: int
+
+
+def _today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
+class WriteBudget:
+    """`root`: the cache dir; `limit`: bytes a day, 0 for no limit (they are counted all the same)."""
+
+    def __init__(
+        self, root: Path, limit: int = 0, fs: FileSystem | None = None, today: Callable[[], str] = _today
+    ):
+        self.limit = limit
+        self._path = str(root / WRITES_NAME)
+        self._fs: FileSystem = fs or PosixFileSystem()
+        self._today = today
+        self._day = ""
+        self._spent = 0
+        self._saved = 0
+        self._told = False
+
+    def open(self) -> None:
+        """Take up what this day has had so far. Never raises OSError."""
+        self._day, self._spent = self._today(), 0
+        with contextlib.suppress(OSError):
+            self._fs.unlink(self._path + TEMP_SUFFIX)
+        try:
+            found = self._load()
+        except FileNotFoundError:
+            found = None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            found = _Day(self._day, self.limit)
+            if self.limit:
+                log.warning(
+                    "SSD cache: %s can't be read (%s); nothing is written until tomorrow", self._path, error
+                )
+                self._told = True
+        if found is not None and found.day == self._day:
+            self._spent = max(0, found.bytes)
+        self._saved = self._spent
+
+    def close(self) -> None:
+        """Leave the exact sum."""
+        if self._saved != self._spent:
+            self._save(self._spent)
+
+    @property
+    def spent(self) -> int:
+        """Bytes granted today and not given back."""
+        self._turn_the_page()
+        return self._spent
+
+    @property
+    def used_up(self) -> bool:
+        """Something was refused today."""
+        self._turn_the_page()
+        return self._told
+
+    def spend(self, nbytes: int) -> bool:
+        """Grant `nbytes` more. False: today's budget has no room for them."""
+        self._turn_the_page()
+        if self.limit and self._spent + nbytes > self.limit:
+            # An engine that is refused a large lease asks again for a single file.
+            if nbytes < AHEAD or self.limit - self._spent < _NOTHING:
+                self._tell()
+            return False
+        self._spent += nbytes
+        if self._spent > self._saved:
+            ahead = self._spent + AHEAD
+            self._save(max(self._spent, min(ahead, self.limit) if self.limit else ahead))
+        return True
+
+    def give_back(self, nbytes: int) -> None:
+        """Granted bytes that were not written."""
+        self._turn_the_page()
+        self._spent = max(0, self._spent - nbytes)
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(
+                "SSD cache: today's write budget of %d MB is used up; new blocks stay in RAM until tomorrow",
+                self.limit // 10**6,
+            )
+
+    def _turn_the_page(self) -> None:
+        if (today := self._today()) != self._day:
+            self._day, self._spent, self._saved, self._told = today, 0, 0, False
+
+    # ----------------------------------------------------------------- the file
+
+    def _load(self) -> _Day:
+        buffer = bytearray(_MOST)
+        fd = self._fs.open_read(self._path)
+        try:
+            size = read_all(self._fs, fd, [memoryview(buffer)])
+        finally:
+            with contextlib.suppress(OSError):
+                self._fs.close(fd)
+        return msgspec.json.decode(buffer[:size], type=_Day)
+
+    def _save(self, nbytes: int) -> None:
+        """Whole or not at all, and for certain: it is small and seldom, so it can be synced."""
+        data = msgspec.json.encode(_Day(self._day, nbytes))
+        temp = self._path + TEMP_SUFFIX
+        try:
+            fd = self._fs.open_new(temp)
+            try:
+                if write_all(self._fs, fd, [memoryview(data)]) != len(data):
+                    raise OSError(0, "a short write", temp)
+                self._fs.sync(fd)
+            finally:
+                self._fs.close(fd)
+            self._fs.rename(temp, self._path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._fs.unlink(temp)
+            log.debug("SSD cache: %s can't be written: %s", self._path, os.strerror(error.errno or 0))
+            return
+        self._saved = nbytes
