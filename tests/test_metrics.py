@@ -19,6 +19,7 @@ from omlxd.errors import Overloaded
 from omlxd.front import engine_figures
 from omlxd.front.app import create_app
 from omlxd.front.engine_figures import EngineFigures
+from omlxd.front.metrics import HELP
 from omlxd.kv.ledger import LedgerStats
 
 CHAT = "/v1/chat/completions"
@@ -337,6 +338,8 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
         assert of(before, "omlxd_engine_resident_bytes") > 10e6
         wait_until(lambda: of(page(), "omlxd_kv_files_written_total") >= 3, 20)
         assert page().plain("omlxd_cold_bytes") > 0
+        values = daemon.http.get("/omlxd/status").json()["models"][0]["values"]
+        assert set(HELP) <= set(values), "the names that metrics.py describes are the engine's"
         before = page()
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         wait_until(lambda: daemon.state() != "ready", 10)
