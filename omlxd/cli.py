@@ -21,7 +21,10 @@ VERBS = {
         "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
     "key": ("keys_cli", "make, list and revoke API keys; a running daemon hears of it at once"),
+    "config": ("status_cli.config", "show each setting, and where its value comes from"),
     "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
+    "status": ("status_cli.status", "models, memory, tiers and requests of the running daemon"),
+    "top": ("status_cli.top", "the same, live"),
 }
 """Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,
 and its help. Imported only when it is called."""

@@ -7,15 +7,12 @@ so the agent started without this command is as it was.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import shlex
 import shutil
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,16 +20,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from .config import is_loopback, load_settings
+from .config import is_loopback
+from .daemon_client import KEY_VARIABLE, DaemonError, address, fetch
 from .errors import ConfigError, OmlxdError
 
 COULD_NOT = 1
 """Exit status: no daemon, no model, or no such program."""
-ANSWER_S = 10.0
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000
 """What the agents ask for by themselves. A small context can't spare as much, see `output_tokens`."""
-KEY_VARIABLE = "OMLXD_API_KEY"
 
 
 class LaunchError(OmlxdError):
@@ -152,14 +148,14 @@ class _Models(msgspec.Struct):
 
 
 def find_target(url: str, key: str, name: str | None) -> Target:
-    """The model called `name` (None: the first one) of the daemon at `url`. Raises LaunchError.
+    """The model called `name` (None: the first one) of the daemon at `url`. Raises LaunchError, DaemonError.
 
     Waits while the model loads for the first time, as its context is not known before.
     """
     deadline = time.monotonic() + LOADING_S
     told = False
     while True:
-        model = _chosen(_models(url, key), name)
+        model = _chosen(fetch(url, key, "/v1/models", _Models).data, name)
         if model.max_input_tokens is not None or model.omlxd.state not in ("loading", "restarting"):
             return Target(url, key, model.id, model.max_input_tokens)
         if time.monotonic() > deadline:
@@ -168,30 +164,6 @@ def find_target(url: str, key: str, name: str | None) -> Target:
             print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
             told = True
         time.sleep(0.5)
-
-
-def _models(url: str, key: str) -> list[_Model]:
-    request = urllib.request.Request(f"{url}/v1/models")
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    # No proxy of the environment's may stand before the loopback.
-    proxies = [urllib.request.ProxyHandler({})] if is_loopback(urlsplit(url).hostname or "") else []
-    try:
-        with urllib.request.build_opener(*proxies).open(request, timeout=ANSWER_S) as answer:
-            return msgspec.json.decode(answer.read(), type=_Models).data
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 401:
-            raise LaunchError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
-        raise LaunchError(f"{url}/v1/models answers with status {error.code}; is it omlxd?") from None
-    except msgspec.MsgspecError:
-        raise LaunchError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
-    except ValueError:  # What HTTP can't carry in a header, a line break say.
-        raise LaunchError(f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces.") from None
-    except (OSError, http.client.HTTPException):
-        raise LaunchError(
-            f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."
-        ) from None
 
 
 def _chosen(models: Sequence[_Model], name: str | None) -> _Model:
@@ -231,13 +203,13 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         raise ConfigError(f"{unknown[0]} is no flag of `omlxd launch`; flags of {known.agent} go after --.")
     agent = AGENTS[known.agent]
     try:
-        url, key = _address(known.url, os.environ)
+        url, key = address(known.url)
         path = None if known.print_env else _found(agent)
         start = agent.start(find_target(url, key, known.model))
         if path is None:
             print(shell_text(agent, start, rest))
             return 0
-    except LaunchError as error:
+    except (LaunchError, DaemonError) as error:
         print(f"omlxd: {error.message}", file=sys.stderr)
         return COULD_NOT
     sys.stdout.flush()
@@ -272,27 +244,3 @@ def _found(agent: Agent) -> str:
     if path is None:
         raise LaunchError(f"{agent.program} is not on the PATH; install it with `{agent.install}`.")
     return path
-
-
-def _address(given: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """(URL, key) of the daemon: as given, else where `omlxd serve` would listen by its settings.
-
-    A key from a settings file goes to no address but that file's own.
-    """
-    if given is not None:
-        try:
-            parts = urlsplit(given)
-            fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            fine = False
-        if not fine:
-            raise ConfigError(f"--url: {given!r} is no address like http://127.0.0.1:8000.", param="--url")
-        return given.rstrip("/").removesuffix("/v1"), environ.get(KEY_VARIABLE, "")
-    settings = load_settings({}, environ)
-    if not settings.port:
-        raise ConfigError(
-            f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens.",
-            param="--url",
-        )
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", settings.api_key

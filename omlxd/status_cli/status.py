@@ -1,0 +1,91 @@
+"""`omlxd status`: the running daemon on one page, or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from ..daemon_client import DaemonError, address, fetch
+from ..front.admin import DaemonStatus, ModelStatus
+from ..sizes import human
+from .figures import duration, hit_rate, percent
+
+PATH = "/omlxd/status"
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Exit status 1 if there is no daemon. Raises ConfigError."""
+    parser.allow_abbrev = False
+    add_url(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        url, key = address(args.url)
+        status = fetch(url, key, PATH, DaemonStatus)
+    except DaemonError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    print(msgspec.json.format(msgspec.json.encode(status)).decode() if args.json else as_text(status, url))
+    return 0
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+
+
+def as_text(status: DaemonStatus, url: str) -> str:
+    lines = [headline(status, url), ""]
+    head = ("MODEL", "STATE", "RUNNING", "WAITING", "PROCESS", "MLX", "CONTEXT", "RESTORED", "RAM TIER")
+    lines += table([head, *map(_row, status.models)])
+    for model in status.models:
+        if model.trouble:
+            lines.append(f"{model.id}: {model.trouble}")
+        if model.kv_reuse:
+            lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
+    return "\n".join([*lines, cold_line(status)])
+
+
+def headline(status: DaemonStatus, url: str) -> str:
+    return (
+        f"omlxd {status.version} at {url}, process {status.pid}, up {duration(status.uptime_s)}, "
+        f"front {human(status.resident)}"
+    )
+
+
+def cold_line(status: DaemonStatus) -> str:
+    cold = status.cold
+    if cold is None:
+        return "SSD cache: none"
+    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {cold.files} files"
+    return text + (f", {cold.evicted_files} evicted since the start" if cold.evicted_files else "")
+
+
+def _row(model: ModelStatus) -> tuple[str, ...]:
+    mlx = model.values.get("mlx_active_bytes")
+    return (
+        model.id,
+        model.state,
+        str(model.running),
+        str(model.waiting),
+        human(model.resident) if model.resident else "-",
+        human(int(mlx)) if mlx is not None else "-",
+        str(model.context_length) if model.context_length else "-",
+        percent(hit_rate(model)),
+        ram_tier(model),
+    )
+
+
+def ram_tier(model: ModelStatus) -> str:
+    hot, budget = model.values.get("kv_hot_bytes"), model.values.get("kv_hot_budget_bytes")
+    if hot is None:
+        return "-"
+    return human(int(hot)) + (f" of {human(int(budget))}" if budget is not None else "")
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,196 @@
+"""omlxd status, top and config, over a scripted daemon and a real one."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from daemon import Daemon, prose
+from rich.console import Console
+
+from omlxd import cli
+from omlxd.daemon_client import DaemonError, NoDaemon
+from omlxd.front.admin import ColdStatus, DaemonStatus, ModelStatus
+from omlxd.status_cli import top
+from omlxd.status_cli.figures import duration, hit_rate, rates
+from omlxd.status_cli.status import as_text
+
+URL = "http://127.0.0.1:8000"
+
+
+def model(id: str = "org/tiny", state: str = "ready", **more) -> ModelStatus:
+    values = {
+        **{
+            "prompt_tokens_total": 100.0,
+            "generation_tokens_total": 40.0,
+            "prefix_cache_queries_total": 400.0,
+        },
+        **{"prefix_cache_hits_hot_total": 200.0, "prefix_cache_hits_cold_total": 100.0},
+        **{"kv_hot_bytes": 5e6, "kv_hot_budget_bytes": 8e9, "mlx_active_bytes": 3e9},
+        **{"kv_bytes_written_total": 0.0, "kv_bytes_restored_total": 0.0},
+    }
+    values |= more.pop("values", {})
+    return ModelStatus(id=id, state=state, resident=2 * 10**9, context_length=4096, values=values, **more)
+
+
+def status(*models: ModelStatus, pid: int = 7, cold: bool = True) -> DaemonStatus:
+    return DaemonStatus(
+        version="1.2",
+        pid=pid,
+        started=0.0,
+        uptime_s=3700.0,
+        resident=37 * 10**6,
+        models=list(models),
+        cold=ColdStatus(
+            dir="/cache", bytes=10**9, cap=10**11, reserved=0, files=12, evicted_files=3, evicted_bytes=5
+        )
+        if cold
+        else None,
+    )
+
+
+def test_durations_and_rates():
+    assert [duration(s) for s in (0, 59.9, 60, 62, 3600, 3700, 90000, 86401)] == [
+        *("0 s", "59 s", "1 min", "1 min 2 s", "1 h", "1 h 1 min", "1 d 1 h", "1 d")
+    ]
+    assert hit_rate(model()) == 0.75
+    assert hit_rate(ModelStatus(id="m", state="loading")) is None
+    rate = rates(model(), model(values={"generation_tokens_total": 60.0, "prompt_tokens_total": 0.0}), 2.0)
+    assert (rate.generated, rate.computed) == (10.0, 0.0)
+    assert rates(None, model(), 2.0).generated == 0.0
+
+
+def test_status_as_text():
+    told = as_text(
+        status(
+            model(running=2, waiting=1), ModelStatus(id="b", state="failed", trouble="b can't be loaded: why")
+        ),
+        URL,
+    )
+    lines = told.splitlines()
+    assert lines[0] == f"omlxd 1.2 at {URL}, process 7, up 1 h 1 min, front 37 MB"
+    assert lines[3].split() == [
+        *("org/tiny", "ready", "2", "1", "2", "GB", "3", "GB", "4096", "75%", "5", "MB", "of", "8", "GB")
+    ]
+    assert "b: b can't be loaded: why" in lines
+    assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
+    assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
+
+
+def test_top_on_a_fake_console():
+    later = model(values={"generation_tokens_total": 90.0, "kv_bytes_written_total": 4e6})
+    given = iter([status(model()), status(later)])
+    out = io.StringIO()
+    console = Console(file=out, width=160, height=20)
+    slept: list[float] = []
+    top.watch(lambda: next(given), URL, console, 1.0, looks=2, sleep=slept.append)
+    assert slept == [1.0]
+    assert "org/tiny" in out.getvalue() and "75%" in out.getvalue()
+
+
+def shown(now: DaemonStatus, before: DaemonStatus | None, seconds: float) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    with console.capture() as capture:
+        console.print(top.page(now, before, seconds, URL))
+    return capture.get()
+
+
+def test_a_page_of_top_has_rates():
+    later = model(values={"generation_tokens_total": 90.0, "kv_bytes_written_total": 4e6})
+    text = shown(status(later, model("b", "failed", trouble="no memory")), status(model()), 2.0)
+    assert "25.0" in text and "written 2 MB/s" in text and "b: no memory" in text
+    assert "0.0" in shown(status(later), None, 0.0)
+
+
+def test_a_page_of_top_fits_80_columns():
+    console = Console(file=io.StringIO(), width=80)
+    long = model("some-organisation/A-Model-30B-with-a-long-name-4bit", running=1)
+    with console.capture() as capture:
+        console.print(top.page(status(long), status(long), 1.0, URL, wide=False))
+    (row,) = [line for line in capture.get().splitlines() if line.startswith("some-org")]
+    assert row.split()[1:] == ["ready", "1", "0", "0", "0", "0.0", "75%", "5", "MB", "2", "GB"]
+
+
+def test_top_waits_for_a_daemon_that_went_away():
+    answers = iter([status(model()), NoDaemon("gone"), DaemonError("busy"), status(model(), pid=8)])
+
+    def look() -> DaemonStatus:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    pages: list[str] = []
+    console = Console(file=io.StringIO(), width=160)
+    top.watch(look, URL, console, 0.1, looks=4, sleep=lambda s: pages.append(""))
+    assert len(pages) == 3
+    with pytest.raises(NoDaemon):
+        top.watch(lambda: (_ for _ in ()).throw(NoDaemon("none")), URL, console, looks=1)
+
+
+@pytest.mark.parametrize("verb", ["status", "top"])
+def test_no_daemon_is_one_sentence(verb: str, capsys):
+    assert cli.main([verb, "--url", "http://127.0.0.1:1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("omlxd: Nothing answers at http://127.0.0.1:1; start the daemon")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["status", "--url", "ftp://x"],
+        ["status", "--nonsense"],
+        ["top", "--interval", "x"],
+        ["top", "--looks", "-1"],
+    ],
+)
+def test_nonsense_ends_with_2(argv: list[str], capsys):
+    assert cli.main(argv) == 2
+    assert capsys.readouterr().err.startswith("omlxd: ")
+
+
+def test_a_real_daemon(tmp_path: Path, monkeypatch, capsys):
+    with Daemon(tmp_path, env={"OMLXD_API_KEY": "secret"}, wait=False) as daemon:
+        daemon.http.headers["x-api-key"] = "secret"
+        daemon.wait_ready()
+        daemon.chat(prose(40))
+        assert cli.main(["status", "--url", daemon.url]) == 1
+        assert "wants its key" in capsys.readouterr().err
+        monkeypatch.setenv("OMLXD_API_KEY", "secret")
+        assert cli.main(["status", "--url", daemon.url, "--json"]) == 0
+        got = msgspec.json.decode(capsys.readouterr().out, type=DaemonStatus)
+        assert got.pid == daemon.process.pid and got.models[0].pid == daemon.engine_pid()
+        assert got.cold is not None and Path(got.cold.dir) == daemon.home / "omlxd" / "cache"
+        assert cli.main(["status", "--url", daemon.url]) == 0
+        assert daemon.model in capsys.readouterr().out
+        assert cli.main(["top", "--url", daemon.url, "--looks", "1"]) == 0
+        assert daemon.model in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------- config show
+
+
+def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, capsys):
+    for name in ("OMLXD_PORT", "OMLXD_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "omlxd.toml"
+    file.write_text('[serve]\nblock-size = 128\nlog-level = "debug"\n')
+    monkeypatch.setenv("OMLXD_LOG_LEVEL", "error")
+    monkeypatch.setenv("OMLXD_API_KEY", "very-secret")
+    argv = ["config", "show", "--config", str(file), "--port", "9"]
+    assert cli.main([*argv, "--json"]) == 0
+    out = capsys.readouterr().out
+    rows = {row["name"]: (row["value"], row["source"]) for row in json.loads(out)}
+    assert rows["port"] == (9, "--port")
+    assert rows["block_size"] == (128, f"{file} line 2 (block-size)")
+    assert rows["log_level"] == ("error", "OMLXD_LOG_LEVEL")
+    assert rows["host"] == ("127.0.0.1", "default")
+    assert rows["api_key"] == ("(set, not shown)", "OMLXD_API_KEY")
+    assert rows["paged_ssd_cache_max_size"] == (100 * 10**9, "default")
+    assert cli.main(argv) == 0
+    text = capsys.readouterr().out
+    assert "very-secret" not in out + text
+    assert "--block-size" in text and "100 GB" in text and "auto" in text
+    assert cli.main(["config", "show", "--port", "banana"]) == 2
+    assert cli.main(["config"]) == 2
