@@ -108,7 +108,7 @@ def test_a_page_of_top_fits_80_columns():
     long = model("some-organisation/A-Model-30B-with-a-long-name-4bit", running=1)
     with console.capture() as capture:
         console.print(top.page(status(long), status(long), 1.0, URL, wide=False))
-    (row,) = [line for line in capture.get().splitlines() if line.startswith("some-org")]
+    (row,) = [line for line in capture.get().splitlines() if line.startswith("A-Model-30B-with-a-long…")]
     assert row.split()[1:] == ["ready", "1", "0", "0", "0", "0.0", "75%", "5", "MB", "2", "GB"]
 
 

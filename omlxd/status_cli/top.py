@@ -26,6 +26,7 @@ from .status import PATH, add_url, cold_line
 INTERVAL_S = 1.0
 WIDE = 100
 """Columns of a terminal that has room for everything."""
+NAME = 24
 _COLUMNS = ("RUN", "WAIT", "IN/S", "HIT/S", "OUT/S", "HITS", "RAM TIER", "PROCESS", "MLX")
 _STATE_STYLES = {"ready": "green", "failed": "red", "quarantined": "red"}
 
@@ -115,7 +116,7 @@ def page(
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for model in now.models:
         row = _row(model, model_of(before, model.id), seconds)
-        table.add_row(*(row if wide else row[:-1]))
+        table.add_row(*(row if wide else [_short(model.id), *row[1:-1]]))
     parts: list[RenderableType] = [
         head,
         Text(),
@@ -127,6 +128,12 @@ def page(
     if trouble:
         parts.append(Text(trouble, style="red"))
     return Group(*parts)
+
+
+def _short(id: str) -> str:
+    """The last part of a hub id or path, cut to what 80 columns leave it."""
+    name = id.rpartition("/")[2]
+    return name if len(name) <= NAME else name[: NAME - 1] + "…"
 
 
 def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[RenderableType]:
