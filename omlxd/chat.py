@@ -135,12 +135,14 @@ class GenerateRequest(Struct, frozen=True):
 
     session     names the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
+    context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
     """
 
     prompt: Union[Conversation, RawPrompt]
     sampling: Sampling = Sampling()
     session: str = ""
     cache_salt: str = ""
+    context_limit: int = 0
 
 
 # --------------------------------------------------------------------------- events

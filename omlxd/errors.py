@@ -71,6 +71,12 @@ class Unavailable(OmlxdError):
     code = "unavailable"
 
 
+class NotNow(OmlxdError):
+    """A model is not loaded now, for a reason that lies outside it: no memory, or too many are in use."""
+
+    code = "unavailable"
+
+
 class ConfigError(OmlxdError):
     """A flag, a variable or a line of the configuration file makes no sense. `param` names it."""
 

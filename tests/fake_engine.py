@@ -83,6 +83,11 @@ class FakeEngine:
         self.counted: list[Conversation | RawPrompt] = []
         self.closed = asyncio.Event()
         self.finished = 0
+        self.keep_alive: float | None = None
+
+    @property
+    def context_length(self) -> int | None:
+        return self.info.context_length if self.info else None
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         # Whatever a protocol makes of a body must be fit for the frames that real engines get.
@@ -135,6 +140,9 @@ class FakeEngines:
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold
+
+    def keep_alive(self, engine: FakeEngine, seconds: float) -> None:
+        engine.keep_alive = seconds
 
 
 def app_of(*engines: FakeEngine, **settings: Any):

@@ -68,6 +68,7 @@ class Stub:
                 self.granted.notify_all()
         elif isinstance(message, wire.Quit):
             self.note("quit")
+            time.sleep(self.args.quit_s)
             sys.exit(0)
 
     def load(self, message: wire.Load) -> None:
@@ -133,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--load-s", type=float, default=0)
+    parser.add_argument("--quit-s", type=float, default=0)
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
     parser.add_argument("--notes", default="")

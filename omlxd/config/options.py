@@ -9,12 +9,17 @@ from typing import Any
 import msgspec
 
 from . import parsers
+from .models import ModelSettings
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What `omlxd serve` was told. Sizes in bytes; an empty `model` is the embedded demo model.
 
     hot_cache_max_size  None: grows up to what memory safely allows; 0: no hot tier
+    model_dir           None: none
+    model_ttl           seconds that a model loaded on demand stays after its last request; None: for good
+    max_loaded_models   0: as many as memory allows
+    models              what the file says under `[models."id"]`, by the id, or alias, as written there
     log_file            None: standard error
     cors_origin         origins of pages that may read answers; "*" is any
     allowed_host        further names that a Host header may hold
@@ -22,6 +27,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
+    model_dir: Path | None = None
+    model_ttl: float | None = None
+    max_loaded_models: int = 0
+    no_jit_load: bool = False
+    no_hf_cache: bool = False
     host: str
     port: int
     api_key: str
@@ -42,6 +52,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_file_count: int = 5
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    models: dict[str, ModelSettings] = {}
     sources: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -78,7 +89,46 @@ OPTIONS: tuple[Option, ...] = (
         default="",
         metavar="MODEL",
         parse=parsers.any_text,
-        help="local folder, or hub id as ORG/NAME (downloaded once); default: the embedded demo model",
+        help="model to load at start: local folder, hub id as ORG/NAME (downloaded once), or a name "
+        "under --model-dir; default: none with --model-dir, else the embedded demo model",
+    ),
+    Option(
+        name="model_dir",
+        default="",
+        metavar="DIR",
+        parse=parsers.model_dir,
+        help="folder of models, as DIR/NAME or DIR/ORG/NAME; they are loaded when they are asked for",
+    ),
+    Option(
+        name="model_ttl",
+        default="60m",
+        metavar="TIME",
+        parse=parsers.ttl,
+        help="how long a model that was loaded on demand stays without a request, as 30m or 2h; "
+        "0: until its memory is needed",
+    ),
+    Option(
+        name="max_loaded_models",
+        default="0",
+        metavar="N",
+        parse=parsers.integer(0, 1000),
+        help="models that are loaded at the same time; 0: as many as memory allows",
+    ),
+    Option(
+        name="no_jit_load",
+        default="false",
+        metavar="",
+        parse=parsers.switch,
+        is_switch=True,
+        help="load no model because a request names it, only by --model and `omlxd models load`",
+    ),
+    Option(
+        name="no_hf_cache",
+        default="false",
+        metavar="",
+        parse=parsers.switch,
+        is_switch=True,
+        help="don't offer the models that lie in the Hugging Face cache",
     ),
     Option(
         name="host",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..durations import parse_duration
 from ..errors import ConfigError
 from ..sizes import disk_total, human, parse_size, total_ram
 
@@ -25,6 +26,20 @@ def path(text: str, param: str, _: Mapping[str, Any]) -> Path:
     if not text:
         raise ConfigError(f"{param}: a folder is needed.", param=param)
     return Path(text).expanduser().absolute()
+
+
+def model_dir(text: str, param: str, known: Mapping[str, Any]) -> Path | None:
+    if not text:
+        return None
+    folder = path(text, param, known)
+    if not folder.is_dir():
+        raise ConfigError(f"{param}: there is no folder {folder}.", param=param)
+    return folder
+
+
+def ttl(text: str, param: str, _: Mapping[str, Any]) -> float | None:
+    """Seconds; None: for good."""
+    return parse_duration(text, param) or None
 
 
 def cold_dir(text: str, param: str, known: Mapping[str, Any]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..keys import keys_path, read_keys
 from . import parsers
+from .models import ModelSettings, closest, parse_models
 from .options import BY_NAME, OPTIONS, Settings
 
 
@@ -28,7 +28,8 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
             given[name] = flags[name], option.flag
         elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
             given[name] = environ[option.variable], option.variable
-    for name, value in _file_values(_config_file(flags, environ, given)).items():
+    from_file, models = _read_file(_config_file(flags, environ, given))
+    for name, value in from_file.items():
         given.setdefault(name, value)
 
     values: dict[str, Any] = {}
@@ -46,13 +47,7 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
             "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1.",
             param=sources["host"],
         )
-    return Settings(**values, sources=sources)
-
-
-def closest(word: str, words: list[str]) -> str:
-    """` (did you mean …?)`, or nothing when no word is near."""
-    near = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    return Settings(**values, models=models, sources=sources)
 
 
 def _config_file(
@@ -70,20 +65,21 @@ def _config_file(
     return path if path.is_file() else None
 
 
-def _file_values(path: Path | None) -> dict[str, tuple[str, str]]:
-    """Option name → (text, where it stands) from the file's `[serve]` table."""
+def _read_file(path: Path | None) -> tuple[dict[str, tuple[str, str]], dict[str, ModelSettings]]:
+    """The file's `[serve]` table as option name → (text, where it stands), and its models' settings."""
     if path is None:
-        return {}
+        return {}, {}
     try:
         source = path.read_text(encoding="utf-8")
         tables = tomllib.loads(source)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}.", param=str(path)) from error
     for table, entries in tables.items():
-        if table != "serve" or not isinstance(entries, dict):
-            hint = closest(table, ["serve", *BY_NAME]) if table != "serve" else ""
+        if table not in ("serve", "models") or not isinstance(entries, dict):
+            hint = closest(table, ["serve", "models", *BY_NAME]) if table not in ("serve", "models") else ""
             raise ConfigError(
-                f"{_place(path, source, table)}: {table!r} is unknown{hint}; settings stand under [serve].",
+                f"{_place(path, source, table)}: {table!r} is unknown{hint}; settings stand under [serve], "
+                'those of one model under [models."its name"].',
                 param=table,
             )
     values: dict[str, tuple[str, str]] = {}
@@ -101,7 +97,7 @@ def _file_values(path: Path | None) -> dict[str, tuple[str, str]]:
         else:
             raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
         values[name] = text, place
-    return values
+    return values, parse_models(tables.get("models", {}), path, source)
 
 
 def _place(path: Path, source: str, key: str) -> str:

@@ -184,9 +184,10 @@ class EngineHost:
             raise InvalidRequest("logprobs are not supported yet", param="logprobs")
         rendered = self.prompts.render(request.prompt)
         tokens = rendered.tokens
-        room = self.loaded.context_length - len(tokens)
+        context = min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
+        room = context - len(tokens)
         if room <= 0:
-            raise PromptTooLong(len(tokens), self.loaded.context_length - 1)
+            raise PromptTooLong(len(tokens), context - 1)
         if not tokens:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if bad := next((t for t in tokens if not 0 <= t < self.loaded.vocab_size), None):

@@ -7,6 +7,7 @@ Layers, outermost first: CORS where it is opened, `Shell` (id, body limit, error
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import msgspec
 from starlette.applications import Starlette
@@ -20,6 +21,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
+from ..api.keep_alive import keep_alive_of
 from . import openapi
 from .admin import Admin
 from .engine_figures import FiguresOf
@@ -48,8 +50,10 @@ class _Health(msgspec.Struct):
     status: str = "ok"
 
 
-def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starlette:
-    """The ASGI app over `engines`."""
+def create_app(
+    engines: Engines, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
+) -> Starlette:
+    """The ASGI app over `engines`. `more_routes`: what is for the owner and no client's protocol."""
     routes = _Routes(engines, settings or HttpSettings())
     app = Starlette(
         routes=[
@@ -66,6 +70,7 @@ def create_app(engines: Engines, settings: HttpSettings | None = None) -> Starle
             Route("/metrics", routes.metrics_page),
             Route("/omlxd/status", routes.status),
             Route("/", routes.root),
+            *more_routes,
         ],
         middleware=_layers(routes.settings),
         exception_handlers={HTTPException: raise_route_error},
@@ -118,6 +123,8 @@ class _Routes:
         parsed = dialect.parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
+        if (seconds := keep_alive_of(await request.body())) is not None:
+            self._engines.keep_alive(engine, seconds)
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:

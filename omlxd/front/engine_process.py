@@ -2,16 +2,19 @@
 
 | state        | process                    | a request                                        |
 |--------------|----------------------------|--------------------------------------------------|
+| `unloaded`   | none                       | starts it and waits                              |
 | `loading`    | being prepared, or loading | waits                                            |
 | `ready`      | serving                    | goes to the engine at once                       |
+| `unloading`  | flushing its blocks        | waits, and has it loaded again                   |
 | `restarting` | dead, or loading again     | starts it again (after a backoff) and waits      |
 | `failed`     | none                       | is refused at once, until `HOLD_S` have passed   |
 
 `loading` → `ready` on Loaded. `ready` → `restarting` when the process ends: every request in
-flight fails at once with a retryable error. A failed load fails whoever waited for it, with its
-reason; after `LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the
-hold tries once more. Nothing restarts by itself: a model that crashes on load costs nothing
-while nobody asks for it.
+flight fails at once with a retryable error. `ready` → `unloading` → `unloaded` by `unload`, which is
+the end of the process, so that its memory comes back for certain. A failed load fails whoever waited
+for it, with its reason; after `LOAD_ATTEMPTS` in a row the state is `failed`, and the first request
+after the hold tries once more. A load that was refused for want of memory is no failed load. Nothing
+restarts by itself: a model that crashes on load costs nothing while nobody asks for it.
 """
 
 from __future__ import annotations
@@ -22,18 +25,19 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from .. import wire
-from ..chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt
-from ..errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
+from ..chat import Conversation, Failed, Finished, GenerateRequest, RawPrompt
+from ..errors import InvalidRequest, NotNow, OmlxdError, Overloaded, Unavailable
 from .cold_ledger import Account, ColdLedger
 from .engine_link import ENGINE_COMMAND, EngineLink
+from .engine_stream import EngineStream, Waiting
 
 log = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "restarting", "failed"]
+State = Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed"]
 
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 LOAD_ATTEMPTS = 3
@@ -43,48 +47,8 @@ WAITING_PER_SLOT = 4
 WAITING_FLOOR = 64
 OVERLOAD_RETRY_S = 5
 STATS_TIMEOUT_S = 5.0
-
-
-class EngineStream(AsyncGenerator[Event, None]):
-    """The events of one request; the last one is Finished or Failed. Closing it cancels the rest.
-
-    Not a generator function: a generator that is closed before its first event runs no cleanup,
-    and a client may be gone by then.
-    """
-
-    def __init__(self, owner: EngineProcess, id: int):
-        self._owner = owner
-        self.id = id
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self._ended = False
-
-    async def __anext__(self) -> Event:
-        if self._ended:
-            raise StopAsyncIteration
-        event = await self.events.get()
-        self._ended = isinstance(event, (Finished, Failed))
-        return event
-
-    async def aclose(self) -> None:
-        self._ended = True
-        self._owner.forget(self.id)
-
-    async def asend(self, value: None) -> Event:
-        return await self.__anext__()
-
-    async def athrow(self, typ: Any, val: Any = None, tb: Any = None) -> Event:
-        await self.aclose()
-        raise val if val is not None else typ
-
-
-class _Waiting:
-    """A request of any kind: its frame until it is sent, and what becomes of its answer."""
-
-    __slots__ = ("answer", "frame")
-
-    def __init__(self, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
-        self.frame = frame
-        self.answer = answer
+UNLOAD_S = 60.0
+"""How long an engine that unloads may write what it has not written yet: nobody waits for it."""
 
 
 class EngineProcess:
@@ -93,6 +57,7 @@ class EngineProcess:
     command        program and arguments; `--fd N` is added
     model_id       the name that clients use
     max_concurrent requests that decode at once; it bounds how many more may wait
+    on_change()    called when the state changes, or the last request in flight ends
     """
 
     def __init__(
@@ -105,19 +70,23 @@ class EngineProcess:
         command: Sequence[str] = ENGINE_COMMAND,
         backoff_s: Sequence[float] = BACKOFF_S,
         hold_s: float = HOLD_S,
+        on_change: Callable[[], None] = lambda: None,
     ):
         self.model_id = model_id
         self.info: wire.ModelInfo | None = None
-        self.state: State = "loading"
+        self.used_at = time.monotonic()
+        self.loads = 0
         self.starts = 0
+        self._state: State = "unloaded"
         self._prepare = prepare
         self._limit = max_concurrent + max(WAITING_FLOOR, WAITING_PER_SLOT * max_concurrent)
         self._cold = cold
         self._command = tuple(command)
         self._backoff_s = tuple(backoff_s)
         self._hold_s = hold_s
+        self._on_change = on_change
         self._ids = itertools.count(1)
-        self._requests: dict[int, _Waiting] = {}
+        self._requests: dict[int, Waiting] = {}
         self._link: EngineLink | None = None
         self._wanted = asyncio.Event()
         self._failed_loads = 0
@@ -126,13 +95,24 @@ class EngineProcess:
         self._reason = ""
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
+        self._loading: list[asyncio.Future[None]] = []
+        self._gone: asyncio.Future[None] | None = None
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._on_change()
 
     # ----------------------------------------------------------------- for the HTTP side
 
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
         self._admit()
-        stream = EngineStream(self, next(self._ids))
+        stream = EngineStream(next(self._ids), self.forget)
         self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
         return stream
 
@@ -180,9 +160,18 @@ class EngineProcess:
 
     def forget(self, id: int) -> None:
         """Nobody wants the answer to `id` any more; the engine is told if it is still at work."""
-        waiting = self._requests.pop(id, None)
-        if waiting is not None and not waiting.frame and self._link and self.state == "ready":
+        waiting = self._requests.get(id)
+        if waiting is None:
+            return
+        self._remove(id)
+        if not waiting.frame and self._link and self.state == "ready":
             self._link.send(wire.Cancel(id=id))
+
+    def _remove(self, id: int) -> None:
+        del self._requests[id]
+        self.used_at = time.monotonic()
+        if not self._requests:
+            self._on_change()
 
     def _admit(self) -> None:
         if self._closing:
@@ -199,17 +188,18 @@ class EngineProcess:
 
     def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
         try:
-            waiting = _Waiting(wire.encode(message), answer)
+            waiting = Waiting(wire.encode(message), answer)
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
             raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error
         self._requests[id] = waiting
+        self.used_at = time.monotonic()
         if self.state == "ready":
             self._send(waiting)
         else:
-            self._wanted.set()
+            self._want()
 
-    def _send(self, waiting: _Waiting) -> None:
+    def _send(self, waiting: Waiting) -> None:
         assert self._link is not None
         self._link.send_frame(waiting.frame)
         waiting.frame = b""  # Sent; a 30 MB request must not be held until its answer ends.
@@ -217,9 +207,49 @@ class EngineProcess:
     # ----------------------------------------------------------------- the process behind it
 
     def start(self) -> None:
-        """Begin to load now rather than at the first request."""
+        """Begin to load now rather than at the first request. Returns at once."""
+        self._want()
+
+    def _want(self) -> None:
+        if self.state == "unloaded":
+            self.state = "loading"
         self._wanted.set()
-        self._supervisor = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
+
+    async def load(self) -> None:
+        """Load, unless it is loaded already; returns once it is ready. Raises OmlxdError."""
+        self._admit()
+        if self.state == "ready":
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loading.append(done)
+        self._want()
+        await done
+
+    async def unload(self, grace_s: float = UNLOAD_S) -> bool:
+        """End the process in order; True once it is gone. False: requests are in flight, it stays.
+
+        Requests that arrive meanwhile wait, and have it loaded again.
+        """
+        if self._gone is None:
+            if self._requests or self._loading:
+                return False
+            if self._link is None:
+                return self.state != "loading"  # There is no process, or it is about to be.
+            self._gone = asyncio.get_running_loop().create_future()
+            _in_background(self._unload(self._link, grace_s))
+        await asyncio.shield(self._gone)
+        return True
+
+    async def _unload(self, link: EngineLink, grace_s: float) -> None:
+        was_ready = self.state == "ready"
+        self.state = "unloading"
+        if was_ready:
+            link.send(wire.Quit(deadline_s=grace_s))
+            await link.close(grace_s + 2.0)
+        else:
+            await link.close()
 
     async def drain(self, seconds: float) -> None:
         """Admit nothing more, and let what runs end within `seconds`. What waits for a load fails."""
@@ -231,17 +261,20 @@ class EngineProcess:
     async def close(self, grace_s: float = 5.0) -> None:
         """Fail what is in flight, let the engine flush for `grace_s`, end it."""
         self._closing = True
-        self._fail_all("omlxd is shutting down; retry in a moment.", retry_after=5)
+        self._fail_all(
+            Failed(code="unavailable", message="omlxd is shutting down; retry in a moment.", retry_after=5)
+        )
         if self._link is not None:
             if self.state == "ready":
                 self._link.send(wire.Quit(deadline_s=grace_s))
                 await self._link.close(grace_s + 1.0)
             else:
-                await self._link.close()
+                await self._link.close(grace_s + 1.0 if self.state == "unloading" else 0.0)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
+        self._tell_gone()
 
     async def _supervise(self) -> None:
         while not self._closing:
@@ -249,12 +282,41 @@ class EngineProcess:
             await asyncio.sleep(self._ended_at + self._backoff() - time.monotonic())
             if self.state == "failed":
                 self.state = "restarting"
-            reason = await self._one_life()
+            try:
+                reason = await self._one_life()
+            except NotNow as error:
+                self._not_now(error)
+                continue
+            if self._closing:
+                return
+            if self.state == "unloading":
+                self._unloaded()
+                continue
             self._wanted.clear()
             self._ended_at = time.monotonic()
             self._ends_in_a_row += 1
-            if not self._closing:
-                self._after(reason)
+            self._after(reason)
+
+    def _not_now(self, error: NotNow) -> None:
+        """There is no room for the model; nothing is wrong with it."""
+        self._wanted.clear()
+        self.state = "unloaded"
+        log.warning("%s is not loaded: %s", self.model_id, error.message)
+        self._fail_all(error.as_event())
+
+    def _unloaded(self) -> None:
+        log.info("unloaded %s", self.model_id)
+        if self._requests or self._loading:
+            self.state = "loading"  # They came while it ended.
+        else:
+            self._wanted.clear()
+            self.state = "unloaded"
+        self._tell_gone()
+
+    def _tell_gone(self) -> None:
+        gone, self._gone = self._gone, None
+        if gone is not None and not gone.done():
+            gone.set_result(None)
 
     def _backoff(self) -> float:
         """Seconds between the last end and the next start."""
@@ -275,18 +337,24 @@ class EngineProcess:
                 self.state = "failed"
         retry_after = math.ceil(self._hold_s if self.state == "failed" else self._backoff())
         log.error("%s (%d requests failed)", self._reason, len(self._requests))
-        self._fail_all(self._reason, retry_after=max(1, min(60, retry_after)))
+        retry_after = max(1, min(60, retry_after))
+        self._fail_all(Failed(code="unavailable", message=self._reason, retry_after=retry_after))
 
-    def _fail_all(self, message: str, *, retry_after: int) -> None:
-        failed = Failed(code="unavailable", message=message, retry_after=retry_after)
+    def _fail_all(self, failed: Failed) -> None:
         for id in list(self._requests):
             self._answer(id, failed)
+        loading, self._loading = self._loading, []
+        for done in loading:
+            if not done.done():
+                done.set_exception(OmlxdError.from_event(failed))
 
     async def _one_life(self) -> str:
         """From preparation to the end of the process; returns why it ended."""
         try:
             load = await self._prepare()
             link = await EngineLink.spawn(self._command)
+        except NotNow:
+            raise
         except OmlxdError as error:
             return error.message
         except OSError as error:
@@ -306,13 +374,14 @@ class EngineProcess:
             if life.account is not None:
                 life.account.gone()
             # Requests in flight must fail now, not when the process has been reaped.
-            reaping = asyncio.create_task(link.close())
+            _in_background(link.close())
             self._link = None
-            _background.add(reaping)
-            reaping.add_done_callback(_background.discard)
 
     def _loaded(self, info: wire.ModelInfo) -> None:
-        self.info, self.state, self._failed_loads = info, "ready", 0
+        self.info, self._failed_loads, self._reason = info, 0, ""
+        self.state = "ready"
+        self.loads += 1
+        self.used_at = time.monotonic()
         reuse = f"prefixes are not reused: {info.kv_reuse}" if info.kv_reuse else "prefixes are reused"
         log.info(
             "loaded %s (%s, %s): context %d tokens, %s",
@@ -326,6 +395,10 @@ class EngineProcess:
             log.warning("%s: %s", info.model_id, info.note)
         for waiting in self._requests.values():
             self._send(waiting)
+        loading, self._loading = self._loading, []
+        for done in loading:
+            if not done.done():
+                done.set_result(None)
 
     def _answer(self, id: int, result: Any) -> None:
         """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
@@ -343,7 +416,7 @@ class EngineProcess:
                 waiting.answer.set_exception(OmlxdError.from_event(result))
             else:
                 waiting.answer.set_result(result)
-        del self._requests[id]
+        self._remove(id)
 
 
 class _Life:
@@ -382,6 +455,12 @@ class _Life:
 
 _background: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to tasks."""
+
+
+def _in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)
 
 
 def _quoted(words: str) -> str:

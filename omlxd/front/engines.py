@@ -5,8 +5,8 @@ The app knows only these two protocols; a scripted engine stands behind them in 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..chat import Conversation, Event, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, NotFound
@@ -17,12 +17,13 @@ from ..wire import ModelInfo, Stats
 class Engine(Protocol):
     """One model, whatever becomes of the process behind it. Requests wait while it loads.
 
-    state  `loading`, `ready`, `restarting` or `failed`
-    info   None until the model has been loaded once
-    starts engine processes started so far
-    pid    of the engine process; None without one
-    in_flight  requests running or waiting
-    trouble    a sentence on why it can't serve; "" if it can, or nothing is known
+    state           `unloaded`, `loading`, `ready`, `unloading`, `restarting` or `failed`
+    info            None until the model has been loaded once
+    context_length  tokens of prompt and answer at most; None while nobody knows
+    starts          engine processes started so far
+    pid             of the engine process; None without one
+    in_flight       requests running or waiting
+    trouble         a sentence on why it can't serve; "" if it can, or nothing is known
     """
 
     @property
@@ -39,6 +40,7 @@ class Engine(Protocol):
     def in_flight(self) -> int: ...
     @property
     def trouble(self) -> str: ...
+    def context_length(self) -> int | None: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The events of one request, the last one Finished or Failed; or it raises OmlxdError.
@@ -74,23 +76,31 @@ class Engines(Protocol):
         """The SSD cache's account, at once; None without one."""
         ...
 
+    def keep_alive(self, engine: Any, seconds: float) -> None:
+        """`engine`, one that `resolve` gave, stays loaded for so long after its requests have ended."""
+        ...
+
 
 def basename(model_id: str) -> str:
     """The last part of a hub id or a path."""
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
-def resolve_name(name: str, known: Sequence[str], default: str | None = None) -> str:
+def resolve_name(
+    name: str, known: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
+) -> str:
     """Which of the `known` model ids `name` means.
 
-    An exact id, else a basename, else, for any name that begins with `claude-`, `default`: Claude
-    Code and its sub-agents ask for several. Raises InvalidRequest for an empty name, and NotFound,
-    which lists what there is.
+    An exact id, else an alias, else a basename, else, for any name that begins with `claude-`,
+    `default`: Claude Code and its sub-agents ask for several. Raises InvalidRequest for an empty name,
+    and NotFound, which lists what there is.
     """
     if not name.strip():
         raise InvalidRequest("model: this field is required", param="model")
     if name in known:
         return name
+    if aliases and (meant := aliases.get(name)) is not None:
+        return meant
     for model_id in known:
         if basename(model_id) == name:
             return model_id

@@ -12,7 +12,7 @@ from .engines import Engine, basename
 
 class ModelExtension(msgspec.Struct):
     """What neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
-    `context_length` and `block_size` in tokens, null while the model loads for the first time."""
+    `context_length` and `block_size` in tokens, null while nobody knows, before the first load."""
 
     state: str
     context_length: int | None
@@ -45,7 +45,7 @@ class ModelList(msgspec.Struct):
 def model_entry(engine: Engine, created: int) -> ModelEntry:
     """`created`: Unix seconds."""
     info = engine.info
-    context = info.context_length if info else None
+    context = engine.context_length
     return ModelEntry(
         id=engine.model_id,
         created=created,

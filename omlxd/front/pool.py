@@ -1,53 +1,132 @@
-"""Which engines there are, and which one a client's model name means.
+"""The models of one daemon: which one a client's name means, when each is loaded, and when it goes.
 
-One engine today: the model that `omlxd serve` was started with.
+A model is loaded when a request (or the owner) wants it. It goes when it was idle for its time, or
+when another one needs its place: the least recently used first, never one that is pinned or has
+requests in flight. Going is the end of its process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
+import time
 from collections.abc import Sequence
 
 from ..config import Settings
+from ..errors import InvalidRequest, NotFound, NotNow
 from ..kv.ledger import LedgerStats
-from ..models.resolve import model_id, resolve_model
+from ..models.catalog import Catalog, InstalledModel
+from ..models.resolve import check_folder, resolve_model
 from ..wire import CacheSettings, Load
 from .cold_ledger import ColdLedger
 from .engine_link import ENGINE_COMMAND
 from .engine_process import EngineProcess
-from .engines import resolve_name
+from .engines import basename, resolve_name
+from .model_book import ModelBook
+from .model_engine import ModelEngine
+from .model_settings import for_next_load, settings_of
+
+log = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
 """How long answers under way may take to end once the daemon was told to stop."""
 FLUSH_S = 5.0
 """How long an engine may then write blocks that are still in memory."""
+ROOM_WAIT_S = 60.0
+"""How long a model waits for others to become idle, so that one of them can go."""
 
 
 class EnginePool:
-    """The engines of one daemon. `command` is the engine program, replaced in tests."""
+    """`command`: the engine program, replaced in tests."""
 
-    def __init__(self, settings: Settings, command: Sequence[str] = ENGINE_COMMAND):
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str] = ENGINE_COMMAND,
+        *,
+        room_wait_s: float = ROOM_WAIT_S,
+    ):
         self._settings = settings
-        cap = 0 if settings.no_cache else settings.paged_ssd_cache_max_size
+        self._command = tuple(command)
+        self._room_wait_s = room_wait_s
+        self.catalog = Catalog(settings)
+        self.book = ModelBook(settings.base_path / "models.json")
         self.cold = ColdLedger(
-            settings.paged_ssd_cache_dir, cap, daily_writes=settings.ssd_cache_daily_write_budget
+            settings.paged_ssd_cache_dir,
+            0 if settings.no_cache else settings.paged_ssd_cache_max_size,
+            daily_writes=settings.ssd_cache_daily_write_budget,
         )
-        self._engine = EngineProcess(
-            model_id(settings.model),
-            self._prepare,
-            max_concurrent=settings.max_concurrent_requests,
+        self._engines: dict[str, ModelEngine] = {}
+        self._changed = asyncio.Event()
+        self._making_room = asyncio.Lock()
+        self._keeper: asyncio.Task[None] | None = None
+        self._unloads: set[asyncio.Task[bool]] = set()
+        self._first = next(iter(self.models()), None) if self._starts_with_one() else None
+
+    def _starts_with_one(self) -> bool:
+        return bool(self._settings.model) or self._settings.model_dir is None
+
+    # ----------------------------------------------------------------- names
+
+    def models(self, *, afresh: bool = False) -> list[ModelEngine]:
+        """Every installed model, the default one first, loaded or not."""
+        installed = self.catalog.models(afresh=afresh)
+        for id, model in installed.items():
+            if id not in self._engines:
+                self._engines[id] = self._new(model)
+        for id in [id for id in self._engines if id not in installed]:
+            if self._engines[id].state in ("unloaded", "failed") and not self._engines[id].in_flight:
+                del self._engines[id]  # Its folder is gone.
+        order = {id: place for place, id in enumerate(installed)}
+        return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
+
+    def _new(self, installed: InstalledModel) -> ModelEngine:
+        process = EngineProcess(
+            installed.id,
+            lambda: self._prepare(self._engines[installed.id]),
+            max_concurrent=self._settings.max_concurrent_requests,
             cold=self.cold,
-            command=command,
+            command=self._command,
+            on_change=self._note_change,
         )
+        made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
+        made.settings = settings_of(installed.id, self._settings.models)
+        made.pinned = installed.id in self.book.pinned
+        made.default_ttl = self._settings.model_ttl
+        return made
 
-    def resolve(self, model_name: str) -> EngineProcess:
-        """The engine that serves `model_name`; a `claude-…` name is the loaded model's. Raises OmlxdError."""
-        resolve_name(model_name, [self._engine.model_id], default=self._engine.model_id)
-        return self._engine
+    def aliases(self) -> dict[str, str]:
+        """Alias → model id, of models that are there; the configuration file's before those given later."""
+        found = dict(self.book.aliases)
+        for engine in self._engines.values():
+            found |= dict.fromkeys(engine.settings.aliases, engine.model_id)
+        return {alias: id for alias, id in found.items() if id in self._engines}
 
-    def models(self) -> list[EngineProcess]:
-        """Every engine, loaded or not."""
-        return [self._engine]
+    def aliases_of(self, model_id: str) -> list[str]:
+        return sorted(alias for alias, id in self.aliases().items() if id == model_id)
+
+    def default(self) -> ModelEngine | None:
+        """What a `claude-…` name means: `--model`'s, else the one used last, else the first one."""
+        if self._first is not None:
+            return self._first
+        engines = self.models()
+        loaded = [e for e in engines if e.state in ("ready", "loading")]
+        if loaded:
+            return max(loaded, key=lambda e: e.process.used_at)
+        return next((e for e in engines if e.is_pinned), engines[0] if engines else None)
+
+    def resolve(self, model_name: str) -> ModelEngine:
+        """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
+        known = [engine.model_id for engine in self.models()]
+        if model_name not in known and model_name not in self.aliases():
+            known = [engine.model_id for engine in self.models(afresh=True)]
+        default = self.default()
+        id = resolve_name(model_name, known, default and default.model_id, self.aliases())
+        return self._engines[id]
+
+    # ----------------------------------------------------------------- what the owner may do
 
     @property
     def cold_dir(self) -> str:
@@ -57,35 +136,192 @@ class EnginePool:
         return self.cold.peek()
 
     def start(self) -> None:
-        """Begin to load. Returns at once; needs a running event loop."""
-        self._engine.start()
+        """Begin to load what loads at start. Returns at once; needs a running event loop."""
+        self._keeper = asyncio.create_task(self._keep(), name="idle models")
+        if self._first is not None:
+            self._first.by_name = True
+            self._first.process.start()
+
+    async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
+        """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
+        engine = self.resolve(model_name)
+        engine.by_name, engine.keep_alive = True, keep_alive
+        await engine.process.load()
+        return engine
+
+    async def unload(self, model_name: str) -> bool:
+        """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
+        engine = self.resolve(model_name)
+        gone = await engine.process.unload()
+        if gone:
+            self._forget_wishes(engine)
+        else:
+            engine.keep_alive = 0.0
+        return gone
+
+    def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
+        """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
+        engine.keep_alive = seconds
+        self._changed.set()
+
+    def pin(self, model_name: str, pinned: bool) -> ModelEngine:
+        """Remembered between runs. Raises OmlxdError."""
+        engine = self.resolve(model_name)
+        if not pinned and engine.settings.pin:
+            raise InvalidRequest(f"{engine.model_id} is pinned by the configuration file; unpin it there.")
+        engine.pinned = pinned
+        self.book.set_pinned(engine.model_id, pinned)
+        self._changed.set()
+        return engine
+
+    def alias(self, alias: str, model_name: str | None) -> None:
+        """`alias` means that model from now on (None: nothing any more). Remembered. Raises OmlxdError."""
+        alias = alias.strip()
+        engines = self.models(afresh=True)
+        if not alias or len(alias) > 200 or not alias.isprintable():
+            raise InvalidRequest("alias: give a name of up to 200 printable characters.", param="alias")
+        if any(alias == e.model_id for e in engines):
+            raise InvalidRequest(f"alias: {alias!r} is the name of a model.", param="alias")
+        if any(alias in e.settings.aliases for e in engines):
+            raise InvalidRequest(f"alias: {alias!r} stands in the configuration file; change it there.")
+        if model_name is None:
+            if alias not in self.book.aliases:
+                raise NotFound(f"There is no alias {alias!r}.", param="alias")
+            self.book.set_alias(alias, None)
+        else:
+            self.book.set_alias(alias, self.resolve(model_name).model_id)
+
+    def apply(self, settings: Settings) -> None:
+        """Take up settings that were read again: those of models, and of how many stay how long.
+
+        What a loaded engine can't take up holds from its next load on; the log says which.
+        """
+        self._settings = settings
+        self.catalog.apply(settings)
+        for engine in self.models(afresh=True):
+            engine.settings = settings_of(engine.model_id, settings.models)
+            engine.default_ttl = settings.model_ttl
+            later = for_next_load(engine.loaded_with, engine.settings)
+            if later and engine.state == "ready":
+                log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
+        for name in settings.models:
+            if not any(name in (id, basename(id)) for id in self._engines):
+                log.warning("settings of %r are for a model that is not here", name)
+        self._changed.set()
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""
-        await self._engine.drain(drain_s)
-        await self._engine.close(flush_s)
+        if self._keeper is not None:
+            self._keeper.cancel()
+        processes = [engine.process for engine in self._engines.values()]
+        await asyncio.gather(*(process.drain(drain_s) for process in processes))
+        await asyncio.gather(*(process.close(flush_s) for process in processes))
         await self.cold.close()
 
     def kill(self) -> None:
         """End every engine process now."""
-        self._engine.kill()
+        for engine in self._engines.values():
+            engine.process.kill()
 
-    async def _prepare(self) -> Load:
-        settings = self._settings
-        # The cache dir is locked while the model is found or fetched; nobody waits for its walk.
-        folder, cold_dir = await asyncio.gather(
-            resolve_model(settings.model, settings.base_path), self.cold.open()
-        )
+    # ----------------------------------------------------------------- going
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        for engine in self._engines.values():
+            if engine.state in ("unloaded", "restarting", "failed"):
+                engine.admitted = False
+
+    def _forget_wishes(self, engine: ModelEngine) -> None:
+        """What was asked for a model's stay ends with it."""
+        engine.by_name, engine.keep_alive = False, None
+
+    async def _keep(self) -> None:
+        """Let models go that were idle for their time."""
+        while True:
+            self._changed.clear()
+            now, next_at = time.monotonic(), math.inf
+            for engine in self._engines.values():
+                if engine.expires_at <= now:
+                    log.info("%s has been idle for its time", engine.model_id)
+                    self._let_go(engine)
+                next_at = min(next_at, engine.expires_at)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(next_at) else max(0.0, next_at - now)):
+                    await self._changed.wait()
+
+    def _let_go(self, engine: ModelEngine) -> asyncio.Task[bool]:
+        self._forget_wishes(engine)
+        going = asyncio.create_task(engine.process.unload(), name=f"unload {engine.model_id}")
+        self._unloads.add(going)
+        going.add_done_callback(self._unloads.discard)
+        return going
+
+    # ----------------------------------------------------------------- coming
+
+    async def _prepare(self, engine: ModelEngine) -> Load:
+        folder, cold_dir = await asyncio.gather(self._folder(engine), self.cold.open())
+        await self._make_room(engine)
+        settings, own = self._settings, engine.settings
+        engine.loaded_with = own
+        no_cache = settings.no_cache if own.no_cache is None else own.no_cache
+        slots = own.max_concurrent_requests or settings.max_concurrent_requests
         return Load(
             model_path=str(folder),
-            model_id=self._engine.model_id,
+            model_id=engine.model_id,
             cache=CacheSettings(
-                enabled=not settings.no_cache,
-                block_size=settings.block_size,
+                enabled=not no_cache,
+                block_size=own.block_size or settings.block_size,
                 initial_blocks=settings.initial_cache_blocks,
-                hot_max_bytes=0 if settings.no_cache else settings.hot_cache_max_size,
-                cold_dir=cold_dir,
+                hot_max_bytes=0 if no_cache else settings.hot_cache_max_size,
+                cold_dir="" if no_cache else cold_dir,
             ),
-            max_concurrent=settings.max_concurrent_requests,
+            max_concurrent=slots,
             log_level=settings.log_level,
         )
+
+    async def _folder(self, engine: ModelEngine):
+        """Found, built or downloaded. What was found once is not asked of the hub again."""
+        if engine.process.loads and engine.folder is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(check_folder, engine.folder)
+                return engine.folder
+        spec = engine.installed.spec
+        if engine is not self._first and engine.folder is not None:
+            spec = str(engine.folder)
+        engine.folder = await resolve_model(spec, self._settings.base_path)
+        return engine.folder
+
+    async def _make_room(self, engine: ModelEngine) -> None:
+        """Return once `engine` may load beside the others. Raises NotNow."""
+        deadline = time.monotonic() + self._room_wait_s
+        async with self._making_room:
+            most = self._settings.max_loaded_models
+            while most and len(others := self._others(engine)) >= most:
+                if victim := self._victim(engine):
+                    log.info("%s goes to make room for %s", victim.model_id, engine.model_id)
+                    await self._let_go(victim)
+                elif not await self._change_before(deadline):
+                    names = ", ".join(other.model_id for other in others)
+                    raise NotNow(
+                        f"{engine.model_id} can't be loaded now: {len(others)} of {most} models are loaded "
+                        f"and in use or pinned ({names}); retry in a moment.",
+                        retry_after=10,
+                    )
+            engine.admitted = True
+
+    def _others(self, engine: ModelEngine) -> list[ModelEngine]:
+        return [other for other in self._engines.values() if other is not engine and other.admitted]
+
+    def _victim(self, engine: ModelEngine) -> ModelEngine | None:
+        """The least recently used model that may go."""
+        idle = [other for other in self._others(engine) if other.evictable]
+        return min(idle, key=lambda other: other.process.used_at, default=None)
+
+    async def _change_before(self, deadline: float) -> bool:
+        """Wait until something changes; False: the deadline came first."""
+        left = deadline - time.monotonic()
+        # The keeper clears the event too, so it is polled as well.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(0.2, max(0.0, left))):
+                await self._changed.wait()
+        return left > 0

@@ -19,14 +19,14 @@ import shlex
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..config import Settings
 from ..errors import ConfigError, ModelError
 from ..keys import keys_path
-from ..models.resolve import check_folder, is_local
+from ..models.catalog import default_model
+from ..models.resolve import check_folder
 from .key_ring import KeyRing
 from .listening import BACKLOG, CannotListen, all_loopback, open_sockets, url_of
 from .notify import Notifier
@@ -48,9 +48,10 @@ END_S = 3.0
 def serve(settings: Settings) -> int:
     """Serve until told to stop; returns the exit status. Raises ConfigError for what can't be right."""
     _log_to_stderr(settings.log_level)
-    if settings.model and is_local(settings.model):
+    default = default_model(settings)
+    if default is not None and default.source in ("folder", "model-dir") and default.folder is not None:
         try:
-            check_folder(Path(settings.model).expanduser().absolute())
+            check_folder(default.folder)
         except ModelError as error:
             source = settings.sources.get("model", "--model")
             raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
@@ -88,6 +89,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
     from .app import create_app
     from .engine_link import ENGINE_COMMAND
     from .http_settings import HttpSettings
+    from .model_admin import admin_routes
     from .pool import EnginePool
 
     urls = " and ".join(url_of(one) for one in sockets)
@@ -108,12 +110,13 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
         cors_origins=settings.cors_origin,
         allowed_hosts=settings.allowed_host,
     )
-    app = create_app(pool, http)
+    app = create_app(pool, http, admin_routes(pool))
     server = asyncio.create_task(
         run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
         name="hypercorn",
     )
-    models = ", ".join(engine.model_id for engine in pool.models())
+    default = pool.default()
+    models = default.model_id if default else "none"
     with contextlib.suppress(OSError):  # Nobody may read it.
         print(f"omlxd {__version__} listening on {urls} (model {models})", flush=True)
     notify.ready(f"listening on {urls}")

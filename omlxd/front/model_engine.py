@@ -1,0 +1,151 @@
+"""An installed model as the HTTP app sees it: an engine whose process comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from .. import wire
+from ..chat import Conversation, GenerateRequest, RawPrompt
+from ..config import ModelSettings
+from ..errors import NotFound
+from ..models.catalog import InstalledModel
+from ..models.footprint import context_of_folder, weight_bytes
+from .engine_process import EngineProcess, State
+from .engine_stream import EngineStream
+from .model_settings import NOTHING, prompt_with_settings, with_settings
+
+
+class ModelEngine:
+    """`process` is what runs it.
+
+    settings    what the configuration file says of it; replaced when the file is read again
+    keep_alive  what its last request asked for, in seconds; None: nothing
+    by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
+    admitted    it may load, or is loaded: it counts against what may be loaded at once
+    """
+
+    def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):
+        self.installed = installed
+        self.process = process
+        self.settings: ModelSettings = NOTHING
+        self.loaded_with: ModelSettings = NOTHING
+        self.folder: Path | None = installed.folder
+        self.pinned = False
+        self.by_name = False
+        self.admitted = False
+        self.keep_alive: float | None = None
+        self.default_ttl: float | None = None
+        self._may_load = may_load
+        self._context: int | None = None
+
+    @property
+    def model_id(self) -> str:
+        return self.process.model_id
+
+    @property
+    def info(self) -> wire.ModelInfo | None:
+        return self.process.info
+
+    @property
+    def state(self) -> State:
+        return self.process.state
+
+    @property
+    def starts(self) -> int:
+        return self.process.starts
+
+    @property
+    def trouble(self) -> str:
+        return self.process.trouble
+
+    @property
+    def in_flight(self) -> int:
+        return self.process.in_flight
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer at most; None while nobody knows."""
+        if self.process.info is not None:
+            self._context = self.process.info.context_length
+        elif self._context is None and self.folder is not None:
+            self._context = context_of_folder(self.folder)
+        limit = self.settings.context_limit
+        return min(self._context, limit) if self._context and limit else self._context or limit
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Of its weights."""
+        return weight_bytes(self.folder) if self.folder is not None else None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What its process holds of RAM (on a GPU with memory of its own, that is not all)."""
+        if self.pid is None:
+            return None
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).memory_info().rss
+        return None
+
+    async def stats(self) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        return await self.process.stats()
+
+    def generate(self, request: GenerateRequest) -> EngineStream:
+        """Raises OmlxdError before any event."""
+        self._check()
+        return self.process.generate(with_settings(request, self.settings))
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+        self._check()
+        return await self.process.count_tokens(prompt_with_settings(prompt, self.settings))
+
+    def _check(self) -> None:
+        if self.state == "unloaded" and not self._may_load():
+            raise NotFound(
+                f"{self.model_id} is not loaded, and this daemon loads no model because a request names it; "
+                f"load it with `omlxd models load {self.model_id}`.",
+                param="model",
+            )
+
+    # ----------------------------------------------------------------- how long it stays
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pinned or self.settings.pin
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request after which it goes; infinite: never for being idle."""
+        if self.keep_alive is not None:
+            return self.keep_alive
+        if self.settings.ttl is not None:
+            return self.settings.ttl
+        return math.inf if self.by_name or self.default_ttl is None else self.default_ttl
+
+    @property
+    def expires_at(self) -> float:
+        """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
+        if self.state != "ready" or self.in_flight or self.is_pinned:
+            return math.inf
+        return self.process.used_at + self.idle_s
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may go for another model's sake."""
+        return self.state == "ready" and not self.in_flight and not self.is_pinned
+
+    @property
+    def expires_in_s(self) -> float | None:
+        """Seconds until it goes for being idle; None: it does not."""
+        left = self.expires_at - time.monotonic()
+        return None if math.isinf(left) else max(0.0, left)

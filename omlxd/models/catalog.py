@@ -1,0 +1,153 @@
+"""Which models are installed: the one that `--model` names, those under `--model-dir`, the hub's cache.
+
+Only names and a few kilobytes are read. A client's model name is compared with this list and never
+joined to a path, so that no name leads out of these folders.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from ..config import Settings
+from .resolve import DEMO_ID, is_local, model_id
+
+Source = Literal["folder", "model-dir", "hub", "demo"]
+
+REST_S = 2.0
+"""How long a look at the folders holds."""
+
+
+class InstalledModel(msgspec.Struct, frozen=True):
+    """A model that could be loaded. `spec`: what `resolve_model` takes.
+
+    folder  None: not there yet, it will be built or downloaded when it is loaded
+    """
+
+    id: str
+    spec: str
+    source: Source
+    folder: Path | None
+
+
+class Catalog:
+    """The installed models, the default one first. Looks again when its last look is `REST_S` old."""
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+        self._found: dict[str, InstalledModel] = {}
+        self._looked_at = float("-inf")
+
+    def apply(self, settings: Settings) -> None:
+        """Other folders from now on."""
+        self._settings = settings
+        self._looked_at = float("-inf")
+
+    def models(self, *, afresh: bool = False) -> dict[str, InstalledModel]:
+        """By id."""
+        now = time.monotonic()
+        if afresh or now - self._looked_at >= REST_S:
+            self._looked_at = now
+            self._found = self._look()
+        return self._found
+
+    def _look(self) -> dict[str, InstalledModel]:
+        settings = self._settings
+        found: dict[str, InstalledModel] = {}
+        default = default_model(settings)
+        if default is not None:
+            found[default.id] = default
+        if settings.model_dir is not None:
+            for model in in_folder(settings.model_dir):
+                found.setdefault(model.id, model)
+        if not settings.no_hf_cache:
+            for model in in_hub_cache(hub_cache_dir()):
+                found.setdefault(model.id, model)
+        return found
+
+
+def default_model(settings: Settings) -> InstalledModel | None:
+    """What `--model` names; without it nothing where there is a `--model-dir`, else the demo model."""
+    spec = settings.model
+    if settings.model_dir is not None:
+        if not spec:
+            return None
+        for model in in_folder(settings.model_dir):
+            if model.id == spec:
+                return model
+    if not spec:
+        return InstalledModel(DEMO_ID, "", "demo", None)
+    if is_local(spec):
+        return InstalledModel(model_id(spec), spec, "folder", Path(spec).expanduser().absolute())
+    return InstalledModel(spec, spec, "hub", hub_snapshot(hub_cache_dir(), spec))
+
+
+def in_folder(root: Path) -> Iterator[InstalledModel]:
+    """Models at `root`/NAME and `root`/ORG/NAME, in order. What can't be read is left out."""
+    for folder in _folders(root):
+        if looks_like_model(folder):
+            yield InstalledModel(folder.name, str(folder), "model-dir", folder)
+            continue
+        for inner in _folders(folder):
+            if looks_like_model(inner):
+                yield InstalledModel(f"{folder.name}/{inner.name}", str(inner), "model-dir", inner)
+
+
+def looks_like_model(folder: Path) -> bool:
+    """A config and weights; whether they are whole is seen when it is loaded."""
+    try:
+        return (folder / "config.json").is_file() and any(
+            entry.name.endswith(".safetensors") for entry in os.scandir(folder)
+        )
+    except OSError:
+        return False
+
+
+def _folders(root: Path) -> list[Path]:
+    try:
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+    except OSError:
+        return []
+    return [root / name for name in sorted(names)]
+
+
+# --------------------------------------------------------------------------- the hub's own cache
+
+
+def hub_cache_dir() -> Path:
+    """Where the hub's client keeps what it downloads, by its own variables."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = os.environ.get("HF_HOME")
+    if not home:
+        home = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def hub_snapshot(cache: Path, repo: str) -> Path | None:
+    """The folder of `repo` (ORG/NAME) as its main branch was when it was downloaded."""
+    base = cache / ("models--" + repo.replace("/", "--"))
+    try:
+        revision = (base / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    folder = base / "snapshots" / revision
+    return folder if revision and looks_like_model(folder) else None
+
+
+def in_hub_cache(cache: Path) -> Iterator[InstalledModel]:
+    """Language models there, in order: those with weights, a config and a tokenizer."""
+    for base in _folders(cache):
+        kind, _, name = base.name.partition("--")
+        org, _, name = name.partition("--")
+        if kind != "models" or not org or not name:
+            continue
+        folder = hub_snapshot(cache, f"{org}/{name}")
+        if folder is not None and any((folder / f).exists() for f in ("tokenizer.json", "tokenizer.model")):
+            yield InstalledModel(f"{org}/{name}", f"{org}/{name}", "hub", folder)
