@@ -19,6 +19,7 @@ import shlex
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import __version__
