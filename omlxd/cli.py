@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -70,11 +71,12 @@ def _main(argv: list[str]) -> int:
         hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
         raise ConfigError(f"{word} is no flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word)
     flags = {name: value for name, value in vars(known).items() if name != "verb" and value is not None}
-    settings = load_settings(flags)
+    environ = dict(os.environ)
+    settings = load_settings(flags, environ)
 
     from .front.serve import serve as run
 
-    return run(settings)
+    return run(settings, lambda: load_settings(flags, environ))
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

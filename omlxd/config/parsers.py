@@ -96,10 +96,9 @@ def optional_path(text: str, param: str, known: Mapping[str, Any]) -> Path | Non
 
 
 def byte_size(text: str, param: str, _: Mapping[str, Any]) -> int:
-    def no_percentage() -> int:
-        raise ConfigError(f"{param}: a size in bytes is needed, as 10MB.", param=param)
-
-    return max(1, parse_size(text, param, no_percentage))
+    if nbytes := parse_size(text, param):
+        return nbytes
+    raise ConfigError(f"{param}: a size is needed, as 10MB.", param=param)
 
 
 def _listed(text: str) -> list[str]:

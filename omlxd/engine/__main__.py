@@ -9,17 +9,16 @@ import os
 import signal
 import socket
 import sys
+import threading
+
+from ..private_trace import PrivateFormatter
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
     fd = parser.parse_args().fd
-    logging.basicConfig(
-        level=os.environ.get("OMLXD_LOG_LEVEL", "info").upper(),
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    _log_to_stderr()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
     _die_with_parent()
     # MLX's CUDA backend replays launch graphs and forgets them beyond this many; an 8B model's decode
@@ -34,6 +33,22 @@ def main() -> None:
     logging.shutdown()
     # MLX and its threads have nothing to say any more; ordinary interpreter exit can hang on them.
     os._exit(0)
+
+
+def _log_to_stderr() -> None:
+    """For the front, which reads it. The level of our own lines comes with Load."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrivateFormatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("omlxd").setLevel(logging.INFO)
+
+    def thread_failed(args: threading.ExceptHookArgs) -> None:
+        where = args.thread.name if args.thread else "a thread"
+        logging.getLogger(__name__).error(
+            "%s failed: %s", where, args.exc_type.__name__, exc_info=args.exc_value
+        )
+
+    threading.excepthook = thread_failed
 
 
 def _die_with_parent() -> None:

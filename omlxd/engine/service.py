@@ -98,6 +98,7 @@ class EngineService:
             case wire.Grant():
                 self._space.granted(message)
             case wire.Load():
+                logging.getLogger("omlxd").setLevel(message.log_level.upper())
                 self._engine = threading.Thread(
                     target=self._run_engine, args=(message,), name="engine", daemon=True
                 )

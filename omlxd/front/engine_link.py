@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import wire
+from .logs import EngineLines
 
 log = logging.getLogger(__name__)
 
@@ -165,8 +166,9 @@ class EngineLink:
                 await self._writer.drain()
 
     async def _print_all(self) -> None:
-        """Pass on what the engine prints, and keep its last lines."""
+        """Log what the engine prints, and keep its last lines."""
         assert self._process.stdout is not None
+        log_line = EngineLines()
         while True:
             try:
                 line = await self._process.stdout.readline()
@@ -176,5 +178,4 @@ class EngineLink:
                 return
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
-            with contextlib.suppress(OSError, ValueError):
-                print(text, file=sys.stderr, flush=True)
+            log_line(text)

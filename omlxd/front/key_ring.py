@@ -42,6 +42,11 @@ class KeyRing:
         self._refresh()
         return bool(self._own) or self._had_keys
 
+    @property
+    def has_file_keys(self) -> bool:
+        self._refresh()
+        return bool(self._keys)
+
     def replace_own(self, api_key: str) -> None:
         self._own = digest_of(api_key.encode()) if api_key else ""
 

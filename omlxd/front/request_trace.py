@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..chat import Usage
 
 log = logging.getLogger("omlxd.access")
@@ -15,6 +17,30 @@ log = logging.getLogger("omlxd.access")
 _SCOPE_KEY = "omlxd.trace"
 POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
 """Asked again and again by programs that watch: at info they would fill the log."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One line of the access log."""
+
+    id: str
+    method: str
+    path: str
+    key: str
+    model: str
+    status: int
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    duration_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
+            f"outcome={self.outcome} prompt={self.prompt_tokens} cached={self.cached_tokens} "
+            f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s wall={self.duration_s:.3f}s"
+        )
 
 
 @dataclass(slots=True)
@@ -42,23 +68,21 @@ class RequestTrace:
         if not log.isEnabledFor(level):
             return
         usage = self.usage or Usage()
-        log.log(
-            level,
-            "%s %s %s key=%s model=%s status=%d outcome=%s "
-            "prompt=%d cached=%d completion=%d ttft=%.3fs wall=%.3fs",
-            self.id,
-            self.method,
-            _printable(self.path),
-            self.key or "-",
-            _printable(self.model) or "-",
-            self.status,
-            self.outcome,
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.completion_tokens,
-            usage.ttft_s,
-            time.monotonic() - self.started,
+        line = Request(
+            id=self.id,
+            method=self.method,
+            path=_printable(self.path),
+            key=self.key or "-",
+            model=_printable(self.model) or "-",
+            status=self.status,
+            outcome=self.outcome,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            ttft_s=round(usage.ttft_s, 4),
+            duration_s=round(time.monotonic() - self.started, 4),
         )
+        log.log(level, "%s", line, extra={"fields": line})
 
 
 def _printable(text: str) -> str:

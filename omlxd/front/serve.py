@@ -5,7 +5,8 @@ connections are taken from the first moment; the model loads behind them. A serv
 have opened them already (activation.py).
 
 Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
-flushes its blocks and quits, exit 0. A second signal ends everything at once.
+flushes its blocks and quits, exit 0. A second signal ends everything at once. SIGHUP reads the
+configuration again (reload.py), unless a terminal's end sent it: then it is a SIGTERM.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__
 from ..config import Settings
@@ -30,6 +32,7 @@ from ..models.catalog import default_model
 from ..models.resolve import check_folder
 from .key_ring import KeyRing
 from .listening import BACKLOG, CannotListen, all_loopback, open_sockets, url_of
+from .logs import Logs
 from .notify import Notifier
 
 if TYPE_CHECKING:
@@ -46,9 +49,13 @@ END_S = 3.0
 """How long connections may take to close once their last answer has ended."""
 
 
-def serve(settings: Settings) -> int:
-    """Serve until told to stop; returns the exit status. Raises ConfigError for what can't be right."""
-    _log_to_stderr(settings.log_level)
+def serve(settings: Settings, read: Callable[[], Settings]) -> int:
+    """Serve until told to stop; returns the exit status. Raises ConfigError for what can't be right.
+
+    read  the settings as flags, variables and file say now, for SIGHUP
+    """
+    reloads = _hangup_means_reload()
+    logs = Logs(settings)
     default = default_model(settings)
     if default is not None and default.source in ("folder", "model-dir") and default.folder is not None:
         try:
@@ -64,7 +71,21 @@ def serve(settings: Settings) -> int:
         print(f"omlxd: {error}", file=sys.stderr)
         return 1
     _allow_many_files()
-    return asyncio.run(_serve(settings, sockets, keys, Notifier()))
+    os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
+    return asyncio.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+
+
+def _hangup_means_reload() -> bool:
+    """Whether SIGHUP means that the configuration changed, and not that the terminal is gone.
+
+    Until there is a handler it is ignored: one that comes early must not end the start. One that
+    nohup ignores stays so.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not terminal and not ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return not terminal and not ignored
 
 
 def _make_private(folder: Path) -> None:
@@ -82,7 +103,13 @@ def _allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing, notify: Notifier) -> int:
+async def _serve(
+    settings: Settings,
+    sockets: list[socket.socket],
+    keys: KeyRing,
+    logs: Logs,
+    read: Callable[[], Settings] | None,
+) -> int:
     # Imported here, after the socket listens: this is most of the start.
     from hypercorn.asyncio import serve as run_hypercorn
 
@@ -92,12 +119,19 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
     from .http_settings import HttpSettings
     from .model_admin import admin_routes
     from .pool import EnginePool
+    from .reload import Reloader
 
     urls = " and ".join(url_of(one) for one in sockets)
     command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
     pool = EnginePool(settings, command or ENGINE_COMMAND)
     stop = asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(_log_unexpected)
+    notify = Notifier()
+    loopback = all_loopback(sockets)
     _stop_on_signals(stop, pool)
+    if read is not None:
+        reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     busy = await pool.cold.claim()
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
         print(f"omlxd: {_what_to_do(busy)}", file=sys.stderr)
@@ -106,7 +140,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket], keys: KeyRing
     pool.start()
     # The Host check goes by what we listen on, which a service manager may have chosen.
     http = HttpSettings(
-        host=settings.host if not all_loopback(sockets) else "127.0.0.1",
+        host="127.0.0.1" if loopback else settings.host,
         keys=keys,
         cors_origins=settings.cors_origin,
         allowed_hosts=settings.allowed_host,
@@ -145,6 +179,11 @@ def _what_to_do(busy: Exception) -> str:
     )
 
 
+def _log_unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
+    log.error("%s", context["message"], exc_info=context.get("exception"))
+
+
 def _hypercorn_config(sockets: list[socket.socket]):
     from hypercorn.config import Config
 
@@ -171,16 +210,8 @@ def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
         stop.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # The terminal's; see _hangup_means_reload.
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, on_signal)
-
-
-def _log_to_stderr(level: str) -> None:
-    """Our own loggers at `level`; libraries at warning, since some print headers (and keys) below it."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
-    )
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("omlxd").setLevel(level.upper())
-    logging.getLogger("omlxd.http").setLevel(logging.WARNING)

@@ -1,0 +1,221 @@
+"""The log: forms, rotation, and what never stands in it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+from test_serve import start  # noqa: F401 (a fixture)
+
+from omlxd.config import load_settings
+from omlxd.errors import ConfigError
+from omlxd.front.logs import EngineLines, JsonFormatter, Logs, Redactor, TextFormatter
+from omlxd.front.request_trace import RequestTrace
+from omlxd.keys import add_key, keys_path
+from omlxd.private_trace import private_trace
+
+KEY = "s3cret-key-of-mine"
+PROMPT = "my private prompt"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    root, own = logging.getLogger(), logging.getLogger("omlxd")
+    before = root.handlers[:], root.level, own.level
+    yield
+    root.handlers[:], level, own_level = before
+    root.setLevel(level)
+    own.setLevel(own_level)
+
+
+def settings(tmp_path: Path, **flags: str):
+    return load_settings({"base_path": str(tmp_path), **flags}, {})
+
+
+def record(message: str, *args: object, exc: BaseException | None = None, fields: object = None):
+    made = logging.LogRecord(
+        "omlxd.x", logging.INFO, "", 0, message, args, (type(exc), exc, exc.__traceback__) if exc else None
+    )
+    made.fields = fields
+    return made
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+# --------------------------------------------------------------------------- forms
+
+
+def test_json_is_one_object_a_line_with_the_fields_of_a_request(tmp_path: Path):
+    path = tmp_path / "logs" / "omlxd.log"
+    Logs(settings(tmp_path, log_file=str(path), log_format="json"))
+    RequestTrace("POST", "/v1/messages\n", model="tiny", status=200, key="laptop").write()
+    logging.getLogger("omlxd.other").info("loaded %s", "two\nlines")
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first["message"] == "request" and first["logger"] == "omlxd.access" and first["level"] == "info"
+    assert {
+        "id",
+        "method",
+        "path",
+        "status",
+        "prompt_tokens",
+        "cached_tokens",
+        "ttft_s",
+        "duration_s",
+    } <= set(first)
+    assert (first["model"], first["status"], first["key"]) == ("tiny", 200, "laptop")
+    assert second["message"] == "loaded two\nlines" and second["time"].endswith("Z")
+
+
+def test_a_file_is_private_rotated_and_bounded(tmp_path: Path):
+    path = tmp_path / "omlxd.log"
+    before = os.umask(0)
+    try:
+        made = settings(tmp_path, log_file=str(path), log_file_count="2")
+        Logs(msgspec.structs.replace(made, log_file_size=2000))
+        for number in range(200):
+            logging.getLogger("omlxd.x").info("line %d with some words that take room", number)
+    finally:
+        os.umask(before)
+    files = sorted(tmp_path.glob("omlxd.log*"))
+    assert [file.name for file in files] == ["omlxd.log", "omlxd.log.1", "omlxd.log.2"]
+    assert all(file.stat().st_size <= 2000 for file in files)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert "line 199" in path.read_text()
+
+
+def test_a_file_that_was_moved_away_is_begun_anew(tmp_path: Path):
+    path = tmp_path / "omlxd.log"
+    logs = Logs(settings(tmp_path, log_file=str(path)))
+    logging.getLogger("omlxd.x").info("before")
+    path.rename(tmp_path / "old.log")
+    logs.reopen()
+    logging.getLogger("omlxd.x").info("after")
+    assert "before" in (tmp_path / "old.log").read_text() and "after" in path.read_text()
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
+    (tmp_path / "a file").write_text("")
+    with pytest.raises(ConfigError, match=r"--log-file: .* can't be written"):
+        Logs(settings(tmp_path, log_file=str(tmp_path / "a file" / "omlxd.log")))
+
+
+def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
+    caplog.set_level(logging.INFO)
+    line = EngineLines()
+    for text in (
+        "mlx said something",
+        "INFO omlxd.engine.host: fine",
+        "ERROR omlxd.engine.scheduler: decode failed",
+        "Traceback (most recent call last):",
+    ):
+        line(text)
+    assert [(r.levelname, r.name, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "omlxd.engine", "mlx said something"),
+        ("INFO", "omlxd.engine.host", "fine"),
+        ("ERROR", "omlxd.engine.scheduler", "decode failed"),
+        ("ERROR", "omlxd.engine.scheduler", "Traceback (most recent call last):"),
+    ]
+
+
+# --------------------------------------------------------------------------- what never stands in it
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"the key is {KEY}",
+        f"headers: {{'Authorization': 'Bearer {KEY}x'}}",
+        "Authorization: Bearer abcdefgh",
+        "{'x-api-key': 'abcdefgh'}",
+        "(b'x-api-key', b'abcdefgh')",
+        "api_key='abcdefgh'",
+        "GET /?api-key=abcdefgh",
+        "omlxd-" + "abcdefgh" * 5 + "abc",
+    ],
+)
+@pytest.mark.parametrize("made", [TextFormatter, JsonFormatter])
+def test_keys_are_taken_out_of_lines_and_tracebacks(made, text: str):
+    redact = Redactor()
+    redact.secrets = frozenset({KEY})
+    formatter = made(redact)
+    for line in (record("%s", text), record("failed", exc=raised(OSError(text)))):
+        said = formatter.format(line)
+        assert KEY not in said and "abcdefgh" not in said and "***" in said
+
+
+def test_ordinary_words_stay():
+    text = "the bearer of news: api keys read again, token=5 model=omlxd-demo path=/omlxd-x/y"
+    assert Redactor()(text) == text.replace("bearer of", "bearer of")
+
+
+def test_tracebacks_tell_where_and_what_kind_but_not_what_was_said():
+    try:
+        try:
+            raise KeyError(PROMPT)
+        except KeyError as cause:
+            raise ValueError(f"bad: {PROMPT}") from cause
+    except ValueError as error:
+        said = private_trace(error)
+    assert PROMPT not in said
+    assert "KeyError" in said and "ValueError" in said and "direct cause" in said and "test_logs.py" in said
+    assert "No such file" in private_trace(raised(FileNotFoundError(2, "No such file")))
+    assert "out of memory" in private_trace(raised(RuntimeError("out of memory")))
+
+
+def test_at_debug_tracebacks_are_whole(tmp_path: Path):
+    Logs(settings(tmp_path, log_level="debug", log_file=str(tmp_path / "x.log")))
+    logging.getLogger("omlxd.x").error("failed", exc_info=raised(ValueError(PROMPT)))
+    assert PROMPT in (tmp_path / "x.log").read_text()
+
+
+def grep(text: str, *secrets: str) -> list[str]:
+    return [line for line in text.splitlines() if any(secret in line for secret in secrets)]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_session_with_all_that_goes_wrong_leaves_no_key_and_no_prompt_in_the_log(
+    form: str,
+    start,  # noqa: F811
+    tmp_path: Path,
+):
+    path = tmp_path / "logs" / "omlxd.log"
+    key = add_key(keys_path(tmp_path), "laptop")
+    daemon = start("--log-file", str(path), "--log-format", form, env={"OMLXD_API_KEY": KEY})
+    url = daemon.url + "/v1/completions"
+
+    def ask(prompt: object, **headers: str) -> int:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 4}
+        return httpx.post(url, json=body, headers=headers, timeout=20, trust_env=False).status_code
+
+    words = PROMPT.replace(" ", "-")
+    assert ask(words, authorization=f"Bearer {KEY}") == 200
+    assert ask(words, **{"x-api-key": key}) == 200
+    assert ask(words, authorization=f"Bearer {KEY}wrong") == 401
+    assert ask({words: [words]}, authorization=f"Bearer {KEY}") == 400
+    assert ask(f"{words} fail", authorization=f"Bearer {KEY}") == 500
+    assert ask(f"{words} nonsense", authorization=f"Bearer {KEY}") == 503
+    assert ask(f"{words} die", authorization=f"Bearer {KEY}") == 503
+    path_with_key = f"{daemon.url}/v1/{words}?key={KEY}"
+    assert httpx.get(path_with_key, headers={"x-api-key": key}, trust_env=False).status_code == 404
+    broken = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    assert httpx.post(url, content=b"{" + words.encode(), headers=broken, trust_env=False).status_code == 400
+    assert daemon.stop() == 0
+    log = path.read_text()
+    assert log.count("/v1/completions") >= 7 and "laptop" in log and "401" in log
+    assert grep(log + daemon.logged(), KEY, key) == []
+    assert [line for line in grep(log + daemon.logged(), words) if "/v1/" + words not in line] == []
+    assert key not in "".join(file.read_text() for file in tmp_path.glob("keys.json"))
+    if form == "json":
+        assert all(isinstance(json.loads(line), dict) for line in log.splitlines())

@@ -1,0 +1,154 @@
+"""SIGHUP: what changes at once, what waits, what changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from daemon import wait_until
+from test_activation import manager, serve_command  # noqa: F401 (one is a fixture)
+from test_serve import start  # noqa: F401 (a fixture)
+
+from omlxd.config import load_settings
+from omlxd.front.key_ring import KeyRing
+from omlxd.front.notify import Notifier
+from omlxd.front.reload import Reloader
+
+
+def write(home: Path, text: str) -> None:
+    home.mkdir(exist_ok=True)
+    (home / "omlxd.toml").write_text("[serve]\n" + text)
+
+
+class Pool:
+    """Stands for a pool whose models take on new settings."""
+
+    def __init__(self, live: tuple[str, ...] = ()):
+        self.live, self.applied = live, []
+
+    def apply(self, settings: object):
+        self.applied.append(settings)
+        return self.live
+
+
+def reloader(home: Path, pool: object, *, loopback: bool = True, flags: dict[str, str] | None = None):
+    def read():
+        return load_settings({"base_path": str(home), **(flags or {})}, {})
+
+    settings = read()
+    keys = KeyRing(settings.api_key)
+    logs = SimpleNamespace(apply=lambda new: None, reopen=lambda: None)
+    made = Reloader(
+        settings,
+        read,
+        logs=logs,
+        keys=keys,
+        notify=Notifier({}),
+        pool=pool,
+        loopback=loopback,  # type: ignore
+    )
+    return made, keys
+
+
+def test_live_settings_change_and_the_others_are_named(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO)
+    write(tmp_path, "port = 1\nlog-level = 'info'\n")
+    pool = Pool(live=("max_concurrent_requests",))
+    reload, keys = reloader(tmp_path, pool)
+    write(tmp_path, "port = 2\nlog-level = 'debug'\napi-key = 'new'\nmax-concurrent-requests = 3\n")
+    reload()
+    assert reload.settings.log_level == "debug" and reload.settings.port == 1
+    assert keys.name_of([b"new"]) == "--api-key"
+    assert pool.applied[0].max_concurrent_requests == 3
+    read, later = [r.getMessage() for r in caplog.records]
+    assert read == "configuration read again: --api-key, --max-concurrent-requests, --log-level"
+    assert later == "--port: changed, but only at the next start"
+    caplog.clear()
+    reload()
+    assert "--port: changed, but only at the next start" in caplog.text and "new" not in caplog.text.split()
+
+
+def test_a_broken_file_changes_nothing_and_is_told_in_one_line(tmp_path: Path, caplog):
+    write(tmp_path, "api-key = 'k'\n")
+    pool = Pool()
+    reload, keys = reloader(tmp_path, pool)
+    write(tmp_path, "log-level = 'debug'\nport = 'x'\n")
+    reload()
+    assert reload.settings.log_level == "info" and keys.name_of([b"k"]) and pool.applied == []
+    (line,) = caplog.records
+    assert "all stays as it was" in line.getMessage() and "line 3 (port)" in line.getMessage()
+
+
+def test_a_key_that_protects_an_open_address_is_not_taken_away(tmp_path: Path, caplog):
+    write(tmp_path, "api-key = 'k'\n")
+    reload, keys = reloader(tmp_path, object(), loopback=False)
+    write(tmp_path, "")
+    reload()
+    assert keys.required and "without a key" in caplog.text
+
+
+def test_on_a_running_daemon(start, tmp_path: Path):  # noqa: F811
+    write(tmp_path, "log-level = 'warning'\napi-key = 'first'\n")
+    daemon = start()
+
+    def status(key: str) -> int:
+        return httpx.get(daemon.url + "/v1/models", headers={"x-api-key": key}, trust_env=False).status_code
+
+    assert status("first") == 200 and "omlxd.access" not in daemon.logged()
+    write(tmp_path, "log-level = 'info'\napi-key = 'second'\nblock-size = 128\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "configuration read again" in daemon.logged(), 10)
+    assert (status("first"), status("second")) == (401, 200)
+    assert "--block-size: changed, but only at the next start" in daemon.logged()
+    assert "omlxd.access" in daemon.logged()
+    write(tmp_path, "log-level = [\n")
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: "all stays as it was" in daemon.logged(), 10)
+    assert status("second") == 200
+    assert daemon.stop() == 0
+    assert "first" not in daemon.logged() and "second" not in daemon.logged()
+
+
+def test_systemd_is_told_of_the_reload(tmp_path: Path, manager):  # noqa: F811
+    command, environ = serve_command(tmp_path, "--port", "0")
+    environ["NOTIFY_SOCKET"] = str(tmp_path / "notify")
+    process = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        assert manager.recv(999).startswith(b"READY=1\n")
+        process.send_signal(signal.SIGHUP)
+        assert manager.recv(999).startswith(b"RELOADING=1\nMONOTONIC_USEC=")
+        assert manager.recv(999).startswith(b"READY=1")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal of Linux")
+def test_a_terminal_that_closes_ends_it_in_order(tmp_path: Path):
+    """Started by hand, it must not live on without its window."""
+    command, environ = serve_command(tmp_path, "--port", "0")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, environ)
+    said = b""
+    while b"listening on" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    deadline = time.monotonic() + 15
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0
