@@ -71,14 +71,35 @@ class Message(Struct, frozen=True):
 
 
 class Tool(Struct, frozen=True):
-    """A tool that the model may call. `parameters` is a JSON schema."""
+    """A tool that the model may call. `parameters` is a JSON schema.
+
+    strict  a call's arguments must be as the schema says, or the request is refused
+    """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
+    strict: bool = False
 
 
 # --------------------------------------------------------------------------- a request
+
+
+class AnswerFormat(Struct, frozen=True):
+    """What the answer must be, enforced while it is generated. Thinking before it is free.
+
+    json    `schema` is a JSON schema
+    regex   `text` is a regular expression that the whole answer matches
+    lark    `text` is a grammar, with a rule `start`
+    choice  the answer is one of `choices`
+    param   the request's field that asks for it; errors name it
+    """
+
+    kind: Literal["json", "regex", "lark", "choice"]
+    schema: dict[str, Any] = {}
+    text: str = ""
+    choices: tuple[str, ...] = ()
+    param: str = "response_format"
 
 
 class Sampling(Struct, frozen=True):
@@ -118,6 +139,8 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     """`auto`, `none`, `required`, or `named:<tool>`."""
+    parallel_calls: bool = True
+    """False: the answer ends with its first call."""
     thinking: bool | None = None
     template_args: dict[str, Any] = {}
 
@@ -136,6 +159,7 @@ class GenerateRequest(Struct, frozen=True):
     session     names the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
     context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
+    format      what the answer must be; None: anything
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -143,6 +167,7 @@ class GenerateRequest(Struct, frozen=True):
     session: str = ""
     cache_salt: str = ""
     context_limit: int = 0
+    format: AnswerFormat | None = None
 
 
 # --------------------------------------------------------------------------- events

@@ -186,9 +186,12 @@ def with_call(arguments):
         (with_call("[" * 100_000), "messages.0.tool_calls.0.function.arguments"),
         ({"n": 2}, "n"),
         ({"n": 0}, "n"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
-        ({"response_format": {"type": ["x"]}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": ["x"]}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"temperature": 2.1}, "temperature"),
@@ -270,7 +273,7 @@ def test_completion_options():
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
     ],
 )
 def test_bad_completion_fields_are_named(body, param):

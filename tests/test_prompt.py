@@ -163,8 +163,8 @@ def test_tool_choice(prompts):
     assert auto.tool_calls and not none.tool_calls
     assert not prompts.render(Conversation(hello)).tool_calls
     for choice in ("required", "named:Read"):
-        with pytest.raises(InvalidRequest, match="not supported yet"):
-            prompts.render(Conversation(hello, tools=(READ,), tool_choice=choice))
+        forced = prompts.render(Conversation(hello, tools=(READ,), tool_choice=choice))
+        assert forced.tokens == auto.tokens and forced.tool_calls
 
 
 def test_schemas_keep_the_clients_key_order(prompts):

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from ..chat import (
+    AnswerFormat,
     Conversation,
     GenerateRequest,
     Message,
@@ -27,6 +28,7 @@ from ..chat import (
     ToolResultPart,
 )
 from ..errors import InvalidRequest
+from .answer_format import ResponseFormat, format_of, only
 from .body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, free_json, session_header, stable_json, stops
 from .body import image as image_part
 
@@ -101,11 +103,18 @@ class _Tool(msgspec.Struct):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     defer_loading: bool | None = None
+    strict: bool | None = None
 
 
 class _ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _OutputConfig(msgspec.Struct):
+    format: ResponseFormat | None = None
+    effort: str | None = None
 
 
 class _ThinkingConfig(msgspec.Struct):
@@ -130,6 +139,8 @@ class MessagesBody(msgspec.Struct):
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
     metadata: _Metadata | None = None
+    output_config: _OutputConfig | None = None
+    output_format: ResponseFormat | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -151,6 +162,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         messages=tuple(message for message in messages if message is not None),
         tools=tools.listed,
         tool_choice=tools.choice(request.tool_choice),
+        parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=None if request.thinking is None else request.thinking.type != "disabled",
     )
     return ParsedRequest(
@@ -160,7 +172,16 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             prompt=conversation,
             sampling=_sampling(request),
             session=_session(headers or {}, request.metadata),
+            format=_format(request),
         ),
+    )
+
+
+def _format(request: MessagesBody) -> AnswerFormat | None:
+    config = request.output_config
+    return only(
+        format_of(config.format if config else None, "output_config.format"),
+        format_of(request.output_format, "output_format"),
     )
 
 
@@ -291,7 +312,7 @@ class _Tools:
             if not tool.name:
                 raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
             schema = free_json(tool.input_schema, f"{param}.input_schema")
-            self._known[tool.name] = Tool(tool.name, tool.description or "", schema)
+            self._known[tool.name] = Tool(tool.name, tool.description or "", schema, strict=bool(tool.strict))
             if not tool.defer_loading:
                 listed.append(self._known[tool.name])
         self.listed = tuple(listed)

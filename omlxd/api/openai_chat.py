@@ -1,7 +1,7 @@
 """OpenAI's chat completions: a body into a `GenerateRequest`. Answers: openai_chat_stream.py.
 
-What the engine can't honour and what would change the answer (n above 1, a response format, audio)
-is refused, never ignored; unknown fields are ignored, as every OpenAI-compatible server does.
+What the engine can't honour and what would change the answer (audio, obsolete fields) is refused,
+never ignored; unknown fields are ignored, as every OpenAI-compatible server does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, json_object
-from .openai_fields import CommonBody, Count, sampling, session
+from .openai_fields import CommonBody, Count, answer_format, sampling, session
 
 RESERVED_TEMPLATE_ARGS = frozenset(
     {
@@ -93,6 +93,7 @@ class _Function(msgspec.Struct):
     name: Annotated[str, msgspec.Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Tool(msgspec.Struct):
@@ -114,6 +115,7 @@ class ChatBody(CommonBody, kw_only=True):
     max_completion_tokens: Count | None = None
     tools: list[_Tool] | None = None
     tool_choice: Union[str, _NamedTool, None] = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     modalities: list[str] | None = None
     logprobs: bool | None = None
@@ -144,6 +146,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         messages=tuple(_message(message, f"messages.{i}") for i, message in enumerate(request.messages)),
         tools=tools,
         tool_choice=_tool_choice(request.tool_choice, tools),
+        parallel_calls=request.parallel_tool_calls is not False,
         thinking=thinking,
         template_args=template_args,
     )
@@ -156,6 +159,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             sampling=sampling(request, max_tokens, _logprobs(request)),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",
+            format=answer_format(request),
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
     )
@@ -190,7 +194,7 @@ def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
 def _tool(tool: _Tool, param: str) -> Tool:
     function = tool.function
     schema = free_json(function.parameters or {}, f"{param}.function.parameters")
-    return Tool(function.name, function.description or "", schema)
+    return Tool(function.name, function.description or "", schema, strict=bool(function.strict))
 
 
 def _tool_choice(given: str | _NamedTool | None, tools: tuple[Tool, ...]) -> str:

@@ -15,7 +15,15 @@ from ..chat import Event, Finished, GenerateRequest, RawPrompt, ReasoningDelta, 
 from ..errors import InvalidRequest, OmlxdError
 from .body import MAX_TOKENS, ParsedRequest, decode
 from .errors import error_body
-from .openai_fields import FINISH_REASON, CommonBody, UsageBody, sampling, session, usage_body
+from .openai_fields import (
+    FINISH_REASON,
+    CommonBody,
+    UsageBody,
+    answer_format,
+    sampling,
+    session,
+    usage_body,
+)
 from .sse import DONE, data_event
 
 DEFAULT_MAX_TOKENS = 16
@@ -50,6 +58,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             sampling=sampling(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",
+            format=answer_format(request),
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Union
+from typing import Annotated, Union
 
 import msgspec
 
-from ..chat import FinishReason, Sampling, TokenLogprob, Usage
+from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
 from ..errors import InvalidRequest
+from .answer_format import GuidedFields, ResponseFormat, format_of, guided, only
 from .body import MAX_INT64, MAX_TOKENS, session_header, stops
 from .sse import UsageExtension, usage_extension
 
@@ -22,7 +23,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class CommonBody(msgspec.Struct, kw_only=True):
+class CommonBody(GuidedFields, kw_only=True):
     """Sampling and the rest that both bodies hold. top_k, min_p, repetition_penalty and cache_salt
     are extensions, spelled as vLLM spells them."""
 
@@ -41,17 +42,16 @@ class CommonBody(msgspec.Struct, kw_only=True):
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
     stop: Union[str, list[str], None] = None
     n: int | None = None
-    response_format: Any = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
 
 
 def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """Raises InvalidRequest for what can't be served: n above 1, an enforced response format."""
+    """Raises InvalidRequest for what can't be served: n above 1."""
     if body.n not in (None, 1):
         raise InvalidRequest("n: only one choice per request is supported", param="n")
-    _check_format(body.response_format)
     greedy = body.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
     top_k = None if body.top_k is None else min(max(body.top_k, 0), MAX_TOKENS)
     return Sampling(
@@ -70,14 +70,9 @@ def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> 
     )
 
 
-def _check_format(value: Any) -> None:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if kind not in (None, "text"):
-        shown = kind if isinstance(kind, str) else "of this kind"
-        raise InvalidRequest(
-            f"response_format: {shown} can't be enforced by this server; only text is supported",
-            param="response_format",
-        )
+def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:
+    """What the answer must be. Raises InvalidRequest where that is given twice."""
+    return only(format_of(body.response_format, "response_format"), guided(body), *further)
 
 
 def session(body: CommonBody, headers: Mapping[str, str]) -> str:

@@ -13,8 +13,9 @@ import msgspec
 
 from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
+from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, session_header
-from .openai_fields import CommonBody, Count, sampling, session
+from .openai_fields import CommonBody, Count, answer_format, sampling, session
 from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
 
@@ -28,12 +29,8 @@ class _Reasoning(msgspec.Struct):
     summary: str | None = None
 
 
-class _Format(msgspec.Struct):
-    type: str | None = None
-
-
 class _Text(msgspec.Struct):
-    format: _Format | None = None
+    format: ResponseFormat | None = None
 
 
 class ResponsesBody(CommonBody, kw_only=True):
@@ -75,7 +72,7 @@ class RequestEcho(Struct, frozen=True, omit_defaults=False):
     reasoning: ReasoningEcho
     store: bool
     temperature: float | None
-    tool_choice: str
+    tool_choice: Any
     tools: list[dict[str, Any]]
     top_p: float | None
     user: str | None
@@ -113,7 +110,8 @@ def parse(
     conversation = Conversation(
         messages=system + messages,
         tools=tools.listed,
-        tool_choice=_tool_choice(request.tool_choice),
+        tool_choice=_tool_choice(request.tool_choice, tools),
+        parallel_calls=request.parallel_tool_calls is not False,
         thinking=None if effort is None else effort != "none",
         template_args={} if effort is None else {"reasoning_effort": effort},
     )
@@ -126,6 +124,9 @@ def parse(
             sampling=sampling(request, max_tokens, None),
             session=_session(request, headers or {}),
             cache_salt=request.cache_salt or "",
+            format=answer_format(
+                request, format_of(request.text.format if request.text else None, "text.format")
+            ),
         ),
         names=tools.names,
         echo=_echo(request, tools),
@@ -135,12 +136,6 @@ def parse(
 
 
 def _refuse(request: ResponsesBody) -> None:
-    kind = request.text.format.type if request.text and request.text.format else None
-    if kind not in (None, "text"):
-        raise InvalidRequest(
-            f"text.format: {kind[:40]!r} can't be enforced by this server; only text is supported",
-            param="text.format",
-        )
     if request.background:
         raise InvalidRequest("background: this server answers while you wait", param="background")
     if request.conversation is not None:
@@ -153,15 +148,41 @@ def _refuse(request: ResponsesBody) -> None:
         raise InvalidRequest("top_logprobs: log-probabilities are not supported here", param="top_logprobs")
 
 
-def _tool_choice(given: Any) -> str:
+class _NamedTool(msgspec.Struct):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+def _tool_choice(given: Any, tools: ResponseTools) -> str:
     if given is None or given in ("auto", "none"):
         return given or "auto"
-    shown = given.get("type") if isinstance(given, dict) else given
-    named = repr(shown[:40]) if isinstance(shown, str) else "this"
-    raise InvalidRequest(
-        f"tool_choice: {named} can't be enforced by this server; only auto and none are supported",
-        param="tool_choice",
-    )
+    if given == "required":
+        if not tools.listed:
+            raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
+        return given
+    try:
+        named = msgspec.convert(given, _NamedTool)
+    except msgspec.ValidationError:
+        named = None
+    if named is None or named.type not in ("function", "custom"):
+        shown = given.get("type") if isinstance(given, dict) else given
+        told = repr(shown[:40]) if isinstance(shown, str) else "this"
+        raise InvalidRequest(
+            f"tool_choice: {told} can't be enforced by this server; auto, none, required and a function "
+            "or custom tool of the request can",
+            param="tool_choice",
+        )
+    called = tools.flat_name(named.namespace or "", named.name or "")
+    if called not in tools.names:
+        raise InvalidRequest(
+            f"tool_choice: there is no tool {(named.name or '')[:100]!r}", param="tool_choice"
+        )
+    return f"named:{called}"
+
+
+def _tool_choice_echo(given: Any) -> Any:
+    return "auto" if given is None else given
 
 
 def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:
@@ -203,7 +224,7 @@ def _echo(request: ResponsesBody, tools: ResponseTools) -> RequestEcho:
         reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
         store=request.store is not False,
         temperature=request.temperature,
-        tool_choice=_tool_choice(request.tool_choice),
+        tool_choice=_tool_choice_echo(request.tool_choice),
         tools=tools.echo,
         top_p=request.top_p,
         user=request.user,

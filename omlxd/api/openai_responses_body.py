@@ -133,7 +133,7 @@ class Response(msgspec.Struct, kw_only=True):
     reasoning: ReasoningEcho
     store: bool
     temperature: float | None
-    tool_choice: str
+    tool_choice: Any
     tools: list[dict[str, Any]]
     top_p: float | None
     user: str | None

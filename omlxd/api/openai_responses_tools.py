@@ -36,6 +36,7 @@ class _Given(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
     format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -128,7 +129,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def _function(flat: str, tool: _Given) -> Tool:
-    return Tool(flat, tool.description or "", tool.parameters or {})
+    return Tool(flat, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
 
 
 def _custom(flat: str, tool: _Given) -> Tool:

@@ -50,6 +50,7 @@ class DecodeBatch:
             if not self._merged:
                 self._cache, self._merged = mlx_adapter.merge([self._cache]), True
             mlx_adapter.extend(self._cache, row.take_cache())
+        _advance(row, row.tokens[-1])
         first = mx.array([row.tokens[-1]])
         self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
         self._unread.append(False)
@@ -91,13 +92,37 @@ class DecodeBatch:
         assert inputs is not None
         if self._sampler is None:
             self._sampler = BatchSampler([row.sampler for row in self.rows])
-        logits = self._model(inputs[:, None], cache=self._cache)
-        self._inputs = self._sampler(logits[:, -1, :])
+        logits = self._model(inputs[:, None], cache=self._cache)[:, -1, :]
+        if self._sampler.constrained:
+            # What a constrained row may say follows from its token of the step before: that is read
+            # here, while the device is at work on this one.
+            mx.async_eval(logits)
+            emitted = self._read(inputs, unread)
+            for row, token in emitted:
+                _advance(row, token)
+        else:
+            emitted = None
+        self._inputs = self._sampler(logits)
         mx.async_eval(self._inputs)
         self._unread = [True] * len(self.rows)
         for row in self.rows:
             row.kv_length += 1
+        return self._read(inputs, unread) if emitted is None else emitted
+
+    def _read(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
+        """Wait for the tokens of the step before."""
         if not any(unread):
             return []
         tokens = cast(list[int], inputs.tolist())
         return [(row, token) for row, token, new in zip(self.rows, tokens, unread, strict=True) if new]
+
+
+def _advance(row: Sequence, token: int) -> None:
+    """Tell a row's constraint its newest token; the row alone fails if that can't go on."""
+    constraint = row.sampler.constraint
+    if constraint is None:
+        return
+    constraint.advance(token)
+    if constraint.error is not None and not row.cancelled:
+        row.sink.failed(row, constraint.error)
+        row.cancelled = True

@@ -28,6 +28,7 @@ from ..kv.space import Space
 from ..kv.store import KVStore
 from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
+from .constraint import Constraint, ConstraintCompiler
 from .fingerprint import weight_fingerprints
 from .harvest import KVBridge
 from .hot_budget import HotBudget
@@ -71,6 +72,7 @@ class EngineHost:
             self._describe(load, self.scheduler.bridge.store.cold)
         self.prompts = PromptPipeline(self.loaded.tokenizer)
         prepare(self.loaded.tokenizer)
+        self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
         self._defaults = _sampling_defaults(Path(load.model_path))
@@ -192,6 +194,7 @@ class EngineHost:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if bad := next((t for t in tokens if not 0 <= t < self.loaded.vocab_size), None):
             raise InvalidRequest(f"token id {bad} is not in this model's vocabulary", param="prompt")
+        constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         wanted = request.sampling.max_tokens
         block = self._settings.block_size
         root = chain_root(self.namespace, request.cache_salt)
@@ -201,6 +204,7 @@ class EngineHost:
             starts_in_thinking=rendered.starts_in_thinking,
             stop=request.sampling.stop,
             reasoning=rendered.reasoning,
+            one_call=not getattr(request.prompt, "parallel_calls", True),
         )
         sink = RequestSink(id, self._output, parser, end)
         sequence = Sequence(
@@ -211,7 +215,7 @@ class EngineHost:
             hashes=hash_blocks(root, tokens, block) if self.scheduler.bridge else [],
             max_new=room if wanted is None else min(wanted, room),
             eos=frozenset(self.loaded.tokenizer.eos_token_ids),
-            sampler=self._sampler(request, tokens),
+            sampler=self._sampler(request, tokens, constraint),
             sink=sink,
         )
         sink.stop = lambda: self.scheduler.cancel(sequence)
@@ -221,9 +225,11 @@ class EngineHost:
         self.scheduler.submit(sequence)
         return sequence
 
-    def _sampler(self, request: GenerateRequest, tokens: list[int]) -> SamplerRow:
+    def _sampler(
+        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
+    ) -> SamplerRow:
         params = RowSampling.of(request.sampling, self._defaults)
-        return SamplerRow(params, prompt=tokens if params.penalised else ())
+        return SamplerRow(params, prompt=tokens if params.penalised else (), constraint=constraint)
 
     # ----------------------------------------------------------------- figures and the end
 

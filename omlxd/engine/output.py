@@ -32,6 +32,7 @@ class OutputParser:
     starts_in_thinking  the prompt ended inside a thinking block
     stop                strings that end the answer; they don't apply to reasoning
     reasoning           thinking tags are markup; False for a raw prompt, whose text is left alone
+    one_call            the answer ends with its first call
 
     stopped           the stop string that was found, or None; from then on there are no events
     reasoning_tokens  tokens inside thinking blocks so far, tags not counted
@@ -44,6 +45,7 @@ class OutputParser:
         starts_in_thinking: bool = False,
         stop: tuple[str, ...] = (),
         reasoning: bool = True,
+        one_call: bool = False,
     ):
         facts = _facts_of(tokenizer)
         tags = Tags(
@@ -53,10 +55,15 @@ class OutputParser:
         )
         self._hidden, self._dropped = facts.hidden, facts.dropped
         self._detokenizer = detokenizer(tokenizer)
-        self._found = _Found(StopStrings(stop), ToolCallReader(tools, tokenizer.tool_parser))
+        self._found = _Found(StopStrings(stop), ToolCallReader(tools, tokenizer.tool_parser), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
         self._splitter = Splitter(tags, self._found, begin)
         self.reasoning_tokens = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come: a stop string was found, or the one call is made."""
+        return self._found.ended
 
     @property
     def stopped(self) -> str | None:
@@ -74,13 +81,13 @@ class OutputParser:
 
     def add_text(self, text: str) -> list[Event]:
         """Events that `text` makes certain."""
-        if text and self.stopped is None:
+        if text and not self.ended:
             self._splitter.feed(text)
         return self._found.take()
 
     def finish(self, reason: FinishReason) -> list[Event]:
         """The last events. `reason` `length` means that the text was cut off."""
-        if self.stopped is None:
+        if not self.ended:
             self._splitter.feed(self._detokenizer.finish())
             self._splitter.finish(ended=reason != "length")
             self._found.finish()
@@ -90,30 +97,39 @@ class OutputParser:
 class _Found:
     """What the splitter finds, into events. A `markup.Sink`."""
 
-    __slots__ = ("_events", "_reader", "_spaces", "_thought", "stops")
+    __slots__ = ("_called", "_events", "_one_call", "_reader", "_spaces", "_thought", "stops")
 
-    def __init__(self, stops: StopStrings, reader: ToolCallReader):
+    def __init__(self, stops: StopStrings, reader: ToolCallReader, one_call: bool = False):
+        self._one_call = one_call
+        self._called = False
         self.stops = stops
         self._reader = reader
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[Event] = []
 
+    @property
+    def ended(self) -> bool:
+        return self.stops.matched is not None or (self._one_call and self._called)
+
     def answer(self, text: str) -> None:
+        if self.ended:
+            return
         self._say(self.stops.feed(text))
         if self.stops.matched is not None:
             self._say_rest()
 
     def reasoning(self, text: str) -> None:
-        if self.stops.matched is None and (text := self._thought.feed(text)):
+        if not self.ended and (text := self._thought.feed(text)):
             self._events.append(ReasoningDelta(text))
 
     def call(self, text: str) -> bool:
-        calls = self._reader.read(text) if self.stops.matched is None else []
+        calls = [] if self.ended else self._reader.read(text)
         if calls is None:
             return False
         self.boundary()
-        for call in calls:
+        for call in calls[:1] if self._one_call else calls:
+            self._called = True
             # Unique over all requests, as clients keep results by it.
             id = f"call_{secrets.token_hex(12)}"
             self._events.append(ToolCall(id=id, name=call.name, arguments=call.arguments))
@@ -121,13 +137,13 @@ class _Found:
 
     def boundary(self) -> None:
         """A stop string never spans a tag, so what was held back for one is text."""
-        if self.stops.matched is None:
+        if not self.ended:
             self._say(self.stops.flush())
         self._spaces.drop()
         self._thought.drop()
 
     def finish(self) -> None:
-        if self.stops.matched is None:
+        if not self.ended:
             self._say(self.stops.flush())
             self._say_rest()
 

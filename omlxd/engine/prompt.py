@@ -80,10 +80,6 @@ class PromptPipeline:
         """Tokens of `prompt`. Raises InvalidRequest."""
         if isinstance(prompt, RawPrompt):
             return self._raw(prompt)
-        if prompt.tool_choice not in ("auto", "none"):
-            raise InvalidRequest(
-                "tool_choice: forcing a tool call is not supported yet; use auto or none", param="tool_choice"
-            )
         text = self.text_of(prompt)
         start = self._tokenizer.think_start
         return RenderedPrompt(

@@ -25,6 +25,9 @@ class Parser(Protocol):
     @property
     def stopped(self) -> str | None: ...
 
+    @property
+    def ended(self) -> bool: ...
+
     def add_token(self, token: int) -> list[Event]: ...
 
     def finish(self, reason: FinishReason) -> list[Event]: ...
@@ -33,7 +36,7 @@ class Parser(Protocol):
 class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event.
 
-    stop()  asks the scheduler to end the sequence: a stop string was found in its text
+    stop()  asks the scheduler to end the sequence: a stop string was found, or the one call is made
     """
 
     def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
@@ -82,9 +85,9 @@ class RequestSink:
             log.exception("request %d: can't parse its output", self._id)
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
-        if self._parser.stopped is not None:
+        if self._parser.ended:
             self.stop()
-            events += self._finish("stop_sequence", self.usage())
+            events += self._finish("stop", self.usage())
         return events
 
     def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:

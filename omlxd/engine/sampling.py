@@ -15,10 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..chat import Sampling
+from .constraint import Constraint
 
 NEG_INF = float("-inf")
 
@@ -126,12 +129,14 @@ class SamplerRow:
     prompt     token ids, kept only for a penalised row
     penalties  made at the first step: MLX arrays belong to the engine thread
     step       tokens sampled so far
+    constraint what its next token may be
     """
 
     params: RowSampling
     prompt: Sequence[int] = ()
     penalties: Penalties | None = None
     step: int = 0
+    constraint: Constraint | None = None
 
 
 class BatchSampler:
@@ -143,6 +148,7 @@ class BatchSampler:
         self._all_greedy = all(p.greedy for p in params)
         self._penalised = [i for i, p in enumerate(params) if p.penalised]
         self._filtered = any(p.filtered for p in params)
+        self.constrained = any(row.constraint is not None for row in rows)
         if self._all_greedy:
             return
         self._greedy = mx.array([[p.greedy] for p in params])
@@ -158,6 +164,8 @@ class BatchSampler:
         """logits (rows, vocabulary) → tokens (rows,) int32; lazy."""
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
+        if self.constrained:
+            logits = self._mask(logits)
         best = mx.argmax(logits, axis=-1)
         tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
         for index in self._penalised:
@@ -176,6 +184,13 @@ class BatchSampler:
             row.penalties = penalties
             parts[index] = penalties.apply(parts[index][0])[None]
         return mx.concatenate(parts)
+
+    def _mask(self, logits: mx.array) -> mx.array:
+        allowed: Any = np.ones(logits.shape, np.bool_)
+        for index, row in enumerate(self.rows):
+            if row.constraint is not None and row.constraint.mask is not None:
+                allowed[index] = row.constraint.mask
+        return mx.where(mx.array(allowed), logits, NEG_INF)
 
     def _sample(self, logits: mx.array, best: mx.array) -> mx.array:
         scaled = logits * self._scale

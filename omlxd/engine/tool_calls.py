@@ -1,7 +1,7 @@
 """The text of a tool call into a name and typed arguments.
 
 Three spellings are read here, because they can be told by their looks and their values can be typed
-by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM) and
+by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM, LongCat) and
 `<function=name><parameter=k>v</parameter></function>` (Qwen coder). All others go to the parser that
 mlx-lm found for the model. Text that makes no sense gives None, never an exception: it is then shown.
 """
@@ -21,7 +21,8 @@ from .shaping import shape_tools
 _NAME = re.compile(r"[\w.:/-]{1,128}")
 _FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
-_ARG_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
+_ARG_PAIR = re.compile(r"<(longcat_|)arg_key>(.*?)</\1arg_key>\s*<\1arg_value>(.*?)</\1arg_value>", re.DOTALL)
 
 
 _Call = tuple[str, dict[str, Any]]
@@ -60,8 +61,10 @@ class ToolCallReader:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if text.startswith("<function="):
             return (self._function,)
-        if "<arg_key>" in text:
+        if _ARG_KEY.search(text):
             return (self._arg_pairs, self._json)
+        if text in self._tools:  # a call without arguments, where those would have tags
+            return (lambda name: [(name, {})],)
         return (self._json, self._by_mlx_lm)
 
     def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
@@ -78,7 +81,9 @@ class ToolCallReader:
     def _properties(self, name: str) -> dict[str, Any]:
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
-        return properties if isinstance(properties, dict) else {}
+        if tool is None or not isinstance(properties, dict):
+            return {}
+        return {key: _resolved(schema, tool.parameters) for key, schema in properties.items()}
 
     # ----------------------------------------------------------------- spellings
 
@@ -104,11 +109,12 @@ class ToolCallReader:
         return [(name, arguments)] if at == len(body) else None
 
     def _arg_pairs(self, text: str) -> list[_Call] | None:
-        name, mark, rest = text.partition("<arg_key>")
-        if not mark or _ARG_PAIR.sub("", mark + rest).strip():
+        begins = _ARG_KEY.search(text)
+        if not begins or _ARG_PAIR.sub("", text[begins.start() :]).strip():
             return None
+        name = text[: begins.start()]
         types = self._properties(name.strip())
-        pairs = {pair[1].strip(): pair[2] for pair in _ARG_PAIR.finditer(mark + rest)}
+        pairs = {pair[2].strip(): pair[3] for pair in _ARG_PAIR.finditer(text)}
         arguments = {key: _value(value, types.get(key), key in types) for key, value in pairs.items()}
         return [(name.strip(), arguments)]
 
@@ -148,6 +154,19 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "null": (type(None),),
 }
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> Any:
+    """What a `$ref` into the same schema names."""
+    for _ in range(8):  # they may lead to others, and in a circle
+        ref = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(ref, str) or not ref.startswith("#/"):
+            break
+        found: Any = root
+        for step in ref[2:].split("/"):
+            found = found.get(step) if isinstance(found, dict) else None
+        schema = found
+    return schema
 
 
 def kinds_of(schema: Any) -> set[str]:

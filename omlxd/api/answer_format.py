@@ -1,0 +1,141 @@
+"""What the answer must be, in each spelling: OpenAI's, Anthropic's, vLLM's extra fields.
+
+| field                                   | of                         | becomes          |
+|-----------------------------------------|----------------------------|------------------|
+| `response_format`                       | chat, completions          | JSON             |
+| `text.format`                           | Responses                  | JSON             |
+| `output_config.format`, `output_format` | Messages                   | JSON             |
+| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | all of OpenAI's | the same |
+| `structured_outputs`                    | all of OpenAI's            | the same         |
+
+One at most. Whether it can be enforced is known to the engine alone, which refuses it if not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from ..chat import AnswerFormat
+from ..errors import InvalidRequest
+from .body import free_json, json_object
+
+MAX_GRAMMAR_CHARS = 100_000
+MAX_CHOICES = 10_000
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class NamedSchema(msgspec.Struct):
+    """OpenAI's `json_schema`. Held to, whether `strict` or not."""
+
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """`schema` beside the type is how Responses, Anthropic and llama.cpp have it."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's extra field."""
+
+    json: Union[str, dict[str, Any], None] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+
+
+class GuidedFields(msgspec.Struct, kw_only=True):
+    """Fields of a body that are vLLM's."""
+
+    guided_json: Union[str, dict[str, Any], None] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+def format_of(given: ResponseFormat | None, param: str) -> AnswerFormat | None:
+    """A `response_format` or its like; None for text. Raises InvalidRequest."""
+    if given is None or given.type == "text":
+        return None
+    nested = given.json_schema.schema if given.json_schema is not None else None
+    schema = nested if nested is not None else given.schema
+    if given.type == "json_object":
+        return _json(schema or ANY_OBJECT, param)
+    if given.type != "json_schema":
+        raise InvalidRequest(
+            f"{param}.type: {given.type[:40]!r} is none of text, json_object, json_schema",
+            param=f"{param}.type",
+        )
+    if schema is None:
+        where = f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
+        raise InvalidRequest(f"{where}: this field is required", param=where)
+    return _json(schema, param)
+
+
+def guided(body: GuidedFields) -> AnswerFormat | None:
+    """What vLLM's fields ask for. Raises InvalidRequest where they ask for several things."""
+    found = [
+        _guided(kind, value, param)
+        for kind, value, param in (
+            ("json", body.guided_json, "guided_json"),
+            ("regex", body.guided_regex, "guided_regex"),
+            ("choice", body.guided_choice, "guided_choice"),
+            ("grammar", body.guided_grammar, "guided_grammar"),
+            *_structured(body.structured_outputs),
+        )
+        if value is not None
+    ]
+    return only(*found)
+
+
+def only(*found: AnswerFormat | None) -> AnswerFormat | None:
+    """The one that is there. Raises InvalidRequest for more than one."""
+    given = [format for format in found if format is not None]
+    if len(given) > 1:
+        raise InvalidRequest(
+            f"{given[1].param}: the answer's format is given by {given[0].param} already; send one of them",
+            param=given[1].param,
+        )
+    return given[0] if given else None
+
+
+def _structured(given: StructuredOutputs | None) -> list[tuple[str, Any, str]]:
+    if given is None:
+        return []
+    if given.structural_tag is not None:
+        param = "structured_outputs.structural_tag"
+        raise InvalidRequest(f"{param}: structural tags can't be enforced by this server", param=param)
+    fields: list[tuple[str, Any]] = [
+        ("json", given.json),
+        ("regex", given.regex),
+        ("choice", given.choice),
+        ("grammar", given.grammar),
+        ("json", ANY_OBJECT if given.json_object else None),
+    ]
+    return [(kind, value, "structured_outputs") for kind, value in fields]
+
+
+def _guided(kind: str, value: Any, param: str) -> AnswerFormat:
+    if kind == "json":
+        return _json(json_object(value, param) if isinstance(value, str) else value, param)
+    if kind == "choice":
+        if not value or len(value) > MAX_CHOICES or not all(value):
+            raise InvalidRequest(f"{param}: up to {MAX_CHOICES} texts, none empty, are needed", param=param)
+        return AnswerFormat("choice", choices=tuple(value), param=param)
+    if not value or len(value) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}: up to {MAX_GRAMMAR_CHARS} characters are needed", param=param)
+    return AnswerFormat("regex" if kind == "regex" else "lark", text=value, param=param)
+
+
+def _json(schema: dict[str, Any], param: str) -> AnswerFormat:
+    return AnswerFormat("json", schema=free_json(schema, param), param=param)

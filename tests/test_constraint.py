@@ -1,0 +1,242 @@
+"""Answers held to a grammar: a model of noise writes valid JSON, in any batch, thinking or not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from families import build_family
+from host import Host, chat, finished, raw, text_of
+
+from omlxd.chat import AnswerFormat, ReasoningDelta, Tool, ToolCall
+from omlxd.errors import InvalidRequest
+
+BOUNDED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "dog", "é"]},
+        "name": {"type": "string", "maxLength": 4},
+        "legs": {"type": "integer", "minimum": 0, "maximum": 8},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/point"}]},
+    },
+    "required": ["kind", "name", "legs", "tags", "next"],
+    "additionalProperties": False,
+    "$defs": {
+        "point": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        }
+    },
+}
+JSON = AnswerFormat("json", schema=BOUNDED)
+READ = Tool(
+    "Read",
+    "Reads.",
+    {
+        "type": "object",
+        "properties": {"path": {"type": "string", "maxLength": 6}, "deep": {"type": "boolean"}},
+        "required": ["path"],
+        "additionalProperties": False,
+    },
+)
+NUMBER = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+BASH = Tool("Bash", "Runs.", NUMBER | {"additionalProperties": False})
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory):
+    host = Host(build_family("qwen3", tmp_path_factory.mktemp("model")))
+    yield host
+    host.close()
+
+
+# --------------------------------------------------------------------------- schemas
+
+
+def test_noise_writes_valid_json_whatever_the_seed(host: Host):
+    ids = [host.send(chat(format=JSON, temperature=1.5, seed=seed, max_tokens=400)) for seed in range(8)]
+    texts = set()
+    for events in map(host.events, ids):
+        assert finished(events).reason == "stop"
+        jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
+        texts.add(text_of(events))
+    assert len(texts) > 4
+
+
+def test_a_row_is_the_same_beside_others_that_are_free(host: Host):
+    request = chat(format=JSON, temperature=1.0, seed=7, max_tokens=300)
+    free = chat("Tell me more", temperature=1.0, seed=9, max_tokens=60)
+    alone = text_of(host.ask(request)), text_of(host.ask(free))
+    ids = [host.send(each) for each in (free, request, free, request, free)]
+    texts = [text_of(host.events(id)) for id in ids]
+    assert texts == [alone[1], alone[0], alone[1], alone[0], alone[1]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_filters_and_penalties_stay_within_the_grammar(host: Host, temperature: float):
+    events = host.ask(
+        chat(
+            format=JSON,
+            temperature=temperature,
+            top_k=5,
+            top_p=0.5,
+            repetition_penalty=1.3,
+            logit_bias={5: 100.0},
+            max_tokens=400,
+        )
+    )
+    assert finished(events).reason == "stop"
+    jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
+
+
+def test_any_object_and_what_is_cut_off(host: Host):
+    any_object = AnswerFormat("json", schema={"type": "object"})
+    reasons = set()
+    for seed in range(8):
+        events = host.ask(chat(format=any_object, temperature=0.7, seed=seed, max_tokens=40))
+        reasons.add(finished(events).reason)
+        assert text_of(events).startswith("{")
+        if finished(events).reason == "stop":
+            assert isinstance(json.loads(text_of(events)), dict)
+    assert "length" in reasons
+
+
+def test_regex_choice_and_grammars(host: Host):
+    choice = AnswerFormat("choice", choices=("yes", 'no "way"', "möglich"))
+    assert text_of(host.ask(chat(format=choice, max_tokens=30))) in choice.choices
+    regex = AnswerFormat("regex", text=r"[a-c]{3}-\d{2}")
+    text = text_of(host.ask(raw(format=regex, max_tokens=30)))
+    assert len(text) == 6 and set(text[:3]) <= set("abc") and text[3] == "-" and text[4:].isdigit()
+    lark = AnswerFormat("lark", text='start: "a" "b"+ /[xy]/')
+    assert text_of(host.ask(raw(format=lark, temperature=0, max_tokens=200))).startswith("ab")
+    gbnf = AnswerFormat("lark", text='root ::= "p" ("q" | "r")')
+    assert text_of(host.ask(raw(format=gbnf, max_tokens=9))) in ("pq", "pr")
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "null"}}, "not"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"type": "string", "format": "phone"}, "phone"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"$ref": "http://elsewhere/schema"}, "http://elsewhere/schema"),
+        ({"type": "text"}, "text"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look"),
+        ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
+    ],
+)
+def test_what_cant_be_enforced_is_refused_by_name(host: Host, schema: dict, named: str):
+    with pytest.raises(InvalidRequest, match="text.format.*" + named.replace("(", "")) as refused:
+        host.ask(chat(format=AnswerFormat("json", schema=schema, param="text.format")))
+    assert refused.value.param == "text.format"
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        AnswerFormat("regex", text="(a"),
+        AnswerFormat("lark", text="start: nothing"),
+        AnswerFormat("lark", text="root ::= ((("),
+        AnswerFormat("lark", text="\x00"),
+    ],
+)
+def test_grammars_that_are_none_are_refused(host: Host, format: AnswerFormat):
+    with pytest.raises(InvalidRequest):
+        host.ask(raw(format=format))
+
+
+# --------------------------------------------------------------------------- thinking
+
+
+def test_thinking_is_free_and_the_answer_after_it_is_not(host: Host):
+    close = host.engine.loaded.tokenizer.think_end_id
+    likely = {close: 6.0}
+    for seed in range(6):
+        events = host.ask(
+            chat(format=JSON, thinking=True, temperature=1.0, seed=seed, logit_bias=likely, max_tokens=600)
+        )
+        if finished(events).reason == "length":
+            continue
+        assert any(isinstance(event, ReasoningDelta) for event in events)
+        jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
+        return
+    raise AssertionError("no seed stopped thinking")
+
+
+def test_thinking_cant_end_the_turn(host: Host):
+    (end,) = host.engine.loaded.tokenizer.eos_token_ids
+    request = chat(format=JSON, thinking=True, temperature=0, logit_bias={end: 100.0}, max_tokens=20)
+    assert finished(host.ask(request)).reason == "length"
+
+
+# --------------------------------------------------------------------------- tools
+
+
+def calls_of(events) -> list[ToolCall]:
+    return [event for event in events if isinstance(event, ToolCall)]
+
+
+def test_a_required_call_is_made(host: Host):
+    names = set()
+    (end,) = host.engine.loaded.tokenizer.eos_token_ids
+    how: Any = {"tool_choice": "required", "temperature": 1.0, "logit_bias": {end: 4.0}, "max_tokens": 300}
+    for seed in range(6):
+        events = host.ask(chat(tools=(READ, BASH), seed=seed, **how))
+        assert finished(events).reason == "tool_calls" and not text_of(events) and calls_of(events)
+        for call in calls_of(events):
+            names.add(call.name)
+            schema = {"Read": READ, "Bash": BASH}[call.name].parameters
+            jsonschema_rs.validate(schema, json.loads(call.arguments))
+    assert names <= {"Read", "Bash"}
+
+
+def test_a_named_call_is_made_once_if_calls_may_not_be_parallel(host: Host):
+    for seed in range(2):
+        events = host.ask(
+            chat(
+                tools=(READ, BASH),
+                tool_choice="named:Read",
+                parallel_calls=False,
+                temperature=1.0,
+                seed=seed,
+                max_tokens=300,
+            )
+        )
+        (call,) = calls_of(events)
+        assert call.name == "Read" and finished(events).reason == "tool_calls"
+
+
+def test_a_schema_that_cant_be_enforced_matters_for_strict_tools_alone(host: Host):
+    odd = {"type": "object", "properties": {"n": {"enum": [1]}}, "propertyNames": {"pattern": "n"}}
+    request = chat(tools=(Tool("Odd", "", odd),), tool_choice="required", max_tokens=4)
+    assert finished(host.ask(request)).reason == "length"
+    with pytest.raises(InvalidRequest, match=r"'Odd'.*propertyNames"):
+        host.ask(chat(tools=(Tool("Odd", "", odd, strict=True),), max_tokens=4))
+
+
+def test_strict_tools_leave_text_free(host: Host):
+    strict = Tool(READ.name, "", READ.parameters, strict=True)
+    start = host.engine.loaded.tokenizer.convert_tokens_to_ids("<tool_call>")
+    request = chat(tools=(strict,), temperature=1.0, seed=3, logit_bias={start: 5.0}, max_tokens=300)
+    events = host.ask(request)
+    assert calls_of(events)
+    for call in calls_of(events):
+        jsonschema_rs.validate(READ.parameters, json.loads(call.arguments))
+
+
+def test_an_answer_of_a_schema_or_a_call(host: Host):
+    kinds = set()
+    for seed in range(8):
+        events = host.ask(chat(tools=(READ,), format=JSON, temperature=1.5, seed=seed, max_tokens=300))
+        kinds.add(bool(calls_of(events)))
+        if not calls_of(events):
+            jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
+    assert kinds == {True, False}
