@@ -32,12 +32,11 @@ def write(home: Path, text: str) -> None:
 class Pool:
     """Stands for a pool whose models take on new settings."""
 
-    def __init__(self, live: tuple[str, ...] = ()):
-        self.live, self.applied = live, []
+    def __init__(self):
+        self.applied = []
 
-    def apply(self, settings: object):
+    def apply(self, settings: object) -> None:
         self.applied.append(settings)
-        return self.live
 
 
 def reloader(home: Path, pool: object, *, loopback: bool = True, flags: dict[str, str] | None = None):
@@ -62,15 +61,18 @@ def reloader(home: Path, pool: object, *, loopback: bool = True, flags: dict[str
 def test_live_settings_change_and_the_others_are_named(tmp_path: Path, caplog):
     caplog.set_level(logging.INFO)
     write(tmp_path, "port = 1\nlog-level = 'info'\n")
-    pool = Pool(live=("max_concurrent_requests",))
+    pool = Pool()
     reload, keys = reloader(tmp_path, pool)
-    write(tmp_path, "port = 2\nlog-level = 'debug'\napi-key = 'new'\nmax-concurrent-requests = 3\n")
+    write(tmp_path, "port = 2\nlog-level = 'debug'\napi-key = 'new'\nmodel-ttl = '3m'\nblock-size = 128\n")
     reload()
     assert reload.settings.log_level == "debug" and reload.settings.port == 1
     assert keys.name_of([b"new"]) == "--api-key"
-    assert pool.applied[0].max_concurrent_requests == 3
-    read, later = [r.getMessage() for r in caplog.records]
-    assert read == "configuration read again: --api-key, --max-concurrent-requests, --log-level"
+    assert pool.applied[0].model_ttl == 180 and pool.applied[0].port == 1
+    read, at_load, later = [r.getMessage() for r in caplog.records]
+    assert set(read.removeprefix("configuration read again: ").split(", ")) == {
+        *("--api-key", "--model-ttl", "--log-level")
+    }
+    assert at_load == "--block-size: changed for models that are loaded from now on"
     assert later == "--port: changed, but only at the next start"
     caplog.clear()
     reload()
@@ -90,7 +92,7 @@ def test_a_broken_file_changes_nothing_and_is_told_in_one_line(tmp_path: Path, c
 
 def test_a_key_that_protects_an_open_address_is_not_taken_away(tmp_path: Path, caplog):
     write(tmp_path, "api-key = 'k'\n")
-    reload, keys = reloader(tmp_path, object(), loopback=False)
+    reload, keys = reloader(tmp_path, Pool(), loopback=False)
     write(tmp_path, "")
     reload()
     assert keys.required and "without a key" in caplog.text
@@ -103,12 +105,21 @@ def test_on_a_running_daemon(start, tmp_path: Path):  # noqa: F811
     def status(key: str) -> int:
         return httpx.get(daemon.url + "/v1/models", headers={"x-api-key": key}, trust_env=False).status_code
 
+    def nick() -> int:
+        body = {"model": "nick", "prompt": "x"}
+        headers = {"x-api-key": "second"}
+        return httpx.post(
+            daemon.url + "/v1/completions", json=body, headers=headers, trust_env=False
+        ).status_code
+
     assert status("first") == 200 and "omlxd.access" not in daemon.logged()
-    write(tmp_path, "log-level = 'info'\napi-key = 'second'\nblock-size = 128\n")
+    live = "log-level = 'info'\napi-key = 'second'\n"
+    write(tmp_path, f"{live}if-cache-busy = 'no-ssd'\n[models.tiny]\naliases = ['nick']\n")
     daemon.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "configuration read again" in daemon.logged(), 10)
     assert (status("first"), status("second")) == (401, 200)
-    assert "--block-size: changed, but only at the next start" in daemon.logged()
+    assert nick() == 200 and "[models]" in daemon.logged()
+    assert "--if-cache-busy: changed, but only at the next start" in daemon.logged()
     assert "omlxd.access" in daemon.logged()
     write(tmp_path, "log-level = [\n")
     daemon.process.send_signal(signal.SIGHUP)

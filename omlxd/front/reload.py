@@ -1,16 +1,20 @@
 """SIGHUP: the configuration is read again, and what can change while serving does.
 
-Live: the log's level, the API key, and what the pool can apply to its models. Everything else is
-named in the log and waits for the next start. A configuration that makes no sense changes nothing.
+Live: the log's level, the API key, and what models there are and how each is served. What belongs to
+a loaded model holds from its next load on. Everything else is named in the log and waits for the next
+start. A configuration that makes no sense changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from ..config import OPTIONS, Settings
+import msgspec
+
+from ..config import Settings
+from ..config.options import BY_NAME
 from ..errors import ConfigError
 from .key_ring import KeyRing
 from .logs import Logs
@@ -18,7 +22,17 @@ from .notify import Notifier
 
 log = logging.getLogger(__name__)
 
-LIVE = frozenset({"log_level", "api_key"})
+LIVE = frozenset(
+    {
+        *("log_level", "api_key", "models"),
+        *("model_dir", "model_ttl", "max_loaded_models", "no_jit_load", "no_hf_cache"),
+    }
+)
+FROM_THE_NEXT_LOAD = frozenset({"hot_cache_max_size", "initial_cache_blocks", "block_size"})
+
+
+class _Pool(Protocol):
+    def apply(self, settings: Settings) -> None: ...
 
 
 class Reloader:
@@ -26,8 +40,7 @@ class Reloader:
 
     read      the configuration as it is now; raises ConfigError
     loopback  whether only this machine can reach the daemon
-    pool      told of the new settings by `apply(settings)`, if it has such a method; that may return
-              the names of further settings that are live with it
+    pool      told of the new settings
     """
 
     def __init__(
@@ -38,7 +51,7 @@ class Reloader:
         logs: Logs,
         keys: KeyRing,
         notify: Notifier,
-        pool: Any,
+        pool: _Pool,
         loopback: bool,
     ):
         self.settings = settings
@@ -64,23 +77,20 @@ class Reloader:
         old = self.settings
         if not self._loopback and old.api_key and not new.api_key and not self._keys.has_file_keys:
             raise ConfigError("without a key, other machines could use this daemon.")
-        live = set(LIVE)
-        if (apply := getattr(self._pool, "apply", None)) is not None:
-            told = apply(new)
-            live |= set(told) if isinstance(told, Iterable) else set()
+        names = [name for name in (*BY_NAME, "models") if getattr(old, name) != getattr(new, name)]
+        later = [name for name in names if name not in LIVE | FROM_THE_NEXT_LOAD]
+        # What waits must still be known as a change at the next SIGHUP.
+        self.settings = msgspec.structs.replace(new, **{name: getattr(old, name) for name in later})
         self._logs.apply(new)
         self._keys.replace_own(new.api_key)
-        changed = [o.name for o in OPTIONS if getattr(old, o.name) != getattr(new, o.name)]
-        later = [name for name in changed if name not in live]
-        # What waits must differ from what runs, also at the next SIGHUP: only live values are taken over.
-        kept = {name: getattr(old, name) for name in later}
-        fields = {name: getattr(new, name) for name in new.__struct_fields__} | kept
-        self.settings = Settings(**fields)
-        now = ", ".join(_flag(name) for name in changed if name in live) or "nothing else changed"
-        log.info("configuration read again: %s", now)
+        self._pool.apply(self.settings)
+        log.info("configuration read again: %s", _flags([name for name in names if name in LIVE]))
+        if at_load := [name for name in names if name in FROM_THE_NEXT_LOAD]:
+            log.info("%s: changed for models that are loaded from now on", _flags(at_load))
         if later:
-            log.warning("%s: changed, but only at the next start", ", ".join(_flag(name) for name in later))
+            log.warning("%s: changed, but only at the next start", _flags(later))
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flags(names: Sequence[str]) -> str:
+    shown = ["[models]" if name == "models" else BY_NAME[name].flag for name in names]
+    return ", ".join(shown) or "nothing changed at once"
