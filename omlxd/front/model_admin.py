@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,72 +20,22 @@ from starlette.routing import Route
 from ..api.body import decode
 from ..durations import duration
 from ..errors import InvalidRequest
+from ..models.messages import (
+    InstalledStatus,
+    InstalledStatuses,
+    LoadModel,
+    NameModel,
+    PinModel,
+    Unloaded,
+    UnloadModel,
+)
 from .model_engine import ModelEngine
 from .pool import EnginePool
-
-T = TypeVar("T")
-
-
-class InstalledStatus(msgspec.Struct):
-    """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
-
-    source       `folder` (--model), `model-dir`, `hub` or `demo`
-    idle_s       how long it stays without a request; null: for good
-    expires_in_s until it goes for being idle; null: it does not
-    """
-
-    id: str
-    state: str
-    default: bool
-    source: str
-    folder: str | None
-    aliases: list[str]
-    pinned: bool
-    in_flight: int
-    pid: int | None
-    disk_bytes: int | None
-    memory_bytes: int | None
-    context_length: int | None
-    idle_s: float | None
-    expires_in_s: float | None
-    loads: int
-    trouble: str
-
-
-class InstalledStatuses(msgspec.Struct):
-    models: list[InstalledStatus]
-
-
-class Unloaded(msgspec.Struct):
-    """`gone` false: it goes when the requests in flight have ended."""
-
-    id: str
-    gone: bool
-    in_flight: int
-
-
-class _Load(msgspec.Struct):
-    model: str
-    keep_alive: str | float | int | None = None
-
-
-class _Unload(msgspec.Struct):
-    model: str
-
-
-class _Pin(msgspec.Struct):
-    model: str
-    pinned: bool = True
-
-
-class _Alias(msgspec.Struct):
-    alias: str
-    model: str | None
 
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
     """What is known of `engine` without asking it."""
-    idle = engine.idle_s
+    idle, prints = engine.idle_s, engine.footprint
     return InstalledStatus(
         id=engine.model_id,
         state=engine.state,
@@ -98,7 +46,9 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         pinned=engine.is_pinned,
         in_flight=engine.in_flight,
         pid=engine.pid,
-        disk_bytes=engine.disk_bytes,
+        disk_bytes=prints.weights if prints else None,
+        load_bytes=prints.loading() if prints else None,
+        kv_bytes_per_token=prints.kv_per_token if prints else None,
         memory_bytes=engine.memory_bytes,
         context_length=engine.context_length,
         idle_s=None if engine.is_pinned or idle == float("inf") else idle,
@@ -152,8 +102,8 @@ def admin_routes(pool: EnginePool) -> list[Route]:
     ]
 
 
-_LOAD, _UNLOAD = msgspec.json.Decoder(_Load), msgspec.json.Decoder(_Unload)
-_PIN, _ALIAS = msgspec.json.Decoder(_Pin), msgspec.json.Decoder(_Alias)
+_LOAD, _UNLOAD = msgspec.json.Decoder(LoadModel), msgspec.json.Decoder(UnloadModel)
+_PIN, _ALIAS = msgspec.json.Decoder(PinModel), msgspec.json.Decoder(NameModel)
 
 
 def _json(value: msgspec.Struct) -> Response:

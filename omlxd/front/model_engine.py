@@ -15,7 +15,7 @@ from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..config import ModelSettings
 from ..errors import NotFound
 from ..models.catalog import InstalledModel
-from ..models.footprint import context_of_folder, weight_bytes
+from ..models.footprint import Footprint, footprint
 from .engine_process import EngineProcess, State
 from .engine_stream import EngineStream
 from .model_settings import NOTHING, prompt_with_settings, with_settings
@@ -43,6 +43,7 @@ class ModelEngine:
         self.default_ttl: float | None = None
         self._may_load = may_load
         self._context: int | None = None
+        self._footprint: Footprint | None = None
 
     @property
     def model_id(self) -> str:
@@ -77,15 +78,17 @@ class ModelEngine:
         """Tokens of prompt and answer at most; None while nobody knows."""
         if self.process.info is not None:
             self._context = self.process.info.context_length
-        elif self._context is None and self.folder is not None:
-            self._context = context_of_folder(self.folder)
+        elif self._context is None and self.footprint is not None:
+            self._context = self.footprint.context_length
         limit = self.settings.context_limit
         return min(self._context, limit) if self._context and limit else self._context or limit
 
     @property
-    def disk_bytes(self) -> int | None:
-        """Of its weights."""
-        return weight_bytes(self.folder) if self.folder is not None else None
+    def footprint(self) -> Footprint | None:
+        """What its files say that it takes; None while they are not there."""
+        if self._footprint is None and self.folder is not None:
+            self._footprint = footprint(self.folder)
+        return self._footprint
 
     @property
     def memory_bytes(self) -> int | None:

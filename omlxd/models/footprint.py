@@ -1,11 +1,63 @@
-"""What a model will take, told from its own files: config.json and the headers of its weights."""
+"""What a model will take, told from its own files: config.json and the headers of its weights.
+
+An estimate, made before anything is loaded. The engine knows better afterwards; what it then sees is
+kept as a factor a model (front/model_book.py).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+PROCESS_BYTES = 200 * 10**6
+"""What an engine takes before it has a model: Python, MLX and its libraries."""
+
+CHUNK = 2048
+"""Tokens that are computed at once at most (engine/prefill_pacer.py)."""
+
+_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_HEADER = 100 * 2**20
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """Bytes, but for `context_length` in tokens.
+
+    weights       of the weight files
+    kv_per_token  of the KV that each token of a sequence adds
+    kv_fixed      of what a sequence keeps whatever its length: full windows, recurrent state
+    working       while a chunk of a prompt is computed
+    """
+
+    weights: int
+    kv_per_token: int
+    kv_fixed: int
+    working: int
+    context_length: int | None
+
+    def loading(self) -> int:
+        """To load it and answer something short."""
+        return PROCESS_BYTES + self.weights + self.working + self.sequence(CHUNK)
+
+    def sequence(self, tokens: int) -> int:
+        """One sequence of so many tokens, without what all share."""
+        return self.kv_fixed + tokens * self.kv_per_token
+
+
+def footprint(folder: Path) -> Footprint:
+    """Of the model in `folder`; what its config does not say is counted as nothing."""
+    config = read_config(folder)
+    text, element = _text(config), _element(folder, config)
+    return Footprint(
+        weights=weight_bytes(folder),
+        kv_per_token=_kinds(text).count("full") * _layer_kv(text) * element,
+        kv_fixed=_kv_fixed(text, element),
+        working=_working(text, element),
+        context_length=_context(config),
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -19,12 +71,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def context_of_folder(folder: Path) -> int | None:
     """Tokens that the model was made for; None when its config does not say."""
-    config = read_config(folder)
-    for holder in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
-            if isinstance(value := holder.get(key), int) and value > 0:
-                return value
-    return None
+    return _context(read_config(folder))
 
 
 def weight_bytes(folder: Path) -> int:
@@ -33,3 +80,99 @@ def weight_bytes(folder: Path) -> int:
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     except OSError:
         return 0
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part that tells of the language model."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
+def _context(config: dict[str, Any]) -> int | None:
+    names = ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length")
+    return _int(config, *names) or _int(_text(config), *names) or None
+
+
+def _int(config: dict[str, Any], *names: str, default: int = 0) -> int:
+    """The first of `names` that holds a positive whole number."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return default
+
+
+def _element(folder: Path, config: dict[str, Any]) -> int:
+    """Bytes of a number that the model computes with: that of its norms, which nobody quantises."""
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _header(file).items():
+            if "norm" in name and tensor.dtype in _HEADER_BYTES:
+                return _HEADER_BYTES[tensor.dtype]
+    name = config.get("torch_dtype") or config.get("dtype")
+    return _DTYPE_BYTES.get(str(name).removeprefix("torch."), 2)
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str = ""
+
+
+def _header(file: Path) -> dict[str, _Tensor]:
+    """A weight file's tensors by name; empty when it can't be read."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            return msgspec.json.decode(opened.read(min(length, _MAX_HEADER)), type=dict[str, _Tensor])
+    except (OSError, msgspec.MsgspecError):
+        return {}
+
+
+# --------------------------------------------------------------------------- layers
+
+
+def _kinds(text: dict[str, Any]) -> Sequence[str]:
+    """What each layer keeps: `full`, `window` or `state`."""
+    layers = _int(text, "num_hidden_layers", "n_layer", "n_layers")
+    named = text.get("layer_types")
+    if isinstance(named, list) and len(named) >= layers:
+        kinds = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "window"}
+        return [kinds.get(str(name), "state") for name in named[:layers]]
+    if interval := _int(text, "full_attention_interval"):
+        return ["full" if (index + 1) % interval == 0 else "state" for index in range(layers)]
+    if str(text.get("model_type", "")).startswith(("mamba", "rwkv")):
+        return ["state"] * layers
+    if text.get("sliding_window") and (pattern := _int(text, "sliding_window_pattern")):
+        return ["full" if (index + 1) % pattern == 0 else "window" for index in range(layers)]
+    return ["full"] * layers
+
+
+def _layer_kv(text: dict[str, Any]) -> int:
+    """Numbers that one token adds to one attention layer."""
+    if rank := _int(text, "kv_lora_rank"):
+        return rank + _int(text, "qk_rope_head_dim")
+    heads = _int(text, "num_attention_heads", "n_head", default=1)
+    dim = _int(text, "head_dim", default=_int(text, "hidden_size", "n_embd") // heads)
+    return 2 * _int(text, "num_key_value_heads", default=heads) * dim
+
+
+def _kv_fixed(text: dict[str, Any], element: int) -> int:
+    kinds = _kinds(text)
+    windows = kinds.count("window") * _int(text, "sliding_window") * _layer_kv(text) * element
+    # Recurrent state is kept in float32 by most; a head is a matrix of key by value.
+    heads = _int(text, "linear_num_value_heads", "num_heads", "mamba_num_heads")
+    key = _int(text, "linear_key_head_dim", "state_size", "ssm_state_size")
+    value = _int(text, "linear_value_head_dim", "head_dim", "mamba_head_dim")
+    width = heads * value + 2 * _int(text, "linear_num_key_heads", "n_groups") * key
+    conv = width * _int(text, "linear_conv_kernel_dim", "conv_kernel")
+    return windows + kinds.count("state") * 4 * (heads * key * value + conv)
+
+
+def _working(text: dict[str, Any], element: int) -> int:
+    """A chunk's activations in the widest layer, and the logits of one position."""
+    hidden = _int(text, "hidden_size", "n_embd")
+    experts = max(1, _int(text, "num_experts_per_tok"))
+    routed = experts * _int(text, "moe_intermediate_size")
+    inner = max(_int(text, "intermediate_size", "n_inner", default=4 * hidden), routed)
+    heads = _int(text, "num_attention_heads", default=1)
+    dim = _int(text, "head_dim", default=hidden // heads)
+    width = 4 * hidden + 3 * inner + 3 * heads * dim
+    return CHUNK * width * element + 8 * _int(text, "vocab_size")

@@ -53,9 +53,18 @@ async def resolve_model(spec: str, base_path: Path) -> Path:
     """
     if not spec:
         return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
-    folder = (
-        Path(spec).expanduser().absolute() if is_local(spec) else await _run_builder("omlxd.models.hub", spec)
-    )
+    if not is_local(spec):
+        return await fetch_from_hub(spec)
+    folder = Path(spec).expanduser().absolute()
+    await asyncio.to_thread(check_folder, folder)
+    return folder
+
+
+async def fetch_from_hub(repo: str) -> Path:
+    """The folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError."""
+    if not _HUB_ID.fullmatch(repo):
+        raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
+    folder = await _run_builder("omlxd.models.hub", repo)
     await asyncio.to_thread(check_folder, folder)
     return folder
 

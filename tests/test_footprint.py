@@ -1,0 +1,52 @@
+"""The estimate of a model's memory from its files, against what the loaded model says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from daemon import family_model
+from families import FAMILIES
+
+from omlxd.models.footprint import PROCESS_BYTES, context_of_folder, footprint
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_estimate_is_what_the_loaded_model_says(name: str):
+    from omlxd.engine import mlx_adapter
+
+    folder = family_model(name)
+    guess, loaded = footprint(folder), mlx_adapter.load(folder)
+    assert loaded.layout is not None and loaded.states is not None
+    assert guess.kv_per_token == loaded.layout.nbytes(1)
+    assert guess.kv_fixed == pytest.approx(loaded.states.nbytes(10**6), rel=0.1)
+    assert guess.weights == pytest.approx(loaded.weight_bytes, rel=0.05)
+    assert guess.context_length == loaded.context_length
+    assert guess.loading() > PROCESS_BYTES + guess.weights
+
+
+def test_known_models(tmp_path: Path):
+    """Llama 3.1 8B: 128 KiB a token. DeepSeek V3: 61 layers of 576 numbers."""
+    llama = {
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 131072,
+    }
+    deepseek = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "dtype": "bfloat16"}
+    for config, per_token in ((llama, 131072), (deepseek, 61 * 576 * 2), ({"text_config": llama}, 131072)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert footprint(tmp_path).kv_per_token == per_token
+    assert context_of_folder(tmp_path) == 131072
+
+
+def test_nonsense_is_counted_as_nothing(tmp_path: Path):
+    assert footprint(tmp_path).weights == 0
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    for text in ("[1]", "{", '{"num_hidden_layers": "x", "text_config": 3, "hidden_size": -1}'):
+        (tmp_path / "config.json").write_text(text)
+        assert footprint(tmp_path).kv_per_token == 0 and context_of_folder(tmp_path) is None
