@@ -28,9 +28,11 @@ from ..kv.space import Space
 from ..kv.store import KVStore
 from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
+from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
 from .fingerprint import weight_fingerprints
 from .harvest import KVBridge
+from .healing import Place, Scope
 from .hot_budget import HotBudget
 from .mlx_adapter import LoadedModel
 from .output import OutputParser, prepare
@@ -184,9 +186,10 @@ class EngineHost:
         """
         if request.sampling.logprobs is not None:
             raise InvalidRequest("logprobs are not supported yet", param="logprobs")
-        rendered = self.prompts.render(request.prompt)
-        tokens = rendered.tokens
         context = min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
+        scope = Scope(request.session, request.cache_salt)
+        rendered = self.prompts.render(request.prompt, scope=scope, most=context - 1)
+        tokens = rendered.tokens
         room = context - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), context - 1)
@@ -220,10 +223,17 @@ class EngineHost:
         )
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
+        sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
         self.scheduler.submit(sequence)
         return sequence
+
+    def _learn(self, place: Place | None, sequence: Sequence, answer: Answer) -> None:
+        """A turn has ended by itself: later prompts get it as it was generated."""
+        tokens, start = sequence.tokens, sequence.prompt_length
+        if len(tokens) > start and tokens[-1] in sequence.eos:
+            self.prompts.learn(place, answer, tokens[:start], tokens[start:-1])
 
     def _sampler(
         self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
@@ -240,8 +250,7 @@ class EngineHost:
             **scheduler.load_figures(),
             "prompt_tokens_total": float(scheduler.prefilled_tokens),
             "generation_tokens_total": float(scheduler.decoded_tokens),
-            "prompt_tokens_remembered_total": float(self.prompts.tokens.hits),
-            "prompt_tokens_tokenised_total": float(self.prompts.tokens.misses),
+            **self.prompts.figures(),
             "mlx_active_bytes": float(mx.get_active_memory()),
             "mlx_peak_bytes": float(mx.get_peak_memory()),
             "mlx_cache_bytes": float(mx.get_cache_memory()),

@@ -1,7 +1,7 @@
 """From a conversation to the model's tokens, on any thread but the engine's.
 
-Two steps, kept apart: shaping.py makes the messages, this file applies the template and tokenises.
-What the template can't take was found out at load time (template_traits.py).
+Three steps, kept apart: rendering.py applies the template, splicing.py puts turns back as they were
+generated, token_cache.py tokenises.
 
 `tool_choice: none` keeps the tools in the prompt, as vLLM does by default: leaving them out would
 change the head of the prompt and lose the cached prefix. Calls are then not looked for, so one that
@@ -10,31 +10,16 @@ the model writes all the same is text.
 
 from __future__ import annotations
 
-import logging
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..chat import Conversation, RawPrompt
-from ..errors import InvalidRequest
-from .shaping import Shaped, plain_text, shape
-from .template_traits import PLAIN, probe
+from .answer import Answer
+from .canonical import Digest, answer_of, chain_of, opening
+from .healing import REASONS, Place, PrefixDigest, Scope, Turn, TurnMemory
+from .rendering import Renderer, Text
+from .splicing import Splicer
 from .token_cache import TokenCache
-
-log = logging.getLogger(__name__)
-
-_RESERVED = frozenset(
-    {
-        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
-        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
-        *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
-    }
-)
-"""Arguments of `apply_chat_template` that are not the template's own."""
-
-_KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-"""Switches by which some templates keep the thinking of earlier turns: without them, each turn would
-change the prompt of the one before, and its cached prefix would end there."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,10 +27,14 @@ class RenderedPrompt:
     """A prompt as the model gets it, and how to read what the model answers.
 
     tokens              the model's token ids
-    text                what they were made of; "" when the client gave ids
+    text                what they were made of, turns as the client sent them; "" when it gave ids
     starts_in_thinking  the prompt ends inside a thinking block
     reasoning           thinking tags in the answer are markup (not so for a raw prompt)
     tool_calls          calls in the answer are looked for
+    place               where the answer will stand; None: it is not remembered
+    chain               canonical digests of the conversation's beginnings (canonical.py)
+    healed, refused     turns put back as they were generated; reasons why others were not
+    exposed             somebody's control tokens are read as control tokens
     """
 
     tokens: list[int]
@@ -53,6 +42,11 @@ class RenderedPrompt:
     starts_in_thinking: bool = False
     reasoning: bool = False
     tool_calls: bool = False
+    place: Place | None = None
+    chain: tuple[Digest, ...] = ()
+    healed: int = 0
+    refused: tuple[str, ...] = ()
+    exposed: bool = False
 
 
 class PromptPipeline:
@@ -60,81 +54,129 @@ class PromptPipeline:
 
     traits  what its template takes
     notes   sentences for the load log: what is rendered in another way than the client sent it
+    memory  turns as they were generated; None: `healing` is off
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, *, healing: bool = True):
         self._tokenizer = tokenizer
         self.tokens = TokenCache(tokenizer)
-        self._switches = _template_switches(tokenizer)
-        self._has_template = bool(tokenizer.has_chat_template)
-        self.traits = probe(self._apply) if self._has_template else PLAIN
-        self.notes = self._notes()
+        self._renderer = Renderer(tokenizer, marking=self.tokens.joins)
+        self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
+        self.memory = TurnMemory() if healing else None
+        self.traits = self._renderer.traits
+        self.notes = self._renderer.notes()
+        if healing and not self._splicer.able:
+            self.notes.append(
+                "earlier turns can't be put back as they were generated: no end of a turn found"
+            )
 
-    def _notes(self) -> list[str]:
-        if not self._has_template:
-            return ["the model has no chat template: conversations are rendered as plain text"]
-        missing = self.traits.missing()
-        return [f"the chat template has no {', '.join(missing)}: written in another way"] if missing else []
+    def render(
+        self, prompt: Conversation | RawPrompt, *, scope: Scope | None = None, most: int | None = None
+    ) -> RenderedPrompt:
+        """Tokens of `prompt`. Raises InvalidRequest.
 
-    def render(self, prompt: Conversation | RawPrompt) -> RenderedPrompt:
-        """Tokens of `prompt`. Raises InvalidRequest."""
+        scope  whose turns are put back as they were generated; None: nobody's
+        most   tokens that a prompt with such turns may have
+        """
         if isinstance(prompt, RawPrompt):
             return self._raw(prompt)
-        text = self.text_of(prompt)
+        text = self._renderer.text(prompt)
         start = self._tokenizer.think_start
-        return RenderedPrompt(
-            # A template has written itself what the tokenizer puts around a text.
-            tokens=self.tokens.encode(text, special=not self._has_template),
-            text=text,
-            starts_in_thinking=bool(start) and text.rstrip().endswith(start),
+        rendered = RenderedPrompt(
+            tokens=self._encode(text),
+            text=text.plain,
+            starts_in_thinking=bool(start) and text.plain.rstrip().endswith(start),
             reasoning=True,
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
+            exposed=text.exposed,
         )
+        if scope is None:
+            return rendered
+        rendered = replace(rendered, chain=tuple(chain_of(prompt)))
+        if self.memory is None or not self._splicer.able:
+            return rendered
+        return self._healed(prompt, text, rendered, self.memory, scope, most)
 
     def text_of(self, prompt: Conversation) -> str:
         """What the template makes of `prompt`. Raises InvalidRequest."""
-        messages, tools = shape(prompt, self.traits)
-        return self._text(messages, tools, self._arguments(prompt))
+        return self._renderer.text(prompt).plain
+
+    def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
+        """Remember a turn that ended by itself: `generated` from `prompt`, `answer` sent of it."""
+        if place is not None and self.memory is not None:
+            self.memory.remember(place, answer.digest, answer.thought, prompt, generated)
+
+    def figures(self) -> dict[str, float]:
+        """Counters; of correctness are those that are zero on clean traffic."""
+        values: dict[str, float] = {
+            "prompt_tokens_remembered_total": self.tokens.hits,
+            "prompt_tokens_tokenised_total": self.tokens.misses,
+        }
+        if self.memory is not None:
+            values["prompt_turns_healed_total"] = self.memory.healed
+            for reason in REASONS:
+                values[f"prompt_turns_not_healed_{reason}_total"] = self.memory.refusals[reason]
+        return values
+
+    def _encode(self, text: Text) -> list[int]:
+        if text.mark:
+            return self._splicer.encode(text.marked, text.mark)
+        # A template has written itself what the tokenizer puts around a text.
+        return self.tokens.encode(text.plain, special=not self._renderer.has_template)
 
     def _raw(self, prompt: RawPrompt) -> RenderedPrompt:
         if prompt.tokens is not None:
             return RenderedPrompt(tokens=list(prompt.tokens))
         return RenderedPrompt(tokens=self.tokens.encode(prompt.text, special=True), text=prompt.text)
 
-    def _arguments(self, prompt: Conversation) -> dict[str, Any]:
-        """Keyword arguments for the template."""
-        for name in prompt.template_args:
-            if name in _RESERVED:
-                param = f"chat_template_kwargs.{name}"
-                raise InvalidRequest(f"{param}: this can't be set by a request", param=param)
-        arguments = {name: on for name, on in _KEEP_THINKING.items() if name in self._switches}
-        if prompt.thinking is not None:
-            arguments["enable_thinking"] = prompt.thinking
-            if "thinking" in self._switches:  # DeepSeek's name for it
-                arguments["thinking"] = prompt.thinking
-        return arguments | prompt.template_args
+    # ----------------------------------------------------------------- healing
 
-    def _text(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
-        if not self._has_template:
-            return plain_text(messages)
-        try:
-            return self._apply(messages, tools, **arguments)
-        except Exception as error:  # a template raises what it likes, and it is the client's input
-            log.info("the chat template refused a conversation: %r", error)
-            raise InvalidRequest(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
-            ) from error
-
-    def _apply(self, messages: list[Shaped], tools: list[Shaped] | None, **arguments: Any) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=True, tokenize=False, **arguments
-        )
+    def _healed(
+        self,
+        prompt: Conversation,
+        text: Text,
+        rendered: RenderedPrompt,
+        memory: TurnMemory,
+        scope: Scope,
+        most: int | None,
+    ) -> RenderedPrompt:
+        """`rendered` with turns as they were generated, where that makes a difference."""
+        chain = rendered.chain
+        session = scope.session or f"implicit-{chain[opening(prompt.messages)].hex()}"
+        places = [Place((session, scope.salt), before, not scope.session) for before in chain]
+        turns, refused = _turns(prompt, places, memory)
+        rendered = replace(rendered, place=places[-1])
+        if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
+            spliced = self._splicer.splice(prompt, text, turns)
+            refused += spliced.refused
+            if most is not None and len(spliced.tokens) > most:
+                refused.append("too_long")
+            elif spliced.healed:
+                rendered = replace(rendered, tokens=spliced.tokens, healed=spliced.healed)
+        memory.count(rendered.healed, refused)
+        return replace(rendered, refused=tuple(refused))
 
 
-def _template_switches(tokenizer: Any) -> set[str]:
-    """Words in the template's code; an argument that the template doesn't read is not passed."""
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, dict):
-        template = "".join(map(str, template.values()))
-    code = re.findall(r"\{[%{](.*?)[%}]\}", template or "", re.DOTALL)
-    return set(re.findall(r"\w+", " ".join(code)))
+def _turns(
+    prompt: Conversation, places: list[Place], memory: TurnMemory
+) -> tuple[dict[int, Turn], list[str]]:
+    """(message index → the turn that stood there, reasons why others are not known)."""
+    roles = [message.role for message in prompt.messages]
+    turns: dict[int, Turn] = {}
+    refused: list[str] = []
+    for index, role in enumerate(roles):
+        # Two in a row may be joined, so neither is a turn.
+        beside = (*roles[max(index - 1, 0) : index], *roles[index + 1 : index + 2])
+        if role != "assistant" or "assistant" in beside:
+            continue
+        found = memory.find(places[index], *answer_of(prompt.messages[index]))
+        if isinstance(found, Turn):
+            turns[index] = found
+        elif found:
+            refused.append(found)
+    return turns, refused
+
+
+def _begins_with(tokens: list[int], turn: Turn) -> bool:
+    """Whether `tokens` begin with the turn and all before it, as they were."""
+    return len(tokens) > turn.length and PrefixDigest(tokens[: turn.length]).value == turn.whole

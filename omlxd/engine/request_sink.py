@@ -9,8 +9,9 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCall, Usage
+from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, Usage
 from ..errors import OmlxdError
+from .answer import Answer
 from .output_thread import OutputThread
 from .sequence import Sequence
 
@@ -36,7 +37,8 @@ class Parser(Protocol):
 class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event.
 
-    stop()  asks the scheduler to end the sequence: a stop string was found, or the one call is made
+    stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
+    learn()  gets what the client was sent of a turn that ended by itself, before its last event
     """
 
     def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
@@ -45,8 +47,9 @@ class RequestSink:
         self._parser = parser
         self._end = end
         self._ended = False
-        self._called_tool = False
+        self._answer = Answer()
         self.stop: Callable[[], None] = lambda: None
+        self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
 
     # ----------------------------------------------------------------- engine thread
@@ -73,7 +76,8 @@ class RequestSink:
     def _emit(self, events: list[Event]) -> list[tuple[int, Event]]:
         if self._ended:
             return []
-        self._called_tool = self._called_tool or any(isinstance(e, ToolCall) for e in events)
+        for event in events:
+            self._answer.add(event)
         return [(self._id, event) for event in events]
 
     def _token(self, token: int) -> list[tuple[int, Event]]:
@@ -97,8 +101,11 @@ class RequestSink:
         stopped = self._parser.stopped
         if stopped is not None:
             reason = "stop_sequence"
-        elif reason == "stop" and self._called_tool:
-            reason = "tool_calls"
+        elif reason == "stop":
+            if self.learn is not None:
+                self.learn(self._answer)
+            if self._answer.calls:
+                reason = "tool_calls"
         usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
         events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])
         self._close()

@@ -42,6 +42,7 @@ class TokenCache:
     """Thread-safe. `tokenizer`: mlx-lm's TokenizerWrapper.
 
     cuts    texts are cut; else each is tokenised whole
+    joins   a text may be cut anywhere: the second piece gets no space of its own
     hits, misses   tokens that were remembered, and that were not, since the start
     """
 
@@ -58,7 +59,9 @@ class TokenCache:
         self.misses = 0
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._tokens, self._cutting = _added_tokens(self._backend)
+        self._lead = min(self._cutting, default="")
         self.cuts = bool(self._cutting) and self._proven()
+        self.joins = self.cuts and self._joins()
 
     @property
     def nbytes(self) -> int:
@@ -74,8 +77,24 @@ class TokenCache:
         return self.encode_pieces([text])
 
     def encode_pieces(self, pieces: list[str]) -> list[int]:
-        """The ids of each piece, one after the other. Needs `cuts`."""
-        segments = [segment for piece in pieces for segment in self._split(piece)]
+        """The ids of each piece, one after the other, none beginning a text. Needs `cuts`."""
+        first, *others = pieces
+        segments = self._split(first)
+        led: set[int] = set()
+        for piece in others:
+            following = self._split(piece)
+            if following and self._tokens.match(following[0]) is None:
+                # Behind a token, as nothing before it: what a tokenizer puts before a text's first
+                # word would be put before this piece otherwise.
+                following[0] = self._lead + following[0]
+                led.add(len(segments))
+            segments += following
+        tokens: list[int] = []
+        for index, ids in enumerate(self._ids(segments)):
+            tokens += ids[1:] if index in led else ids
+        return tokens
+
+    def _ids(self, segments: list[str]) -> list[array[int]]:
         keys = [hashlib.blake2b(segment.encode(), digest_size=16).digest() for segment in segments]
         found = self._known(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in found}.values())
@@ -87,10 +106,11 @@ class TokenCache:
             new = {keys[i]: array("I", one.ids) for i, one in zip(missing, encoded, strict=True)}
             self._remember(new)
             found |= new
-        tokens: list[int] = []
-        for key in keys:
-            tokens += found[key]
-        return tokens
+        return [found[key] for key in keys]
+
+    def cuts_at(self, content: str) -> bool:
+        """Whether texts are cut before the added token `content`."""
+        return self.cuts and content in self._cutting
 
     # ----------------------------------------------------------------- cutting
 
@@ -117,6 +137,11 @@ class TokenCache:
         ]
         texts = ["".join(words), *words]
         return all(self._pieces_alone(text) == self._whole(text, False) for text in texts)
+
+    def _joins(self) -> bool:
+        """Whether pieces of a text, cut within a word, read as the text did."""
+        texts = (["a<", "|b c"], ["a", "b"], [" a", " b"])
+        return all(self._tokenizer.decode(self.encode_pieces(t)) == "".join(t) for t in texts)
 
     def _pieces_alone(self, text: str) -> list[int]:
         encoded = self._backend.encode_batch_fast(self._split(text), add_special_tokens=False)

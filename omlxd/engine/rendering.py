@@ -1,0 +1,160 @@
+"""A model's chat template, applied: from a conversation to text. No tokens here.
+
+What the template can't take was found out at load time (template_traits.py), and shaping.py writes it
+in another way. Control tokens that stand in somebody's text are marked (marks.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..chat import Conversation
+from ..errors import InvalidRequest
+from .marks import holds, map_strings, special_starts, unused_marks
+from .shaping import Shaped, plain_text, shape
+from .template_traits import PLAIN, TemplateTraits, probe
+
+log = logging.getLogger(__name__)
+
+_RESERVED = frozenset(
+    {
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents"),
+        *("max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+"""Arguments of `apply_chat_template` that are not the template's own."""
+
+_KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
+"""Switches by which some templates keep the thinking of earlier turns: without them, each turn would
+change the prompt of the one before, and its cached prefix would end there."""
+
+
+@dataclass(slots=True, frozen=True)
+class Text:
+    """What a template made of a conversation.
+
+    plain    as the model would read it
+    marked   the same with `mark` wherever it must be cut before it is tokenised
+    exposed  somebody's control tokens stand in it, and no mark could be put there
+    """
+
+    plain: str
+    marked: str
+    mark: str = ""
+    exposed: bool = False
+
+
+class Renderer:
+    """One tokenizer's template. Thread-safe.
+
+    traits   what it takes
+    marking  whether a marked text can be tokenised
+    """
+
+    def __init__(self, tokenizer: Any, marking: bool):
+        self._tokenizer = tokenizer
+        self._marking = marking
+        self._switches = _template_switches(tokenizer)
+        self.has_template = bool(tokenizer.has_chat_template)
+        self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
+        specials = _special_tokens(tokenizer)
+        self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
+        self._special_starts = special_starts(specials)
+
+    def notes(self) -> list[str]:
+        """What is rendered in another way than the client sent it, a sentence each."""
+        if not self.has_template:
+            return ["the model has no chat template: conversations are rendered as plain text"]
+        notes = []
+        if missing := self.traits.missing():
+            notes.append(f"the chat template has no {', '.join(missing)}: written in another way")
+        if not self._marking:
+            notes.append("control tokens within a message are not told apart: this tokenizer can't be cut")
+        return notes
+
+    def text(self, conversation: Conversation, *, generation: bool = True) -> Text:
+        """Raises InvalidRequest. `generation`: end with the prompt to answer."""
+        messages, tools = shape(conversation, self.traits)
+        arguments = self._arguments(conversation)
+
+        def applied(messages: list[Shaped], tools: list[Shaped] | None) -> str:
+            return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
+
+        plain = applied(messages, tools)
+        if not holds([messages, tools], self._special):
+            return Text(plain, plain)
+        return self._marked(plain, messages, tools, applied)
+
+    def _marked(
+        self,
+        plain: str,
+        messages: list[Shaped],
+        tools: list[Shaped] | None,
+        applied: Callable[[list[Shaped], list[Shaped] | None], str],
+    ) -> Text:
+        """Control tokens within the messages are marked, if the template lets the marks through."""
+        marks = unused_marks(plain, 1) if self._marking else []
+        pattern = self._special_starts
+        if not marks or pattern is None:
+            return Text(plain, plain, exposed=True)
+        [mark] = marks
+        marked = map_strings([messages, tools], lambda text: pattern.sub(mark, text))
+        try:
+            text = applied(*marked)
+        except InvalidRequest:
+            return Text(plain, plain, exposed=True)
+        if text.replace(mark, "") != plain:
+            return Text(plain, plain, exposed=True)
+        return Text(plain, text, mark)
+
+    # ----------------------------------------------------------------- the template
+
+    def _arguments(self, conversation: Conversation) -> dict[str, Any]:
+        """Keyword arguments for the template."""
+        for name in conversation.template_args:
+            if name in _RESERVED:
+                param = f"chat_template_kwargs.{name}"
+                raise InvalidRequest(f"{param}: this can't be set by a request", param=param)
+        arguments = {name: on for name, on in _KEEP_THINKING.items() if name in self._switches}
+        if conversation.thinking is not None:
+            arguments["enable_thinking"] = conversation.thinking
+            if "thinking" in self._switches:  # DeepSeek's name for it
+                arguments["thinking"] = conversation.thinking
+        return arguments | conversation.template_args
+
+    def _text(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
+        if not self.has_template:
+            return plain_text(messages)
+        try:
+            return self.apply(messages, tools, **arguments)
+        except Exception as error:  # a template raises what it likes, and it is the client's input
+            log.info("the chat template refused a conversation: %r", error)
+            raise InvalidRequest(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from error
+
+    def apply(self, messages: list[Shaped], tools: list[Shaped] | None, **arguments: Any) -> str:
+        """The template as transformers applies it. Raises whatever the template raises."""
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **arguments}
+        )
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """Contents of the added tokens that are special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [token.content for token in added.values() if token.special and len(token.content) > 1]
+
+
+def _template_switches(tokenizer: Any) -> set[str]:
+    """Words in the template's code; an argument that the template doesn't read is not passed."""
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = "".join(map(str, template.values()))
+    code = re.findall(r"\{[%{](.*?)[%}]\}", template or "", re.DOTALL)
+    return set(re.findall(r"\w+", " ".join(code)))
