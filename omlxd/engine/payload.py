@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from ..kv.layout import ITEM_BYTES, Group, KVLayout
-from .mlx_adapter import Cache, append_tokens, compute_dtype, state_arrays, storage_dtype
+from .mlx_adapter import Cache, append_tokens, blank_arrays, compute_dtype, state_arrays
 from .staging import Load, byte_view, transport
 
 
@@ -141,13 +141,13 @@ class Landing:
     def __init__(self, layout: KVLayout, capacity: int, block_size: int):
         self.layout = layout
         self.block_size = block_size
-        self.arrays: dict[str, mx.array] = {}
+        shapes = {
+            name: ((1, group.heads, capacity, group.dim), group.dtype)
+            for group in layout.groups
+            for name in group.names
+        }
+        self.arrays = dict(zip(shapes, blank_arrays(list(shapes.values())), strict=True))
         self._rows: list[tuple[Group, list[memoryview]]] = []
-        for group in layout.groups:
-            dtype = storage_dtype(group.dtype)
-            for name in group.names:
-                self.arrays[name] = mx.empty((1, group.heads, capacity, group.dim), dtype=dtype)
-        mx.eval(self.arrays)
         for group in layout.groups:
             rows: list[memoryview] = []
             for name in group.names:

@@ -30,7 +30,7 @@ import mlx.core as mx
 from ..kv.block_file import READ_BYTES
 from ..kv.layout import KVLayout
 from . import cuda_driver
-from .mlx_adapter import backend, storage_dtype
+from .mlx_adapter import backend, blank_arrays, storage_dtype
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ class DirectTransport:
         return [byte_view(array) for array in arrays]
 
     def read(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
-        arrays = tuple(mx.empty(g.shape(block_size), dtype=storage_dtype(g.dtype)) for g in layout.groups)
-        mx.eval(arrays)
+        arrays = tuple(blank_arrays([(g.shape(block_size), g.dtype) for g in layout.groups]))
         return arrays if load(self.views(arrays)) else None
 
 

@@ -7,11 +7,13 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
 - a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
 - state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
+- `mx.load` of a file-like object allocates each array and has the object fill it (blank.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding.
 """
 
 from .batches import EvenBatchKVCache, extend, keep_rows, merge, row_states, row_tensors
+from .blank import blank_arrays
 from .caches import (
     after_prefill,
     append_tokens,
@@ -35,6 +37,7 @@ __all__ = [
     "after_prefill",
     "append_tokens",
     "backend",
+    "blank_arrays",
     "compute_dtype",
     "extend",
     "filled_cache",

@@ -64,7 +64,7 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
             if have is None or have.shape[2] < start + count:
                 room = round_up(max(capacity, start + count))
                 _, heads, _, dim = new.shape
-                grown = mx.empty((1, heads, room, dim), dtype=new.dtype)
+                grown = mx.zeros((1, heads, room, dim), dtype=new.dtype)
                 if have is not None and start:
                     grown[..., :start, :] = have[..., :start, :]
                 have = grown

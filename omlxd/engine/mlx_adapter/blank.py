@@ -1,0 +1,72 @@
+"""Arrays whose memory nobody has written yet, to be filled by reads.
+
+MLX has none: `mx.empty` of 0.32.4 is `mx.zeros`, which writes every byte that a reader then writes
+again, on one thread. But `mx.load` of a file-like object allocates arrays and asks the object to fill
+them; this one fills in nothing. 490 MB for a prefix of 3,328 tokens of an 8B shape, huge pages, one
+virtual CPU: zeros 32 to 37 ms, these 15 ms; reading the prefix's files into either, 44 ms.
+
+Their bytes may be anything, another request's KV or a NaN: whoever takes one must write all that is
+ever read of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import BinaryIO, cast
+
+import mlx.core as mx
+
+from ...kv.layout import ITEM_BYTES
+
+_STORED_AS = {"BF16": "U16"}
+
+
+def blank_arrays(shapes: Sequence[tuple[tuple[int, ...], str]]) -> list[mx.array]:
+    """Allocated arrays of (shape, safetensors dtype), in storage type. CPU and Metal. Any thread."""
+    entries: dict[str, object] = {}
+    end = 0
+    for index, (shape, dtype) in enumerate(shapes):
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        stored = _STORED_AS.get(dtype, dtype)
+        entries[str(index)] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, end]}
+    file = cast(BinaryIO, _Unwritten(json.dumps(entries).encode(), end))
+    found = mx.load(file, format="safetensors", stream=mx.cpu)
+    assert isinstance(found, dict)
+    arrays = [found[str(index)] for index in range(len(shapes))]
+    mx.eval(arrays)
+    return arrays
+
+
+class _Unwritten:
+    """A safetensors file whose header can be read and whose data reads leave buffers as they are."""
+
+    closed = False
+
+    def __init__(self, header: bytes, data_bytes: int):
+        self._head = len(header).to_bytes(8, "little") + header
+        self._size = len(self._head) + data_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._size)[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        part = self._head[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(buffer)
+        return len(buffer)

@@ -1,0 +1,75 @@
+"""Unwritten arrays: what MLX makes of a file that fills in nothing; that nobody reads what was in them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import VOCAB, build_family
+from rig import Rig
+
+from omlxd.engine import payload, staging
+from omlxd.engine.mlx_adapter import blank_arrays, storage_dtype
+from omlxd.engine.staging import byte_view
+
+
+def test_they_have_shape_and_storage_type_and_take_what_is_written_in_place():
+    wanted = [((1, 2, 64, 8), "BF16"), ((3, 5), "F32"), ((2, 4), "U32"), ((7,), "F16"), ((9,), "U8")]
+    arrays = blank_arrays(wanted)
+    assert [(a.shape, a.dtype) for a in arrays] == [(shape, storage_dtype(d)) for shape, d in wanted]
+    for index, array in enumerate(arrays):
+        byte_view(array)[:] = bytes([index + 1]) * array.nbytes
+    for index, array in enumerate(arrays):
+        assert bytes(byte_view(mx.contiguous(array + 0))) == bytes([index + 1]) * array.nbytes
+    assert blank_arrays([]) == []
+
+
+def test_an_append_to_one_is_in_place():
+    (array,) = blank_arrays([((1, 2, 64, 8), "F32")])
+    byte_view(array)[:] = bytes(array.nbytes)
+    where = np.array(array, copy=False).ctypes.data
+    array[:, :, 3:4] = mx.ones((1, 2, 1, 8))
+    mx.eval(array)
+    assert np.array(array, copy=False).ctypes.data == where
+    assert array.sum().item() == 16
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
+def test_what_was_in_their_memory_is_never_read(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Memory full of NaNs: a single one that is read would reach the logits."""
+
+    def poisoned(shapes):
+        arrays = blank_arrays(shapes)
+        for array in arrays:
+            byte_view(array)[:] = b"\xff" * array.nbytes
+        return arrays
+
+    monkeypatch.setattr(payload, "blank_arrays", poisoned)
+    monkeypatch.setattr(staging, "blank_arrays", poisoned)
+    model = build_family(family, tmp_path / family)
+    rng = random.Random(1)
+    prompt = [rng.randrange(300, VOCAB) for _ in range(300)]
+    shorter = prompt[:130] + prompt[:90]
+    with Rig(model, reuse=False, record=True) as cold:
+        beside = cold.run(shorter, 40).got
+        cold.recorder.logits.clear()
+        expected = cold.run(prompt, 40).got
+        rows = [row for _, row in cold.recorder.logits]
+    with Rig(model, tmp_path / "cache") as rig:
+        rig.run(prompt, 1)
+        rig.run(shorter, 1)
+    with Rig(model, tmp_path / "cache", record=True) as rig:
+        for hit in ("cold", "hot"):
+            rig.recorder.logits.clear()
+            run = rig.run(prompt, 40)
+            assert getattr(run, hit) == 256
+            assert run.got == expected
+            got = [row for _, row in rig.recorder.logits]
+            assert all(np.isfinite(row).all() for row in got)
+            assert np.array_equal(got[-40], rows[-40])
+    with Rig(model, tmp_path / "cache") as rig:  # two of different length, joined into one batch
+        runs = rig.start(prompt, 40), rig.start(shorter, 40)
+        assert [run.tokens() for run in runs] == [expected, beside]
