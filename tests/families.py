@@ -13,135 +13,21 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
+from family_configs import COMMON, CONFIGS, VOCAB
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, quantize_model, save_config, save_model
 
 from omlxd.models import demo
 
-VOCAB = 1024
-WINDOW = 32
-"""Sliding window, in tokens, of the families that have one."""
-
 DType = Literal["fp32", "bf16"]
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": False,
-    "num_hidden_layers": 3,
-}
-
-_MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
-
-_LINEAR_ATTENTION: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "full_attention_interval": 4,
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-}
-
-_CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen3_4bit": {"model_type": "qwen3"},
-    "llama": {},
-    "qwen3_moe": _MOE,
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_key_value_heads": 4,
-        "kv_lora_rank": 32,
-        "q_lora_rank": 32,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-    },
-    "gemma3_text": {
-        "num_hidden_layers": 4,
-        "sliding_window": WINDOW,
-        "sliding_window_pattern": 2,
-        "query_pre_attn_scalar": 16,
-    },
-    "gpt_oss": {
-        "num_hidden_layers": 4,
-        "intermediate_size": 64,
-        "sliding_window": WINDOW,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "rope_scaling": {"rope_type": "default"},
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-    "qwen3_next": {
-        **_MOE,
-        **_LINEAR_ATTENTION,
-        "shared_expert_intermediate_size": 32,
-        "partial_rotary_factor": 0.5,
-    },
-    "qwen3_5": {
-        **_LINEAR_ATTENTION,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [1, 1, 2],
-        },
-    },
-    "mamba2": {
-        "num_heads": 8,
-        "head_dim": 16,
-        "state_size": 16,
-        "layer_norm_epsilon": 1e-6,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "time_step_limit": [0.001, 100.0],
-        "time_step_rank": "auto",
-    },
-}
-
-TOKEN_KV = ("qwen3", "llama", "qwen3_moe", "deepseek_v3", "qwen3_4bit")
+FAMILIES = tuple(CONFIGS)
+TOKEN_KV = tuple(name for name, family in CONFIGS.items() if family.per_token)
 """Every layer's cache holds one entry a token: prefixes can be reused block by block."""
-OTHERS = ("gemma3_text", "gpt_oss", "qwen3_next", "qwen3_5", "mamba2")
+OTHERS = tuple(name for name in FAMILIES if name not in TOKEN_KV)
 """At least one layer holds a window or a recurrent state."""
-FAMILIES = TOKEN_KV + OTHERS
-FP32_ONLY = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
+FP32_ONLY = tuple(name for name, family in CONFIGS.items() if family.fp32_only)
 """Mixtures of experts: MLX's GatherMM has only float32 on a CPU."""
-
-CACHE_CLASSES: dict[str, set[str]] = {
-    "qwen3": {"KVCache"},
-    "llama": {"KVCache"},
-    "qwen3_moe": {"KVCache"},
-    "deepseek_v3": {"KVCache"},
-    "qwen3_4bit": {"KVCache"},
-    "gemma3_text": {"KVCache", "RotatingKVCache"},
-    "gpt_oss": {"KVCache", "RotatingKVCache"},
-    "qwen3_next": {"KVCache", "ArraysCache"},
-    "qwen3_5": {"KVCache", "ArraysCache"},
-    "mamba2": {"ArraysCache"},
-}
-"""Classes that `mlx_lm.models.cache.make_prompt_cache` gives, over all layers."""
 
 
 def build_family(name: str, folder: Path | str, dtype: DType = "fp32", seed: int = 1) -> Path:
@@ -155,7 +41,7 @@ def build_family(name: str, folder: Path | str, dtype: DType = "fp32", seed: int
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = demo.write_tokenizer(folder, VOCAB)
     end = tokenizer.token_to_id("<|im_end|>")
-    config = {"model_type": name, "eos_token_id": end} | _COMMON | _CONFIGS[name]
+    config = {"model_type": name, "eos_token_id": end} | COMMON | CONFIGS[name].config
 
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))
@@ -185,6 +71,8 @@ def _weight(
         return noise * np.float32(0.1) + np.float32(mean - (family == "gemma3_text"))  # which adds 1
     if path.endswith("A_log"):
         return noise * np.float32(0.5) - np.float32(4)  # a memory of some hundred tokens
+    if path.endswith(("recurrent_param", "w_lora.lora.2.bias")):
+        return noise * np.float32(0.5) - np.float32(6)  # the same, in other models' words
     if len(shape) == 1:
         return noise * np.float32(0.3)
     fan_in = int(np.prod(shape[1:])) if "conv1d" in path else shape[-1]

@@ -168,10 +168,22 @@ class Rig:
             loaded.model, loaded.layout, self.store, self.scheduler.post, self.keeper
         )
 
+    def use_grid(self, tokens: int) -> None:
+        """Prefill in chunks that end at multiples of `tokens`, each with a checkpoint."""
+        self.scheduler.pacer.chunk_end = lambda start, **_: (start // tokens + 1) * tokens
+        if self.scheduler.bridge is not None and self.keeper is not None:
+            self.keeper.interval = tokens
+
     def start(
-        self, tokens: Seq[int], n: int = 8, sampling: Sampling = GREEDY, eos: Seq[int] = (), salt: str = ""
+        self,
+        tokens: Seq[int],
+        n: int = 8,
+        sampling: Sampling = GREEDY,
+        eos: Seq[int] = (),
+        salt: str = "",
+        output: Output | None = None,
     ) -> Output:
-        output = Output()
+        output = output or Output()
         root = chain_root(self.namespace, salt)
         params = RowSampling.of(sampling, SamplingDefaults())
         output.sequence = Sequence(

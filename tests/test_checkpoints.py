@@ -1,108 +1,63 @@
-"""Families with state that exists only at a position: as `test_identity.py`, and where checkpoints stand.
+"""Checkpoints of state that exists only at a position: where they stand, what they cost, how they end.
 
-Sliding windows (gemma3, gpt_oss), recurrent layers beside attention (qwen3_next, qwen3_5), and
-recurrent layers alone (mamba2). Bit-identical to a run without reuse, on the CPU.
+That hits on them give a cold run's answers is the matrix's (test_family_matrix.py).
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import OTHERS, build_family
-from mlx_lm.models.cache import ConcatenateKVCache
+from cold_run import Reference, assert_same, prompt
+from families import build_family
 from rig import BLOCK, Rig
-from test_identity import Reference, assert_same, prompt
 
 from omlxd.engine import mlx_adapter
+from omlxd.engine.payload import copy_state
 from omlxd.engine.state_keeper import SHARE, _interval
 from omlxd.kv.checkpoints import checkpoint_name
 
+CASES = ("gemma3_text", "qwen3_5", "mamba2")
 
-@pytest.fixture(scope="module", params=OTHERS)
+
+@pytest.fixture(scope="module", params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family(request.param, tmp_path_factory.mktemp("model") / request.param)
 
 
 @pytest.fixture(scope="module")
 def uncached(model: Path):
-    reference = Reference(model)
-    yield reference
-    reference.close()
+    with Reference(model) as reference:
+        yield reference
 
 
-def test_hot_hit_at_the_prompts_end(model: Path, uncached: Reference):
-    tokens = prompt(300)
-    with Rig(model, record=True) as rig:
-        assert_same(rig, tokens, uncached, hot=0, cold=0)
-        assert_same(rig, tokens, uncached, hot=256, cold=0)
-        # Same prompt, other ending: the checkpoint at 256 serves it too.
-        assert_same(rig, tokens[:290] + prompt(50, seed=4), uncached, hot=256, cold=0)
-        # No checkpoint stands before the divergence, so nothing wrong is used.
-        assert_same(rig, tokens[:150] + prompt(99, seed=9), uncached, hot=0, cold=0)
-        rig.on_engine(lambda: rig.pool.check({}))
+def checkpoint_files(root: Path) -> list[Path]:
+    """Files of checkpoints under a cache dir, told by their own headers."""
+    found = root.glob("*/*/*.safetensors")
+    return sorted(p for p in found if b'"kind":"checkpoint"' in p.read_bytes()[:4096])
 
 
-def test_intervals_serve_prompts_that_diverge_in_the_middle(model: Path, uncached: Reference, monkeypatch):
-    tokens = prompt(700)
-    with Rig(model, record=True) as rig:
-        rig.keeper.interval = 128
-        # Mamba's scan rounds by its chunks' bounds, so both runs need the same ones.
-        for scheduler in (rig.scheduler, uncached._rig.scheduler):
-            monkeypatch.setattr(scheduler.pacer, "chunk_end", lambda start, **_: (start // 128 + 1) * 128)
-        assert_same(rig, tokens, uncached, hot=0, cold=0)
-        diverging = tokens[:500] + prompt(80, seed=9)
-        assert_same(rig, diverging, uncached, hot=384, cold=0)
-        # A branch, and back to the trunk.
-        assert_same(rig, tokens, uncached, hot=640, cold=0)
-        assert_same(rig, diverging, uncached, hot=576, cold=0)
-
-
-def test_cold_hit_after_a_sigkill(model: Path, uncached: Reference, tmp_path: Path):
-    tokens = prompt(300)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    child = subprocess.Popen(
-        [sys.executable, __file__, str(model), str(tmp_path)], env=env, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "stored\n"
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
-    child.stdout.close()
-    with Rig(model, tmp_path, record=True) as rig:
-        assert_same(rig, tokens, uncached, hot=0, cold=256)
-        assert_same(rig, tokens, uncached, hot=256, cold=0)
-    with Rig(model, tmp_path, hot=0, record=True) as rig:
-        assert_same(rig, tokens, uncached, hot=0, cold=256)
-
-
-def test_an_append_only_turn_computes_its_new_tokens_and_at_most_a_block(model: Path, uncached: Reference):
-    first = prompt(200)
-    with Rig(model) as rig:
-        answer = rig.run(first, 90).got
-        second = first + answer + prompt(40, seed=2)
-        output = rig.run(second, 8)
-        assert output.hot >= len(first) + len(answer) - BLOCK
-        assert output.got == uncached(second, 8)[0]
-
-
-def test_an_aborted_prefill_is_kept(model: Path):
-    tokens = prompt(2500)
-    with Rig(model) as rig:
-        rig.scheduler.pacer.chunk_end = lambda start, **_: start + 256
-        output = rig.start(tokens, 5)
-        while not output.progressed or output.progressed[-1][0] < 512:
-            time.sleep(0.001)
-        rig.scheduler.cancel(output.sequence)
-        rig.settle()
-        assert rig.run(tokens, 1).hot >= 512
+def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_chain(
+    model: Path, tmp_path: Path
+):
+    with Rig(model, tmp_path) as rig:
+        first = rig.run(prompt(150), 150)  # four blocks and 43 tokens
+        end = first.sequence.hashes[(150 + 150 - 1) // BLOCK - 1]
+        (only,) = checkpoint_files(tmp_path)
+        assert only == tmp_path / rig.store.cold.path_of(checkpoint_name(end))
+        blocks = {p for p in tmp_path.glob("*/*/*.safetensors")} - {only}
+        assert len(blocks) == (4 if rig.loaded.layout.groups else 0)
+        # The same turn again: every file is known already.
+        before = rig.store.writer.stats.written
+        rig.run(prompt(150), 150)
+        assert rig.store.writer.stats.written == before
+        # The next turn's end is one more, and a fork of the same turn is one more.
+        turn = prompt(150) + first.got
+        for number, seed in enumerate((3, 4), start=2):
+            rig.run(turn + prompt(70, seed=seed), 3)
+            assert len(checkpoint_files(tmp_path)) == number
 
 
 def test_a_batch_gives_each_row_its_own_checkpoint(model: Path):
@@ -124,7 +79,7 @@ def test_a_damaged_checkpoint_is_a_miss(model: Path, uncached: Reference, tmp_pa
     tokens = prompt(300)
     with Rig(model, tmp_path) as rig:
         rig.run(tokens, 4)
-    files = [p for p in tmp_path.glob("*/*/*.safetensors") if b'"kind":"checkpoint"' in p.read_bytes()[:4096]]
+    files = checkpoint_files(tmp_path)
     assert files
     for path in files:
         data = bytearray(path.read_bytes())
@@ -160,30 +115,13 @@ def test_the_interval_bounds_what_checkpoints_add(model: Path):
         assert loaded.states.nbytes(1 << 20) <= SHARE * interval * per_token
 
 
-def test_an_unknown_cache_class_is_served_without_reuse_and_says_so(model: Path, monkeypatch):
-    class Unknown(ConcatenateKVCache):
-        pass
-
-    monkeypatch.setattr(mlx_adapter.layouts, "leaves", lambda cache: [("layers.0", Unknown())])
-    assert "Unknown" in mlx_adapter.reuse_obstacle([])
-
-
 def test_a_checkpoint_is_a_copy(model: Path):
     loaded = mlx_adapter.load(model)
     cache = mlx_adapter.new_cache(loaded.model, 256)
     mx.eval(loaded.model(mx.array([prompt(64)]), cache=cache))
-    from omlxd.engine.payload import copy_state
-
     payload = copy_state(loaded.states.at(64), mlx_adapter.state_tensors(cache))
     before = [np.array(a) for a in payload.arrays]
     for token in prompt(40, seed=3):
         mx.eval(loaded.model(mx.array([[token]]), cache=cache))
     for array, want in zip(payload.arrays, before, strict=True):
         assert np.array_equal(np.array(array), want)
-
-
-if __name__ == "__main__":  # the child that is killed
-    with Rig(Path(sys.argv[1]), Path(sys.argv[2])) as child_rig:
-        child_rig.run(prompt(300), 4)
-        print("stored", flush=True)
-        time.sleep(60)

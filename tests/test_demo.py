@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
+from omlxd.engine.mlx_adapter.layouts import leaves
 from omlxd.errors import ModelError
 from omlxd.models import demo
 
@@ -162,8 +163,8 @@ def test_a_family_loads_generates_and_sees_its_whole_prompt(family, tmp_path):
     folder = families.build_family(family, tmp_path / family)
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < 2_000_000
     model, tokenizer = load(str(folder))
-    caches = {type(cache).__name__ for cache in make_prompt_cache(model)}
-    assert caches == families.CACHE_CLASSES[family]
+    caches = {type(leaf).__name__ for _, leaf in leaves(make_prompt_cache(model))}
+    assert caches == families.CONFIGS[family].classes
 
     tokens = tokenizer.encode(demo.PROSE)[:96]
     out = greedy(model, tokens, 24)

@@ -8,9 +8,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from families import CACHE_CLASSES, FAMILIES, TOKEN_KV, build_family
+from cold_run import prompt
+from families import FAMILIES, TOKEN_KV, build_family
+from family_configs import CONFIGS
 from mlx_lm.models.cache import BatchKVCache, KVCache
-from test_identity import prompt
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.payload import Landing, copy_blocks, join_blocks, read_payload
@@ -31,8 +32,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_told_by_its_caches(family: str, folders):
     loaded = mlx_adapter.load(folders(family))
-    classes = {type(c).__name__ for c in mlx_adapter.new_cache(loaded.model, 100)}
-    assert classes == CACHE_CLASSES[family]
+    cache = mlx_adapter.new_cache(loaded.model, 100)
+    classes = {type(leaf).__name__ for _, leaf in mlx_adapter.layouts.leaves(cache)}
+    assert classes == CONFIGS[family].classes
     assert loaded.layout is not None and loaded.states is not None and loaded.kv_reuse == ""
     assert bool(loaded.states.tensors) == (family not in TOKEN_KV)
     assert bool(loaded.layout.groups) == ("KVCache" in classes)

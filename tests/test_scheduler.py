@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cold_run import prompt
 from families import VOCAB, build_family
 from rig import BLOCK, Rig
-from test_identity import prompt
 
 from omlxd.chat import Sampling
 from omlxd.engine import scheduler as scheduler_module

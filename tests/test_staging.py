@@ -12,9 +12,9 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from cold_run import Reference, assert_same, prompt
 from families import build_family
 from rig import Rig
-from test_identity import Reference, assert_same, prompt
 
 from omlxd.engine import cuda_driver, staging
 from omlxd.engine.mlx_adapter import storage_dtype

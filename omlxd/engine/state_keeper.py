@@ -7,7 +7,8 @@
 | the turn's last boundary       | yes      | yes: the next turn goes on from there        |
 
 While a turn is generated the newest boundary's state is held aside and replaced, so a turn writes
-one checkpoint however long it is, and an aborted one writes its last too.
+one checkpoint however long it is. One that is broken off writes its last too, and its prompt's: the
+same prompt is likely to be asked again.
 """
 
 from __future__ import annotations
@@ -76,11 +77,25 @@ class StateKeeper:
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
         ends = [sequence.resume] if sequence.resume else []
+        if sequence.cancelled and (prompt_end := self._write_prompt_end(sequence)):
+            ends.insert(0, prompt_end)
         if sequence.tip is not None:
             self._put(sequence, write=True)
             ends.insert(0, sequence.tip[0])
             sequence.tip = None
         return [checkpoint_name(sequence.hashes[blocks - 1]) for blocks in ends]
+
+    def _write_prompt_end(self, sequence: Sequence) -> int:
+        """Write the checkpoint at the prompt's last boundary, if it is hot; its blocks, else 0."""
+        blocks = (sequence.prompt_length - 1) // self._block
+        if not blocks or sequence.kv_length < blocks * self._block:
+            return 0
+        block_hash = sequence.hashes[blocks - 1]
+        payload = self.checkpoints.peek(block_hash)
+        if not isinstance(payload, MLXPayload):
+            return 0
+        self.checkpoints.put(block_hash, blocks * self._block, payload, write=True)
+        return blocks
 
     # ----------------------------------------------------------------- into a sequence
 

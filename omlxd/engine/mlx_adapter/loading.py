@@ -69,14 +69,23 @@ def load(path: Path) -> LoadedModel:
     )
 
 
-class _LastPosition:
-    """A call on (batch, tokens, hidden) that looks at the last token alone."""
+def _last(x: mx.array) -> mx.array:
+    """(batch, tokens, hidden) without all tokens but the last."""
+    return x[:, -1:] if x.ndim == 3 else x
 
-    def __init__(self, inner: Any):
-        self._inner = inner
+
+class _LastPosition(nn.Module):
+    """A head that looks at the last token alone.
+
+    A module, or else a model that asks for `"lm_head" in self` would take its embeddings for tied.
+    """
+
+    def __init__(self, head: nn.Module):
+        super().__init__()
+        self.head = head
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._inner(x[:, -1:] if x.ndim == 3 else x)
+        return self.head(_last(x))
 
 
 def last_position_only(model: Any) -> None:
@@ -88,7 +97,7 @@ def last_position_only(model: Any) -> None:
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            module.as_linear = _LastPosition(module.as_linear)
+            module.as_linear = lambda x, as_linear=module.as_linear: as_linear(_last(x))
         if isinstance(head := getattr(module, "lm_head", None), nn.Module) and "vision" not in name:
             module.lm_head = _LastPosition(head)
 

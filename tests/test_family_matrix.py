@@ -1,0 +1,321 @@
+"""Every family × every way to come back to a prefix × both tiers, against a run without reuse.
+
+A scenario is what was served before, and what is asked afterwards. The hot rows do both in one
+engine. The cold rows serve the first part in a process of its own, which is then killed with SIGKILL,
+and the second in another, from disk. Each answer must be the cold run's, tokens and logits
+(family_configs.py says to which bit), and each request may compute anew at most what was not known
+before, and one block.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from cold_run import Reference, outputs, prompt, same_bits
+from families import DType, build_family
+from family_configs import CONFIGS, Family
+from rig import BLOCK, Output, Rig
+
+GRID = 128
+"""Tokens a prefill chunk, and between two checkpoints: so that short prompts have several of both."""
+
+ANSWER = 70
+"""Tokens of an answer that the next turn goes on from: more than a block."""
+
+
+# --------------------------------------------------------------------------- rows and columns
+
+
+@dataclass(slots=True, frozen=True)
+class Row:
+    family: str
+    dtype: DType = "fp32"
+
+    @property
+    def config(self) -> Family:
+        return CONFIGS[self.family]
+
+    def build(self, folder: Path) -> Path:
+        return build_family(self.family, folder, dtype=self.dtype)
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.dtype}"
+
+
+ROWS = [*(Row(name) for name in CONFIGS), *(Row(n, "bf16") for n in ("qwen3", "llama"))]
+FAST = ("qwen3", "gemma3_text", "qwen3_5")
+
+
+@dataclass(slots=True, frozen=True)
+class Ask:
+    """A request for `n` tokens, maybe broken off.
+
+    abort     when: in the second prefill chunk, or after some tokens of the answer
+    known     tokens of its prefix whose KV some request before has computed
+    answered  part of what is known was computed a token at a time
+    inside    what is known ends where no checkpoint of the turn's or prompt's end stands
+    off_grid  a hit begins inside of one of the cold run's chunks
+    """
+
+    tokens: list[int]
+    n: int = 3
+    abort: Literal["", "prefill", "decode"] = ""
+    known: int = 0
+    answered: bool = False
+    inside: bool = False
+    off_grid: bool = False
+
+
+Answer = Callable[[list[int], int], list[int]]
+"""What the model answers, by a run without reuse."""
+Scenario = Callable[[Answer], tuple[list[Ask], list[Ask]]]
+"""(asked before, asked afterwards and checked); the first part needs no answers."""
+
+
+def same_prompt(answer: Answer):
+    tokens = prompt(300, seed=1)
+    other_end, whole_blocks = tokens[:290] + prompt(50, seed=2), tokens[: 4 * BLOCK]
+    return [Ask(tokens)], [
+        Ask(tokens, known=300),
+        Ask(other_end, known=290),
+        Ask(whole_blocks, known=4 * BLOCK, inside=True),
+    ]
+
+
+def prompt_that_grows(answer: Answer):
+    tokens = prompt(200, seed=16)
+    return [Ask(tokens)], [Ask(tokens + prompt(150, seed=17), known=200, off_grid=True)]
+
+
+def shorter_than_a_block(answer: Answer):
+    tokens = prompt(40, seed=3)
+    turn = tokens + answer(tokens, 8) + prompt(9, seed=4)
+    return [Ask(tokens, 8)], [Ask(tokens, known=40), Ask(turn, known=47, answered=True)]
+
+
+def divergence_in_the_middle(answer: Answer):
+    tokens = prompt(500, seed=5)
+    return [Ask(tokens)], [Ask(tokens[:330] + prompt(80, seed=6), known=330, inside=True)]
+
+
+def branch_and_return(answer: Answer):
+    trunk = prompt(300, seed=7)
+    branch = trunk[:200] + prompt(100, seed=8)
+    there = trunk + answer(trunk, ANSWER) + prompt(30, seed=9)
+    return (
+        [Ask(trunk, ANSWER), Ask(branch)],
+        [Ask(there, known=300 + ANSWER - 1, answered=True), Ask(branch, known=300)],
+    )
+
+
+def turns_that_append(answer: Answer):
+    first = prompt(150, seed=10)
+    second = first + answer(first, ANSWER) + prompt(40, seed=11)
+    third = second + answer(second, 8) + prompt(20, seed=12)
+    return (
+        [Ask(first, ANSWER)],
+        [
+            Ask(second, 8, known=150 + ANSWER - 1, answered=True),
+            Ask(third, known=len(second) + 8 - 1, answered=True),
+        ],
+    )
+
+
+def aborted_while_prefilling(answer: Answer):
+    tokens = prompt(420, seed=13)
+    return [Ask(tokens, abort="prefill")], [Ask(tokens, known=2 * GRID)]
+
+
+def aborted_while_answering(answer: Answer):
+    tokens = prompt(200, seed=14)
+    got = answer(tokens, ANSWER)
+    turn = tokens + got[: ANSWER - 20] + prompt(30, seed=15)
+    return (
+        [Ask(tokens, 2 * ANSWER, abort="decode")],
+        [Ask(tokens, known=200), Ask(turn, known=200 + ANSWER - 20, answered=True)],
+    )
+
+
+SCENARIOS: tuple[Scenario, ...] = (
+    same_prompt,
+    prompt_that_grows,
+    shorter_than_a_block,
+    divergence_in_the_middle,
+    branch_and_return,
+    turns_that_append,
+    aborted_while_prefilling,
+    aborted_while_answering,
+)
+
+
+# --------------------------------------------------------------------------- doing them
+
+
+def matrix_rig(model: Path, root: Path | None = None, **options: Any) -> Rig:
+    rig = Rig(model, root, record=True, **options)
+    rig.use_grid(GRID)
+    return rig
+
+
+class Aborting(Output):
+    """Breaks its request off from inside of the engine, so always at the same token."""
+
+    def __init__(self, rig: Rig, ask: Ask):
+        super().__init__()
+        self._rig, self._ask = rig, ask
+
+    def progress(self, event: Any) -> None:
+        super().progress(event)
+        if self._ask.abort == "prefill" and event.done >= 2 * GRID:
+            self._rig.scheduler.cancel(self.sequence)
+
+    def token(self, token: int) -> None:
+        super().token(token)
+        if self._ask.abort == "decode" and len(self.got) == ANSWER:
+            self._rig.scheduler.cancel(self.sequence)
+
+
+def serve(rig: Rig, asks: list[Ask]) -> None:
+    for ask in asks:
+        if not ask.abort:
+            rig.run(ask.tokens, ask.n)
+            continue
+        output = rig.start(ask.tokens, ask.n, output=Aborting(rig, ask))
+        rig.settle()
+        assert not output.reason and output.sequence.cancelled, "it was to be broken off"
+
+
+def check(rig: Rig, asks: list[Ask], uncached: Reference, row: Row, *, tier: str) -> None:
+    for ask in asks:
+        rig.recorder.logits.clear()
+        output = rig.run(ask.tokens, ask.n)
+        want, want_rows = uncached.once(ask.tokens, ask.n)
+        assert output.got == want
+        if promises_bits(ask, row.config):
+            assert same_bits(outputs(rig, ask.n), want_rows), "logits differ in some bit"
+        assert len(ask.tokens) - output.hot - output.cold <= allowed(ask, row), "computed again"
+        # A hot hit never touches the disk; after a restart the first hit comes from nowhere else.
+        assert output.cold == 0 if tier == "hot" else output.hot + output.cold >= 0
+
+
+def promises_bits(ask: Ask, family: Family) -> bool:
+    if ask.answered:
+        return family.promise == "bits"
+    return not (family.grid and ask.off_grid)
+
+
+def allowed(ask: Ask, row: Row) -> int:
+    """Tokens that a request may compute: what is new, and one block, or back to the last checkpoint."""
+    known = min(ask.known, len(ask.tokens))
+    slack = GRID if ask.inside and not row.config.per_token else 0
+    return len(ask.tokens) - known + BLOCK + slack
+
+
+# --------------------------------------------------------------------------- the matrix
+
+
+def in_matrix(row: Row) -> Any:
+    fast = row.dtype == "fp32" and row.family in FAST
+    return pytest.param(row, id=str(row), marks=() if fast else pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[in_matrix(row) for row in ROWS])
+def row(request: pytest.FixtureRequest) -> Row:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Row, Path]:
+    """A folder for each row that will run, its model in `model`."""
+    rows = {
+        item.callspec.params["row"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == Path(__file__) and hasattr(item, "callspec")
+    }
+    found = {row: tmp_path_factory.mktemp(str(row)) for row in sorted(rows, key=str)}
+    for row, folder in found.items():
+        row.build(folder / "model")
+    return found
+
+
+@pytest.fixture(scope="session")
+def killed(folders: dict[Row, Path]) -> dict[Row, Path]:
+    """Every row's first parts, served to a cold tier by a process that was then killed."""
+    roots = {row: folder / "cold" for row, folder in folders.items()}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    arguments = [str(path) for row in roots for path in (folders[row] / "model", roots[row])]
+    child = subprocess.Popen(
+        [sys.executable, __file__, *arguments], env=env, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == "served\n"
+    finally:
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(30) == -signal.SIGKILL
+        child.stdout.close()
+    return roots
+
+
+@pytest.fixture(scope="module")
+def model(row: Row, folders: dict[Row, Path]) -> Path:
+    return folders[row] / "model"
+
+
+@pytest.fixture(scope="module")
+def uncached(model: Path) -> Iterator[Reference]:
+    reference = Reference(model)
+    reference.rig.use_grid(GRID)
+    yield reference
+    reference.close()
+
+
+@pytest.fixture(scope="module")
+def answer(uncached: Reference) -> Answer:
+    return lambda tokens, n: uncached.once(tokens, n)[0]
+
+
+@pytest.fixture(scope="module")
+def hot(model: Path) -> Iterator[Rig]:
+    with matrix_rig(model) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def restarted(row: Row, model: Path, killed: dict[Row, Path]) -> Iterator[Rig]:
+    with matrix_rig(model, killed[row]) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_hot(scenario: Scenario, row: Row, hot: Rig, uncached: Reference, answer: Answer):
+    before, after = scenario(answer)
+    serve(hot, before)
+    check(hot, after, uncached, row, tier="hot")
+    hot.on_engine(lambda: hot.pool.check({}))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_cold(scenario: Scenario, row: Row, restarted: Rig, uncached: Reference, answer: Answer):
+    _, after = scenario(answer)
+    check(restarted, after, uncached, row, tier="cold")
+    restarted.on_engine(lambda: restarted.pool.check({}))
+
+
+if __name__ == "__main__":  # the child that is killed
+    pairs = [Path(argument) for argument in sys.argv[1:]]
+    open_until_killed = [matrix_rig(*pair) for pair in zip(pairs[::2], pairs[1::2], strict=True)]
+    for child_rig in open_until_killed:
+        for each in SCENARIOS:
+            serve(child_rig, each(lambda tokens, n: [])[0])
+    print("served", flush=True)
+    time.sleep(60)
