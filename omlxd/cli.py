@@ -25,6 +25,7 @@ VERBS = {
     "config": ("status_cli.config", "show each setting, and where its value comes from"),
     "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
     "models": ("models_cli.command", "list, pull, load, unload, pin and name the models of this machine"),
+    "service": ("service.command", "have launchd or systemd run the daemon"),
     "status": ("status_cli.status", "models, memory, tiers and requests of the running daemon"),
     "top": ("status_cli.top", "the same, live"),
 }

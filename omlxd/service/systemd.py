@@ -1,0 +1,169 @@
+"""systemd: a unit and a socket unit of the user, through `systemctl --user` and `journalctl --user`.
+
+The socket unit listens from login on (from boot on, with `loginctl enable-linger`); the first
+connection starts the daemon. With `at_login` the service unit is enabled as well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .manager import ServiceError, Status, addresses, check_free, read_ours, run, write_whole
+from .plan import EXIT_TIMEOUT_S, FILES, THROTTLE_S, Plan
+
+SERVICE, SOCKET = "omlxd.service", "omlxd.socket"
+MARK = "# Written by `omlxd service install`, which writes it anew; `omlxd service uninstall` removes it."
+WATCHDOG_S = 60
+
+
+class Systemd:
+    """The units of the user whose home is `home`."""
+
+    name = "systemd"
+
+    def __init__(self, home: Path):
+        config = os.environ.get("XDG_CONFIG_HOME") or str(home / ".config")
+        self._folder = Path(config) / "systemd" / "user"
+        self.file = self._folder / SERVICE
+
+    def log_file(self) -> Path | None:
+        return None  # The journal keeps and rotates.
+
+    def install(self, plan: Plan) -> bool:
+        wanted = {SERVICE: service_unit(plan).encode(), SOCKET: socket_unit(plan).encode()}
+        there = {name: read_ours(self._folder / name, MARK) for name in wanted}
+        unit = SERVICE if plan.at_login else SOCKET
+        # Also what the last form of it enabled, and this one does not.
+        other = self._show("UnitFileState", SERVICE) == "enabled"
+        if there == wanted and self._show("ActiveState", SOCKET) == "active" and other == plan.at_login:
+            return False
+        self._systemctl("daemon-reload")  # Before anything is written: is there a systemd of this user?
+        if there[SERVICE] is not None:
+            self._systemctl("disable", "--now", SERVICE, SOCKET)
+        check_free(plan.host, plan.port)
+        for name, content in wanted.items():
+            write_whole(self._folder / name, content)
+        self._systemctl("daemon-reload")
+        self._systemctl("enable", "--now", SOCKET)
+        if unit == SERVICE:
+            self._systemctl("enable", "--now", SERVICE)
+        return True
+
+    def uninstall(self) -> bool:
+        ours = [name for name in (SERVICE, SOCKET) if read_ours(self._folder / name, MARK) is not None]
+        if not ours:
+            return False
+        # Where there is no systemd of this user, nothing runs under it, and the files go all the same.
+        run("systemctl", "--user", "disable", "--now", *ours)
+        for name in ours:
+            (self._folder / name).unlink(missing_ok=True)
+        run("systemctl", "--user", "daemon-reload")
+        return True
+
+    def start(self) -> None:
+        self._check_installed()
+        self._systemctl("start", SOCKET, SERVICE)
+
+    def stop(self) -> None:
+        self._check_installed()
+        # Together: a socket that still listened would start it again.
+        self._systemctl("stop", SOCKET, SERVICE)
+
+    def restart(self) -> None:
+        self._check_installed()
+        self._systemctl("restart", SERVICE)
+
+    def status(self) -> Status:
+        if read_ours(self.file, MARK) is None:
+            return Status(state="not installed", file=self.file)
+        active, pid = self._show("ActiveState", SERVICE), self._show("MainPID", SERVICE)
+        last = self._show("ExecMainStatus", SERVICE)
+        if active in ("active", "reloading", "deactivating", "activating") and pid not in ("", "0"):
+            return Status(state="running", file=self.file, pid=int(pid))
+        if active == "failed":
+            return Status(state="failed", file=self.file, last_exit=last)
+        waiting = self._show("ActiveState", SOCKET) == "active"
+        return Status(state="waiting" if waiting else "stopped", file=self.file, last_exit=last)
+
+    def logs(self, lines: int, follow: bool) -> list[str]:
+        self._check_installed()
+        more = ["--follow"] if follow else ["--no-pager"]
+        return ["journalctl", "--user", "--unit", SERVICE, "--lines", str(lines), "--output", "cat", *more]
+
+    # ----------------------------------------------------------------- systemctl
+
+    def _check_installed(self) -> None:
+        if read_ours(self.file, MARK) is None:
+            raise ServiceError("the service is not installed; `omlxd service install` does that.")
+
+    def _systemctl(self, *words: str) -> None:
+        done = run("systemctl", "--user", *words)
+        if done.status:
+            hint = ""
+            if "connect to bus" in done.said or "No medium found" in done.said:
+                hint = "; there is no session of this user: log in once, or run `loginctl enable-linger`"
+            raise ServiceError(f"systemctl --user {' '.join(words)} failed: {done.said.rstrip('.')}{hint}.")
+
+    def _show(self, property: str, unit: str) -> str:
+        return run("systemctl", "--user", "show", "--property", property, "--value", unit).out.strip()
+
+
+def service_unit(plan: Plan) -> str:
+    variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in plan.environ.items())
+    return f"""{MARK}
+[Unit]
+Description=omlxd, local language models
+Requires={SOCKET}
+After={SOCKET}
+
+[Service]
+Type=notify
+ExecStart={" ".join(_quoted(word, in_command=True) for word in plan.program)}
+ExecReload=/bin/kill -HUP $MAINPID
+{variables}WorkingDirectory=/
+# A clean end stays ended; settings that make no sense (2) are not tried again.
+Restart=on-failure
+RestartSec={THROTTLE_S}
+RestartPreventExitStatus=2
+# Above our own deadlines for ending answers and writing the cache.
+TimeoutStopSec={EXIT_TIMEOUT_S}
+# SIGTERM goes to the daemon, which ends its engines in order.
+KillMode=mixed
+WatchdogSec={WATCHDOG_S}
+LimitNOFILE={FILES}
+UMask=0077
+NoNewPrivileges=yes
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def socket_unit(plan: Plan) -> str:
+    address, is_v6 = addresses(plan.host)[0]
+    return f"""{MARK}
+[Unit]
+Description=omlxd's port
+
+[Socket]
+ListenStream={f"[{address}]" if is_v6 else address}:{plan.port}
+Backlog=1024
+NoDelay=yes
+
+[Install]
+WantedBy=sockets.target
+"""
+
+
+def _quoted(word: str, *, in_command: bool = False) -> str:
+    """A word as systemd reads it back: % and, in a command, $ mean something to it."""
+    if "\n" in word or "\0" in word:
+        raise ServiceError(f"{word!r} can't stand in a unit file.")
+    word = word.replace("%", "%%")
+    if in_command:
+        word = word.replace("$", "$$")
+    if re.fullmatch(r"[\w@%+=:,./$-]+", word):
+        return word
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
