@@ -4,12 +4,15 @@ The agents that are programs (Claude Code, Codex, opencode) do the same in tools
 which installs them; here is what needs no npm.
 """
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
+from daemon import wait_until
 
 from omlxd.chat import Conversation, Message, TextPart, Tool
 from tools.clients.agents import write_files
@@ -43,6 +46,55 @@ def test_an_sdk_plays_a_session(daemon, tmp_path, sdk, cancelled):
     # An abandoned stream freed its slot, and what it had computed was of use to the turn after it.
     assert sum(reuse.played.cancelled for reuse in row.reuses) == cancelled
     assert row.worst <= BLOCK and sum(reuse.played.cached for reuse in row.reuses) > 5000
+
+
+# --------------------------------------------------------------------------- many at once
+
+
+async def ask_all(url: str, *sessions: str, max_tokens: int, wait_s: float = 0.0) -> list[int]:
+    """A request of each session, at once but for the last, which comes `wait_s` later; the statuses."""
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, trust_env=False) as client:
+
+        async def ask(number: int, session: str) -> int:
+            if number == len(sessions) - 1:
+                await asyncio.sleep(wait_s)
+            text = f"Request {number}. Scenario long in /x." + " Please." * (100 if session == "other" else 1)
+            messages = [{"role": "user", "content": text}]
+            asked = {"model": "scripted", "messages": messages, "max_tokens": max_tokens}
+            headers = {"x-session-affinity": session} if session else {}
+            return (await client.post("/v1/chat/completions", json=asked, headers=headers)).status_code
+
+        return await asyncio.gather(*[ask(n, session) for n, session in enumerate(sessions)])
+
+
+def ended_since(log: ReuseLog, count: int) -> list[Played]:
+    """The next `count` requests that the engine ends, in order of arrival."""
+    before = len(log.known)
+    wait_until(lambda: log.read() is not None and len(log.known) >= before + count, 10)
+    return sorted((reuse.played for reuse in log.known[before:]), key=lambda played: played.began)
+
+
+def test_64_requests_at_once_are_served_in_order_of_arrival(daemon):
+    log = ReuseLog(daemon.played)
+    log.read()
+    assert asyncio.run(ask_all(daemon.url, *[""] * 64, max_tokens=8)) == [200] * 64
+    played = ended_since(log, 64)
+    ranks = {one.id: rank for rank, one in enumerate(sorted(played, key=lambda p: p.ended))}
+    # 8 run at once, and two threads render prompts: nobody is further from his place than that allows.
+    assert max(abs(ranks[one.id] - rank) for rank, one in enumerate(played)) <= 24
+
+
+def test_a_client_of_many_requests_does_not_keep_another_waiting(daemon):
+    log = ReuseLog(daemon.played)
+    log.read()
+    sessions = [*["swarm"] * 40, "other"]
+    assert asyncio.run(ask_all(daemon.url, *sessions, max_tokens=300, wait_s=0.2)) == [200] * 41
+    played = ended_since(log, 41)
+    other = max(played, key=lambda one: one.prompt)
+    left = [one for one in played if one.ended > other.began > one.began]
+    # Only those that had a slot already, or got one in the same moment, end before it.
+    assert sum(one.ended < other.ended for one in left) <= 16 < len(left)
 
 
 # --------------------------------------------------------------------------- the script

@@ -220,6 +220,7 @@ class EngineHost:
             eos=frozenset(self.loaded.tokenizer.eos_token_ids),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
+            session=request.session,
         )
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)

@@ -30,6 +30,7 @@ from .mlx_adapter import LoadedModel
 from .prefill_pacer import PrefillPacer
 from .sampling import BatchSampler
 from .sequence import Sequence, State, capacity_for
+from .waiting_line import WaitingLine
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Scheduler:
         self._slots = slots
         self._block = block_size
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingLine()
         self._active: list[Sequence] = []
         self._batches: list[DecodeBatch] = []
         # On a GPU a pass for one token costs as much as one for a whole last chunk: it reads all the
@@ -83,7 +84,7 @@ class Scheduler:
         self._inbox.put(call)
 
     def submit(self, sequence: Sequence) -> None:
-        self.post(lambda: self._waiting.append(sequence))
+        self.post(lambda: self._waiting.join(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop `sequence` and give its slot to another; what it computed stays cached."""
@@ -155,7 +156,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and len(self._active) < self._slots:
-            sequence = self._waiting.pop(0)
+            sequence = self._waiting.take(self._active)
             self._active.append(sequence)
             try:
                 self._begin(sequence)
@@ -348,8 +349,8 @@ class Scheduler:
 
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancelled = True
-        if sequence.state is State.WAITING and sequence in self._waiting:
-            self._waiting.remove(sequence)
+        if sequence.state is State.WAITING:
+            self._waiting.leave(sequence)
             sequence.state = State.DONE
         elif sequence.state is State.PREFILLING:
             self._release(sequence)
@@ -384,9 +385,9 @@ class Scheduler:
         if self.bridge is not None:
             self.bridge.finish(sequence)
         sequence.state = State.DONE
-        for queue_ in (self._waiting, self._active):
-            if sequence in queue_:
-                queue_.remove(sequence)
+        self._waiting.leave(sequence)
+        if sequence in self._active:
+            self._active.remove(sequence)
 
 
 def _internal(error: Exception) -> OmlxdError:

@@ -51,6 +51,7 @@ class Sequence:
     max_new        tokens to generate at most
     resume         blocks after which a checkpoint stands that the match ends at
     tip            the deepest state copied so far: (blocks, payload)
+    session        the client's conversation, for fairness alone
     sink           where output goes (engine/output_thread.py); opaque to the scheduler
     """
 
@@ -63,6 +64,7 @@ class Sequence:
     eos: frozenset[int]
     sampler: SamplerRow
     sink: Any = None
+    session: str = ""
     state: State = State.WAITING
     cache: Cache | None = None
     table: BlockTable | None = None

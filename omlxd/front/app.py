@@ -1,7 +1,8 @@
 """The HTTP app: routes, and nothing else. `create_app` wires them to engines.
 
-Layers, outermost first: CORS where it is opened, `Shell` (id, body limit, errors, log line), `Guard`
-(host, origin, key), then a route. No route catches errors; they raise OmlxdError and the shell answers.
+Layers, outermost first: `PacedApp` (clients that read slowly), CORS where it is opened, `Shell` (id, body
+limit, errors, log line), `Guard` (host, origin, key), then a route. No route catches errors; they raise
+OmlxdError and the shell answers.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from .model_list import model_entry, model_list
 from .request_trace import trace_of
 from .response_store import ResponseStore
 from .responses import responses_dialect
+from .slow_reader import PacedApp
 
 
 class _ModelState(msgspec.Struct):
@@ -55,7 +57,7 @@ def create_app(
 ) -> Starlette:
     """The ASGI app over `engines`. `more_routes`: what is for the owner and no client's protocol."""
     routes = _Routes(engines, settings or HttpSettings())
-    app = Starlette(
+    app = PacedApp(
         routes=[
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
@@ -76,6 +78,7 @@ def create_app(
         exception_handlers={HTTPException: raise_route_error},
     )
     app.router.redirect_slashes = False
+    app.send_pause_s = routes.settings.send_pause_s
     return app
 
 

@@ -1,46 +1,64 @@
 """A request's events, read by a task of their own, so that waiting for them can time out.
 
 `asyncio.wait_for(events.__anext__(), …)` would cancel the generator on the first timeout.
+
+The engine never waits for a client: what it says is kept here until the client has read what came
+before. A client so slow that `UNREAD_BYTES` are waiting has its request ended, so that memory is bounded.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from ..chat import Event, Failed, Finished
-from ..errors import OmlxdError, Unavailable
+from ..chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCall
+from ..errors import InvalidRequest, OmlxdError, Unavailable
 
 log = logging.getLogger(__name__)
+
+UNREAD_BYTES = 4 << 20
+"""Of one request: some 25,000 tokens that nobody has read."""
+BATCH = 256
+"""Events given out at once: what is made of them is held until the client has read it."""
+_EVENT_BYTES = 160
+_LOGPROB_BYTES = 250
 
 
 class EventPump:
     """Reads `events` until Finished, Failed or `close`. Always close it.
 
-    seen  is called with each event as it arrives, whenever its client may read it
+    seen          is called with each event as it arrives, whenever its client may read it
+    unread_bytes  how much may wait to be taken
     """
 
     def __init__(
-        self, events: AsyncGenerator[Event, None], seen: Callable[[Event], None] = lambda event: None
+        self,
+        events: AsyncGenerator[Event, None],
+        seen: Callable[[Event], None] = lambda event: None,
+        unread_bytes: int = UNREAD_BYTES,
     ):
         self._events = events
         self._seen = seen
-        self._waiting: list[Event] = []
+        self._waiting: deque[Event] = deque()
+        self._unread, self._limit = 0, unread_bytes
         self._arrived = asyncio.Event()
         self._error: OmlxdError | None = None
         self._task = asyncio.create_task(self._run())
 
     async def next(self, timeout: float | None) -> list[Event]:
-        """What has arrived, at least one event; [] after `timeout` seconds without any."""
+        """What has arrived, one event to `BATCH`; [] after `timeout` seconds without any."""
         if not self._waiting:
             try:
                 async with asyncio.timeout(timeout):
                     await self._arrived.wait()
             except TimeoutError:
                 return []
-        self._arrived.clear()
-        events, self._waiting = self._waiting, []
+        events = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        self._unread -= sum(map(_size, events))
+        if not self._waiting:
+            self._arrived.clear()
         return events
 
     def error(self, failed: Failed) -> OmlxdError:
@@ -60,6 +78,10 @@ class EventPump:
                 self._put(event)
                 if isinstance(event, (Finished, Failed)):
                     return
+                if self._unread > self._limit:
+                    await self._events.aclose()
+                    self._fail(InvalidRequest("The client reads too slowly; the answer was ended."))
+                    return
             self._fail(Unavailable("The engine stopped in the middle of the answer; try again."))
         except OmlxdError as error:
             self._fail(error)
@@ -74,4 +96,18 @@ class EventPump:
     def _put(self, event: Event) -> None:
         self._seen(event)
         self._waiting.append(event)
+        self._unread += _size(event)
         self._arrived.set()
+
+
+def _size(event: Event) -> int:
+    """About the bytes of memory that `event` takes."""
+    match event:
+        case TextDelta():
+            return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * len(event.logprobs)
+        case ReasoningDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCall():
+            return _EVENT_BYTES + len(event.arguments)
+        case _:
+            return _EVENT_BYTES

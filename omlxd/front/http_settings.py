@@ -18,6 +18,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_total_s     most seconds that a body may take
     allowed_hosts    further names that a Host header may hold, without port
     max_body_bytes   bytes of a request body; Anthropic's own limit by default
+    bodies_bytes     bytes of all requests' bodies at once
+    send_pause_s     most seconds that a client may take to read a piece of an answer (64 KiB)
     ping_interval_s  seconds of silence before a stream gets a ping; clients want one every 10 s
     header_grace_s   seconds that a stream's headers wait for a first event: a request that fails
                      at once gets a plain HTTP error, and every other stream starts this late at most
@@ -32,6 +34,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_total_s: float = 300.0
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 32 * 1024 * 1024
+    bodies_bytes: int = 256 * 1024 * 1024
+    send_pause_s: float = 120.0
     ping_interval_s: float = 8.0
     header_grace_s: float = 0.1
     drain_s: float = 2.0

@@ -17,9 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api.errors import http_error, protocol_of
-from ..errors import OmlxdError, RequestTooLarge
+from ..errors import OmlxdError, Overloaded, RequestTooLarge
 from .http_settings import HttpSettings
 from .request_trace import RequestTrace, begin
+from .slow_reader import TooSlow
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +53,19 @@ class Shell:
     def __init__(self, app: ASGIApp, settings: HttpSettings):
         self._app = app
         self._settings = settings
+        self._bodies = _Budget(settings.bodies_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         trace = begin(scope)
-        body = _Body(receive, self._settings)
+        body = _Body(receive, self._settings, self._bodies)
         answer = _Answer(send, trace)
         try:
             await self._run(scope, body, answer, trace)
         finally:
+            body.release()
             trace.write()
 
     async def _run(self, scope: Scope, body: _Body, answer: _Answer, trace: RequestTrace) -> None:
@@ -72,8 +75,8 @@ class Shell:
             return
         except OmlxdError as error:
             problem = error
-        except ClientDisconnect:
-            trace.outcome = "disconnected"
+        except ClientDisconnect as gone:
+            trace.outcome = "too_slow" if isinstance(gone, TooSlow) else "disconnected"
             return
         except Exception:
             log.exception("%s failed unexpectedly", trace.id)
@@ -84,14 +87,32 @@ class Shell:
         if answer.started:
             # The status is out: breaking the connection is the only honest end.
             raise problem
-        await answer.send_error(problem, scope["path"], body, self._settings.drain_s)
+        with contextlib.suppress(TooSlow):
+            await answer.send_error(problem, scope["path"], body, self._settings.drain_s)
+
+
+class _Budget:
+    """Bytes that all bodies may take together: each is held until its request ends."""
+
+    def __init__(self, limit: int):
+        self._left = limit
+
+    def take(self, size: int) -> None:
+        """Raises Overloaded."""
+        if size > self._left:
+            raise Overloaded("Too many large requests are running already; retry in a moment.", retry_after=5)
+        self._left -= size
+
+    def give_back(self, size: int) -> None:
+        self._left += size
 
 
 class _Body:
     """Counts a request's body as it comes in, and waits for it no longer than the settings say."""
 
-    def __init__(self, receive: Receive, settings: HttpSettings):
+    def __init__(self, receive: Receive, settings: HttpSettings, budget: _Budget):
         self._receive = receive
+        self._budget = budget
         self._limit = settings.max_body_bytes
         self._pause_s = settings.body_pause_s
         self._deadline = time.monotonic() + settings.body_total_s
@@ -107,11 +128,18 @@ class _Body:
     async def receive(self) -> Message:
         message = await (self._receive() if self._complete else self._part())
         if message["type"] == "http.request":
-            self._size += len(message.get("body", b""))
+            size = len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
-            if self._size > self._limit:
+            if self._size + size > self._limit:
                 raise self._too_large()
+            self._budget.take(size)
+            self._size += size
         return message
+
+    def release(self) -> None:
+        """The request is over."""
+        self._budget.give_back(self._size)
+        self._size = 0
 
     async def _part(self) -> Message:
         try:

@@ -43,6 +43,11 @@ class Request:
         return self.method == "POST" and not self.path.partition("?")[0].endswith("count_tokens")
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Quiet: a client that was killed resets its connection."""
+
+
 class Recorder:
     """A context manager: listens on `url`, forwards to `target`, keeps `requests` in order.
 
@@ -58,7 +63,7 @@ class Recorder:
         class Handler(_Handler):
             owner = recorder
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 

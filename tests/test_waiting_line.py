@@ -1,0 +1,76 @@
+"""Who gets the next slot."""
+
+import pytest
+
+from omlxd.engine.sampling import RowSampling, SamplerRow
+from omlxd.engine.sequence import Sequence
+from omlxd.engine.waiting_line import PATIENCE, WaitingLine
+
+GREEDY = RowSampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, (), None)
+
+
+def sequence(session: str = "") -> Sequence:
+    return Sequence(
+        id=0,
+        tokens=[1],
+        prompt_length=1,
+        root=bytes(32),
+        hashes=[],
+        max_new=1,
+        eos=frozenset(),
+        sampler=SamplerRow(GREEDY),
+        session=session,
+    )
+
+
+def line_of(*sequences: Sequence) -> WaitingLine:
+    line = WaitingLine()
+    for one in sequences:
+        line.join(one)
+    return line
+
+
+def test_equals_go_in_order_of_arrival():
+    waiting = [sequence(name) for name in "aabbcc"]
+    line = line_of(*waiting)
+    active = []
+    while len(line):
+        active.append(line.take(active))
+    a1, a2, b1, b2, c1, c2 = waiting
+    assert active == [a1, b1, c1, a2, b2, c2]
+
+
+def test_without_sessions_it_is_a_plain_queue():
+    waiting = [sequence() for _ in range(5)]
+    line = line_of(*waiting)
+    assert [line.take([]) for _ in waiting] == waiting and list(line) == []
+
+
+def test_a_crowd_does_not_keep_another_client_out():
+    crowd = [sequence(f"swarm/agent-{n}") for n in range(20)]
+    line = line_of(*crowd)
+    active = [line.take([]) for _ in range(8)]
+    late = sequence("other")
+    line.join(late)
+    assert line.take(active[1:]) is late
+
+
+def test_nobody_is_overtaken_for_ever():
+    running = sequence("busy")
+    first = sequence("busy")
+    line = line_of(first)
+    for n in range(PATIENCE):
+        line.join(sequence(f"new-{n}"))
+        assert line.take([running]) is not first
+    line.join(sequence("one too many"))
+    assert line.take([running]) is first
+
+
+def test_leaving_the_line():
+    one, two = sequence(), sequence()
+    line = line_of(one, two)
+    line.leave(one)
+    line.leave(one)
+    assert list(line) == [two] and line.take([]) is two
+    with pytest.raises(ValueError):
+        line.take([])
