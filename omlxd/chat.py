@@ -196,9 +196,21 @@ class Usage(Struct, frozen=True):
 
 
 class TokenLogprob(Struct, frozen=True):
+    """A token of the answer: log-softmax of the model's raw logits, before temperature and filters.
+
+    token    its text; U+FFFD for bytes that are no whole character
+    raw      its bytes where `token` can't tell them, else empty
+    at       characters of the answer before it
+    top      the likeliest tokens and their values, best first
+    top_raw  of each in `top`, as `raw`; empty where all are
+    """
+
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
+    raw: bytes = b""
+    at: int = 0
+    top_raw: tuple[bytes, ...] = ()
 
 
 class Progress(Struct, frozen=True, tag="progress"):

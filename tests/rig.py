@@ -70,7 +70,7 @@ class Output:
     def progress(self, event: Any) -> None:
         self.progressed.append((event.done, event.total))
 
-    def token(self, token: int) -> None:
+    def token(self, token: int, told: Any = None) -> None:
         self.got.append(token)
         self.first.set()
 

@@ -276,7 +276,7 @@ def test_sampling_thinking_and_session():
         ({"input": "u", "text": {"format": {"type": "yaml"}}}, r"text\.format\.type: 'yaml'"),
         ({"input": "u", "background": True}, "background"),
         ({"input": "u", "conversation": "conv_1"}, "conversation"),
-        ({"input": "u", "top_logprobs": 2}, "top_logprobs"),
+        ({"input": "u", "top_logprobs": 21}, "top_logprobs"),
         ({"input": "u", "tools": [{"type": "function"}]}, r"tools\.0\.name"),
         ({"input": "u", "tools": [{"type": "function", "name": "x" * 257}]}, r"tools\.0\.name: longer"),
         ({"input": "u", "tools": ["x"]}, r"tools\.0"),

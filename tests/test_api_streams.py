@@ -182,7 +182,11 @@ def test_openai_pings_and_errors_are_data():
 
 def test_logprobs():
     token = TokenLogprob("é", -0.5, (("é", -0.5), ("e", -1.0)))
-    events = [TextDelta("é", (token,)), TextDelta("a", (TokenLogprob("a", -0.1),)), Finished("stop", USAGE)]
+    events = [
+        TextDelta("é", (token,)),
+        TextDelta("a", (TokenLogprob("a", -0.1, at=1),)),
+        Finished("stop", USAGE),
+    ]
     chat = collected(OpenAIChatCollector("c", "m", 5), events)["choices"][0]["logprobs"]["content"]
     assert chat[0] == {
         "token": "é",

@@ -93,8 +93,7 @@ class _Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-def _logprobs(tokens: tuple[TokenLogprob, ...], offset: int) -> _Logprobs | None:
-    """`offset`: characters of the answer before the first of `tokens`."""
+def _logprobs(tokens: tuple[TokenLogprob, ...]) -> _Logprobs | None:
     if not tokens:
         return None
     out = _Logprobs([], [], [], [])
@@ -102,8 +101,7 @@ def _logprobs(tokens: tuple[TokenLogprob, ...], offset: int) -> _Logprobs | None
         out.tokens.append(token.token)
         out.token_logprobs.append(token.logprob)
         out.top_logprobs.append(dict(token.top))
-        out.text_offset.append(offset)
-        offset += len(token.token)
+        out.text_offset.append(token.at)
     return out
 
 
@@ -132,7 +130,6 @@ class OpenAICompletionStream:
         self._created = created
         self._request_id = request_id
         self._usage: UnsetType | None = None if include_usage else UNSET
-        self._offset = 0
 
     def start(self) -> bytes:
         return self._chunk(_Choice(""))
@@ -147,9 +144,7 @@ class OpenAICompletionStream:
         if isinstance(event, TextDelta):
             if not event.text and not event.logprobs:
                 return b""
-            logprobs = _logprobs(event.logprobs, self._offset)
-            self._offset += len(event.text)
-            return self._chunk(_Choice(event.text, logprobs))
+            return self._chunk(_Choice(event.text, _logprobs(event.logprobs)))
         if isinstance(event, ReasoningDelta):
             return self._chunk(_Choice(event.text)) if event.text else b""
         if isinstance(event, Finished):
@@ -187,7 +182,7 @@ class OpenAICompletionCollector:
         assert self._finished is not None, "response before Finished"
         choice = _Choice(
             text="".join(self._text),
-            logprobs=_logprobs(tuple(self._logprobs), 0),
+            logprobs=_logprobs(tuple(self._logprobs)),
             finish_reason=FINISH_REASON[self._finished.reason],
         )
         usage = usage_body(self._finished.usage)

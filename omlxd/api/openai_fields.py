@@ -137,14 +137,22 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+def top_logprobs(token: TokenLogprob) -> list[TopLogprob]:
+    raws = token.top_raw or (b"",) * len(token.top)
+    return [
+        TopLogprob(text, value, list(raw or text.encode()))
+        for (text, value), raw in zip(token.top, raws, strict=True)
+    ]
+
+
 def chat_logprobs(tokens: tuple[TokenLogprob, ...]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             ChatLogprob(
                 token=token.token,
                 logprob=token.logprob,
-                bytes=list(token.token.encode()),
-                top_logprobs=[TopLogprob(text, value, list(text.encode())) for text, value in token.top],
+                bytes=list(token.raw or token.token.encode()),
+                top_logprobs=top_logprobs(token),
             )
             for token in tokens
         ]

@@ -20,6 +20,7 @@ from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
 
 SEALED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
 History = Callable[[str], "tuple[Message, ...] | None"]
 """Response id → the conversation that it ended, without instructions; None: not known (any more)."""
 
@@ -74,6 +75,7 @@ class RequestEcho(Struct, frozen=True, omit_defaults=False):
     temperature: float | None
     tool_choice: Any
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float | None
     user: str | None
 
@@ -121,7 +123,7 @@ def parse(
         stream=bool(request.stream),
         generate=GenerateRequest(
             prompt=conversation,
-            sampling=sampling(request, max_tokens, None),
+            sampling=sampling(request, max_tokens, _logprobs(request)),
             session=_session(request, headers or {}),
             cache_salt=request.cache_salt or "",
             format=answer_format(
@@ -135,6 +137,11 @@ def parse(
     )
 
 
+def _logprobs(request: ResponsesBody) -> int | None:
+    asked = request.top_logprobs is not None or LOGPROBS in (request.include or ())
+    return request.top_logprobs or 0 if asked else None
+
+
 def _refuse(request: ResponsesBody) -> None:
     if request.background:
         raise InvalidRequest("background: this server answers while you wait", param="background")
@@ -144,8 +151,6 @@ def _refuse(request: ResponsesBody) -> None:
         )
     if request.prompt is not None:
         raise InvalidRequest("prompt: prompt templates are not kept here; use input", param="prompt")
-    if request.top_logprobs:
-        raise InvalidRequest("top_logprobs: log-probabilities are not supported here", param="top_logprobs")
 
 
 class _NamedTool(msgspec.Struct):
@@ -226,6 +231,7 @@ def _echo(request: ResponsesBody, tools: ResponseTools) -> RequestEcho:
         temperature=request.temperature,
         tool_choice=_tool_choice_echo(request.tool_choice),
         tools=tools.echo,
+        top_logprobs=request.top_logprobs or 0,
         top_p=request.top_p,
         user=request.user,
     )

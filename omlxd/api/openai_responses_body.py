@@ -10,6 +10,7 @@ from typing import Any, Literal, Union
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from .openai_fields import ChatLogprob
 from .openai_responses import ReasoningEcho
 from .sse import UsageExtension
 
@@ -26,7 +27,7 @@ class _Tagged(msgspec.Struct, tag_field="type"):
 class OutputText(_Tagged, tag="output_text"):
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningText(_Tagged, tag="reasoning_text"):
@@ -135,6 +136,7 @@ class Response(msgspec.Struct, kw_only=True):
     temperature: float | None
     tool_choice: Any
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float | None
     user: str | None
     background: bool = False
@@ -209,13 +211,13 @@ class PartDone(_OfPart, tag="response.content_part.done"):
 class TextDelta(_InItem, tag="response.output_text.delta"):
     delta: str
     content_index: int = 0
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatLogprob] = []
 
 
 class TextDone(_InItem, tag="response.output_text.done"):
     text: str
     content_index: int = 0
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatLogprob] = []
 
 
 class ReasoningDelta(_InItem, tag="response.reasoning_text.delta"):

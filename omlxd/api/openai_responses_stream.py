@@ -29,6 +29,7 @@ from ..chat import (
 )
 from ..errors import OmlxdError
 from . import openai_responses_body as body
+from .openai_fields import ChatLogprob, chat_logprobs
 from .openai_responses import ResponsesRequest
 from .openai_responses_items import lenient_arguments, sealed
 from .openai_responses_tools import ToolName, custom_input, told_name
@@ -54,6 +55,7 @@ class _Answer:
         self._parts: list[Part] = []
         self._open: body.Message | body.Reasoning | None = None
         self._text: list[str] = []
+        self._logprobs: list[ChatLogprob] = []
 
     # ----------------------------------------------------------------- the whole
 
@@ -65,7 +67,8 @@ class _Answer:
 
     def event(self, event: Event) -> list[body.Event]:
         if isinstance(event, TextDelta):
-            return self._delta(event.text, body.Message) if event.text else []
+            logprobs = chat_logprobs(event.logprobs).content
+            return self._delta(event.text, body.Message, logprobs) if event.text else []
         if isinstance(event, ReasoningDelta):
             return self._delta(event.text, body.Reasoning) if event.text else []
         if isinstance(event, ToolCall):
@@ -108,17 +111,24 @@ class _Answer:
 
     # ----------------------------------------------------------------- text and reasoning
 
-    def _delta(self, text: str, kind: type[body.Message] | type[body.Reasoning]) -> list[body.Event]:
+    def _delta(
+        self,
+        text: str,
+        kind: type[body.Message] | type[body.Reasoning],
+        logprobs: list[ChatLogprob] | None = None,
+    ) -> list[body.Event]:
         events: list[body.Event] = []
         if not isinstance(self._open, kind):
             events = self._close("completed") + self._begin(kind)
         self._text.append(text)
         assert self._open is not None
-        make = body.TextDelta if kind is body.Message else body.ReasoningDelta
-        return [*events, make(self._open.id, self._index, delta=text)]
+        if kind is body.Reasoning:
+            return [*events, body.ReasoningDelta(self._open.id, self._index, delta=text)]
+        self._logprobs += logprobs or []
+        return [*events, body.TextDelta(self._open.id, self._index, delta=text, logprobs=logprobs or [])]
 
     def _begin(self, kind: type[body.Message] | type[body.Reasoning]) -> list[body.Event]:
-        self._text = []
+        self._text, self._logprobs = [], []
         if kind is body.Message:
             self._open, part = body.Message(self._item_id("msg")), body.OutputText("")
         else:
@@ -133,9 +143,9 @@ class _Answer:
         self._open = None
         text = "".join(self._text)
         if isinstance(item, body.Message):
-            part = body.OutputText(text)
+            part = body.OutputText(text, logprobs=self._logprobs)
             done = body.Message(item.id, [part], status)
-            said = body.TextDone(item.id, index, text=text)
+            said = body.TextDone(item.id, index, text=text, logprobs=self._logprobs)
             self._parts.append(TextPart(text))
         else:
             part = body.ReasoningText(text)

@@ -16,7 +16,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from . import mlx_adapter
-from .sampling import BatchSampler
+from .sampling import BatchSampler, SamplerRow, Told, tell
 from .sequence import Sequence
 
 
@@ -31,6 +31,7 @@ class DecodeBatch:
         self._inputs: mx.array | None = None
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None
+        self._told: tuple[list[SamplerRow], Told | None] = [], None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,6 +66,7 @@ class DecodeBatch:
         self._sampler = None
         if not keep:
             self._cache, self._inputs, self._merged = [], None, False
+            self._told = [], None
             return
         assert self._inputs is not None
         mlx_adapter.keep_rows(self._cache, keep)
@@ -103,17 +105,22 @@ class DecodeBatch:
         else:
             emitted = None
         self._inputs = self._sampler(logits)
-        mx.async_eval(self._inputs)
+        likelihoods = self._sampler.told
+        mx.async_eval(self._inputs, *(likelihoods or ()))
         self._unread = [True] * len(self.rows)
         for row in self.rows:
             row.kv_length += 1
-        return self._read(inputs, unread) if emitted is None else emitted
+        if emitted is None:
+            emitted = self._read(inputs, unread)
+        self._told = self._sampler.rows, likelihoods
+        return emitted
 
     def _read(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
         """Wait for the tokens of the step before."""
         if not any(unread):
             return []
         tokens = cast(list[int], inputs.tolist())
+        tell(*self._told)
         return [(row, token) for row, token, new in zip(self.rows, tokens, unread, strict=True) if new]
 
 

@@ -8,6 +8,7 @@ For the others, mlx-lm's own.
 from __future__ import annotations
 
 import codecs
+import re
 import threading
 import weakref
 from typing import Any, Protocol
@@ -63,13 +64,38 @@ _building = threading.Lock()
 
 def detokenizer(tokenizer: Any) -> Detokenizer:
     """A fresh one for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(getattr(backend, "decoder", None), decoders.ByteLevel):
+    if not _byte_level(tokenizer):
         return WrappedDetokenizer(tokenizer.detokenizer)
+    return ByteDetokenizer(_table(tokenizer))
+
+
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """The bytes that `token` stands for; b"" if it is not in the tokenizer's vocabulary."""
+    if _byte_level(tokenizer):
+        table = _table(tokenizer)
+        return table[token] if token < len(table) else b""
+    piece = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    if piece is None:
+        return b""
+    if fallback := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(fallback[1], 16)])
+    return piece.replace("▁", " ").encode()
+
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece spells a byte that is in no other piece; a space is "▁"."""
+
+
+def _byte_level(tokenizer: Any) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
+
+
+def _table(tokenizer: Any) -> list[bytes]:
     with _building:
         if tokenizer not in _tables:
             _tables[tokenizer] = byte_table(tokenizer)
-        return ByteDetokenizer(_tables[tokenizer])
+        return _tables[tokenizer]
 
 
 def byte_table(tokenizer: Any) -> list[bytes]:

@@ -184,8 +184,6 @@ class EngineHost:
 
         `end()` runs on the output thread after the last event.
         """
-        if request.sampling.logprobs is not None:
-            raise InvalidRequest("logprobs are not supported yet", param="logprobs")
         context = min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
         scope = Scope(request.session, request.cache_salt)
         rendered = self.prompts.render(request.prompt, scope=scope, most=context - 1)
@@ -240,7 +238,12 @@ class EngineHost:
         self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
     ) -> SamplerRow:
         params = RowSampling.of(request.sampling, self._defaults)
-        return SamplerRow(params, prompt=tokens if params.penalised else (), constraint=constraint)
+        return SamplerRow(
+            params,
+            prompt=tokens if params.penalised else (),
+            constraint=constraint,
+            logprobs=request.sampling.logprobs,
+        )
 
     # ----------------------------------------------------------------- figures and the end
 

@@ -88,6 +88,8 @@ class Splitter:
 
     def __init__(self, tags: Tags, sink: Sink, state: State = State.ANSWER):
         self.state = state
+        self.position = 0
+        """Letters of the text that have been dealt with."""
         self._tags = tags
         self._sink = sink
         self._scans = {s: _Scan(tags.of(s)) for s in (State.ANSWER, State.REASONING)}
@@ -108,8 +110,7 @@ class Splitter:
         while self.state is State.CALL:
             self._end_open_call(ended)
             self.feed("")
-        rest, self._text = self._text, ""
-        self._show(rest)
+        self._show(self._take(len(self._text)))
 
     # ----------------------------------------------------------------- reasoning and answer
 
@@ -127,6 +128,7 @@ class Splitter:
 
     def _take(self, size: int) -> str:
         taken, self._text = self._text[:size], self._text[size:]
+        self.position += size
         return taken
 
     def _tag(self, tag: str) -> None:
@@ -194,6 +196,7 @@ class Splitter:
             return
         # Up to its first end tag it is text for certain; calls may follow behind that.
         head, mark, self._text = body.partition(end) if end else (body, "", "")
+        self.position -= len(self._text)
         self._give_back(head + mark)
 
     def _give_back(self, body: str) -> None:

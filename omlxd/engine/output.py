@@ -16,8 +16,10 @@ from typing import Any
 from ..chat import Event, FinishReason, ReasoningDelta, TextDelta, Tool, ToolCall
 from .detokenizer import detokenizer
 from .markup import CallTags, Splitter, State, Tags
+from .sampling import Likelihood
 from .spaces import TrailingSpaces
 from .stop_strings import StopStrings
+from .token_trail import TokenTrail
 from .tool_calls import ToolCallReader
 
 _HERMES = CallTags("<tool_call>", "</tool_call>")
@@ -55,9 +57,10 @@ class OutputParser:
         )
         self._hidden, self._dropped = facts.hidden, facts.dropped
         self._detokenizer = detokenizer(tokenizer)
-        self._found = _Found(StopStrings(stop), ToolCallReader(tools, tokenizer.tool_parser), one_call)
+        reader = ToolCallReader(tools, tokenizer.tool_parser)
+        self._found = _Found(StopStrings(stop), reader, TokenTrail(tokenizer), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
-        self._splitter = Splitter(tags, self._found, begin)
+        self._splitter = self._found.splitter = Splitter(tags, self._found, begin)
         self.reasoning_tokens = 0
 
     @property
@@ -69,12 +72,14 @@ class OutputParser:
     def stopped(self) -> str | None:
         return self._found.stops.matched
 
-    def add_token(self, token: int) -> list[Event]:
-        """Events that `token` makes certain."""
+    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]:
+        """Events that `token` makes certain. `told`: its likelihood, if that is to be told."""
         before = self._splitter.state
         if token in self._dropped or (token in self._hidden and before is not State.CALL):
             return []
-        events = self.add_text(self._detokenizer.add(token))
+        text = self._detokenizer.add(token)
+        self._found.trail.add(token, text, told)
+        events = self.add_text(text)
         if before is State.REASONING and self._splitter.state is State.REASONING:
             self.reasoning_tokens += 1
         return events
@@ -97,9 +102,11 @@ class OutputParser:
 class _Found:
     """What the splitter finds, into events. A `markup.Sink`."""
 
-    __slots__ = ("_called", "_events", "_one_call", "_reader", "_spaces", "_thought", "stops")
+    splitter: Splitter
 
-    def __init__(self, stops: StopStrings, reader: ToolCallReader, one_call: bool = False):
+    def __init__(self, stops: StopStrings, reader: ToolCallReader, trail: TokenTrail, one_call: bool = False):
+        self.trail = trail
+        self._passed = 0  # letters of the answer that stop strings have let through
         self._one_call = one_call
         self._called = False
         self.stops = stops
@@ -115,11 +122,13 @@ class _Found:
     def answer(self, text: str) -> None:
         if self.ended:
             return
+        self.trail.answer(len(text), self.splitter.position)
         self._say(self.stops.feed(text))
         if self.stops.matched is not None:
             self._say_rest()
 
     def reasoning(self, text: str) -> None:
+        self.trail.other(self.splitter.position)
         if not self.ended and (text := self._thought.feed(text)):
             self._events.append(ReasoningDelta(text))
 
@@ -139,6 +148,7 @@ class _Found:
         """A stop string never spans a tag, so what was held back for one is text."""
         if not self.ended:
             self._say(self.stops.flush())
+        self.trail.drop(self._passed, self._spaces.held)
         self._spaces.drop()
         self._thought.drop()
 
@@ -152,12 +162,16 @@ class _Found:
         return events
 
     def _say(self, text: str) -> None:
+        self._passed += len(text)
         if text := self._spaces.feed(text):
-            self._events.append(TextDelta(text))
+            self._show(text)
 
     def _say_rest(self) -> None:
         if text := self._spaces.flush():
-            self._events.append(TextDelta(text))
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        self._events.append(TextDelta(text, self.trail.take(self._passed - self._spaces.held)))
 
 
 # --------------------------------------------------------------------------- of a tokenizer

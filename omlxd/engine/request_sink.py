@@ -13,6 +13,7 @@ from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, U
 from ..errors import OmlxdError
 from .answer import Answer
 from .output_thread import OutputThread
+from .sampling import Likelihood
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Parser(Protocol):
     @property
     def ended(self) -> bool: ...
 
-    def add_token(self, token: int) -> list[Event]: ...
+    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]: ...
 
     def finish(self, reason: FinishReason) -> list[Event]: ...
 
@@ -61,8 +62,8 @@ class RequestSink:
         """Text of the prompt that the client wants back."""
         self._output.put(lambda: self._emit([TextDelta(text)]))
 
-    def token(self, token: int) -> None:
-        self._output.put(lambda: self._token(token))
+    def token(self, token: int, told: Likelihood | None) -> None:
+        self._output.put(lambda: self._token(token, told))
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         usage = usage_of(sequence)
@@ -80,11 +81,11 @@ class RequestSink:
             self._answer.add(event)
         return [(self._id, event) for event in events]
 
-    def _token(self, token: int) -> list[tuple[int, Event]]:
+    def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
         if self._ended:
             return []
         try:
-            events = self._emit(self._parser.add_token(token))
+            events = self._emit(self._parser.add_token(token, told))
         except Exception as error:
             log.exception("request %d: can't parse its output", self._id)
             self.stop()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -122,6 +122,14 @@ class Penalties:
         return logits + self._bias
 
 
+@dataclass(slots=True, frozen=True)
+class Likelihood:
+    """How likely the model found a token: natural logarithms; `top`: (token, logarithm), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(slots=True)
 class SamplerRow:
     """A row's parameters and its state.
@@ -130,6 +138,8 @@ class SamplerRow:
     penalties  made at the first step: MLX arrays belong to the engine thread
     step       tokens sampled so far
     constraint what its next token may be
+    logprobs   how many of the likeliest tokens to tell beside each; None: tell nothing
+    told       of the newest token that the host has read
     """
 
     params: RowSampling
@@ -137,6 +147,33 @@ class SamplerRow:
     penalties: Penalties | None = None
     step: int = 0
     constraint: Constraint | None = None
+    logprobs: int | None = None
+    told: Likelihood | None = None
+
+
+Told = tuple[mx.array, mx.array, mx.array]
+"""Of one step: logarithms of the sampled tokens (rows, 1), the best tokens and theirs (rows, K)."""
+
+
+def sample_one(row: SamplerRow, logits: mx.array) -> int:
+    """The next token of one row alone, read; logits (1, vocabulary)."""
+    sampler = BatchSampler([row])
+    token = sampler(logits)
+    told = sampler.told
+    mx.eval(token, *(told or ()))
+    tell([row], told)
+    return cast(int, token.item())
+
+
+def tell(rows: Sequence[SamplerRow], told: Told | None) -> None:
+    """Give each row its `Likelihood` of a step; waits for the device. `rows`: those of that step."""
+    if told is None:
+        return
+    sampled, best, values = (cast(list[list[Any]], array.tolist()) for array in told)
+    for index, row in enumerate(rows):
+        if row.logprobs is not None:
+            top = zip(best[index][: row.logprobs], values[index], strict=False)
+            row.told = Likelihood(sampled[index][0], tuple(top))
 
 
 class BatchSampler:
@@ -148,6 +185,10 @@ class BatchSampler:
         self._all_greedy = all(p.greedy for p in params)
         self._penalised = [i for i, p in enumerate(params) if p.penalised]
         self._filtered = any(p.filtered for p in params)
+        wanted = [row.logprobs for row in rows if row.logprobs is not None]
+        self._top = max(wanted) if wanted else None
+        self.told: Told | None = None
+        """Of the newest step, if a row wants it; lazy."""
         self.constrained = any(row.constraint is not None for row in rows)
         if self._all_greedy:
             return
@@ -162,6 +203,7 @@ class BatchSampler:
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (rows, vocabulary) → tokens (rows,) int32; lazy."""
+        given = logits
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
         if self.constrained:
@@ -174,7 +216,21 @@ class BatchSampler:
             penalties.update(tokens[index : index + 1])
         for row in self.rows:
             row.step += 1
+        if self._top is not None:
+            self.told = self._likelihoods(given.astype(mx.float32), tokens, self._top)
         return tokens
+
+    def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> Told:
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        sampled = mx.take_along_axis(logs, tokens[:, None], axis=-1)
+        if not top:
+            none = mx.zeros((len(self.rows), 0))
+            return sampled, none, none
+        top = min(top, logs.shape[-1])
+        best = mx.argpartition(-logs, top - 1, axis=-1)[:, :top]
+        values = mx.take_along_axis(logs, best, axis=-1)
+        order = mx.argsort(-values, axis=-1)
+        return sampled, mx.take_along_axis(best, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
 
     def _penalise(self, logits: mx.array) -> mx.array:
         parts = [logits[i : i + 1] for i in range(len(self.rows))]

@@ -17,7 +17,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -28,7 +28,7 @@ from .decode_batch import DecodeBatch
 from .harvest import KVBridge
 from .mlx_adapter import LoadedModel
 from .prefill_pacer import PrefillPacer
-from .sampling import BatchSampler
+from .sampling import Likelihood, sample_one
 from .sequence import Sequence, State, capacity_for
 from .waiting_line import WaitingLine
 
@@ -47,7 +47,7 @@ class Sink(Protocol):
 
     def progress(self, event: Progress) -> None: ...
 
-    def token(self, token: int) -> None: ...
+    def token(self, token: int, told: Likelihood | None) -> None: ...
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None: ...
 
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
-        token = cast(int, BatchSampler([sequence.sampler])(logits).item())
+        token = sample_one(sequence.sampler, logits)
         sequence.first_token_s = time.monotonic() - sequence.received
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
         if self.bridge is not None:
@@ -338,7 +338,7 @@ class Scheduler:
         if token in sequence.eos:
             sequence.sink.finished(sequence, "stop")
             return False
-        sequence.sink.token(token)
+        sequence.sink.token(token, sequence.sampler.told)
         full = len(sequence.tokens) >= self._loaded.context_length
         if sequence.generated >= sequence.max_new or full:
             sequence.sink.finished(sequence, "length")

@@ -20,6 +20,11 @@ class TrailingSpaces:
         shown, self._held = self._held + kept, text[len(kept) :]
         return shown
 
+    @property
+    def held(self) -> int:
+        """Letters held back."""
+        return len(self._held)
+
     def drop(self) -> None:
         """A tag follows."""
         self._held = ""
