@@ -23,7 +23,6 @@ from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
 from ..api.keep_alive import keep_alive_of
-from . import openapi
 from .admin import Admin
 from .engine_figures import FiguresOf
 from .engines import Engines
@@ -148,6 +147,8 @@ class _Routes:
         return _json(_Health(__version__, models))
 
     async def openapi(self, request: Request) -> Response:
+        from . import openapi  # its structs are made at import, and hardly anybody asks
+
         return Response(openapi.document(), media_type="application/json")
 
     async def ready(self, request: Request) -> Response:

@@ -111,13 +111,8 @@ async def _serve(
     read: Callable[[], Settings] | None,
 ) -> int:
     # Imported here, after the socket listens: this is most of the start.
-    from hypercorn.asyncio import serve as run_hypercorn
-
     from ..kv.ledger import LedgerBusy
-    from .app import create_app
     from .engine_link import ENGINE_COMMAND
-    from .http_settings import HttpSettings
-    from .model_admin import admin_routes
     from .pool import EnginePool
     from .reload import Reloader
 
@@ -138,6 +133,14 @@ async def _serve(
         await pool.cold.close()
         return 1
     pool.start()
+    # On a thread, so that the engine is started meanwhile: its imports take five times as long.
+    await asyncio.to_thread(_import_http)
+    from hypercorn.asyncio import serve as run_hypercorn
+
+    from .app import create_app
+    from .http_settings import HttpSettings
+    from .model_admin import admin_routes
+
     # The Host check goes by what we listen on, which a service manager may have chosen.
     http = HttpSettings(
         host="127.0.0.1" if loopback else settings.host,
@@ -170,6 +173,12 @@ async def _serve(
         log.error("the HTTP server failed: %s", error, exc_info=error)
         return 1
     return 0
+
+
+def _import_http() -> None:
+    import hypercorn.asyncio  # noqa: F401
+
+    from . import app, model_admin  # noqa: F401
 
 
 def _what_to_do(busy: Exception) -> str:
