@@ -79,7 +79,7 @@ def fetch(
             said = _message(error.read(65536)) if error.code != 401 else ""
         if error.code == 401:
             raise DaemonError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
-        if said and (error.code != 404 or path.startswith("/omlxd/models")):
+        if said:
             raise DaemonError(said) from None
         raise DaemonError(f"{url}{path} answers with status {error.code}; is it omlxd?") from None
     except msgspec.MsgspecError:

@@ -12,6 +12,7 @@ Life of an engine, as the front sees it:
 | `Cancel(id)`     | nothing more for `id`            |
 | `Count(id)`      | `Counted(id)` or `Events` with `Failed` |
 | `GetStats(id)`   | `Stats(id)`                      |
+| `Explain(id)`    | `Explained(id)` or `Events` with `Failed` |
 | `Grant`          | answers `Reserve`                |
 | `Quit`           | flushes stores, then exits 0     |
 
@@ -74,6 +75,14 @@ class GetStats(Struct, frozen=True, tag="get_stats"):
     id: int
 
 
+class Explain(Struct, frozen=True, tag="explain"):
+    """Say why `request` would miss, or why it did: `reached` tokens of it were restored (-1: as of now)."""
+
+    id: int
+    request: GenerateRequest
+    reached: int = -1
+
+
 class Grant(Struct, frozen=True, tag="grant"):
     """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier)."""
 
@@ -87,7 +96,7 @@ class Quit(Struct, frozen=True, tag="quit"):
     deadline_s: float = 5.0
 
 
-ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Grant, Quit]
+ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Quit]
 
 
 # --------------------------------------------------------------------------- to the front
@@ -132,6 +141,60 @@ class Events(Struct, frozen=True, tag="events"):
 class Counted(Struct, frozen=True, tag="counted"):
     id: int
     tokens: int
+
+
+class OtherNamespace(Struct, frozen=True):
+    """KV of the same model that was made otherwise: it holds `tokens` of the prompt.
+
+    differs  what is not the same: weights, block size, versions, …; empty where it isn't known
+    """
+
+    name: str
+    tokens: int
+    differs: tuple[str, ...] = ()
+
+
+class Explanation(Struct, frozen=True):
+    """Why a prompt's cached prefix ends where it does. Counts and positions in tokens.
+
+    cause         none             nothing missed
+                  reuse_off        prefixes are not reused: `reason`
+                  differs          another text stands stored there: `stored`
+                  never_stored     no other text stands there either
+                  other_namespace  it is there, but made otherwise: `elsewhere`
+                  no_checkpoint    the blocks are there, the state that stands only at a position is not
+                  evicted, damaged the file was there and is gone (told by the front)
+    chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
+    position      of the first token that differs, else of the first missing block
+    missing       path of that block's file, relative to the cache dir
+    before, given text around `position`; `stored`: what stands stored instead of `given`
+    stored_used, gone_at  seconds since 1970
+    looked, complete  files whose headers were read for `stored`, and whether these were all
+    """
+
+    cause: str
+    prompt_tokens: int = 0
+    block_size: int = 0
+    namespace: str = ""
+    hot_tokens: int = 0
+    cold_tokens: int = 0
+    chain_tokens: int = 0
+    position: int = 0
+    reason: str = ""
+    missing: str = ""
+    before: str = ""
+    given: str = ""
+    stored: str = ""
+    stored_used: float = 0.0
+    gone_at: float = 0.0
+    elsewhere: tuple[OtherNamespace, ...] = ()
+    looked: int = 0
+    complete: bool = True
+
+
+class Explained(Struct, frozen=True, tag="explained"):
+    id: int
+    explanation: Explanation
 
 
 class Stats(Struct, frozen=True, tag="stats"):
@@ -182,6 +245,7 @@ ToFront = Union[
     Events,
     Counted,
     Stats,
+    Explained,
     Reserve,
     Stored,
     Released,

@@ -26,6 +26,7 @@ from omlxd.chat import (
 from omlxd.front.app import create_app
 from omlxd.front.engines import resolve_name
 from omlxd.front.http_settings import HttpSettings
+from omlxd.kv.fates import Fate, Fates
 from omlxd.kv.ledger import LedgerStats
 from omlxd.wire import ModelInfo
 
@@ -73,9 +74,11 @@ class FakeEngine:
         self.info: ModelInfo | None = INFO
         self.state = "ready"
         self.starts = 1
+        self.deaths = 0
         self.pid: int | None = None
         self.in_flight = 0
         self.trouble = ""
+        self.explanation = wire.Explanation(cause="none")
         self.values: dict[str, float] | None = {}
         self.script = tuple(script)
         self.tokens = tokens
@@ -118,6 +121,10 @@ class FakeEngine:
         self.counted.append(prompt)
         return self.tokens
 
+    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        self.explained = (request, reached)
+        return self.explanation
+
     async def stats(self) -> wire.Stats | None:
         return None if self.values is None else wire.Stats(id=1, values=self.values)
 
@@ -137,6 +144,10 @@ class FakeEngines:
 
     cold_dir = ""
     cold: LedgerStats | None = None
+    fates = Fates()
+
+    def cold_fate(self, path: str) -> Fate | None:
+        return self.fates.of(path)
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold

@@ -194,7 +194,7 @@ async def test_a_counter_never_goes_down_when_an_engine_restarts():
     async with client(app_of(engine)) as http:
         engine.values = {"generation_tokens_total": 50.0, "kv_hot_bytes": 9.0}
         first = await scrape(http)
-        engine.state, engine.values = "restarting", None
+        engine.state, engine.values, engine.deaths = "restarting", None, 1
         dead = await scrape(http)
         engine.state, engine.starts = "ready", 2
         engine.values = {"generation_tokens_total": 60.0, "kv_hot_bytes": 1.0}

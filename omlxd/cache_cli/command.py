@@ -17,7 +17,7 @@ import msgspec
 from ..config import OPTIONS, Settings, load_settings
 from ..errors import ConfigError
 from ..sizes import human
-from . import inventory, stats
+from . import inventory, stats, why_miss
 from .check import check, summary
 from .clear import named, plan, remove
 from .lock import DaemonRuns, exclusive, holder
@@ -74,12 +74,20 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
+    why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends", allow_abbrev=False)
+    why_miss.add_arguments(why)
+    why.set_defaults(run=why_miss.run)
+    _add_folder_options(why)
     for verb, run in ((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear)):
         verb.set_defaults(run=run)
-        verb.add_argument("--config", metavar="FILE", help="TOML file of settings")
-        for option in OPTIONS:
-            if option.name in _FOLDER_OPTIONS:
-                verb.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+        _add_folder_options(verb)
+
+
+def _add_folder_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    for option in OPTIONS:
+        if option.name in _FOLDER_OPTIONS:
+            verb.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
 
 
 def _fraction(text: str) -> tuple[int, int]:

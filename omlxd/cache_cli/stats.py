@@ -134,7 +134,7 @@ def as_text(stats: CacheStats, now: float | None = None) -> str:
     now = time.time() if now is None else now
     head = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "OLDEST USE", "NEWEST USE")
     rows = [head, *(_row(row, now) for row in stats.namespaces)]
-    lines = [stats.cache_dir, *_table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
+    lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
     lines.append(f"total: {human(stats.bytes)} in {stats.files} files; cap: {cap}")
     if stats.daemon:
@@ -156,18 +156,18 @@ def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
         str(row.files),
         str(row.token_blocks),
         str(row.checkpoints),
-        _ago(row.oldest_use, now),
-        _ago(row.newest_use, now),
+        ago(row.oldest_use, now),
+        ago(row.newest_use, now),
     )
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _ago(when: float | None, now: float) -> str:
+def ago(when: float | None, now: float) -> str:
     if when is None:
         return "-"
     seconds = max(0.0, now - when)

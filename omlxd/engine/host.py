@@ -30,6 +30,7 @@ from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
 from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
+from .explain import Explainer
 from .fingerprint import weight_fingerprints
 from .harvest import KVBridge
 from .healing import Place, Scope
@@ -63,6 +64,7 @@ class EngineHost:
     def __init__(self, load: wire.Load, output: OutputThread, space: Space):
         mx.set_cache_limit(MLX_CACHE_BYTES)
         self._settings = load.cache
+        self._path = load.model_path
         self._output = output
         self.loaded = mlx_adapter.load(Path(load.model_path))
         self.scheduler = Scheduler(
@@ -87,19 +89,18 @@ class EngineHost:
         if layout is None:
             return bytes(32)
         memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
-        return namespace_of(
-            {
-                "format": KV_FORMAT,
-                "weights": weight_fingerprints(path, memo),
-                "layout": layout.facts(),
-                "states": self.loaded.states.facts() if self.loaded.states else [],
-                "block_size": self._settings.block_size,
-                "versions": mlx_adapter.versions(),
-                "adapter": "",
-                "kv_bits": 0,
-                "world": [1, 0],
-            }
-        )
+        self._facts: dict[str, Any] = {
+            "format": KV_FORMAT,
+            "weights": weight_fingerprints(path, memo),
+            "layout": layout.facts(),
+            "states": self.loaded.states.facts() if self.loaded.states else [],
+            "block_size": self._settings.block_size,
+            "versions": mlx_adapter.versions(),
+            "adapter": "",
+            "kv_bits": 0,
+            "world": [1, 0],
+        }
+        return namespace_of(self._facts)
 
     def _describe(self, load: wire.Load, cold: ColdTier | None) -> None:
         """Say in the namespace's folder whose it is, for `omlxd cache`."""
@@ -112,6 +113,7 @@ class EngineHost:
                 model_type=self.loaded.model_type,
                 block_size=load.cache.block_size,
                 block_bytes=cold.bytes_per_block,
+                facts=self._facts,
             )
 
     def _bridge(self, loaded: LoadedModel, space: Space) -> KVBridge:
@@ -244,6 +246,28 @@ class EngineHost:
             constraint=constraint,
             logprobs=request.sampling.logprobs,
         )
+
+    def _tokens(self, request: GenerateRequest) -> list[int]:
+        scope = Scope(request.session, request.cache_salt)
+        return self.prompts.render(request.prompt, scope=scope, most=self.loaded.context_length - 1).tokens
+
+    def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        """Why `request` misses where it does; see engine/explain.py. Any thread. Raises OmlxdError."""
+        bridge, settings = self.scheduler.bridge, self._settings
+        tokenizer = self.loaded.tokenizer
+        states = bridge.states if bridge is not None else None
+        return Explainer(
+            tokens_of=self._tokens,
+            text_of=lambda tokens: tokenizer.decode(list(tokens)),
+            namespace=self.namespace,
+            block_size=settings.block_size,
+            where=bridge.store.where if bridge is not None else lambda block_hash: "",
+            stands=states.checkpoints.stands if states is not None else None,
+            root=Path(settings.cold_dir) if settings.cold_dir else None,
+            model_id=self.info.model_id,
+            model_path=self._path,
+            reuse_off=self.info.kv_reuse,
+        ).explain(request, reached)
 
     # ----------------------------------------------------------------- figures and the end
 

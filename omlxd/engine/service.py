@@ -95,6 +95,9 @@ class EngineService:
                 self._requests.submit(self._count, message)
             case wire.GetStats():
                 self._requests.submit(self._stats, message)
+            case wire.Explain():
+                # May take seconds: no request waits behind it.
+                threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
             case wire.Grant():
                 self._space.granted(message)
             case wire.Load():
@@ -153,6 +156,13 @@ class EngineService:
     def _count(self, message: wire.Count) -> None:
         try:
             self._send(wire.Counted(id=message.id, tokens=self._host.result().count(message.prompt)))
+        except Exception as error:
+            self._fail(message.id, error)
+
+    def _explain(self, message: wire.Explain) -> None:
+        try:
+            explanation = self._host.result().explain(message.request, message.reached)
+            self._send(wire.Explained(id=message.id, explanation=explanation))
         except Exception as error:
             self._fail(message.id, error)
 

@@ -32,10 +32,12 @@ from .http_settings import HttpSettings
 from .http_shell import Shell, raise_route_error
 from .metrics import Metrics
 from .model_list import model_entry, model_list
+from .recent_requests import RecentRequests
 from .request_trace import trace_of
 from .response_store import ResponseStore
 from .responses import responses_dialect
 from .slow_reader import PacedApp
+from .why_miss import Explaining
 
 
 class _ModelState(msgspec.Struct):
@@ -70,6 +72,8 @@ def create_app(
             Route("/ready", routes.ready),
             Route("/metrics", routes.metrics_page),
             Route("/omlxd/status", routes.status),
+            Route("/omlxd/requests", routes.requests),
+            Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
             Route("/", routes.root),
             *more_routes,
         ],
@@ -108,6 +112,8 @@ class _Routes:
         figures = FiguresOf(engines)
         self._metrics = Metrics(engines, figures)
         self._admin = Admin(engines, figures)
+        self._recent = RecentRequests()
+        self._explaining = Explaining(engines, self._recent, self._responses)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
         return await self._generate(request, OPENAI_CHAT)
@@ -127,6 +133,8 @@ class _Routes:
         engine = self._engines.resolve(parsed.model)
         if (seconds := keep_alive_of(await request.body())) is not None:
             self._engines.keep_alive(engine, seconds)
+        trace = trace_of(request.scope)
+        self._recent.add(engine.model_id, parsed.generate, trace, len(await request.body()))
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -163,6 +171,12 @@ class _Routes:
 
     async def status(self, request: Request) -> Response:
         return _json(await self._admin.status())
+
+    async def requests(self, request: Request) -> Response:
+        return _json(self._explaining.recent())
+
+    async def why_miss(self, request: Request) -> Response:
+        return _json(await self._explaining.why(await request.body()))
 
     async def root(self, request: Request) -> Response:
         return Response(f"omlxd {__version__}\n", media_type="text/plain")

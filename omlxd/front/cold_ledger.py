@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from ..kv.fates import Fate
 from ..kv.ledger import Ledger, LedgerBusy, LedgerStats
 from ..kv.write_budget import WriteBudget
 from ..sizes import human
@@ -185,6 +186,10 @@ class ColdLedger:
         self.hurry()
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.stats)
+
+    def fate(self, path: str) -> Fate | None:
+        """What became of a file that is gone, if that is known."""
+        return None if self._ledger is None else self._ledger.fates.of(path)
 
     def peek(self) -> LedgerStats | None:
         """As `stats`, at once, and without hurrying the walk; until it ends, what it has counted so far.

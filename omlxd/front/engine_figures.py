@@ -26,7 +26,7 @@ COUNTER = "_total"
 class EngineFigures:
     """One model's values. Totals go on over restarts; `gauges` is empty unless the engine runs.
 
-    starts    engine processes started so far
+    starts    engine processes started so far; deaths: those of them that ended by themselves
     resident  bytes of the engine process; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
     """
@@ -34,6 +34,7 @@ class EngineFigures:
     model_id: str
     state: str = ""
     starts: int = 0
+    deaths: int = 0
     resident: int = 0
     running: int = 0
     waiting: int = 0
@@ -92,7 +93,7 @@ class FiguresOf:
                 answer = await asyncio.wait_for(engine.stats(), ANSWER_S)
         if answer is not None:
             figures.take(answer.values, life)
-        figures.state, figures.starts = engine.state, engine.starts
+        figures.state, figures.starts, figures.deaths = engine.state, engine.starts, engine.deaths
         if engine.state != "ready":
             figures.gauges = {}
         figures.resident = _resident(engine.pid)

@@ -77,6 +77,7 @@ class EngineProcess:
         self.used_at = time.monotonic()
         self.loads = 0
         self.starts = 0
+        self.deaths = 0
         self._state: State = "unloaded"
         self._prepare = prepare
         self._limit = max_concurrent + max(WAITING_FLOOR, WAITING_PER_SLOT * max_concurrent)
@@ -121,6 +122,16 @@ class EngineProcess:
         self._admit()
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
         self._submit(id, wire.Count(id=id, prompt=prompt), answer)
+        try:
+            return await answer
+        finally:
+            self.forget(id)
+
+    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
+        self._admit()
+        id, answer = next(self._ids), asyncio.get_running_loop().create_future()
+        self._submit(id, wire.Explain(id=id, request=request, reached=reached), answer)
         try:
             return await answer
         finally:
@@ -327,6 +338,7 @@ class EngineProcess:
     def _after(self, reason: str) -> None:
         """The process ended, or never started, for `reason`: fail its requests, say so."""
         was_ready = self.state == "ready"
+        self.deaths += 1
         self.state = "restarting"
         if was_ready:
             self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
@@ -436,6 +448,8 @@ class _Life:
                 owner._answer(id, event)
         elif isinstance(message, wire.Counted):
             owner._answer(message.id, message.tokens)
+        elif isinstance(message, wire.Explained):
+            owner._answer(message.id, message.explanation)
         elif isinstance(message, wire.Stats):
             owner._answer(message.id, message)
         elif isinstance(message, wire.LoadProgress):

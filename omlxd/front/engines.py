@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from ..chat import Conversation, Event, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, NotFound
+from ..kv.fates import Fate
 from ..kv.ledger import LedgerStats
-from ..wire import ModelInfo, Stats
+from ..wire import Explanation, ModelInfo, Stats
 
 
 class Engine(Protocol):
@@ -21,6 +22,7 @@ class Engine(Protocol):
     info            None until the model has been loaded once
     context_length  tokens of prompt and answer at most; None while nobody knows
     starts          engine processes started so far
+    deaths          of these, ended by themselves
     pid             of the engine process; None without one
     in_flight       requests running or waiting
     trouble         a sentence on why it can't serve; "" if it can, or nothing is known
@@ -34,6 +36,8 @@ class Engine(Protocol):
     def state(self) -> str: ...
     @property
     def starts(self) -> int: ...
+    @property
+    def deaths(self) -> int: ...
     @property
     def pid(self) -> int | None: ...
     @property
@@ -54,6 +58,10 @@ class Engine(Protocol):
         """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
         ...
 
+    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
+        """Why `request` misses; `reached`: tokens of it that were restored when it ran, -1: as of now."""
+        ...
+
     async def stats(self) -> Stats | None:
         """The engine's own counters; None unless it is ready and answers soon."""
         ...
@@ -71,6 +79,10 @@ class Engines(Protocol):
     @property
     def cold_dir(self) -> str:
         """The cache dir; "" without one."""
+        ...
+
+    def cold_fate(self, path: str) -> Fate | None:
+        """What became of a file of the SSD cache that is gone, if that is known."""
         ...
 
     def cold_stats(self) -> LedgerStats | None:

@@ -125,11 +125,11 @@ class _Polled(Collector):
                 state.add_metric([each.model_id, each.state], 1)
         yield state
         starts = self._counter("omlxd_engine_starts_total", "Engine processes started.")
-        restarts = self._counter("omlxd_engine_restarts_total", "Engine processes started after the first.")
+        restarts = self._counter("omlxd_engine_restarts_total", "Engine processes that ended by themselves.")
         resident = self._gauge("omlxd_engine_resident_bytes", "Resident memory of the engine process.")
         for each in self._figures:
             starts.add_metric([each.model_id], each.starts)
-            restarts.add_metric([each.model_id], max(0, each.starts - 1))
+            restarts.add_metric([each.model_id], each.deaths)
             resident.add_metric([each.model_id], each.resident)
         yield from (starts, restarts, resident)
 

@@ -112,6 +112,14 @@ class ModelEngine:
         self._check()
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings))
 
+    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        self._check()
+        return await self.process.explain(with_settings(request, self.settings), reached)
+
+    @property
+    def deaths(self) -> int:
+        return self.process.deaths
+
     def _check(self) -> None:
         if self.state == "unloaded" and not self._may_load():
             raise NotFound(

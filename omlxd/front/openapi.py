@@ -25,6 +25,7 @@ from ..api.openai_responses import ResponsesBody
 from ..api.openai_responses_body import Response
 from .admin import DaemonStatus, Readiness
 from .model_list import ModelEntry, ModelList
+from .why_miss import RecentList, WhyMiss, WhyMissBody
 
 _REFS = "#/components/schemas/{name}"
 _PROBLEMS = {
@@ -66,6 +67,8 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
     Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
+    Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
+    Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/", "Name and version", media="text/plain"),
 )

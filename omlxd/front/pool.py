@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from ..config import Settings
 from ..errors import InvalidRequest, NotFound, NotNow
+from ..kv.fates import Fate
 from ..kv.ledger import LedgerStats
 from ..models.catalog import Catalog, InstalledModel
 from ..models.resolve import check_folder, resolve_model
@@ -131,6 +132,9 @@ class EnginePool:
     @property
     def cold_dir(self) -> str:
         return str(self._settings.paged_ssd_cache_dir)
+
+    def cold_fate(self, path: str) -> Fate | None:
+        return self.cold.fate(path)
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold.peek()

@@ -92,6 +92,11 @@ class Checkpoints:
         self.missing += length < reach
         return length
 
+    def stands(self, block_hash: BlockHash) -> bool:
+        """Whether a checkpoint stands after that block, in RAM or on disk. Any thread."""
+        name = checkpoint_name(block_hash)
+        return self.peek(block_hash) is not None or (self._files is not None and self._files.has(name))
+
     def hot(self, block_hash: BlockHash) -> Payload | None:
         """The checkpoint after that block, if it is in RAM; it becomes the most recently used."""
         pool = self._store.pool

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from .fates import Fates
 from .file_order import FileOrder
 from .installed import Installed
 from .namespace_file import FILE_NAME
@@ -91,6 +92,7 @@ class Ledger:
         self._judged_at = -JUDGE_S
         self._reserved = 0
         self._evicted_files = 0
+        self.fates = Fates()
         self._evicted_bytes = 0
         self._evicted_orphans = 0
         self._lock_fd = -1
@@ -232,6 +234,7 @@ class Ledger:
         for path in paths:
             if not os.path.lexists(self.root / path):
                 self._files.remove(path)
+                self.fates.note(path, "damaged")
 
     def touched(self, paths: Iterable[str]) -> None:
         """Files that a request used, leaf first."""
@@ -289,6 +292,7 @@ class Ledger:
                 stuck += 1
                 continue
             self._evicted_files += 1
+            self.fates.note(path, "evicted")
             self._evicted_bytes += size
             excess -= size
             namespace = path.partition("/")[0]

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -24,6 +26,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size    tokens a block
     block_bytes   bytes on disk of one token block
     facts_digest  the whole namespace, 64 hex digits; the folder's name is its first half
+    facts         what it is the digest of; {} in a description that an older version wrote
     """
 
     model_id: str
@@ -33,6 +36,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     created: float
     facts_digest: str
+    facts: dict[str, Any] = {}
 
 
 def describe_namespace(
@@ -44,6 +48,7 @@ def describe_namespace(
     model_type: str,
     block_size: int,
     block_bytes: int,
+    facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the description of a namespace under cache dir `root`, whole or not at all. Never raises OSError.
 
@@ -58,6 +63,8 @@ def describe_namespace(
         block_bytes=block_bytes,
         created=old.created if old else time.time(),
         facts_digest=namespace.hex(),
+        # As it will be read again: JSON has no tuples.
+        facts=msgspec.json.decode(msgspec.json.encode(dict(facts or {}))),
     )
     if new == old:
         return

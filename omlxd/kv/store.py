@@ -100,6 +100,13 @@ class KVStore:
             self.record_use(hashes[: start + added])
         return added
 
+    def where(self, block_hash: BlockHash) -> Literal["hot", "cold", ""]:
+        """Which tier has a block; "" for neither. Any thread, changes nothing."""
+        block = self.pool.get_cached_block(block_hash)
+        if block is not None and block.payload is not None:
+            return "hot"
+        return "cold" if self._has_file(block_hash) else ""
+
     def cut(self, table: BlockTable, length: int) -> None:
         """Give back the blocks of `table` past the first `length`."""
         self.pool.free(table.blocks[length:])

@@ -26,7 +26,7 @@ from .caches import (
     tensors,
 )
 from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
-from .loading import LoadedModel, last_position_only, load, tree_bytes
+from .loading import LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .types import backend, compute_dtype, storage_dtype, versions
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "last_position_only",
     "layout_of",
     "load",
+    "load_tokenizer",
     "merge",
     "new_cache",
     "put_states",

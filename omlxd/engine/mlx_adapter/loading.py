@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as mlx_load
+from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...kv.layout import KVLayout
 from .layouts import StateLayout, is_batchable, layout_of, reuse_obstacle, states_of
@@ -67,6 +68,11 @@ def load(path: Path) -> LoadedModel:
         kv_reuse=obstacle,
         batchable=is_batchable(cache),
     )
+
+
+def load_tokenizer(path: Path) -> TokenizerWrapper:
+    """Tokenizer and template alone, as `load` would give them. Raises what mlx-lm raises."""
+    return mlx_load_tokenizer(path)
 
 
 def _last(x: mx.array) -> mx.array:

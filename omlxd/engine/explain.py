@@ -1,0 +1,292 @@
+"""Why a prompt missed: where its chain ends, and what stands stored where it would have gone on.
+
+    tokens → block hashes → the first one that neither tier has → what is known of that place
+
+Runs in an engine, on a thread of its own, or without one (`python -m omlxd.engine.explain`), where
+tokenizer and template are all that is loaded, only the SSD tier can be asked, and turns of which the
+engine remembered how they were generated are rendered anew. No KV is restored or touched by asking.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .. import wire
+from ..chat import GenerateRequest
+from ..errors import OmlxdError
+from ..kv.checkpoints import checkpoint_name
+from ..kv.hashing import BlockHash, chain_root, hash_blocks
+from ..kv.lineage import Child, children, shared
+from ..kv.namespace_file import NamespaceInfo, read_namespace
+from ..kv.paths import block_path, is_namespace_dir, namespace_dir
+
+SEARCH_S = 5.0
+"""How long headers are read, for the block that stands where the prompt's would: some 100,000 files."""
+BEFORE, AFTER = 24, 16
+"""Tokens of text that are shown on either side of the difference."""
+MOST_NAMESPACES = 64
+
+Where = Callable[[BlockHash], str]
+"""Which tier has a block: `hot`, `cold`, or "" for neither."""
+
+
+@dataclass(slots=True)
+class Explainer:
+    """What is asked of a model. `where` and `stands`: of its tiers, callable from any thread.
+
+    tokens_of  the prompt as the model gets it
+    text_of    token ids as text
+    stands     whether a checkpoint stands after that block; None: the model needs none
+    root       the cache dir; None without a cold tier
+    """
+
+    tokens_of: Callable[[GenerateRequest], list[int]]
+    text_of: Callable[[Sequence[int]], str]
+    namespace: BlockHash
+    block_size: int
+    where: Where
+    stands: Callable[[BlockHash], bool] | None
+    root: Path | None
+    model_id: str
+    model_path: str
+    reuse_off: str = ""
+
+    def explain(self, request: GenerateRequest, reached: int = -1) -> wire.Explanation:
+        """`reached`: tokens that were restored when the request ran; -1: look at what is stored now.
+
+        Raises OmlxdError for a prompt that can't be rendered.
+        """
+        tokens = self.tokens_of(request)
+        size = self.block_size
+        root = chain_root(self.namespace, request.cache_salt)
+        # A hit always leaves a token to compute.
+        hashes = hash_blocks(root, tokens, size)[: max(0, len(tokens) - 1) // size]
+        tiers = self._chain(hashes) if reached < 0 else ["hot"] * min(len(hashes), reached // size)
+        chain = len(tiers)
+        usable = self._usable(hashes, chain) if reached < 0 else chain
+        cause = "none" if usable == len(hashes) else "never_stored"
+        at = chain if usable == chain else usable
+        told = wire.Explanation(
+            cause=cause,
+            prompt_tokens=len(tokens),
+            block_size=size,
+            namespace=namespace_dir(self.namespace),
+            hot_tokens=tiers[:usable].count("hot") * size,
+            cold_tokens=tiers[:usable].count("cold") * size,
+            chain_tokens=chain * size,
+            position=at * size,
+        )
+        if self.reuse_off:
+            return msgspec.structs.replace(told, cause="reuse_off", reason=self.reuse_off)
+        if cause == "none":
+            return told
+        told = msgspec.structs.replace(told, **self._texts(tokens, at * size))
+        if usable < chain:
+            return msgspec.structs.replace(told, cause="no_checkpoint")
+        told = msgspec.structs.replace(
+            told,
+            missing=block_path(self.namespace, hashes[at]),
+            elsewhere=self._elsewhere(tokens, request, chain),
+        )
+        if told.elsewhere:
+            told = msgspec.structs.replace(told, cause="other_namespace")
+        return self._beside(told, tokens, hashes, root, at)
+
+    def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
+        tiers: list[str] = []
+        for block_hash in hashes:
+            tier = self.where(block_hash)
+            if not tier:
+                break
+            tiers.append(tier)
+        return tiers
+
+    def _usable(self, hashes: Sequence[BlockHash], chain: int) -> int:
+        """Blocks that a request could begin from: up to the deepest checkpoint, where one is needed."""
+        if self.stands is None:
+            return chain
+        return next((length for length in range(chain, 0, -1) if self.stands(hashes[length - 1])), 0)
+
+    def _texts(self, tokens: Sequence[int], position: int) -> dict[str, str]:
+        return {
+            "before": self.text_of(tokens[max(0, position - BEFORE) : position]),
+            "given": self.text_of(tokens[position : position + AFTER]),
+        }
+
+    # ----------------------------------------------------------------- what stands there instead
+
+    def _beside(
+        self,
+        told: wire.Explanation,
+        tokens: Sequence[int],
+        hashes: Sequence[BlockHash],
+        root: BlockHash,
+        at: int,
+    ) -> wire.Explanation:
+        """The stored block of the same parent that has most in common with the prompt's own."""
+        if self.root is None:
+            return told
+        parent = hashes[at - 1] if at else root
+        search = children(self.root / namespace_dir(self.namespace), parent, SEARCH_S)
+        told = msgspec.structs.replace(told, looked=search.looked, complete=search.complete)
+        own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
+        others = [child for child in search.children if child.block_hash != hashes[at]]
+        if not others:
+            return told
+
+        def nearness(child: Child) -> tuple[int, float]:
+            return shared(child.tokens, own), child.used
+
+        nearest = max(others, key=nearness)
+        common = shared(nearest.tokens, own)
+        position = at * self.block_size + common
+        return msgspec.structs.replace(
+            told,
+            cause="differs" if told.cause == "never_stored" else told.cause,
+            position=position,
+            stored=self.text_of(nearest.tokens[common : common + AFTER]),
+            stored_used=nearest.used,
+            **self._texts(tokens, position),
+        )
+
+    def _elsewhere(
+        self, tokens: Sequence[int], request: GenerateRequest, chain: int
+    ) -> tuple[wire.OtherNamespace, ...]:
+        """Namespaces of the same model that reach further than ours, and in what they differ."""
+        if self.root is None:
+            return ()
+        own = read_namespace(self.root, namespace_dir(self.namespace))
+        found: list[wire.OtherNamespace] = []
+        for info in _namespaces(self.root):
+            if info.facts_digest == self.namespace.hex() or not self._same_model(info):
+                continue
+            other = bytes.fromhex(info.facts_digest)
+            limit = max(0, len(tokens) - 1) // info.block_size
+            held = 0
+            for block_hash in hash_blocks(chain_root(other, request.cache_salt), tokens, info.block_size)[
+                :limit
+            ]:
+                if not (self.root / block_path(other, block_hash)).is_file():
+                    break
+                held += info.block_size
+            if held > chain * self.block_size:
+                differs = _differences(own.facts if own else {}, info.facts)
+                found.append(
+                    wire.OtherNamespace(name=namespace_dir(other), tokens=held, differs=tuple(differs))
+                )
+        return tuple(sorted(found, key=lambda other: -other.tokens))
+
+    def _same_model(self, info: NamespaceInfo) -> bool:
+        return self.model_id == info.model_id or self.model_path == info.model_path
+
+
+def _namespaces(root: Path) -> list[NamespaceInfo]:
+    """Described namespaces, whose description fits their folder."""
+    try:
+        folders = [entry.name for entry in root.iterdir() if is_namespace_dir(entry.name)]
+    except OSError:
+        return []
+    infos = [(folder, read_namespace(root, folder)) for folder in sorted(folders)[:MOST_NAMESPACES]]
+    return [info for folder, info in infos if info is not None and _fits(folder, info)]
+
+
+def _fits(folder: str, info: NamespaceInfo) -> bool:
+    digest = info.facts_digest
+    return len(digest) == 64 and digest.startswith(folder) and info.block_size > 0
+
+
+def _differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of the facts that differ; of weights, the files."""
+    if not own or not other:
+        return []
+    names: list[str] = []
+    for name in sorted(own.keys() | other.keys()):
+        here, there = own.get(name), other.get(name)
+        if here == there:
+            continue
+        if isinstance(here, dict) and isinstance(there, dict):
+            parts = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
+            names.append(f"{name} ({', '.join(parts)})")
+        elif isinstance(here, (int, str)) and isinstance(there, (int, str)):
+            names.append(f"{name} ({there}, now {here})")
+        else:
+            names.append(name)
+    return names
+
+
+# --------------------------------------------------------------------------- without an engine
+
+
+class Offline(msgspec.Struct):
+    """What `python -m omlxd.engine.explain` reads from stdin, as JSON.
+
+    model  its id or the end of it, as the descriptions in the cache dir have it; "": the newest
+    """
+
+    root: str
+    request: GenerateRequest
+    model: str = ""
+
+
+def offline(asked: Offline) -> wire.Explanation:
+    """As an engine of that model would explain it, knowing only what lies on disk. Raises OmlxdError."""
+    root = Path(asked.root)
+    known = [info for info in _namespaces(root) if not asked.model or _is_called(info, asked.model)]
+    known = [info for info in known if Path(info.model_path).is_dir()]
+    if not known:
+        what = f"of {asked.model!r} " if asked.model else ""
+        raise OmlxdError(f"nothing {what}lies in {root} whose model's folder is still there")
+    info = max(known, key=lambda each: _used(root / each.facts_digest[:32]))
+    from . import mlx_adapter
+    from .prompt import PromptPipeline
+
+    tokenizer = mlx_adapter.load_tokenizer(Path(info.model_path))
+    namespace = bytes.fromhex(info.facts_digest)
+
+    def has(block_hash: BlockHash) -> bool:
+        return (root / block_path(namespace, block_hash)).is_file()
+
+    return Explainer(
+        tokens_of=lambda request: PromptPipeline(tokenizer).render(request.prompt).tokens,
+        text_of=lambda tokens: tokenizer.decode(list(tokens)),
+        namespace=namespace,
+        block_size=info.block_size,
+        where=lambda block_hash: "cold" if has(block_hash) else "",
+        stands=(lambda block_hash: has(checkpoint_name(block_hash))) if info.facts.get("states") else None,
+        root=root,
+        model_id=info.model_id,
+        model_path=info.model_path,
+    ).explain(asked.request)
+
+
+def _is_called(info: NamespaceInfo, name: str) -> bool:
+    return name in (info.model_id, info.model_id.rpartition("/")[2], info.model_path)
+
+
+def _used(folder: Path) -> float:
+    """When something was last stored in a namespace, roughly: its folders' times."""
+    try:
+        return max((entry.stat().st_mtime for entry in folder.iterdir()), default=0.0)
+    except OSError:
+        return 0.0
+
+
+def main() -> int:
+    """JSON on stdin → an Explanation on stdout, or a sentence on stderr and status 1."""
+    try:
+        asked = msgspec.json.decode(sys.stdin.buffer.read(), type=Offline)
+        sys.stdout.buffer.write(msgspec.json.encode(offline(asked)))
+    except (OmlxdError, OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

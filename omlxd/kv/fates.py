@@ -1,0 +1,56 @@
+"""What became of files that are gone: a bounded memory of names, for whoever asks why a prompt missed.
+
+Only this process's: after a restart a file that was evicted before looks as if it had never been.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from .paths import SUFFIX, file_kind
+
+MOST = 32768
+"""Names. An entry takes about 200 bytes, so all of them 6 MB."""
+
+
+@dataclass(slots=True, frozen=True)
+class Fate:
+    """`what`: `evicted`, or `damaged` (removed as its bytes were wrong). `when`: seconds since 1970."""
+
+    what: str
+    when: float
+
+
+class Fates:
+    """The newest `most` files that are gone. Asking is safe from any thread."""
+
+    def __init__(self, most: int = MOST):
+        self._most = most
+        self._gone: OrderedDict[int, tuple[str, float]] = OrderedDict()
+
+    def note(self, path: str, what: str) -> None:
+        """`path`: of a block's file, relative to the cache dir."""
+        key = _key(path)
+        if key is None:
+            return  # A temporary file is nobody's miss.
+        self._gone.pop(key, None)
+        self._gone[key] = (what, time.time())
+        if len(self._gone) > self._most:
+            self._gone.popitem(last=False)
+
+    def of(self, path: str) -> Fate | None:
+        key = _key(path)
+        found = None if key is None else self._gone.get(key)
+        return Fate(*found) if found else None
+
+    def __len__(self) -> int:
+        return len(self._gone)
+
+
+def _key(path: str) -> int | None:
+    """The first 8 bytes of the hash in a block file's name: names are as good as random."""
+    if file_kind(path.rpartition("/")[2]) != "block":
+        return None
+    return int(path[-len(SUFFIX) - 64 : -len(SUFFIX) - 48], 16)

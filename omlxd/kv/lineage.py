@@ -1,0 +1,112 @@
+"""Who comes after a block: stored files that name it as their parent, found by reading headers.
+
+A chain hash leads from a parent to its child only if the child's tokens are known. To say what a
+prompt differs from, the other way is needed, and no index keeps it: it is asked for once in a while,
+by an owner who wants to know why a prompt missed, and may take seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from .hashing import BlockHash
+from .paths import file_kind, is_fan_dir
+
+_HEAD = 640
+"""Bytes of a file that hold its kind, hash and parent, whatever its tokens are."""
+_MOST_HEADER = 1 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class Child:
+    """A stored block: its name, its token ids, and when it was last used (seconds since 1970)."""
+
+    block_hash: BlockHash
+    tokens: list[int]
+    used: float
+
+
+@dataclass(slots=True)
+class Search:
+    """`looked`: files opened; `complete`: no time limit cut it short."""
+
+    children: list[Child]
+    looked: int = 0
+    complete: bool = True
+
+
+class _Claims(msgspec.Struct):
+    hash: str
+    parent: str
+    tokens: str
+
+
+class _Header(msgspec.Struct):
+    claims: _Claims = msgspec.field(name="__metadata__")
+
+
+def children(namespace: Path, parent: BlockHash, seconds: float) -> Search:
+    """Token blocks in the folder `namespace` whose parent is `parent`, within about `seconds`.
+
+    Nothing is verified: what they say is for people to read, never KV to use. Never raises OSError.
+    """
+    found = Search([])
+    wanted = b'"parent":"%b"' % parent.hex().encode()
+    deadline = time.monotonic() + seconds
+    for path in _block_files(namespace):
+        if found.looked % 64 == 0 and time.monotonic() > deadline:
+            found.complete = False
+            break
+        found.looked += 1
+        try:
+            child = _read(path, wanted)
+        except (OSError, ValueError):
+            continue
+        if child is not None:
+            found.children.append(child)
+    return found
+
+
+def _block_files(namespace: Path) -> Iterator[str]:
+    try:
+        fans = [entry.path for entry in os.scandir(namespace) if is_fan_dir(entry.name)]
+    except OSError:
+        return
+    for fan in fans:
+        try:
+            names = os.listdir(fan)
+        except OSError:
+            continue
+        yield from (f"{fan}/{name}" for name in names if file_kind(name) == "block")
+
+
+def _read(path: str, wanted: bytes) -> Child | None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        head = os.read(fd, _HEAD)
+        if wanted not in head or b'"kind":"tokens"' not in head:
+            return None
+        length = int.from_bytes(head[:8], "little")
+        if length > _MOST_HEADER:
+            return None
+        claims = msgspec.json.decode(os.pread(fd, length, 8), type=_Header).claims
+        tokens = [int(token) for token in claims.tokens.split(",")]
+        return Child(bytes.fromhex(claims.hash), tokens, os.fstat(fd).st_mtime)
+    finally:
+        os.close(fd)
+
+
+def shared(one: list[int], other: list[int]) -> int:
+    """Tokens that both begin with."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

@@ -1,0 +1,345 @@
+"""omlxd cache why-miss: causes, texts, what the daemon remembers, and what disk alone can tell."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from app_client import body as request_body
+from app_client import client
+from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
+from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
+
+from omlxd import cli
+from omlxd.cache_cli.why_miss import as_text, read_request
+from omlxd.chat import GenerateRequest, RawPrompt
+from omlxd.engine.explain import Explainer
+from omlxd.errors import ConfigError
+from omlxd.front.app import create_app
+from omlxd.front.recent_requests import RecentRequests
+from omlxd.front.request_trace import RequestTrace
+from omlxd.front.why_miss import WhyMiss
+from omlxd.kv.fates import Fates
+from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.lineage import children
+from omlxd.kv.namespace_file import describe_namespace
+from omlxd.kv.paths import block_path
+from omlxd.wire import Explanation
+
+CHAT = "/v1/chat/completions"
+SIZE = 4
+FACTS = {"weights": {"a.safetensors": "1", "config.json": "2"}, "block_size": SIZE}
+
+
+# --------------------------------------------------------------------------- the explainer alone
+
+
+class Files:
+    """A cache dir of header-only block files, and an explainer over it. Tokens are their own text."""
+
+    def __init__(self, root: Path, facts: dict = FACTS, stands=None):
+        self.root = root
+        self.namespace = namespace_of(facts)
+        self.size = facts["block_size"]
+        describe_namespace(
+            root,
+            self.namespace,
+            model_id="org/m",
+            model_path="/m",
+            model_type="t",
+            block_size=self.size,
+            block_bytes=1,
+            facts=facts,
+        )
+        self.explainer = Explainer(
+            tokens_of=lambda request: list(request.prompt.tokens),
+            text_of=lambda tokens: " ".join(map(str, tokens)),
+            namespace=self.namespace,
+            block_size=self.size,
+            where=lambda h: "cold" if (root / block_path(self.namespace, h)).is_file() else "",
+            stands=stands,
+            root=root,
+            model_id="org/m",
+            model_path="/m",
+        )
+
+    def store(self, tokens: list[int]) -> list[bytes]:
+        parent = chain_root(self.namespace)
+        hashes = hash_blocks(parent, tokens, self.size)
+        for index, name in enumerate(hashes):
+            own = tokens[index * self.size : (index + 1) * self.size]
+            claims = {"digest": "0" * 32, "format": "omlxd-kv-1", "kind": "tokens"}
+            claims |= {"namespace": self.namespace.hex()[:32], "hash": name.hex(), "parent": parent.hex()}
+            claims["tokens"] = ",".join(map(str, own))
+            header = json.dumps({"__metadata__": claims}, separators=(",", ":")).encode()
+            path = self.root / block_path(self.namespace, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+            parent = name
+        return hashes
+
+    def why(self, tokens: list[int], reached: int = -1) -> Explanation:
+        return self.explainer.explain(GenerateRequest(prompt=RawPrompt(tokens=tuple(tokens))), reached)
+
+
+def test_nothing_missed_and_nothing_stored(tmp_path: Path):
+    files = Files(tmp_path)
+    tokens = list(range(1, 13))
+    told = files.why(tokens)
+    assert (told.cause, told.position, told.cold_tokens) == ("never_stored", 0, 0)
+    files.store(tokens)
+    # The last block of 12 tokens would leave nothing to compute.
+    told = files.why(tokens)
+    assert (told.cause, told.cold_tokens, told.prompt_tokens) == ("none", 8, 12)
+    assert files.why([1, 2, 3]).cause == "none"
+
+
+def test_the_first_token_that_differs_and_the_text_around_it(tmp_path: Path):
+    files = Files(tmp_path)
+    files.store([1, 2, 3, 4, 5, 6, 7, 8])
+    files.store([1, 2, 3, 4, 5, 9, 9, 9])
+    told = files.why([1, 2, 3, 4, 5, 6, 70, 80, 90])
+    assert (told.cause, told.position, told.cold_tokens) == ("differs", 6, 4)
+    assert (told.before, told.given, told.stored) == ("1 2 3 4 5 6", "70 80 90", "7 8")
+    assert told.looked >= 3 and told.complete
+    # From the very first token on.
+    told = files.why([7, 7, 7, 7, 7])
+    assert (told.cause, told.position, told.before, told.given) == ("differs", 0, "", "7 7 7 7 7")
+
+
+def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path):
+    files = Files(tmp_path)
+    files.store([1, 2, 3, 4, 5, 6, 7, 8])
+    tokens = [1, 2, 3, 4, 5, 6, 70, 80, 90]
+    files.store(tokens)  # As the request itself did when it ended.
+    assert files.why(tokens).cause == "none"
+    told = files.why(tokens, reached=4)
+    assert (told.cause, told.position, told.stored) == ("differs", 6, "7 8")
+
+
+def test_another_namespace_of_the_same_model(tmp_path: Path):
+    old = Files(tmp_path, FACTS)
+    new = Files(tmp_path, {"weights": {**FACTS["weights"], "config.json": "3"}, "block_size": 8})
+    tokens = list(range(1, 21))
+    old.store(tokens)
+    told = new.why(tokens)
+    assert told.cause == "other_namespace"
+    (other,) = told.elsewhere
+    assert other.name == old.namespace.hex()[:32] and other.tokens == 16
+    assert other.differs == ("block_size (4, now 8)", "weights (config.json)")
+    # One that reaches no further than ours tells nothing.
+    new.store(tokens)
+    assert new.why(tokens).elsewhere == ()
+
+
+def test_a_chain_without_a_checkpoint(tmp_path: Path):
+    standing: set[bytes] = set()
+    files = Files(tmp_path, stands=lambda h: h in standing)
+    hashes = files.store(list(range(1, 17)))
+    told = files.why([*range(1, 17), 99])
+    assert (told.cause, told.chain_tokens, told.position) == ("no_checkpoint", 16, 0)
+    standing.add(hashes[1])
+    told = files.why([*range(1, 17), 99])
+    assert (told.cause, told.cold_tokens, told.position) == ("no_checkpoint", 8, 8)
+    standing.add(hashes[3])
+    assert files.why([*range(1, 17), 99]).cause == "none"
+
+
+def test_lineage_bears_any_file(tmp_path: Path):
+    files = Files(tmp_path)
+    (first, *_) = files.store([1, 2, 3, 4, 5, 6, 7, 8])
+    folder = tmp_path / files.namespace.hex()[:32]
+    for index, junk in enumerate([b"", b"\0" * 100, b"\xff" * 2000]):
+        name = f"{index:02x}" * 32
+        (folder / name[:2]).mkdir(exist_ok=True)
+        (folder / name[:2] / f"{name}.safetensors").write_bytes(junk)
+    (folder / "ab").mkdir(exist_ok=True)
+    (folder / "ab" / ("ab" * 32 + ".safetensors")).mkdir()
+    os.mkfifo(folder / "ab" / ("ab" + "cd" * 31 + ".safetensors"))
+    found = children(folder, first, 5)
+    assert [child.tokens for child in found.children] == [[5, 6, 7, 8]]
+    assert children(tmp_path / "none", first, 5).children == []
+    assert not children(folder, first, -1).complete
+
+
+def test_fates_are_bounded():
+    fates = Fates(most=3)
+    paths = [f"{'a' * 32}/{n:02x}/{n:02x}{'0' * 62}.safetensors" for n in range(5)]
+    for path in paths:
+        fates.note(path, "evicted")
+    fates.note(paths[3], "damaged")
+    fates.note("x/y.tmp", "evicted")
+    assert len(fates) == 3 and fates.of(paths[0]) is None and fates.of("x/y.tmp") is None
+    assert fates.of(paths[3]).what == "damaged" and fates.of(paths[4]).what == "evicted"
+
+
+# --------------------------------------------------------------------------- the front
+
+
+def test_recent_requests_are_bounded():
+    recent = RecentRequests(most=3, most_bytes=100)
+    traces = [RequestTrace("POST", CHAT) for _ in range(5)]
+    for index, trace in enumerate(traces):
+        request = GenerateRequest(prompt=RawPrompt(text="x"), session=f"s{index % 2}")
+        recent.add("m", request, trace, 40 if index else 101)
+    assert [each.trace for each in recent.newest_first()] == [traces[4], traces[3]]
+    assert recent.find(traces[1].id) is None and recent.find(traces[3].id).trace is traces[3]
+    assert recent.find().trace is traces[4] and recent.find(session="s1").trace is traces[3]
+    assert recent.find(session="s9") is None and recent.find().reached == -1
+
+
+async def test_the_last_requests_and_why():
+    engine = FakeEngine()
+    engine.explanation = Explanation(cause="never_stored", missing=f"{'a' * 32}/bb/bb{'0' * 62}.safetensors")
+    engines = FakeEngines(engine)
+    engines.fates = Fates()
+    async with client(create_app(engines)) as http:
+        ask = lambda **more: http.post("/omlxd/why-miss", json=more)  # noqa: E731
+        assert (await ask()).status_code == 404
+        answer = await http.post(CHAT, json=request_body(CHAT))
+        id = answer.headers["x-request-id"]
+        (line,) = (await http.get("/omlxd/requests")).json()["requests"]
+        assert line["id"] == id and line["cached_tokens"] == USAGE.cached_tokens and line["outcome"] == "ok"
+        found = (await ask(request_id=id)).json()
+        assert found["request_id"] == id and found["explanation"]["cause"] == "never_stored"
+        assert engine.explained == (engine.requests[0], USAGE.cached_tokens)
+        engines.fates.note(engine.explanation.missing, "evicted")
+        told = (await ask(path=CHAT, body=request_body(CHAT))).json()
+        assert told["explanation"]["cause"] == "evicted" and told["explanation"]["gone_at"] > 1e9
+        assert engine.explained == (engine.requests[0], -1)
+        for more in ({"request_id": "req_0"}, {"session": "none"}):
+            assert (await ask(**more)).status_code == 404
+        for more in ({"path": "/v1/models"}, {"path": CHAT, "body": {"model": 5}}, {"body": 5}):
+            assert (await ask(**more)).status_code == 400
+    async with client(app_of(FakeEngine(), api_key="k")) as http:
+        assert (await http.get("/omlxd/requests")).status_code == 401
+        assert (await http.post("/omlxd/why-miss", json={})).status_code == 401
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def test_requests_are_read_from_files(tmp_path: Path):
+    file = tmp_path / "r.json"
+
+    def read(text: str, path: str | None = None):
+        file.write_text(text)
+        return read_request(str(file), path)
+
+    assert read('{"messages": [], "system": "x"}').path == "/v1/messages"
+    assert read('{"messages": []}').path == CHAT
+    assert (
+        read('{"prompt": "x"}').path == "/v1/completions" and read('{"input": "x"}').path == "/v1/responses"
+    )
+    assert read('{"messages": []}', "/v1/messages").path == "/v1/messages"
+    whole = read('{"path": "/v1/messages?beta=true", "headers": {"A": "b"}, "body": {"m": 1}}')
+    assert (whole.path, whole.body, whole.headers) == ("/v1/messages?beta=true", {"m": 1}, {"A": "b"})
+    assert read('{"prompt": "x"}\n{"input": "y"}\n').body == {"input": "y"}
+    for text in ("", "[]", "nonsense", "{}\nnonsense"):
+        with pytest.raises(ConfigError):
+            read(text)
+    with pytest.raises(ConfigError):
+        read_request(str(tmp_path / "none"), None)
+
+
+def test_each_cause_is_a_sentence():
+    now = time.time()
+    for cause in (
+        "none",
+        "reuse_off",
+        "differs",
+        "never_stored",
+        "other_namespace",
+        "no_checkpoint",
+        "evicted",
+    ):
+        told = Explanation(
+            cause=cause,
+            block_size=64,
+            prompt_tokens=500,
+            position=130,
+            before="a",
+            given="b",
+            gone_at=now - 60,
+        )
+        text = as_text(WhyMiss("m", told), now)
+        assert "prompt of 500 tokens" in text
+        if cause not in ("none", "reuse_off"):
+            assert "first miss: block 2, from token 128" in text
+    assert "evicted 1 min ago" in text
+
+
+@pytest.mark.parametrize(
+    "argv", [["--offline"], ["last", "--offline"], ["/no/such/file"], ["--url", "x", "last"]]
+)
+def test_nonsense_ends_with_2(argv: list[str], capsys):
+    assert cli.main(["cache", "why-miss", *argv]) == 2
+    assert capsys.readouterr().err.startswith("omlxd: ")
+
+
+def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
+    """The same question to a running engine, after its blocks went, and to the disk alone."""
+    text = prose(90)
+    words = text.split()
+    changed = " ".join([*words[:150], "CHANGED", *words[151:]])
+    cache = tmp_path / "omlxd" / "cache"
+    folder = ["--paged-ssd-cache-dir", str(cache)]
+
+    def why(*argv: str) -> WhyMiss:
+        assert cli.main(["cache", "why-miss", *argv, *folder, "--json"]) == 0
+        return msgspec.json.decode(capsys.readouterr().out, type=WhyMiss)
+
+    def written() -> int:
+        return len(list(cache.rglob("*.safetensors")))
+
+    with Daemon(tmp_path) as daemon:
+        url = ["--url", daemon.url]
+        daemon.chat(text)
+        wait_until(lambda: written() >= 5, 20)
+        file = tmp_path / "changed.json"
+        file.write_text(json.dumps({"path": CHAT, "body": body(daemon.model, changed)}))
+        told = why(str(file), *url).explanation
+        assert told.cause == "differs" and "CHANGED" in told.given and "CHANGED" not in told.stored
+        assert told.hot_tokens >= BLOCK and told.position >= told.hot_tokens
+        same = tmp_path / "same.json"
+        same.write_text(json.dumps(body(daemon.model, text)))
+        assert why(str(same), *url).explanation.cause == "none"
+        # Afterwards, by its id: what it had reached then, not what it has stored since.
+        usage = own_usage(daemon.chat(changed))
+        assert why(str(file), *url).explanation.cause == "none"
+        found = why("last", *url)
+        assert found.reached == usage["cached_hot"] + usage["cached_cold"]
+        assert found.explanation.cause == "differs" and "CHANGED" in found.explanation.given
+        assert cli.main(["cache", "why-miss", *url, *folder]) == 0
+        assert found.request_id in capsys.readouterr().out
+        assert cli.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
+        assert "another text stands stored there" in capsys.readouterr().out
+        assert cli.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
+        assert "no request is kept" in capsys.readouterr().err
+        wait_until(lambda: written() >= 7, 20)
+        # A damaged file is removed when it is read, and the daemon remembers it.
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        for path in cache.rglob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        wait_until(lambda: daemon.state() != "ready", 10)
+        daemon.chat(prose(20, seed=3))
+        assert own_usage(daemon.chat(text))["cached_cold"] == 0
+        damaged = why("last", *url).explanation
+        assert damaged.cause == "damaged" and damaged.gone_at > 0
+        assert daemon.stop() == 0
+    told = why(str(file), "--offline").explanation
+    assert told.cause in ("differs", "none") and told.cold_tokens >= BLOCK
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(body("claude-any", "QUITE other " + text)))
+    told = why(str(other), "--offline").explanation
+    assert told.cause == "differs" and told.stored
+    shutil.rmtree(cache)
+    cache.mkdir()
+    assert cli.main(["cache", "why-miss", str(other), "--offline", *folder]) == 1
+    assert "nothing lies in" in capsys.readouterr().err
