@@ -158,6 +158,7 @@ class GenerateRequest(Struct, frozen=True):
 
     session     names the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
+    timeout_s   wall-clock limit, in seconds from receipt, below the engine's own; 0: the engine's own
     context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
     format      what the answer must be; None: anything
     """
@@ -167,6 +168,7 @@ class GenerateRequest(Struct, frozen=True):
     session: str = ""
     cache_salt: str = ""
     context_limit: int = 0
+    timeout_s: float = 0.0
     format: AnswerFormat | None = None
 
 

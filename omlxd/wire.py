@@ -45,6 +45,19 @@ class CacheSettings(Struct, frozen=True):
     cold_dir: str = ""
 
 
+class PromptSettings(Struct, frozen=True):
+    """How one engine makes prompts, and how long a request may take.
+
+    healing            earlier turns are put back as they were generated
+    hoist_system       `auto`, `always`, `never`: system messages before the first assistant's turn
+    request_timeout_s  0: no limit
+    """
+
+    healing: bool = True
+    hoist_system: str = "auto"
+    request_timeout_s: float = 0.0
+
+
 class Load(Struct, frozen=True, tag="load"):
     """`model_path`: a local folder. `model_id`: the name that clients use."""
 
@@ -53,6 +66,7 @@ class Load(Struct, frozen=True, tag="load"):
     cache: CacheSettings
     max_concurrent: int = 8
     log_level: str = "info"
+    prompts: PromptSettings = PromptSettings()
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -61,12 +61,12 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-def pipeline(folder: Path, template: str | None = "keep") -> PromptPipeline:
+def pipeline(folder: Path, template: str | None = "keep", hoist: str = "never") -> PromptPipeline:
     tokenizer = load_tokenizer(folder)
     if template != "keep":
         tokenizer._tokenizer.chat_template = template
         tokenizer.has_chat_template = template is not None
-    return PromptPipeline(tokenizer)
+    return PromptPipeline(tokenizer, hoist_system=hoist)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +203,30 @@ def test_template_arguments(prompts):
     for name in ("chat_template", "tools", "tokenize"):
         with pytest.raises(InvalidRequest, match="can't be set"):
             prompts.render(Conversation(hello, template_args={name: "x"}))
+
+
+# --------------------------------------------------------------------------- system messages
+
+
+def test_system_messages_before_the_first_answer_are_hoisted_and_no_others(folder):
+    for template in ("keep", STRICT):
+        text = pipeline(folder, template, hoist="always").render(Conversation(SESSION, tools=(READ,))).text
+        moved = ("Be brief.", "# Environment", "the date", "Read a.txt", "Reading.", "getting full", "Thanks")
+        assert in_order(text, moved)
+    assert PromptPipeline(load_tokenizer(folder)).render(Conversation(SESSION)).text == (
+        pipeline(folder, hoist="always").render(Conversation(SESSION)).text
+    )
+
+
+def test_hoisting_changes_nothing_from_the_first_answer_on(folder):
+    """Every later turn extends the one before, whatever system messages it brings."""
+    prompts = pipeline(folder, hoist="always")
+    answered = next(i for i, message in enumerate(SESSION) if message.role == "assistant") + 1
+    before = ""
+    for end in range(answered, len(SESSION) + 1):
+        text = prompts._renderer.text(Conversation(SESSION[:end], tools=(READ,)), generation=False).plain
+        assert text.startswith(before)
+        before = text
 
 
 # --------------------------------------------------------------------------- raw prompts

@@ -7,6 +7,7 @@ Every protocol decodes through `decode`, so that no body, however odd, is anythi
 from __future__ import annotations
 
 import binascii
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -179,6 +180,25 @@ def image_url(url: str, param: str) -> ImagePart:
             f"{param}: only data: URLs with base64 are accepted, images are not fetched", param=param
         )
     return image(url[match.end() :], match[1], param)
+
+
+TIMEOUT_HEADER = "x-omlxd-timeout"
+
+
+def with_timeout(parsed: ParsedRequest, headers: Mapping[str, str]) -> ParsedRequest:
+    """`parsed` with the limit that the client sets itself, in seconds: no protocol has a field for it."""
+    text = headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return parsed
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"{TIMEOUT_HEADER}: seconds are needed, as 30 or 0.5", param=TIMEOUT_HEADER)
+    return msgspec.structs.replace(
+        parsed, generate=msgspec.structs.replace(parsed.generate, timeout_s=seconds)
+    )
 
 
 def session_header(headers: Mapping[str, str], *names: str) -> str:

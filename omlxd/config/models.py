@@ -27,6 +27,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     template_args   arguments of the chat template; a request's own go first
     context_limit   tokens of prompt and answer at most, below what the model could
     ttl             seconds that it stays loaded without a request; infinite: for good
+    healing         earlier turns are put back as they were generated
+    hoist_system    one of HOIST
+    request_timeout seconds that a request may take; 0: no limit
     pin             never unloaded to make room, nor for being idle
     """
 
@@ -45,9 +48,19 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int | None = None
     no_cache: bool | None = None
     max_concurrent_requests: int | None = None
+    healing: bool | None = None
+    hoist_system: str | None = None
+    request_timeout: float | None = None
 
 
-NEXT_LOAD = ("block_size", "no_cache", "max_concurrent_requests")
+NEXT_LOAD = (
+    "block_size",
+    "no_cache",
+    "max_concurrent_requests",
+    "healing",
+    "hoist_system",
+    "request_timeout",
+)
 """Fields that a loaded engine does not take up; every other one is live."""
 
 
@@ -97,6 +110,21 @@ def _ttl(value: Any) -> float:
     raise _Wrong('no length of time; write "30m" or "2h", 0 for good')
 
 
+def _seconds(value: Any) -> float:
+    """A limit: 0 is none."""
+    limit = _ttl(value)
+    return 0.0 if math.isinf(limit) else limit
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in words:
+            raise _Wrong(f"none of {', '.join(words)}")
+        return value
+
+    return parse
+
+
 def _aliases(value: Any) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
@@ -120,6 +148,9 @@ def _block_size(value: Any) -> int:
     return value
 
 
+HOIST = ("auto", "always", "never")
+"""What becomes of system messages before the first assistant's turn."""
+
 _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "temperature": _number(0, 100),
     "top_p": _number(0, 1, open_low=True),
@@ -136,6 +167,9 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "block_size": _block_size,
     "no_cache": _flag,
     "max_concurrent_requests": _whole(1, 1024),
+    "healing": _flag,
+    "hoist_system": _one_of(*HOIST),
+    "request_timeout": _seconds,
 }
 assert set(_PARSERS) == set(ModelSettings.__struct_fields__)
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from . import parsers
-from .models import ModelSettings
+from .models import HOIST, ModelSettings
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +20,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_ttl           seconds that a model loaded on demand stays after its last request; None: for good
     max_loaded_models   0: as many as memory allows
     models              what the file says under `[models."id"]`, by the id, or alias, as written there
+    request_timeout     seconds; 0: no limit
     log_file            None: standard error
     cors_origin         origins of pages that may read answers; "*" is any
     allowed_host        further names that a Host header may hold
@@ -44,6 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     no_cache: bool
     max_concurrent_requests: int
+    request_timeout: float = 0.0
+    hoist_system: str = "auto"
+    no_healing: bool = False
     log_level: str
     base_path: Path
     log_format: str = "text"
@@ -222,6 +226,30 @@ OPTIONS: tuple[Option, ...] = (
         metavar="N",
         parse=parsers.integer(1, 1024),
         help="requests that decode at the same time; more wait their turn",
+    ),
+    Option(
+        name="request_timeout",
+        default="1h",
+        metavar="TIME",
+        parse=parsers.limit,
+        help="longest that a request may take, as 600 (seconds) or 1h; its answer then ends as one that "
+        "is too long; 0: no limit",
+    ),
+    Option(
+        name="hoist_system",
+        default="auto",
+        metavar="WHEN",
+        parse=parsers.one_of(*HOIST),
+        help="put system messages that stand before the first answer at the head of the prompt: always, "
+        "never, or auto",
+    ),
+    Option(
+        name="no_healing",
+        default="false",
+        metavar="",
+        parse=parsers.switch,
+        is_switch=True,
+        help="render earlier answers as the client sends them, not as they were generated",
     ),
     Option(
         name="log_level",

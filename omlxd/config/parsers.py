@@ -6,6 +6,7 @@ A parser takes (text, name of the flag or variable or line, values of the option
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,12 @@ def model_dir(text: str, param: str, known: Mapping[str, Any]) -> Path | None:
 def ttl(text: str, param: str, _: Mapping[str, Any]) -> float | None:
     """Seconds; None: for good."""
     return parse_duration(text, param) or None
+
+
+def limit(text: str, param: str, _: Mapping[str, Any]) -> float:
+    """Seconds; 0 is no limit, and so is anything negative."""
+    seconds = parse_duration(text, param)
+    return 0.0 if math.isinf(seconds) else seconds
 
 
 def cold_dir(text: str, param: str, known: Mapping[str, Any]) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ class EngineHost:
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
             self._describe(load, self.scheduler.bridge.store.cold)
-        self.prompts = PromptPipeline(self.loaded.tokenizer)
+        self.prompts = PromptPipeline(
+            self.loaded.tokenizer, healing=load.prompts.healing, hoist_system=load.prompts.hoist_system
+        )
+        self._timeout_s = load.prompts.request_timeout_s or math.inf
         prepare(self.loaded.tokenizer)
         self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
         for note in self.prompts.notes:
@@ -222,6 +226,7 @@ class EngineHost:
             sink=sink,
             session=request.session,
         )
+        sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
         sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
@@ -279,6 +284,7 @@ class EngineHost:
             "prompt_tokens_total": float(scheduler.prefilled_tokens),
             "generation_tokens_total": float(scheduler.decoded_tokens),
             **self.prompts.figures(),
+            "requests_timed_out_total": float(scheduler.watchdog.expired),
             "mlx_active_bytes": float(mx.get_active_memory()),
             "mlx_peak_bytes": float(mx.get_peak_memory()),
             "mlx_cache_bytes": float(mx.get_cache_memory()),

@@ -54,11 +54,13 @@ class Renderer:
 
     traits   what it takes
     marking  whether a marked text can be tokenised
+    hoist    system messages before the first answer go to the head
     """
 
-    def __init__(self, tokenizer: Any, marking: bool):
+    def __init__(self, tokenizer: Any, marking: bool, hoist: bool = False):
         self._tokenizer = tokenizer
         self._marking = marking
+        self._hoist = hoist
         self._switches = _template_switches(tokenizer)
         self.has_template = bool(tokenizer.has_chat_template)
         self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
@@ -79,7 +81,7 @@ class Renderer:
 
     def text(self, conversation: Conversation, *, generation: bool = True) -> Text:
         """Raises InvalidRequest. `generation`: end with the prompt to answer."""
-        messages, tools = shape(conversation, self.traits)
+        messages, tools = shape(conversation, self.traits, hoist=self._hoist)
         arguments = self._arguments(conversation)
 
         def applied(messages: list[Shaped], tools: list[Shaped] | None) -> str:

@@ -31,12 +31,12 @@ from .prefill_pacer import PrefillPacer
 from .sampling import Likelihood, sample_one
 from .sequence import Sequence, State, capacity_for
 from .waiting_line import WaitingLine
+from .watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 HARVEST_TOKENS = 256
 """Output tokens between two harvests of a decoding row: each waits for the step in flight."""
-
 
 IDLE_S = 5.0
 """Seconds without work after which memory is given back, and between two looks at it."""
@@ -72,6 +72,7 @@ class Scheduler:
         # but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms against 960).
         self._last_alone = mlx_adapter.backend() == "cpu"
         self.pacer = PrefillPacer(block_size)
+        self.watchdog = Watchdog(self._cancel)
         self._stopping = False
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
@@ -100,6 +101,7 @@ class Scheduler:
         """Until `stop`. An exception inside a step fails that step's sequences and no others."""
         while not self._stopping:
             self._drain(block=not self._busy())
+            self.watchdog.check((*self._waiting, *self._active))
             self._admit()
             self._prefill_one()
             for batch in list(self._batches):

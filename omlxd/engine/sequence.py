@@ -15,6 +15,7 @@ threads have let go of its arrays.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -52,6 +53,7 @@ class Sequence:
     resume         blocks after which a checkpoint stands that the match ends at
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
+    deadline       on the monotonic clock, when the watchdog ends it
     sink           where output goes (engine/output_thread.py); opaque to the scheduler
     """
 
@@ -79,6 +81,7 @@ class Sequence:
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))
     received: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
     first_token_s: float = 0.0
 
     @property

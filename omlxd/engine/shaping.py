@@ -53,14 +53,22 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def shape(conversation: Conversation, traits: TemplateTraits) -> tuple[list[Shaped], list[Shaped] | None]:
-    """Messages and tools for a template with `traits`. Raises InvalidRequest."""
+def shape(
+    conversation: Conversation, traits: TemplateTraits, *, hoist: bool = False
+) -> tuple[list[Shaped], list[Shaped] | None]:
+    """Messages and tools for a template with `traits`. Raises InvalidRequest.
+
+    hoist  put system messages that stand before the first assistant's turn at the head. Later ones
+           never: each would change the head of a prompt that is cached
+    """
     if not conversation.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
     names = _call_names(conversation.messages)
     messages: list[Shaped] = []
     for message in conversation.messages:
         messages += _shaped(message, names, traits)
+    if hoist:
+        messages = _hoisted(messages)
     tools = shape_tools(conversation.tools)
     if tools and not traits.tools:
         listed = "\n".join(compact_json(tool) for tool in tools)
@@ -165,6 +173,12 @@ def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits)
 
 
 # --------------------------------------------------------------------------- their order
+
+
+def _hoisted(messages: list[Shaped]) -> list[Shaped]:
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    opening = sorted(messages[:first], key=lambda m: m["role"] != "system")  # stable
+    return opening + messages[first:]
 
 
 def _place_systems(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:

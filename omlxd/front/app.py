@@ -22,6 +22,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
+from ..api.body import with_timeout
 from ..api.keep_alive import keep_alive_of
 from .admin import Admin
 from .engine_figures import FiguresOf
@@ -128,7 +129,7 @@ class _Routes:
         return await self._generate(request, ANTHROPIC)
 
     async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
-        parsed = dialect.parse(await request.body(), request.headers)
+        parsed = with_timeout(dialect.parse(await request.body(), request.headers), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
         if (seconds := keep_alive_of(await request.body())) is not None:

@@ -20,7 +20,7 @@ from ..kv.fates import Fate
 from ..kv.ledger import LedgerStats
 from ..models.catalog import Catalog, InstalledModel
 from ..models.resolve import check_folder, resolve_model
-from ..wire import CacheSettings, Load
+from ..wire import CacheSettings, Load, PromptSettings
 from .cold_ledger import ColdLedger
 from .engine_link import ENGINE_COMMAND
 from .engine_process import EngineProcess
@@ -281,6 +281,13 @@ class EnginePool:
             ),
             max_concurrent=slots,
             log_level=settings.log_level,
+            prompts=PromptSettings(
+                healing=not settings.no_healing if own.healing is None else own.healing,
+                hoist_system=own.hoist_system or settings.hoist_system,
+                request_timeout_s=settings.request_timeout
+                if own.request_timeout is None
+                else own.request_timeout,
+            ),
         )
 
     async def _folder(self, engine: ModelEngine):
