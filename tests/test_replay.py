@@ -158,3 +158,28 @@ async def test_recorded_sessions_extend_turn_by_turn(folder, capsys, name):
     if name == "session":
         for row, before in zip(rows[1:], rows, strict=False):
             assert int(row[2]) == int(before[1])  # the whole prompt before
+
+
+async def test_several_traces_are_summed_up_one_by_one(folder, tmp_path, capsys):
+    paths = [trace(tmp_path / f"{name}.jsonl", *TURNS) for name in ("one", "two")]
+    assert await run(PrefixEngine(folder), *paths, "--model-path", folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines if "layout" in line] == ["one", "two"]
+    assert lines[-1].startswith("PASS: 6 turns")
+
+
+def test_offline_counts_what_a_layout_lets_be_shared(folder, tmp_path, capsys):
+    """A new session in the same folder: its system message behind another question."""
+    environment = {"role": "system", "content": demo.PROSE}
+    bodies = [body("Hello"), body("Something else")]
+    for one in bodies:
+        one["messages"].append(environment)
+    path = trace(tmp_path / "trace.jsonl", *bodies)
+    shared = {}
+    for hoist in ("never", "always"):
+        arguments = (path, "--offline", "--hoist-system", hoist, "--model-path", folder)
+        assert replay.main(list(map(str, arguments))) == 0
+        rows = capsys.readouterr().out.splitlines()
+        shared[hoist] = int(rows[2].split()[2])
+        assert "more" in rows[-1] and int(rows[2].split()[5]) + shared[hoist] == int(rows[2].split()[1])
+    assert shared["always"] > shared["never"] + 500

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Replay recorded agent traffic against a running daemon and say how much of each prompt was reused.
 
-    tools/replay.py TRACE.jsonl [--url http://127.0.0.1:8000] [--state FILE]
+    tools/replay.py TRACE.jsonl… [--url http://127.0.0.1:8000] [--state FILE]
+    tools/replay.py TRACE.jsonl… --offline [--hoist-system always|never]
 
 A trace holds one request a line: `turn`, `path`, `headers`, `body`. Each is sent as it is, streaming,
 but for the model's name and `max_tokens`. A row tells, in tokens of the model:
@@ -13,6 +14,10 @@ but for the model's name and `max_tokens`. A row tells, in tokens of the model:
     computed the rest
     lost     ideal - hot - cold; below 0 when more was cached than this replay knows of
     TTFT s   to the first token, as the daemon measured it, and as seen from here
+
+Several traces are replayed one after the other: behind each a line sums up what the layout of its
+prompts let it share with all before. `--offline` asks no daemon: it renders the prompts and counts what
+a cache that forgets nothing would have, token by token.
 
 PASS means that no turn lost more than one block. `--state FILE` remembers the prompts of this run and
 counts those of earlier runs among the earlier turns: replay, restart the daemon, replay again.
@@ -216,6 +221,16 @@ def line_of(row: Row) -> str:
     return f"{row.turn[-33:]:34}{counts}{row.ttft_s:10.3f} ({row.seen_s:.3f})"
 
 
+def summary(trace: Path, rows: list[Row]) -> str:
+    """What one trace shared with those before it and with itself."""
+    prompt, ideal = sum(row.prompt for row in rows), sum(row.ideal for row in rows)
+    computed = sum(row.computed for row in rows)
+    return (
+        f"{trace.stem}: {len(rows)} turns, {prompt} prompt tokens; the layout lets {ideal} be shared, so"
+        f" {prompt - ideal} must be computed; {computed} were, {computed - prompt + ideal} more"
+    )
+
+
 def verdict(rows: list[Row], block_size: int) -> tuple[bool, str]:
     """Whether no turn lost more than a block, and the last line."""
     worst = max(rows, key=lambda row: row.lost)
@@ -233,31 +248,56 @@ def verdict(rows: list[Row], block_size: int) -> tuple[bool, str]:
 def main(argv: list[str] | None = None) -> int:
     options = _options(argv)
     try:
-        requests = read_trace(options.trace)
-        if not requests:
-            raise ReplayError(f"{options.trace}: no requests in it")
+        traces = {path: read_trace(path) for path in options.trace}
+        for path, requests in traces.items():
+            if not requests:
+                raise ReplayError(f"{path}: no requests in it")
+        if options.offline:
+            return _offline(traces, options)
         headers = dict(given.split(":", 1) for given in options.header)
         daemon = Daemon(options.url, {name.strip(): value.strip() for name, value in headers.items()})
         model = daemon.model()
         extension = model.get("omlxd") or {}
         block_size = options.block_size or extension.get("block_size") or BLOCK_SIZE
         folder = Path(options.model_path or extension.get("path") or DEMO).expanduser()
-        prompts = PromptPipeline(_tokenizer(folder))
+        prompts = PromptPipeline(_tokenizer(folder), hoist_system=options.hoist_system)
         earlier = Earlier.load(options.state)
         print(HEAD)
-        rows = []
-        for request in requests:
-            request = prepared(request, model["id"], options.max_tokens)
-            rows.append(replay(request, daemon, prompts, earlier))
-            print(line_of(rows[-1]), flush=True)
-            if options.state:
-                earlier.save(options.state)
+        rows: list[Row] = []
+        for path, requests in traces.items():
+            before = len(rows)
+            for request in requests:
+                request = prepared(request, model["id"], options.max_tokens)
+                rows.append(replay(request, daemon, prompts, earlier))
+                print(line_of(rows[-1]), flush=True)
+                if options.state:
+                    earlier.save(options.state)
+            if len(traces) > 1:
+                print(summary(path, rows[before:]))
     except ReplayError as error:
         print(error, file=sys.stderr)
         return 2
     passed, text = verdict(rows, block_size)
     print(text)
     return 0 if passed else 1
+
+
+def _offline(traces: dict[Path, list[Request]], options: argparse.Namespace) -> int:
+    """Rows of a cache that forgets nothing and holds single tokens."""
+    folder = Path(options.model_path or DEMO).expanduser()
+    prompts = PromptPipeline(_tokenizer(folder), hoist_system=options.hoist_system)
+    earlier = Earlier.load(options.state)
+    print(HEAD)
+    for path, requests in traces.items():
+        rows = []
+        for request in requests:
+            tokens = tokens_of(request, prompts)
+            ideal = min(earlier.shared(tokens), len(tokens) - 1)
+            earlier.prompts.append(tokens)
+            rows.append(Row(request.turn, len(tokens), ideal, ideal, 0, len(tokens) - ideal, 0.0, 0.0))
+            print(line_of(rows[-1]))
+        print(summary(path, rows))
+    return 0
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -272,7 +312,9 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("trace", type=Path)
+    parser.add_argument("trace", type=Path, nargs="+")
+    parser.add_argument("--offline", action="store_true", help="count what could be shared; no daemon")
+    parser.add_argument("--hoist-system", default="auto", help="as the daemon's (default: auto)")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model-path", help=f"folder of the served model (default: {DEMO})")
     parser.add_argument("--max-tokens", type=int, default=1, help="of each answer (default: 1)")
