@@ -23,6 +23,10 @@ VERBS = {
     ),
     "key": ("keys_cli", "make, list and revoke API keys; a running daemon hears of it at once"),
     "config": ("status_cli.config", "show each setting, and where its value comes from"),
+    "doctor": (
+        "doctor.command",
+        "what of this machine or its settings would keep omlxd from working well",
+    ),
     "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
     "models": ("models_cli.command", "list, pull, load, unload, pin and name the models of this machine"),
     "service": ("service.command", "have launchd or systemd run the daemon"),

@@ -1,0 +1,206 @@
+"""omlxd doctor: each check both ways, and the command."""
+
+import http.server
+import json
+import os
+import resource
+import socket
+import socketserver
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from daemon import Daemon
+
+from omlxd import cli
+from omlxd.config import Settings, load_settings
+from omlxd.doctor import command, disk, machine, network
+from omlxd.doctor.finding import Finding
+
+
+def settings(tmp_path: Path, **flags: str) -> Settings:
+    return load_settings({"base_path": str(tmp_path / "omlxd"), **flags}, {})
+
+
+# --------------------------------------------------------------------------- the machine
+
+
+def test_platforms():
+    assert machine.check_platform("linux", "x86_64").verdict == "ok"
+    assert machine.check_platform("darwin", "arm64", "15.1").verdict == "ok"
+    for found in (
+        machine.check_platform("darwin", "x86_64", "15.1"),
+        machine.check_platform("darwin", "arm64", "13.6"),
+        machine.check_platform("win32", "AMD64"),
+    ):
+        assert found.verdict == "bad" and found.mend
+    assert machine.check_python().verdict == "ok"
+    assert machine.check_python((3, 10, 2)).verdict == "bad"
+
+
+def test_the_backend_is_asked_in_a_process_of_its_own(monkeypatch):
+    found = machine.check_backend()
+    assert found.verdict in ("ok", "warn") and "MLX 0." in found.told
+
+    def of(code: str) -> Finding:
+        return machine.check_backend((sys.executable, "-c", code))
+
+    broken = of("import sys; sys.exit('libmlx.so: no such file')")
+    assert broken.verdict == "bad" and "libmlx.so" in broken.told and broken.mend
+    assert of("import os; os.abort()").verdict == "bad"
+    assert of("print('hello')").verdict == "bad"
+    monkeypatch.setattr(machine, "BACKEND_S", 0.05)
+    assert of("import time; time.sleep(5)").verdict == "bad"
+    told = {"device": "gpu", "cuda": False, "metal": True, "mlx": "1", "mlx_lm": "0.0.1"}
+    monkeypatch.setattr(machine, "BACKEND_S", 10)
+    monkeypatch.setattr(machine, "_pinned", lambda name: "0.32.2")
+    assert "pip install mlx-lm==0.32.2" in of(f"print({json.dumps(told)!r})").mend
+    told["mlx_lm"], told["metal"] = "0.32.2", False
+    monkeypatch.setattr(machine, "_has_nvidia", lambda: True)
+    assert "--cuda" in of(f"print({json.dumps(told)!r})").mend
+
+
+def test_memory_and_files(monkeypatch):
+    assert machine.check_memory().verdict in ("ok", "warn")
+    monkeypatch.setattr(machine, "total_ram", lambda: 4 * 10**9)
+    assert machine.check_memory().verdict == "warn"
+    assert machine.check_files((256, 65536)).verdict == "ok"
+    assert machine.check_files((256, resource.RLIM_INFINITY)).verdict == "ok"
+    assert machine.check_files((256, 512)).verdict == "bad"
+
+
+# --------------------------------------------------------------------------- folders and disk
+
+
+def test_folders(tmp_path: Path, monkeypatch):
+    new = tmp_path / "a" / "b"
+    assert disk.check_folder("x", new).verdict == "ok" and not new.exists()
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    assert disk.check_folder("x", own).verdict == "ok"
+    own.chmod(0o755)
+    assert f"chmod 700 {own}" in disk.check_folder("x", own).mend
+    (tmp_path / "file").write_text("")
+    assert disk.check_folder("x", tmp_path / "file").verdict == "bad"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert disk.check_folder("x", own).verdict == "bad"
+    assert disk.check_folder("x", new).verdict == "bad"
+
+
+def test_space(tmp_path: Path, monkeypatch):
+    few = settings(tmp_path, paged_ssd_cache_max_size="2GB")
+    for free, verdict in ((10 * 10**9, "ok"), (15 * 10**8, "warn"), (10**8, "bad")):
+        monkeypatch.setattr(disk, "_free", lambda folder, free=free: free)
+        assert disk.check_space(few).verdict == verdict
+    assert disk.check_space(settings(tmp_path, no_cache="true")).verdict == "ok"
+
+
+def test_the_disk_is_timed_and_nothing_stays(tmp_path: Path, monkeypatch):
+    given = settings(tmp_path)
+    found = disk.check_speed(given, nbytes=2_000_000, seconds=5)
+    assert "writes" in found.told and "reads" in found.told and found.verdict in ("ok", "warn")
+    assert list(tmp_path.iterdir()) == []
+    given.paged_ssd_cache_dir.mkdir(parents=True)
+    disk.check_speed(given, nbytes=100_000, seconds=5)
+    assert list(given.paged_ssd_cache_dir.iterdir()) == []
+    assert list(given.base_path.iterdir()) == [given.paged_ssd_cache_dir]
+    monkeypatch.setattr(disk, "SLOW_WRITE", 1e15)
+    assert disk.check_speed(given, nbytes=100_000, seconds=5).verdict == "warn"
+    monkeypatch.setattr(disk, "_write", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+    assert disk.check_speed(given, nbytes=100_000).verdict == "bad"
+    monkeypatch.setattr(disk, "_free", lambda folder: 10)
+    assert disk.check_speed(given).verdict == "bad"
+
+
+# --------------------------------------------------------------------------- the network
+
+
+def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    assert network.check_port(settings(tmp_path, port=str(port))).verdict == "ok"
+    assert network.check_port(settings(tmp_path, port="0")).verdict == "ok"
+    server = socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    server.RequestHandlerClass.log_message = lambda *args: None
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        held = network.check_port(settings(tmp_path, port=str(server.server_address[1])))
+        assert held.verdict == "bad" and f"(process {os.getpid()})" in held.told and "--port" in held.mend
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    with Daemon(tmp_path, env={"OMLXD_API_KEY": "k"}, wait=False) as daemon:
+        port = daemon.url.rpartition(":")[2]
+        ours = network.check_port(settings(tmp_path, port=port, api_key="k"))
+        assert ours.verdict == "ok" and f"(process {daemon.process.pid})" in ours.told
+        assert network.check_port(settings(tmp_path, port=port)).verdict == "warn"
+
+
+def test_addresses(tmp_path: Path):
+    assert network.check_exposure(settings(tmp_path)).verdict == "ok"
+    assert network.check_exposure(settings(tmp_path, host="0.0.0.0", api_key="k")).verdict == "warn"
+
+
+def test_clients_and_where_they_point(tmp_path: Path):
+    given = settings(tmp_path)
+    programs, home = tmp_path / "bin", tmp_path / "home"
+    programs.mkdir()
+    (home / ".claude").mkdir(parents=True)
+    (home / ".codex").mkdir()
+    (home / ".config" / "opencode").mkdir(parents=True)
+    environ = {"PATH": str(programs)}
+
+    def told() -> dict[str, Finding]:
+        return {each.check: each for each in network.check_clients(given, environ, home)}
+
+    assert {each.told for each in told().values()} == {"not on the PATH"}
+    for name in ("claude", "codex", "opencode"):
+        (programs / name).write_text("#!/bin/sh\n")
+        (programs / name).chmod(0o755)
+    assert all("omlxd launch" in each.told and each.verdict == "ok" for each in told().values())
+    here = "http://127.0.0.1:8000"
+    (home / ".claude" / "settings.json").write_text(json.dumps({"env": {"ANTHROPIC_BASE_URL": here}}))
+    (home / ".codex" / "config.toml").write_text(
+        f'model_provider = "o"\n[model_providers.o]\nbase_url = "{here}/v1"\n'
+    )
+    config = {"model": "o/m", "provider": {"o": {"options": {"baseURL": "http://localhost:8000/v1"}}}}
+    (home / ".config" / "opencode" / "opencode.json").write_text(json.dumps(config))
+    assert all("set to this daemon" in each.told for each in told().values())
+    environ["ANTHROPIC_API_KEY"] = "secret"
+    assert told()["claude"].verdict == "warn" and "secret" not in told()["claude"].told
+    environ["ANTHROPIC_BASE_URL"] = "https://api.example.com"
+    assert "https://api.example.com" in told()["claude"].told
+    for path in ((home / ".codex" / "config.toml"), (home / ".config" / "opencode" / "opencode.json")):
+        path.write_bytes(b"\xff[[nonsense")
+    assert "not set to any daemon" in told()["codex"].told + told()["opencode"].told
+
+
+# --------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(machine, "check_backend", lambda: machine.ok("backend", "told"))
+
+
+def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    argv = ["doctor", "--base-path", str(tmp_path / "o"), "--port", str(port), "--no-disk-test"]
+    assert cli.main([*argv, "--json"]) == 0
+    report = msgspec.json.decode(capsys.readouterr().out, type=command.Report)
+    assert report.healthy and "disk" not in {each.check for each in report.findings}
+    assert {"platform", "python", "backend", "space", "port", "claude"} <= {f.check for f in report.findings}
+    assert all(each.mend for each in report.findings if each.verdict != "ok")
+    (tmp_path / "o").write_text("")
+    assert cli.main(argv) == 1
+    out = capsys.readouterr().out
+    assert "BAD   base folder" in out and "to mend" in out
+    monkeypatch.setattr(machine, "check_memory", lambda: 1 / 0)
+    assert cli.main(argv) == 1
+    assert "can't be checked: ZeroDivisionError" in capsys.readouterr().out
+    assert cli.main(["doctor", "--port", "banana"]) == 2
