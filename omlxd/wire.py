@@ -7,6 +7,7 @@ Life of an engine, as the front sees it:
 
 | from front       | from engine                     |
 |------------------|---------------------------------|
+|                  | `Device`, once, first of all    |
 | `Load`           | `LoadProgress`* then `Loaded` or `LoadFailed` (and exit) |
 | `Generate(id)`   | `Events` holding `(id, Event)`; exactly one last event, `Finished` or `Failed` |
 | `Cancel(id)`     | nothing more for `id`            |
@@ -14,10 +15,12 @@ Life of an engine, as the front sees it:
 | `GetStats(id)`   | `Stats(id)`                      |
 | `Explain(id)`    | `Explained(id)` or `Events` with `Failed` |
 | `Grant`          | answers `Reserve`                |
+| `Budget`         | answers `Wants`, and comes unasked when the shares change |
 | `Quit`           | flushes stores, then exits 0     |
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
-`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger.py).
+`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger.py). `Alive` tells that
+work gets done, for as long as it does.
 """
 
 from __future__ import annotations
@@ -104,16 +107,54 @@ class Grant(Struct, frozen=True, tag="grant"):
     nbytes: int
 
 
+class Budget(Struct, frozen=True, tag="budget"):
+    """What this engine may hold from now on, in bytes; None: what its own machine safely allows.
+
+    hot     of the hot tier
+    live    of weights and live KV together
+    ticket  of the `Wants` that it answers; 0: none
+    """
+
+    hot: int | None = None
+    live: int | None = None
+    ticket: int = 0
+
+
 class Quit(Struct, frozen=True, tag="quit"):
     """Flush stores for at most `deadline_s` seconds, then exit."""
 
     deadline_s: float = 5.0
 
 
-ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Quit]
+ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Budget, Quit]
 
 
 # --------------------------------------------------------------------------- to the front
+
+
+class Device(Struct, frozen=True, tag="device"):
+    """Where arrays will live, as the engine finds it before it loads anything. Bytes.
+
+    total      of the GPU's own memory (what Metal recommends at most), or of the machine's
+    available  of these, free now
+    """
+
+    backend: str
+    total: int
+    available: int
+
+
+class Alive(Struct, frozen=True, tag="alive"):
+    """Work done so far, in steps of whatever kind; sent now and then while there is some, if it grew."""
+
+    steps: int
+
+
+class Wants(Struct, frozen=True, tag="wants"):
+    """A prompt that waits needs `nbytes` more than this engine may have. Answered by `Budget`."""
+
+    ticket: int
+    nbytes: int
 
 
 class LoadProgress(Struct, frozen=True, tag="load_progress"):
@@ -253,6 +294,9 @@ class Touched(Struct, frozen=True, tag="touched"):
 
 
 ToFront = Union[
+    Device,
+    Alive,
+    Wants,
     LoadProgress,
     Loaded,
     LoadFailed,

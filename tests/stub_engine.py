@@ -2,7 +2,8 @@
 
 `python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] [--unread] … --fd N`.
 A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
-`sleep:S` (wait), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
+`sleep:S` (wait), `stop` (SIGSTOP itself), `steps:N` (N tenths of a second of work without
+events), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
 `nonsense` (a frame that can't be read) and `reserve:N` (ask for cold-tier space, say what came).
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
 """
@@ -42,6 +43,8 @@ class Stub:
                 file.write(text + "\n")
 
     def run(self) -> None:
+        total, available = (int(float(size) * 1e6) for size in self.args.device.split(","))
+        self.send(wire.Device(backend="none", total=total, available=available))
         decoder = wire.FrameDecoder(wire.ToEngine)
         while data := self.socket.recv(1 << 18):
             for message in decoder.feed(data):
@@ -74,6 +77,9 @@ class Stub:
     def load(self, message: wire.Load) -> None:
         args = self.args
         self.note(f"load {message.model_path} cold={message.cache.cold_dir}")
+        if args.stop_on_load and "stopping" not in (Path(args.notes) / "notes.txt").read_text():
+            self.note("stopping")
+            os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(args.load_s)
         if args.load_fails:
             self.send(wire.LoadFailed(message=args.load_fails))
@@ -112,6 +118,13 @@ class Stub:
                 os.kill(os.getpid(), signal.SIGKILL)
             elif verb == "exit":
                 os._exit(int(value))
+            elif verb == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            elif verb == "steps":
+                # Work with no event to show for it, as a long tool call is.
+                for step in range(int(value)):
+                    self.send(wire.Alive(steps=step + 1))
+                    time.sleep(0.1)
             elif verb == "hang":
                 return
             elif verb == "nonsense":
@@ -134,6 +147,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--load-s", type=float, default=0)
+    parser.add_argument("--device", default="16000,16000", help="MB in all, MB available")
+    parser.add_argument("--stop-on-load", action="store_true", help="stop in the middle of the first load")
     parser.add_argument("--quit-s", type=float, default=0)
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
@@ -141,7 +156,9 @@ def main() -> None:
     parser.add_argument("--unread", action="store_true", help="exit before reading a frame")
     args = parser.parse_args()
     if args.unread:
-        socket.socket(fileno=args.fd).recv(1)
+        connection = socket.socket(fileno=args.fd)
+        connection.sendall(wire.encode(wire.Device(backend="none", total=1, available=1)))
+        connection.recv(1)
         sys.exit("the stub left frames unread")
     Stub(args).run()
 

@@ -316,3 +316,74 @@ async def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert await full.open() == ""
     assert "No space left" in caplog.text
     await full.close()
+
+
+# --------------------------------------------------------------------------- no progress
+
+
+async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
+    async with engine(stall_s=0.6) as made:
+        assert words(await collect(made, "up")) == ["up"]
+        other = made.generate(ask("one sleep:30"))
+        events = await collect(made, "one stop two")
+        failed = events[-1]
+        assert isinstance(failed, Failed) and "no progress" in failed.message and failed.retry_after
+        assert isinstance([event async for event in other][-1], Failed)
+        assert words(await collect(made, "again")) == ["again"]
+
+
+async def test_a_frozen_thread_is_noticed_though_the_engine_answers_pings():
+    async with engine(stall_s=0.5) as made:
+        await collect(made, "up")
+        asking = asyncio.create_task(collect(made, "one hang"))
+        while not asking.done():
+            await made.stats()
+            await asyncio.sleep(0.05)
+        failed = asking.result()[-1]
+        assert isinstance(failed, Failed) and "no progress" in failed.message
+
+
+async def test_silent_work_and_idleness_are_no_stall():
+    async with engine(stall_s=0.5) as made:
+        await collect(made, "up")
+        pid = made.pid
+        await asyncio.sleep(1.0)
+        assert words(await collect(made, "steps:12 done")) == ["done"]
+        assert made.pid == pid and made.starts == 1
+
+
+async def test_a_load_that_stops_is_ended_and_tried_again(tmp_path: Path):
+    async with engine("--stop-on-load", "--notes", str(tmp_path), stall_s=0.8) as made:
+        failed = (await collect(made, "x"))[-1]
+        assert isinstance(failed, Failed) and "no progress" in failed.message
+        assert words(await collect(made, "x")) == ["x"]
+
+
+async def test_patience_grows_for_a_machine_that_is_only_slow():
+    async with engine(stall_s=0.4) as made:
+        await collect(made, "up")
+        asked = 0
+        while not isinstance((await collect(made, "one sleep:0.9 two"))[-1], Finished):
+            asked += 1
+            assert asked < 4
+        assert asked >= 1 and made._stalls == asked
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
+async def test_whatever_signal_ends_it_every_request_hears_of_it_within_a_second(signal_number: int):
+    """While it loads, before the first event, and in the middle of an answer."""
+    async with engine("--load-s", "0.5") as made:
+        waiting = asyncio.create_task(collect(made, "one"))
+        await until(lambda: made.pid)
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            began = time.monotonic()
+            assert made.pid
+            os.kill(made.pid, signal_number)
+            failed = (await asyncio.wait_for(waiting, 2))[-1]
+            assert isinstance(failed, Failed) and failed.code == "unavailable" and failed.retry_after
+            assert time.monotonic() - began < 1.0
+            await collect(made, "up")
+            waiting = asyncio.create_task(collect(made, "one sleep:9 two"))
+            await asyncio.sleep(0.1)
+        waiting.cancel()

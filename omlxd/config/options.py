@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path | None = None
     model_ttl: float | None = None
     max_loaded_models: int = 0
+    stall_timeout: float = 120.0
     no_jit_load: bool = False
     no_hf_cache: bool = False
     host: str
@@ -125,6 +126,14 @@ OPTIONS: tuple[Option, ...] = (
         parse=parsers.switch,
         is_switch=True,
         help="load no model because a request names it, only by --model and `omlxd models load`",
+    ),
+    Option(
+        name="stall_timeout",
+        default="120s",
+        metavar="TIME",
+        parse=parsers.seconds,
+        help="how long an engine that has work may make no progress before it is ended and started "
+        "again; 0: for ever",
     ),
     Option(
         name="no_hf_cache",

@@ -38,6 +38,10 @@ def model_dir(text: str, param: str, known: Mapping[str, Any]) -> Path | None:
     return folder
 
 
+def seconds(text: str, param: str, _: Mapping[str, Any]) -> float:
+    return parse_duration(text, param)
+
+
 def ttl(text: str, param: str, _: Mapping[str, Any]) -> float | None:
     """Seconds; None: for good."""
     return parse_duration(text, param) or None

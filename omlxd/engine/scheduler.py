@@ -183,6 +183,7 @@ class Scheduler:
 
     def _restored(self, sequence: Sequence) -> None:
         assert self.bridge is not None
+        self.steps += 1
         if sequence.cancelled or sequence.state is State.DONE:
             self._release(sequence)
             return
@@ -229,6 +230,7 @@ class Scheduler:
             # Only the KV is evaluated: the logits of this chunk are never computed.
             mx.eval(mlx_adapter.state_arrays(sequence.cache))
             self.pacer.note(stop - start, time.perf_counter() - began)
+        self.steps += 1
         self.prefilled_tokens += stop - sequence.kv_length
         sequence.kv_length = stop
         if stop < length:

@@ -6,6 +6,7 @@
 | engine   | loads the model, then runs the scheduler: the only MLX thread |
 | request  | (two) render, tokenise and hash prompts                       |
 | output   | detokenises, parses, sends events                             |
+| pulse    | tells the front that work gets done, while it does            |
 | kv-…     | read and write block files                                    |
 
 When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and
@@ -19,13 +20,16 @@ import logging
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from .. import wire
 from ..chat import Event
 from ..errors import OmlxdError
+from . import mlx_adapter
 from .host import EngineHost
+from .hot_budget import memory
 from .output_thread import OutputThread
 from .sequence import Sequence
 from .space import FrontSpace
@@ -33,6 +37,8 @@ from .space import FrontSpace
 log = logging.getLogger(__name__)
 
 REQUEST_THREADS = 2
+PULSE_S = 1.0
+"""Between two looks at whether work gets done."""
 ORPHAN_FLUSH_S = 1.0
 """How long an engine whose front is gone goes on storing."""
 
@@ -67,6 +73,8 @@ class EngineService:
         self._send(wire.Events(events=events))
 
     def run(self) -> None:
+        total, available = memory()
+        self._send(wire.Device(backend=mlx_adapter.backend(), total=total, available=available))
         decoder = wire.FrameDecoder(wire.ToEngine)
         deadline_s = ORPHAN_FLUSH_S
         while data := self._receive():
@@ -132,6 +140,16 @@ class EngineService:
             # Nothing is served without this thread; the front restarts what exits.
             log.exception("the engine thread died")
             os._exit(4)
+
+    def _pulse(self) -> None:
+        """Say that work gets done: a long tool call or a restore sends no events."""
+        told = 0
+        scheduler = self._host.result().scheduler
+        while self._connected:
+            time.sleep(PULSE_S)
+            if (steps := scheduler.steps) != told:
+                told = steps
+                self._send(wire.Alive(steps=steps))
 
     # ----------------------------------------------------------------- request threads
 

@@ -25,13 +25,14 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from .. import wire
 from ..chat import Conversation, Failed, Finished, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, NotNow, OmlxdError, Overloaded, Unavailable
-from .cold_ledger import Account, ColdLedger
+from .cold_ledger import ColdLedger
+from .engine_life import STALL_S, EngineLife, Guard, in_background
 from .engine_link import ENGINE_COMMAND, EngineLink
 from .engine_stream import EngineStream, Waiting
 
@@ -47,6 +48,8 @@ WAITING_PER_SLOT = 4
 WAITING_FLOOR = 64
 OVERLOAD_RETRY_S = 5
 STATS_TIMEOUT_S = 5.0
+MOST_STALLS = 4
+"""Each end for want of progress doubles the patience, up to 2 to the power of this."""
 UNLOAD_S = 60.0
 """How long an engine that unloads may write what it has not written yet: nobody waits for it."""
 
@@ -57,6 +60,8 @@ class EngineProcess:
     command        program and arguments; `--fd N` is added
     model_id       the name that clients use
     max_concurrent requests that decode at once; it bounds how many more may wait
+    stall_s        seconds without progress after which an engine that has work is ended; 0: never
+    guard          refuses, by raising, to have the model loaded into the memory that the engine found
     on_change()    called when the state changes, or the last request in flight ends
     """
 
@@ -70,7 +75,10 @@ class EngineProcess:
         command: Sequence[str] = ENGINE_COMMAND,
         backoff_s: Sequence[float] = BACKOFF_S,
         hold_s: float = HOLD_S,
+        stall_s: float = STALL_S,
+        guard: Guard | None = None,
         on_change: Callable[[], None] = lambda: None,
+        on_want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
         self.model_id = model_id
         self.info: wire.ModelInfo | None = None
@@ -86,6 +94,10 @@ class EngineProcess:
         self._backoff_s = tuple(backoff_s)
         self._hold_s = hold_s
         self._on_change = on_change
+        self._on_want = on_want
+        self._stall_s = stall_s
+        self._stalls = 0
+        self._guard = guard
         self._ids = itertools.count(1)
         self._requests: dict[int, Waiting] = {}
         self._link: EngineLink | None = None
@@ -249,7 +261,7 @@ class EngineProcess:
             if self._link is None:
                 return self.state != "loading"  # There is no process, or it is about to be.
             self._gone = asyncio.get_running_loop().create_future()
-            _in_background(self._unload(self._link, grace_s))
+            in_background(self._unload(self._link, grace_s))
         await asyncio.shield(self._gone)
         return True
 
@@ -295,7 +307,7 @@ class EngineProcess:
                 self.state = "restarting"
             try:
                 reason = await self._one_life()
-            except NotNow as error:
+            except OmlxdError as error:
                 self._not_now(error)
                 continue
             if self._closing:
@@ -308,7 +320,7 @@ class EngineProcess:
             self._ends_in_a_row += 1
             self._after(reason)
 
-    def _not_now(self, error: NotNow) -> None:
+    def _not_now(self, error: OmlxdError) -> None:
         """There is no room for the model; nothing is wrong with it."""
         self._wanted.clear()
         self.state = "unloaded"
@@ -354,7 +366,7 @@ class EngineProcess:
 
     def _fail_all(self, failed: Failed) -> None:
         for id in list(self._requests):
-            self._answer(id, failed)
+            self.answer(id, failed)
         loading, self._loading = self._loading, []
         for done in loading:
             if not done.done():
@@ -376,24 +388,31 @@ class EngineProcess:
             return f"{type(error).__name__}: {error}"
         self.starts += 1
         account = self._cold.account(link.send, link.pid) if self._cold else None
-        life = _Life(self, link, account, load.model_path)
+        life = EngineLife(self, link, load, account, self._guard)
         self._link = link
         try:
-            link.send(load)
-            ended = await link.receive(life.handle)
-            return life.load_failed or f"{ended}{_quoted(link.last_words) if self.state != 'ready' else ''}"
+            reason = await life.run(self._stall_s * 2**self._stalls)
         finally:
-            if life.account is not None:
-                life.account.gone()
-            # Requests in flight must fail now, not when the process has been reaped.
-            _in_background(link.close())
             self._link = None
+        self._stalls = min(self._stalls + 1, MOST_STALLS) if life.stalled else 0
+        if life.refused is not None:
+            raise life.refused
+        return reason
 
-    def _loaded(self, info: wire.ModelInfo) -> None:
+    def loaded(self, info: wire.ModelInfo) -> None:
         self.info, self._failed_loads, self._reason = info, 0, ""
         self.state = "ready"
         self.loads += 1
         self.used_at = time.monotonic()
+        self._say_loaded(info)
+        for waiting in self._requests.values():
+            self._send(waiting)
+        loading, self._loading = self._loading, []
+        for done in loading:
+            if not done.done():
+                done.set_result(None)
+
+    def _say_loaded(self, info: wire.ModelInfo) -> None:
         reuse = f"prefixes are not reused: {info.kv_reuse}" if info.kv_reuse else "prefixes are reused"
         log.info(
             "loaded %s (%s, %s): context %d tokens, %s",
@@ -405,14 +424,17 @@ class EngineProcess:
         )
         if info.note:
             log.warning("%s: %s", info.model_id, info.note)
-        for waiting in self._requests.values():
-            self._send(waiting)
-        loading, self._loading = self._loading, []
-        for done in loading:
-            if not done.done():
-                done.set_result(None)
 
-    def _answer(self, id: int, result: Any) -> None:
+    def wants_memory(self, wants: wire.Wants) -> None:
+        """A prompt does not fit into what the engine may have."""
+        self._on_want(wants)
+
+    def send(self, message: Any) -> None:
+        """To the engine, if there is one that has loaded."""
+        if self._link is not None and self.state == "ready":
+            self._link.send(message)
+
+    def answer(self, id: int, result: Any) -> None:
         """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
         waiting = self._requests.get(id)
         if waiting is None:
@@ -429,55 +451,3 @@ class EngineProcess:
             else:
                 waiting.answer.set_result(result)
         self._remove(id)
-
-
-class _Life:
-    """One process's messages, from its first to its last."""
-
-    def __init__(self, owner: EngineProcess, link: EngineLink, account: Account | None, model_path: str):
-        self._owner = owner
-        self._link = link
-        self.account = account
-        self._model_path = model_path
-        self.load_failed = ""
-
-    def handle(self, message: Any) -> None:
-        owner = self._owner
-        if isinstance(message, wire.Events):
-            for id, event in message.events:
-                owner._answer(id, event)
-        elif isinstance(message, wire.Counted):
-            owner._answer(message.id, message.tokens)
-        elif isinstance(message, wire.Explained):
-            owner._answer(message.id, message.explanation)
-        elif isinstance(message, wire.Stats):
-            owner._answer(message.id, message)
-        elif isinstance(message, wire.LoadProgress):
-            log.info("%s: %s", owner.model_id, message.stage)
-        elif isinstance(message, wire.Loaded):
-            if self.account is not None:
-                self.account.loaded(message.info.namespace, self._model_path)
-            owner._loaded(message.info)
-        elif isinstance(message, wire.LoadFailed):
-            self.load_failed = message.message or "the engine gave no reason"
-            self._link.terminate()  # It exits by itself; this is for one that hangs on the way out.
-        elif self.account is not None:
-            self.account.handle(message)
-        elif isinstance(message, wire.Reserve):
-            self._link.send(wire.Grant(ticket=message.ticket, nbytes=0))
-
-
-_background: set[asyncio.Task[None]] = set()
-"""The event loop keeps only weak references to tasks."""
-
-
-def _in_background(work: Coroutine[Any, Any, None]) -> None:
-    task = asyncio.create_task(work)
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-
-
-def _quoted(words: str) -> str:
-    """The engine's last line, for an error that a client sees; all of it is in the log."""
-    lines = [line for line in words.splitlines() if line.strip()]
-    return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""

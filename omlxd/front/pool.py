@@ -90,6 +90,7 @@ class EnginePool:
             max_concurrent=self._settings.max_concurrent_requests,
             cold=self.cold,
             command=self._command,
+            stall_s=self._settings.stall_timeout,
             on_change=self._note_change,
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
