@@ -136,13 +136,13 @@ async def collect(stream) -> list[Event]:
 
 async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
     text = '[models.b]\nttl = "0"\n[models.c]\npin = true\n'
-    async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="0.4s") as made:
-        for name in ("a", "b", "c"):
+    async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="1s") as made:
+        for name in ("c", "b", "a"):
             await ask(made, name)
         status = {engine.model_id: engine.expires_in_s for engine in made.models()}
-        assert status["a"] is not None and status["a"] <= 0.4 and status["b"] is status["c"] is None
+        assert status["a"] is not None and status["a"] <= 1 and status["b"] is status["c"] is None
         await until(lambda: states(made) == {"a": "unloaded", "b": "ready", "c": "ready"})
-        slow = asyncio.create_task(ask(made, "a", "one sleep:0.8 two"))
+        slow = asyncio.create_task(ask(made, "a", "one sleep:1.3 two"))
         assert isinstance((await slow)[-1], Finished)  # Longer than its time to live.
         assert made.resolve("a").process.loads == 2
 
