@@ -233,12 +233,37 @@ class TextDelta(Struct, frozen=True, tag="text"):
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class ToolCallDelta(Struct, frozen=True, tag="tool_call_delta"):
+    """A piece of a call's arguments, while the model still writes them.
+
+    The pieces of a call, joined, are the beginning of the `arguments` of the ToolCall or ToolCallCut
+    with the same id, which follows in any case, and before anything else but pieces of the same call.
+    """
+
+    id: str
+    name: str
+    text: str
+
+
 class ToolCall(Struct, frozen=True, tag="tool_call"):
     """One whole call. `arguments` is JSON text, an object, valid."""
 
     id: str
     name: str
     arguments: str
+
+
+class ToolCallCut(Struct, frozen=True, tag="tool_call_cut"):
+    """A call that never became whole though pieces of it were sent: cut off, or broken off by the model.
+
+    arguments  as far as they go: the beginning of a JSON object
+    whole      the members that are whole, as JSON text of an object
+    """
+
+    id: str
+    name: str
+    arguments: str
+    whole: str
 
 
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
@@ -272,4 +297,13 @@ class Failed(Struct, frozen=True, tag="failed"):
     retry_after: int | None = None
 
 
-Event = Union[Progress, ReasoningDelta, TextDelta, ToolCall, Finished, Failed]
+class ChoiceEvent(Struct, frozen=True, tag="choice"):
+    """An event of one of several answers, numbered from 0. Made in the front; no engine sends it."""
+
+    index: int
+    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Finished]
+
+
+Event = Union[
+    Progress, ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, ChoiceEvent, Finished, Failed
+]

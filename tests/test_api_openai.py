@@ -184,7 +184,7 @@ def with_call(arguments):
         (with_call("{oops"), "messages.0.tool_calls.0.function.arguments"),
         (with_call("[1]"), "messages.0.tool_calls.0.function.arguments"),
         (with_call("[" * 100_000), "messages.0.tool_calls.0.function.arguments"),
-        ({"n": 2}, "n"),
+        ({"n": 9}, "n"),
         ({"n": 0}, "n"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},

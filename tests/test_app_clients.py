@@ -235,7 +235,7 @@ async def test_openai_other_errors():
             await client.chat.completions.create(model="gpt-4", messages=USER)
         assert caught.value.code == "model_not_found" and caught.value.param == "model"
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.chat.completions.create(model="tiny", messages=USER, n=3)
+            await client.chat.completions.create(model="tiny", messages=USER, n=9)
         assert refused.value.param == "n"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -111,6 +112,56 @@ def test_seeds(serving: Daemon):
         together = list(pool.map(ask, [7, 9, 8, 10, 7, 11]))
     assert alone[0] == alone[1] == together[0] == together[4]
     assert alone[2] == together[2] and len({alone[0], *together}) == 5
+
+
+def test_choices_are_as_each_would_be_alone(serving: Daemon):
+    def ask(**more: Any) -> Any:
+        request = body(serving.model, "Tell me of " + prose(300), max_tokens=30, **more)
+        return serving.post("/v1/chat/completions", request | {"temperature": 1.0}).json()
+
+    alone = [ask(seed=seed)["choices"][0]["message"] for seed in (7, 8, 9)]
+    answer = ask(seed=7, n=3)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [choice["message"] for choice in answer["choices"]] == alone
+    assert answer["usage"]["completion_tokens"] == 90
+
+
+def test_an_answer_held_to_a_schema(gpt: openai.OpenAI, claude: anthropic.Anthropic):
+    schema: Any = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "many": {"type": "boolean"}},
+        "required": ["colour", "many"],
+        "additionalProperties": False,
+    }
+    named: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    thoughtless: Any = {"enable_thinking": False}
+    told = gpt.chat.completions.create(
+        model="claude-x", messages=USER, response_format=named, extra_body=thoughtless, max_tokens=200
+    )
+    assert set(json.loads(told.choices[0].message.content or "")) == {"colour", "many"}
+    message = claude.messages.create(
+        model="claude-x",
+        max_tokens=200,
+        messages=USER,
+        thinking={"type": "disabled"},
+        output_config={"format": {"type": "json_schema", "schema": schema}},
+    )
+    (text,) = message.content
+    assert text.type == "text" and json.loads(text.text)["colour"] in ("red", "blue")
+    tool: Any = {"name": "paint", "input_schema": schema}
+    message = claude.messages.create(
+        model="claude-x",
+        max_tokens=300,
+        messages=USER,
+        thinking={"type": "disabled"},
+        tools=[tool],
+        tool_choice={"type": "tool", "name": "paint", "disable_parallel_tool_use": True},
+    )
+    (call,) = message.content
+    assert call.type == "tool_use" and set(call.input) == {"colour", "many"}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        odd: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}
+        gpt.chat.completions.create(model="claude-x", messages=USER, response_format=odd)
 
 
 def test_max_tokens(serving: Daemon):

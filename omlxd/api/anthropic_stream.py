@@ -13,10 +13,20 @@ from typing import Literal
 
 import msgspec
 
-from ..chat import Event, Finished, FinishReason, ReasoningDelta, TextDelta, ToolCall, Usage
+from ..chat import (
+    Event,
+    Finished,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
+    Usage,
+)
 from ..errors import OmlxdError
 from .errors import error_body
-from .sse import UsageExtension, named_event, usage_extension
+from .sse import OpenCall, UsageExtension, named_event, usage_extension
 
 _STOP_REASON: dict[FinishReason, str] = {
     "stop": "end_turn",
@@ -154,7 +164,8 @@ class AnthropicStream:
         self._model = model
         self._request_id = request_id
         self._index = -1
-        self._open: Literal["", "text", "thinking"] = ""
+        self._open: Literal["", "text", "thinking", "call"] = ""
+        self._call = OpenCall()
         self._signature = _Signature()
 
     def start(self) -> bytes:
@@ -172,7 +183,7 @@ class AnthropicStream:
             return self._text(event.text) if event.text else b""
         if isinstance(event, ReasoningDelta):
             return self._thinking(event.text) if event.text else b""
-        if isinstance(event, ToolCall):
+        if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
             return self._tool_call(event)
         if isinstance(event, Finished):
             stop = _StopDelta(_STOP_REASON[event.reason], event.stop_sequence)
@@ -192,13 +203,15 @@ class AnthropicStream:
         self._signature.update(text)
         return begin + self._delta(_ThinkingDelta(text))
 
-    def _tool_call(self, call: ToolCall) -> bytes:
-        block = _ToolUse(call.id, call.name, msgspec.Raw(b"{}"))
-        begin = self._begin("", block)
-        stop = named_event(b"content_block_stop", _BlockStop(self._index))
-        return begin + self._delta(_InputDelta(call.arguments)) + stop
+    def _tool_call(self, call: ToolCallDelta | ToolCall | ToolCallCut) -> bytes:
+        out = b""
+        if not self._call.id:
+            out = self._begin("call", _ToolUse(call.id, call.name, msgspec.Raw(b"{}")))
+        if text := self._call.take(call):
+            out += self._delta(_InputDelta(text))
+        return out if isinstance(call, ToolCallDelta) else out + self._close()
 
-    def _begin(self, kind: Literal["", "text", "thinking"], block: _Text | _Thinking | _ToolUse) -> bytes:
+    def _begin(self, kind: Literal["text", "thinking", "call"], block: _Text | _Thinking | _ToolUse) -> bytes:
         closed = self._close()
         self._index += 1
         self._open = kind
@@ -221,7 +234,7 @@ class AnthropicCollector:
     def __init__(self, id: str, model: str):
         self._id = id
         self._model = model
-        self._runs: list[tuple[type, list[str]] | ToolCall] = []
+        self._runs: list[tuple[type, list[str]] | ToolCall | ToolCallCut] = []
         self._finished: Finished | None = None
 
     def event(self, event: Event) -> None:
@@ -233,7 +246,7 @@ class AnthropicCollector:
                 last[1].append(event.text)
             else:
                 self._runs.append((type(event), [event.text]))
-        elif isinstance(event, ToolCall):
+        elif isinstance(event, (ToolCall, ToolCallCut)):
             self._runs.append(event)
         elif isinstance(event, Finished):
             self._finished = event
@@ -252,7 +265,9 @@ class AnthropicCollector:
         )
 
 
-def _block(run: tuple[type, list[str]] | ToolCall) -> _Text | _Thinking | _ToolUse:
+def _block(run: tuple[type, list[str]] | ToolCall | ToolCallCut) -> _Text | _Thinking | _ToolUse:
+    if isinstance(run, ToolCallCut):  # As Anthropic's SDKs read a stream that is cut off.
+        return _ToolUse(run.id, run.name, msgspec.Raw(run.whole.encode()))
     if isinstance(run, ToolCall):
         return _ToolUse(run.id, run.name, msgspec.Raw(run.arguments.encode()))
     text = "".join(run[1])

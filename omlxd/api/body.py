@@ -33,6 +33,7 @@ class ParsedRequest(Struct, frozen=True):
     """What a protocol made of a body.
 
     model          as the client spelled it; "" when absent
+    n              answers wanted
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always tell it)
     """
 
@@ -40,6 +41,7 @@ class ParsedRequest(Struct, frozen=True):
     stream: bool
     generate: GenerateRequest
     include_usage: bool = False
+    n: int = 1
 
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")

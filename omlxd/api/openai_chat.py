@@ -162,6 +162,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             format=answer_format(request),
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        n=request.n or 1,
     )
 
 

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..chat import Event, Finished, GenerateRequest, RawPrompt, ReasoningDelta, TextDelta, TokenLogprob
+from ..chat import (
+    ChoiceEvent,
+    Event,
+    Finished,
+    GenerateRequest,
+    RawPrompt,
+    ReasoningDelta,
+    TextDelta,
+    TokenLogprob,
+)
 from ..errors import InvalidRequest, OmlxdError
 from .body import MAX_TOKENS, ParsedRequest, decode
 from .errors import error_body
@@ -46,8 +55,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     request = decode(_decoder, body)
     if request.suffix:
         raise InvalidRequest("suffix: inserting text is not supported", param="suffix")
-    if request.best_of not in (None, 1):
-        raise InvalidRequest("best_of: only one choice per request is supported", param="best_of")
+    if request.best_of not in (None, request.n or 1):
+        raise InvalidRequest("best_of: it can only be as many as n", param="best_of")
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("logprobs: log-probabilities of the prompt are not supported", param="logprobs")
     return ParsedRequest(
@@ -61,6 +70,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             format=answer_format(request),
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        n=request.n or 1,
     )
 
 
@@ -124,15 +134,18 @@ class Completion(msgspec.Struct):
 class OpenAICompletionStream:
     """`sse.StreamEncoder` of one completion. `created`: Unix seconds."""
 
-    def __init__(self, id: str, model: str, created: int, request_id: str, include_usage: bool = False):
+    def __init__(
+        self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
+    ):
         self._id = id
         self._model = model
         self._created = created
         self._request_id = request_id
         self._usage: UnsetType | None = None if include_usage else UNSET
+        self._n = n
 
     def start(self) -> bytes:
-        return self._chunk(_Choice(""))
+        return b"".join(self._chunk(_Choice("", index=index)) for index in range(self._n))
 
     def ping(self) -> bytes:
         return self._chunk(_Choice(""))
@@ -141,18 +154,25 @@ class OpenAICompletionStream:
         return data_event(error_body(error, "openai", self._request_id))
 
     def event(self, event: Event) -> bytes:
-        if isinstance(event, TextDelta):
-            if not event.text and not event.logprobs:
-                return b""
-            return self._chunk(_Choice(event.text, _logprobs(event.logprobs)))
-        if isinstance(event, ReasoningDelta):
-            return self._chunk(_Choice(event.text)) if event.text else b""
+        if isinstance(event, ChoiceEvent):
+            return self._of_choice(event.event, event.index)
         if isinstance(event, Finished):
-            last = self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason]))
+            last = self._of_choice(event, 0) if self._n == 1 else b""
             if self._usage is None:
                 usage = usage_body(event.usage)
                 last += data_event(Completion(self._id, self._created, self._model, [], usage))
             return last + DONE
+        return self._of_choice(event, 0)
+
+    def _of_choice(self, event: Event, index: int) -> bytes:
+        if isinstance(event, TextDelta):
+            if not event.text and not event.logprobs:
+                return b""
+            return self._chunk(_Choice(event.text, _logprobs(event.logprobs), index=index))
+        if isinstance(event, ReasoningDelta):
+            return self._chunk(_Choice(event.text, index=index)) if event.text else b""
+        if isinstance(event, Finished):
+            return self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason], index=index))
         return b""
 
     def _chunk(self, choice: _Choice) -> bytes:
@@ -162,10 +182,33 @@ class OpenAICompletionStream:
 class OpenAICompletionCollector:
     """`sse.Collector` of one completion. `created`: Unix seconds."""
 
-    def __init__(self, id: str, model: str, created: int):
+    def __init__(self, id: str, model: str, created: int, n: int = 1):
         self._id = id
         self._model = model
         self._created = created
+        self._choices = [_Collected() for _ in range(n)]
+        self._finished: Finished | None = None
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, ChoiceEvent):
+            self._choices[event.index].event(event.event)
+            return
+        if isinstance(event, Finished):
+            self._finished = event
+        if len(self._choices) == 1:
+            self._choices[0].event(event)
+
+    def response(self) -> bytes:
+        assert self._finished is not None, "response before Finished"
+        choices = [choice.told(index) for index, choice in enumerate(self._choices)]
+        usage = usage_body(self._finished.usage)
+        return msgspec.json.encode(Completion(self._id, self._created, self._model, choices, usage))
+
+
+class _Collected:
+    """One choice of an answer."""
+
+    def __init__(self) -> None:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._finished: Finished | None = None
@@ -178,12 +221,11 @@ class OpenAICompletionCollector:
         if isinstance(event, Finished):
             self._finished = event
 
-    def response(self) -> bytes:
+    def told(self, index: int) -> _Choice:
         assert self._finished is not None, "response before Finished"
-        choice = _Choice(
+        return _Choice(
             text="".join(self._text),
             logprobs=_logprobs(tuple(self._logprobs)),
             finish_reason=FINISH_REASON[self._finished.reason],
+            index=index,
         )
-        usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(Completion(self._id, self._created, self._model, [choice], usage))

@@ -8,11 +8,11 @@ from typing import Annotated, Union
 import msgspec
 
 from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
-from ..errors import InvalidRequest
 from .answer_format import GuidedFields, ResponseFormat, format_of, guided, only
 from .body import MAX_INT64, MAX_TOKENS, session_header, stops
 from .sse import UsageExtension, usage_extension
 
+MAX_CHOICES = 8
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
@@ -41,7 +41,7 @@ class CommonBody(GuidedFields, kw_only=True):
     logit_bias: dict[_TokenId, _Bias] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
     stop: Union[str, list[str], None] = None
-    n: int | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -49,9 +49,7 @@ class CommonBody(GuidedFields, kw_only=True):
 
 
 def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
-    """Raises InvalidRequest for what can't be served: n above 1."""
-    if body.n not in (None, 1):
-        raise InvalidRequest("n: only one choice per request is supported", param="n")
+    """Raises InvalidRequest for stop strings that are too many or too long."""
     greedy = body.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
     top_k = None if body.top_k is None else min(max(body.top_k, 0), MAX_TOKENS)
     return Sampling(

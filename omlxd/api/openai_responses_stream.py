@@ -24,6 +24,8 @@ from ..chat import (
     TextPart,
     ThinkingPart,
     ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
     ToolCallPart,
     Usage,
 )
@@ -33,7 +35,7 @@ from .openai_fields import ChatLogprob, chat_logprobs
 from .openai_responses import ResponsesRequest
 from .openai_responses_items import lenient_arguments, sealed
 from .openai_responses_tools import ToolName, custom_input, told_name
-from .sse import named_event, usage_extension
+from .sse import OpenCall, named_event, usage_extension
 
 Keep = Callable[[str, tuple[Message, ...]], None]
 """(response id, the conversation with this answer at its end): called once, when the answer is whole."""
@@ -56,6 +58,7 @@ class _Answer:
         self._open: body.Message | body.Reasoning | None = None
         self._text: list[str] = []
         self._logprobs: list[ChatLogprob] = []
+        self._calling = OpenCall()
 
     # ----------------------------------------------------------------- the whole
 
@@ -71,7 +74,7 @@ class _Answer:
             return self._delta(event.text, body.Message, logprobs) if event.text else []
         if isinstance(event, ReasoningDelta):
             return self._delta(event.text, body.Reasoning) if event.text else []
-        if isinstance(event, ToolCall):
+        if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
             return self._close("completed") + self._call(event)
         if isinstance(event, Finished):
             return self._finish(event)
@@ -158,29 +161,47 @@ class _Answer:
 
     # ----------------------------------------------------------------- calls
 
-    def _call(self, call: ToolCall) -> list[body.Event]:
-        self._parts.append(ToolCallPart(call.id, call.name, lenient_arguments(call.arguments, "arguments")))
+    def _call(self, call: ToolCallDelta | ToolCall | ToolCallCut) -> list[body.Event]:
         told = told_name(self._request.names, call.name)
-        return self._custom_call(call, told) if told.custom else self._function_call(call, told)
+        if not told.custom:
+            return self._function_call(call, told)
+        # What a custom tool is given is text out of the JSON: it can't be sent before that is whole.
+        return [] if isinstance(call, ToolCallDelta) else self._custom_call(call, told)
 
-    def _function_call(self, call: ToolCall, told: ToolName) -> list[body.Event]:
+    def _keep_call(self, call: ToolCall | ToolCallCut) -> body.Status:
+        cut = isinstance(call, ToolCallCut)
+        arguments = call.whole if cut else call.arguments
+        self._parts.append(ToolCallPart(call.id, call.name, lenient_arguments(arguments, "arguments")))
+        return "incomplete" if cut else "completed"
+
+    def _function_call(
+        self, call: ToolCallDelta | ToolCall | ToolCallCut, told: ToolName
+    ) -> list[body.Event]:
         index, id = self._index, self._item_id("fc")
         namespace = told.namespace or msgspec.UNSET
-        item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace)
-        empty = body.FunctionCall(id, call.id, told.name, "", namespace, "in_progress")
+        events: list[body.Event] = []
+        if not self._calling.id:
+            empty = body.FunctionCall(id, call.id, told.name, "", namespace, "in_progress")
+            events.append(body.ItemAdded(index, empty))
+        if text := self._calling.take(call):
+            events.append(body.ArgumentsDelta(id, index, text))
+        if isinstance(call, ToolCallDelta):
+            return events
+        status = self._keep_call(call)
+        item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace, status)
         self._output.append(item)
         return [
-            body.ItemAdded(index, empty),
-            body.ArgumentsDelta(id, index, call.arguments),
+            *events,
             body.ArgumentsDone(id, index, call.arguments, told.name),
             body.ItemDone(index, item),
         ]
 
-    def _custom_call(self, call: ToolCall, told: ToolName) -> list[body.Event]:
+    def _custom_call(self, call: ToolCall | ToolCallCut, told: ToolName) -> list[body.Event]:
         index, id = self._index, self._item_id("ctc")
         namespace = told.namespace or msgspec.UNSET
-        text = custom_input(call.arguments)
-        item = body.CustomCall(id, call.id, told.name, text, namespace)
+        text = custom_input(call.whole if isinstance(call, ToolCallCut) else call.arguments)
+        status = self._keep_call(call)
+        item = body.CustomCall(id, call.id, told.name, text, namespace, status)
         empty = body.CustomCall(id, call.id, told.name, "", namespace, "in_progress")
         self._output.append(item)
         return [

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..chat import Event, Struct, Usage
+from ..chat import Event, Struct, ToolCall, ToolCallCut, ToolCallDelta, Usage
 from ..errors import OmlxdError
 
 _encoder = msgspec.json.Encoder()
@@ -39,6 +39,24 @@ class Collector(Protocol):
 
     def event(self, event: Event) -> None: ...
     def response(self) -> bytes: ...
+
+
+class OpenCall:
+    """What a stream has sent of the call under way. `id` "": there is none."""
+
+    def __init__(self) -> None:
+        self.id = ""
+        self._sent = 0
+
+    def take(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> str:
+        """The arguments to send now. The open call is over with its ToolCall or ToolCallCut."""
+        if isinstance(event, ToolCallDelta):
+            self.id = event.id
+            self._sent += len(event.text)
+            return event.text
+        rest = event.arguments[self._sent :]
+        self.id, self._sent = "", 0
+        return rest
 
 
 class UsageExtension(Struct, frozen=True, omit_defaults=False):

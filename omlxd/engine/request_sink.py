@@ -103,7 +103,8 @@ class RequestSink:
         if stopped is not None:
             reason = "stop_sequence"
         elif reason == "stop":
-            if self.learn is not None:
+            # A turn that was ended after its one call is not what the model would have written.
+            if self.learn is not None and not self._parser.ended:
                 self.learn(self._answer)
             if self._answer.calls:
                 reason = "tool_calls"

@@ -13,7 +13,17 @@ import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
-from ..chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCall
+from ..chat import (
+    ChoiceEvent,
+    Event,
+    Failed,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
+)
 from ..errors import InvalidRequest, OmlxdError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -94,7 +104,10 @@ class EventPump:
         self._put(error.as_event())
 
     def _put(self, event: Event) -> None:
-        self._seen(event)
+        if not isinstance(event, ChoiceEvent):
+            self._seen(event)
+        elif not isinstance(event.event, Finished):  # one for all choices follows
+            self._seen(event.event)
         self._waiting.append(event)
         self._unread += _size(event)
         self._arrived.set()
@@ -107,7 +120,11 @@ def _size(event: Event) -> int:
             return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * len(event.logprobs)
         case ReasoningDelta():
             return _EVENT_BYTES + len(event.text)
-        case ToolCall():
+        case ToolCallDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCall() | ToolCallCut():
             return _EVENT_BYTES + len(event.arguments)
+        case ChoiceEvent():
+            return _size(event.event)
         case _:
             return _EVENT_BYTES

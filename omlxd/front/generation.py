@@ -24,6 +24,7 @@ from ..api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
 from ..api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
 from ..api.sse import Collector, StreamEncoder
 from ..chat import Event, Failed, Finished
+from .choices import events_of
 from .engines import Engine
 from .event_pump import EventPump
 from .http_settings import HttpSettings
@@ -63,16 +64,16 @@ ANTHROPIC = Dialect(
 OPENAI_CHAT = Dialect(
     openai_chat.parse,
     lambda parsed, request_id: OpenAIChatStream(
-        _id("chatcmpl-"), parsed.model, _now(), request_id, parsed.include_usage
+        _id("chatcmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.n
     ),
-    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now()),
+    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.n),
 )
 OPENAI_COMPLETIONS = Dialect(
     openai_completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
-        _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage
+        _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.n
     ),
-    lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now()),
+    lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.n),
 )
 
 
@@ -96,7 +97,7 @@ class GenerationResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
         with self._metrics.watch(self._engine.model_id, trace.started) as watch:
-            pump = EventPump(self._engine.generate(self._parsed.generate), watch.event)
+            pump = EventPump(events_of(self._engine, self._parsed), watch.event)
             try:
                 work = self._stream if self._parsed.stream else self._collect
                 if not await _unless_disconnected(receive, work(pump, send, trace)):

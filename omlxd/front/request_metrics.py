@@ -12,7 +12,7 @@ from types import TracebackType
 from prometheus_client.core import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics import disable_created_metrics
 
-from ..chat import Event, Failed, Finished, ReasoningDelta, TextDelta
+from ..chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from ..errors import OmlxdError
 
 # The three lists are vLLM's (v1/metrics/loggers.py), so that its dashboards' quantiles mean the same.
@@ -122,7 +122,7 @@ class RequestWatch:
 
     def event(self, event: Event) -> None:
         now = time.monotonic()
-        if isinstance(event, (TextDelta, ReasoningDelta)):
+        if isinstance(event, (TextDelta, ReasoningDelta, ToolCallDelta)):
             if self.first is None:
                 self.first = now
                 self._ttft.observe(now - self.began)

@@ -1,0 +1,136 @@
+"""Several answers to one request: `n` of chat and completions."""
+
+import asyncio
+import json
+
+import pytest
+from app_client import body, client, message_of
+from fake_engine import USAGE, FakeEngine, app_of, served
+
+from omlxd.chat import Failed, Finished, Progress, TextDelta, ToolCall, Usage
+from omlxd.errors import Overloaded
+
+PATHS = ["/v1/chat/completions", "/v1/completions"]
+
+
+class Choosing(FakeEngine):
+    """Request i says i words, with a pause before each; `scripts` replaces that."""
+
+    def __init__(self, *scripts, pause: float = 0.01):
+        super().__init__()
+        self.scripts = scripts
+        self.pause = pause
+        self.open = 0
+        self.log: list[tuple[str, int]] = []
+
+    async def generate(self, request):
+        index = len(self.requests)
+        self.requests.append(request)
+        self.log.append(("asked", index))
+        usage = Usage(prompt_tokens=100, cached_hot=96 if index else 0, completion_tokens=index + 1)
+        words = [TextDelta(f"{index}.{word} ") for word in range(index + 1)]
+        script = self.scripts[index] if self.scripts else [Progress(0, 100), *words, Finished("stop", usage)]
+        self.open += 1
+        try:
+            for step in script:
+                if isinstance(step, Exception):
+                    raise step
+                await asyncio.sleep(step if isinstance(step, int | float) else self.pause)
+                if not isinstance(step, int | float):
+                    self.log.append(("said", index))
+                    yield step
+        finally:
+            self.open -= 1
+
+
+def datas(text: str) -> list:
+    lines = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(choice: dict) -> str:
+    return (
+        choice.get("text")
+        or choice.get("message", {}).get("content")
+        or choice.get("delta", {}).get("content", "")
+    )
+
+
+WHOLE = {0: "0.0 ", 1: "1.0 1.1 ", 2: "2.0 2.1 2.2 "}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_whole(path):
+    engine = Choosing()
+    async with client(app_of(engine)) as http:
+        answer = (await http.post(path, json=body(path, n=3, seed=7))).json()
+    assert {choice["index"]: text_of(choice) for choice in answer["choices"]} == WHOLE
+    assert answer["usage"]["prompt_tokens"] == 100 and answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
+    assert all(request.prompt == engine.requests[0].prompt for request in engine.requests)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_streamed(path):
+    engine = Choosing()
+    async with client(app_of(engine)) as http:
+        given = body(path, n=3, stream=True, stream_options={"include_usage": True})
+        chunks = datas((await http.post(path, json=given)).text)
+    texts = dict.fromkeys(range(3), "")
+    order = []
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += text_of(choice)
+        order.append((choice["index"], choice["finish_reason"]))
+    assert texts == WHOLE
+    assert sorted(index for index, reason in order if reason == "stop") == [0, 1, 2]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
+    assert engine.log[:2] == [("asked", 0), ("said", 0)]
+    first_word = [entry for entry in engine.log if entry == ("said", 0)][1:2]
+    assert engine.log.index(("asked", 1)) > engine.log.index(first_word[0])
+
+
+async def test_calls_of_each_choice_are_numbered_by_themselves():
+    scripts = [
+        [ToolCall(f"c{n}", "f", "{}"), ToolCall(f"d{n}", "f", "{}"), Finished("tool_calls", USAGE)]
+        for n in (0, 1)
+    ]
+    async with client(app_of(Choosing(*scripts))) as http:
+        chunks = datas((await http.post(PATHS[0], json=body(PATHS[0], n=2, stream=True))).text)
+    calls = [
+        (choice["index"], call["index"], call["id"])
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for call in choice["delta"].get("tool_calls", [])
+    ]
+    assert sorted(calls) == [(0, 0, "c0"), (0, 1, "d0"), (1, 0, "c1"), (1, 1, "d1")]
+
+
+@pytest.mark.parametrize("broken", [Overloaded("full", retry_after=3), Failed("overloaded", "full", 3)])
+async def test_one_that_fails_fails_them_all(broken):
+    engine = Choosing([TextDelta("a"), 5.0, Finished("stop", USAGE)], [broken])
+    async with client(app_of(engine)) as http:
+        answer = await http.post(PATHS[0], json=body(PATHS[0], n=2))
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "3"
+        assert message_of(PATHS[0], answer) == "full"
+    assert engine.open == 0
+
+
+async def test_a_client_that_goes_away_cancels_them_all():
+    import httpx
+
+    slow = [TextDelta("a"), 30.0, Finished("stop", USAGE)]
+    engine = Choosing(slow, slow, slow)
+    async with served(app_of(engine)) as url, httpx.AsyncClient() as http:
+        given = body(PATHS[0], n=3, stream=True)
+        async with http.stream("POST", url + PATHS[0], json=given) as answer:
+            async for line in answer.aiter_lines():
+                if engine.open == 3 and '"content":"a"' in line:
+                    break
+        for _ in range(100):
+            if not engine.open:
+                return
+            await asyncio.sleep(0.02)
+    raise AssertionError(f"{engine.open} requests still run")
