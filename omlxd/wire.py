@@ -39,13 +39,18 @@ MAX_FRAME = 256 * 1024 * 1024
 
 
 class CacheSettings(Struct, frozen=True):
-    """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier."""
+    """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier.
+
+    admission   which blocks are written (kv/admission.py). write_back: not before they leave RAM or idle
+    """
 
     enabled: bool = True
     block_size: int = 64
     initial_blocks: int = 256
     hot_max_bytes: int | None = None
     cold_dir: str = ""
+    admission: str = "always"
+    write_back: bool = False
 
 
 class PromptSettings(Struct, frozen=True):

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from omlxd.kv.admission import admission_of
 from omlxd.kv.block import Block
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.block_table import BlockTable
 from omlxd.kv.cold_tier import ColdTier, TempLeft
+from omlxd.kv.flusher import Flusher
 from omlxd.kv.fs import FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
@@ -144,25 +146,32 @@ class ManualWriter(StoreWriter):
 
     def resume(self) -> None:
         """Let the pause after a failure be over."""
-        self._paused_until = 0.0
+        self.health.retry_now()
 
 
-class TrackedStore(KVStore):
+class TrackedFlusher(Flusher):
     """Knows which blocks its writers hold a reference to."""
 
     held: dict[bytes, Block]
 
     def submit(
-        self, key: BlockKey, payload: WritablePayload, block: Block | None, tier: ColdTier | None = None
+        self,
+        key: BlockKey,
+        payload: WritablePayload,
+        block: Block | None,
+        tier: ColdTier | None = None,
+        tries: int = 0,
     ) -> bool:
-        taken = super().submit(key, payload, block, tier)
+        taken = super().submit(key, payload, block, tier, tries)
         if taken and block is not None:
             self.held[key.block_hash] = block
         return taken
 
-    def _written(self, block_hash: bytes, block: Block | None, in_place: bool) -> None:
-        self.held.pop(block_hash, None)
-        super()._written(block_hash, block, in_place)
+    def _written(
+        self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
+    ) -> None:
+        self.held.pop(key.block_hash, None)
+        super()._written(key, block, in_place, tier, tries)
 
 
 class TrackedTier(ColdTier):
@@ -195,6 +204,8 @@ class Rig:
         namespace: bytes = NAMESPACE,
         max_records: int = 1 << 20,
         max_queue_bytes: int = 1 << 20,
+        admission: str = "always",
+        write_back: bool = False,
     ):
         self.root = root
         self.hot = hot
@@ -205,16 +216,28 @@ class Rig:
         self.writer = ManualWriter(self.cold, self.space, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()
-        self.store = TrackedStore(
+        self.flusher = TrackedFlusher(
+            self.pool, self.writer, self.posted.append, admission_of(admission), write_back
+        )
+        self.flusher.held = {}
+        self.store = KVStore(
             block_size=BLOCK,
             pool=self.pool,
             hot_budget=lambda: int(self.hot * LAYOUT.nbytes(BLOCK)),
             post=self.posted.append,
             cold=self.cold,
-            writer=self.writer,
+            flusher=self.flusher,
             space=self.space,
         )
-        self.store.held = {}
+
+    def use_writer(self, writer: StoreWriter) -> None:
+        """Another writer, with threads."""
+        self.flusher.writer, self.flusher.health = writer, writer.health
+
+    def tick(self) -> None:
+        """The clock's turn: write what is due, and settle."""
+        self.flusher.tick()
+        self.settle()
 
     def pump(self) -> None:
         """The engine thread's turn: run what was posted."""
@@ -287,7 +310,7 @@ class Rig:
     def check(self, tables: Iterable[BlockTable] = ()) -> None:
         """The cap, the account and the pool's invariants. `tables`: those alive, which hold references."""
         references = Counter(block.block_id for table in tables for block in table.blocks)
-        references.update(block.block_id for block in self.store.held.values())
+        references.update(block.block_id for block in self.flusher.held.values())
         self.pool.check(references)
         stats = self.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.cap

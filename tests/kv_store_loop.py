@@ -18,7 +18,7 @@ from omlxd.kv.store_writer import StoreWriter
 
 def main(root: Path, cap: int, seed: int) -> None:
     rig = Rig(root, hot=8, cap=cap)
-    rig.store.writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=3)
+    rig.use_writer(StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=3))
     print("ready", flush=True)
     dice = random.Random(seed)
     while True:

@@ -26,6 +26,7 @@ from omlxd.kv.block_file import BlockFormat
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoints import CheckpointFiles, Checkpoints
 from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.flusher import Flusher
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.space import LedgerSpace
@@ -142,20 +143,21 @@ class Rig:
         if not self.reuse or loaded.layout is None:
             return
         self.pool = BlockPool(16)
-        cold = writer = space = None
+        cold = flusher = space = None
         if self.root is not None:
             self.ledger = Ledger(self.root, self._cap)
             self.ledger.open()
             space = LedgerSpace(self.ledger)
             cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK))
             writer = StoreWriter(cold, space, max_queue_bytes=1 << 30)
+            flusher = Flusher(self.pool, writer, self.scheduler.post)
         self.store = KVStore(
             block_size=BLOCK,
             pool=self.pool,
             hot_budget=lambda: self.hot,
             post=self.scheduler.post,
             cold=cold,
-            writer=writer,
+            flusher=flusher,
             space=space,
         )
         self.keeper: StateKeeper | None = None

@@ -336,7 +336,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.rig.settle()
-        assert not self.rig.store.held and not self.rig.store._writing
+        assert not self.rig.flusher.held and not self.rig.flusher._writing
         stats = self.rig.ledger.stats()
         # A temporary file that could not be removed keeps its grant while its engine lives.
         assert stats.reserved == self.outside + self.rig.cold.left * FILE_DISK_BYTES, "a grant leaked"

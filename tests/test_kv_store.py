@@ -26,6 +26,7 @@ from kv_fakes import (
 )
 
 from omlxd.kv.block_pool import BlockPool
+from omlxd.kv.flusher import Flusher
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter
@@ -319,15 +320,25 @@ def test_a_full_disk_pauses_the_writer_with_one_line_and_gives_the_grant_back(tm
     rig.cold._fs.unlink = lambda path: os.unlink(path)  # a full disk still removes
     rig.compute(KEYS).free()
     rig.settle()
-    assert rig.writer.stats.failed == 6 and rig.ledger.stats().reserved == 0
-    assert len([r for r in caplog.records if "no stores for" in r.message]) == 1
+    assert (rig.writer.stats.failed, rig.writer.stats.refused) == (1, 5)
+    assert rig.ledger.stats().reserved == 0 and not rig.writer.health.is_on
+    assert [r.message.split(":")[0] for r in caplog.records] == ["cold tier off"]
     assert files_in(tmp_path) == [] and rig.restore(KEYS) == all_bytes()
+    rig.writer.resume()
+    rig.tick()
+    assert (rig.writer.stats.failed, len(caplog.records)) == (2, 1), "one block tries the disk, unsaid"
     rig.cold._fs.fault = None
     rig.serve([lone_key(50)])
-    assert rig.writer.stats.refused == 1
+    assert rig.writer.stats.refused == 7 and rig.writer.stats.written == 0
     rig.writer.resume()
     rig.serve([lone_key(51)])
-    assert rig.writer.stats.written == 1
+    assert rig.writer.stats.written == 1 and rig.writer.health.is_on
+    assert [r.message.split(":")[0] for r in caplog.records] == ["cold tier off", "cold tier on"]
+    rig.tick()
+    assert rig.writer.stats.written == 8 and not rig.flusher.unwritten.due, "and what was refused is written"
+    rig.drop()
+    rig = Rig(tmp_path)
+    assert rig.restore(KEYS) == all_bytes()
     rig.check()
     rig.drop()
 
@@ -434,7 +445,7 @@ def test_flush_meets_its_deadline(rig):
         hot_budget=lambda: 1 << 20,
         post=rig.posted.append,
         cold=rig.cold,
-        writer=writer,
+        flusher=Flusher(rig.pool, writer, rig.posted.append),
         space=rig.space,
     )
     table = store.new_table()
@@ -454,7 +465,7 @@ def test_real_threads_and_a_real_engine_loop(tmp_path):
     """Four writers, one engine thread, many chains: everything ends where it should."""
     rig = Rig(tmp_path, hot=20, cap=60)
     writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=4)
-    rig.store.writer = writer
+    rig.use_writer(writer)
     chains = [chain([n, *range(23)]) for n in range(30)]
     for turn in range(60):
         keys = chains[turn % 30]

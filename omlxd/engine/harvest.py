@@ -72,7 +72,10 @@ class KVBridge:
             starts = [(index - run[0]) * self._block for index in run]
             payloads = copy_blocks(self._layout, tensors(first, last), starts, self._block)
             for index, payload in zip(run, payloads, strict=True):
-                self.store.put(table, index, sequence.key(index, self._block), payload)
+                key = sequence.key(index, self._block)
+                self.store.put(table, index, key, payload, sequence.prompt_length)
+        new = max(0, full - sequence.harvested)
+        self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.harvested = max(sequence.harvested, full)
 
     def harvest_prefilled(self, sequence: Sequence) -> None:
@@ -105,6 +108,8 @@ class KVBridge:
         sequence.table = None
         used = sequence.hashes[: table.num_full]
         if self.states is not None:
+            if sequence.tip is not None:
+                self.store.stats.new_state_bytes += sequence.tip[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
         table.free()

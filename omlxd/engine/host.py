@@ -18,10 +18,12 @@ import psutil
 from .. import wire
 from ..chat import GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, PromptTooLong
+from ..kv.admission import admission_of
 from ..kv.block_file import BlockFormat
 from ..kv.block_pool import BlockPool
 from ..kv.checkpoints import CheckpointFiles, Checkpoints
 from ..kv.cold_tier import ColdTier
+from ..kv.flusher import Flusher
 from ..kv.hashing import BlockHash, chain_root, hash_blocks, namespace_of
 from ..kv.namespace_file import describe_namespace
 from ..kv.paths import namespace_dir
@@ -33,6 +35,7 @@ from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
 from .explain import Explainer
 from .fingerprint import weight_fingerprints
+from .flush_clock import FlushClock
 from .harvest import KVBridge
 from .healing import Place, Scope
 from .hot_budget import HotBudget
@@ -67,6 +70,7 @@ class EngineHost:
         self._settings = load.cache
         self._path = load.model_path
         self._output = output
+        self._clock: FlushClock | None = None
         self.loaded = mlx_adapter.load(Path(load.model_path))
         self.scheduler = Scheduler(
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
@@ -75,6 +79,8 @@ class EngineHost:
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
             self._describe(load, self.scheduler.bridge.store.cold)
+            if (flusher := self.scheduler.bridge.store.flusher) is not None:
+                self._clock = FlushClock(flusher, self.scheduler.post)
         self.prompts = PromptPipeline(
             self.loaded.tokenizer, healing=load.prompts.healing, hoist_system=load.prompts.hoist_system
         )
@@ -124,7 +130,7 @@ class EngineHost:
         assert loaded.layout is not None
         settings = self._settings
         pool = BlockPool(settings.initial_blocks)
-        cold = writer = None
+        cold = flusher = None
         if settings.cold_dir:
             format = BlockFormat(
                 self.namespace,
@@ -134,14 +140,20 @@ class EngineHost:
             )
             cold = ColdTier(Path(settings.cold_dir), format)
             queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
-            writer = StoreWriter(cold, space, max_queue_bytes=queue_bytes)
+            flusher = Flusher(
+                pool,
+                StoreWriter(cold, space, max_queue_bytes=queue_bytes),
+                self.scheduler.post,
+                admission_of(settings.admission),
+                settings.write_back,
+            )
         store = KVStore(
             block_size=settings.block_size,
             pool=pool,
             hot_budget=HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes),
             post=self.scheduler.post,
             cold=cold,
-            writer=writer,
+            flusher=flusher,
             space=space if cold else None,
         )
         return KVBridge(loaded.model, loaded.layout, store, self.scheduler.post, self._keeper(loaded, store))
@@ -295,6 +307,8 @@ class EngineHost:
 
     def close(self, deadline_s: float) -> None:
         """Flush the store. The scheduler must have stopped."""
+        if self._clock is not None:
+            self._clock.stop()
         if self.scheduler.bridge is not None and not self.scheduler.bridge.close(deadline_s):
             log.warning("not every block was stored before the deadline")
 
@@ -316,13 +330,20 @@ def _store_figures(store: KVStore) -> dict[str, float]:
         "kv_blocks_put_total": stats.puts,
         "kv_blocks_not_kept_total": stats.not_kept,
     }
-    if store.writer is not None:
-        writer = store.writer.stats
+    if store.flusher is not None:
+        flusher, writer = store.flusher, store.flusher.writer.stats
         values |= {
+            "kv_cold_tier_on": flusher.health.is_on,
+            "kv_new_token_bytes_total": stats.new_token_bytes,
+            "kv_new_state_bytes_total": stats.new_state_bytes,
+            "kv_unwritten_blocks": len(flusher.unwritten.due),
+            "kv_unwritten_bytes": flusher.unwritten.due_bytes,
+            "kv_stores_held_back_total": flusher.held_back,
+            "kv_blocks_left_unwritten_total": flusher.left_unwritten,
             "kv_files_written_total": writer.written,
             "kv_bytes_written_total": writer.written_bytes,
             "kv_stores_dropped_total": writer.dropped_full + writer.refused + writer.failed,
-            "kv_store_queue_bytes": store.writer.queued_bytes,
+            "kv_store_queue_bytes": flusher.writer.queued_bytes,
         }
     return values
 

@@ -211,11 +211,12 @@ class EngineService:
         if not self._host.done():
             return
         host = self._host.result()
+        end = time.monotonic() + deadline_s
         host.scheduler.stop()
         if self._engine is not None:
             self._engine.join(deadline_s)
         self._output.close(1.0)
-        host.close(deadline_s)
+        host.close(max(0.0, end - time.monotonic()))
         self._space.release_all()
 
 

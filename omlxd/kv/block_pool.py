@@ -17,7 +17,7 @@ spare records, so that neither allocation nor eviction ever steps over the other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .block import Block, Payload
 from .free_queue import FreeQueue
@@ -35,6 +35,8 @@ class BlockPool:
             self._spare.append(block)
         self._by_hash: dict[BlockHash, Block] = {}
         self._max_records = max_records
+        self.on_leaving: Callable[[Block], None] | None = None
+        """Called with a block that is evicted and whose payload is nowhere else, before it goes."""
         self.hot_bytes = 0
         self.evicted = 0
 
@@ -91,8 +93,7 @@ class BlockPool:
         if block is None and len(self._blocks) >= self._max_records:
             block = self._cached.popleft()
             if block is not None:
-                self._forget(block)
-                self.evicted += 1
+                self._leave(block)
         if block is None:
             block = Block(len(self._blocks))
             self._blocks.append(block)
@@ -134,10 +135,15 @@ class BlockPool:
         freed = 0
         while freed < nbytes and (block := self._cached.popleft()) is not None:
             freed += block.payload.nbytes if block.payload is not None else 0
-            self._forget(block)
+            self._leave(block)
             self._spare.append(block)
-            self.evicted += 1
         return freed
+
+    def _leave(self, block: Block) -> None:
+        if not block.on_disk and block.payload is not None and self.on_leaving is not None:
+            self.on_leaving(block)
+        self._forget(block)
+        self.evicted += 1
 
     def forget(self, block: Block) -> None:
         """Take a name out of the map: its bytes proved wrong or are gone. References stay valid."""

@@ -83,6 +83,8 @@ class Checkpoints:
             name = checkpoint_name(hashes[length - 1])
             block = self._store.pool.get_cached_block(name)
             if block is not None and block.payload is not None:
+                if self._store.flusher is not None:
+                    self._store.flusher.used(name, len(hashes) * self._store.block_size)
                 return self._found(length, reach)
             if self._files is not None and self._files.has(name):
                 return self._found(length, reach)
@@ -124,8 +126,10 @@ class Checkpoints:
             if block is not own:
                 pool.touch([block])
                 pool.free([own])
-        if write and self._files is not None and not self._files.has(name):
-            self._store.submit(self._key(block_hash, position), payload, block, self._files.at(position))
+        flusher = self._store.flusher
+        if write and flusher is not None and self._files is not None and not self._files.has(name):
+            key, tier = self._key(block_hash, position), self._files.at(position)
+            flusher.offer(key, payload, block, tier, tokens=position)
         if block is not None:
             pool.free([block])
 

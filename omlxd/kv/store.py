@@ -3,9 +3,12 @@
 Threads. Everything here but `load_into` runs on the engine thread, which alone touches the pool;
 writer and reader threads come back to it through `post`. Payloads are immutable once made.
 
-A block is always readable somewhere: until its file is in place its writer holds a reference, so
-the hot copy can't be evicted; where the hot tier has no room the block gets its name only once
-its file is in place.
+A block that has a name is always readable somewhere: until its file is in place its writer holds a
+reference, so the hot copy can't be evicted; where the hot tier has no room the block gets its name
+only once its file is in place, and a block that leaves RAM without one loses its name, while a writer
+takes its payload to the disk.
+
+When a block is written: flusher.py.
 """
 
 from __future__ import annotations
@@ -21,18 +24,21 @@ from .block_file import BlockFileError, BlockKey
 from .block_pool import BlockPool
 from .block_table import BlockTable
 from .cold_tier import ColdTier
+from .flusher import Flusher, Post
 from .hashing import BlockHash
 from .space import Space
 from .store_writer import StoreWriter, WritablePayload
 
 log = logging.getLogger(__name__)
 
-Post = Callable[[Callable[[], None]], None]
-
 
 @dataclass(slots=True)
 class StoreStats:
-    """Counts since the start. Queries and hits are in tokens, as vLLM counts its prefix cache."""
+    """Counts since the start. Queries and hits are in tokens, as vLLM counts its prefix cache.
+
+    new_…_bytes  payload of full blocks that were computed, and of one checkpoint a request: what has to
+                 be written at least, for write amplification
+    """
 
     queries: int = 0
     hits_hot: int = 0
@@ -43,10 +49,12 @@ class StoreStats:
     restored_bytes: int = 0
     puts: int = 0
     not_kept: int = 0
+    new_token_bytes: int = 0
+    new_state_bytes: int = 0
 
 
 class KVStore:
-    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `writer`, `space`: all or none.
+    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `space`: all or none.
 
     `post(f)` runs `f` on the engine thread, soon; callable from any thread.
     """
@@ -59,19 +67,22 @@ class KVStore:
         hot_budget: Callable[[], int],
         post: Post,
         cold: ColdTier | None = None,
-        writer: StoreWriter | None = None,
+        flusher: Flusher | None = None,
         space: Space | None = None,
     ):
         self.block_size = block_size
         self.pool = pool
         self.cold = cold
-        self.writer = writer
+        self.flusher = flusher
         self._space = space
         self._hot_budget = hot_budget
         self._post = post
-        self._writing: set[BlockHash] = set()
         self._reader_lock = threading.Lock()
         self.stats = StoreStats()
+
+    @property
+    def writer(self) -> StoreWriter | None:
+        return self.flusher.writer if self.flusher is not None else None
 
     def new_table(self) -> BlockTable:
         return BlockTable(self.pool, self.block_size)
@@ -89,6 +100,8 @@ class KVStore:
             block = self.pool.get_cached_block(hashes[index])
             if block is not None and (block.payload is not None or block.on_disk):
                 table.extend_cached([block])
+                if self.flusher is not None:
+                    self.flusher.used(hashes[index], len(hashes) * self.block_size)
                 continue
             if not self._has_file(hashes[index]):
                 break
@@ -128,10 +141,15 @@ class KVStore:
             return False
         if self._hot_budget() > 0:
             return True
-        return self.writer is not None and block is None and block_hash not in self._writing
+        return self.flusher is not None and block is None and not self.flusher.is_writing(block_hash)
 
-    def put(self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload) -> None:
-        """Keep the full block at `index` of `table`: hot where there is room, cold behind it."""
+    def put(
+        self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload, tokens: int = 0
+    ) -> None:
+        """Keep the full block at `index` of `table`: hot where there is room, cold behind it.
+
+        tokens  length of the prompt that it belongs to, for the admission policy
+        """
         self.stats.puts += 1
         known = self.pool.get_cached_block(key.block_hash)
         if known is not None and known.on_disk and not self._has_file(key.block_hash):
@@ -143,39 +161,15 @@ class KVStore:
         room = hot or self.make_room(payload.nbytes)
         block = table.cache(index, key.block_hash, payload) if room else None
         writing = False
-        if not on_disk:
-            writing = self.submit(key, payload, block)
+        if not on_disk and self.flusher is not None:
+            writing = self.flusher.offer(key, payload, block, tokens=tokens)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1
 
     def _has_file(self, block_hash: BlockHash) -> bool:
-        return self.cold is not None and self.cold.has(block_hash)
-
-    def submit(
-        self, key: BlockKey, payload: WritablePayload, block: Block | None, tier: ColdTier | None = None
-    ) -> bool:
-        """Queue a payload for the cold tier; `block`, if it is hot, stays so until it is in place."""
-        if self.writer is None or key.block_hash in self._writing:
+        if self.cold is None or (self.flusher is not None and not self.flusher.health.may_read()):
             return False
-
-        def done(in_place: bool) -> None:
-            self._post(lambda: self._written(key.block_hash, block, in_place))
-
-        if not self.writer.submit(key, payload, done, tier):
-            return False
-        self._writing.add(key.block_hash)
-        if block is not None:
-            self.pool.touch([block])
-        return True
-
-    def _written(self, block_hash: BlockHash, block: Block | None, in_place: bool) -> None:
-        self._writing.discard(block_hash)
-        if block is None:
-            # It never had room in RAM. Nothing to record: the path is the index.
-            return
-        if in_place and block.block_hash == block_hash:
-            block.on_disk = True
-        self.pool.free([block])
+        return self.cold.has(block_hash)
 
     def make_room(self, nbytes: int) -> bool:
         budget = self._hot_budget()
@@ -218,9 +212,12 @@ class KVStore:
             self._count("lost")
             return False
         except OSError as error:
-            log.warning("cold tier: can't read %s: %s", tier.path_of(key.block_hash), error)
             self._count("lost")
+            if self.flusher is not None:
+                self.flusher.health.read_failed(error)
             return False
+        if self.flusher is not None:
+            self.flusher.health.was_read()
         with self._reader_lock:
             self.stats.restored += 1
             self.stats.restored_bytes += sum(map(len, buffers))
@@ -260,10 +257,10 @@ class KVStore:
         """
         if not hashes:
             return
-        if self.writer is None:
+        if self.flusher is None:
             self._record_use(hashes)
         else:
-            self.writer.after_queued(lambda: self._record_use(hashes))
+            self.flusher.writer.after_queued(lambda: self._record_use(hashes))
 
     def _record_use(self, hashes: Sequence[BlockHash]) -> None:
         if self.cold is not None:
@@ -278,11 +275,9 @@ class KVStore:
         blocks = [b for h in hashes if (b := self.pool.get_cached_block(h)) is not None]
         self.pool.touch(blocks)
         self.pool.free(blocks)
+        if self.flusher is not None:
+            self.flusher.touch(hashes)
 
     def close(self, deadline_s: float) -> bool:
-        """Flush the writers. False: the deadline came first, and the newest blocks are lost."""
-        if self.writer is None:
-            return True
-        flushed = self.writer.flush(deadline_s)
-        self.writer.close()
-        return flushed
+        """Write what is still to be written. The engine thread must have ended. See `Flusher.close`."""
+        return self.flusher is None or self.flusher.close(deadline_s)

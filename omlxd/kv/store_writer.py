@@ -1,7 +1,7 @@
 """Writes blocks to the cold tier in the background, so that no store ever stalls a decode step.
 
 The queue is bounded in bytes. A full queue refuses the newest store, and a disk that fails or
-fills is left alone for a while; either is counted, and serving goes on.
+fills is left alone for a while (cold_health.py); either is counted, and serving goes on.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from .block_file import BlockKey
+from .cold_health import ColdHealth
 from .cold_tier import ColdTier, TempLeft
 from .space import Space
 
 log = logging.getLogger(__name__)
-
-PAUSE_S = 30.0
-"""After a failed write the disk is left alone this long."""
 
 _ONE_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError)
 """Something is wrong with one path (a folder where the file should be), and not with the disk."""
@@ -60,25 +57,35 @@ class _Store:
     payload: WritablePayload
     done: Done
     tier: ColdTier
+    is_probe: bool
 
 
 class StoreWriter:
     """`threads` writers over one queue of at most `max_queue_bytes` of payload."""
 
-    def __init__(self, cold: ColdTier, space: Space, *, max_queue_bytes: int, threads: int = 2):
+    def __init__(
+        self,
+        cold: ColdTier,
+        space: Space,
+        *,
+        max_queue_bytes: int,
+        threads: int = 2,
+        health: ColdHealth | None = None,
+    ):
+        self.health = health or ColdHealth()
         self._cold = cold
         self._space = space
         self._max_queue_bytes = max_queue_bytes
         self._queue: queue.SimpleQueue[_Store | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
+        self._room = threading.Condition(self._lock)
         self._queued_bytes = 0
         self._last_ticket = 0
         self._unsettled: OrderedDict[int, None] = OrderedDict()  # tickets of stores, oldest first
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # (last ticket waited for, action)
         self._jobs = 0  # stores and actions that have not ended
         self._closed = False
-        self._paused_until = 0.0
         self.stats = WriterStats()
         self._threads = [
             threading.Thread(target=self._run, name=f"kv-writer-{i}", daemon=True) for i in range(threads)
@@ -98,18 +105,31 @@ class StoreWriter:
         tier  where to, if not to the writer's own cold tier (another format in the same folder)
         """
         with self._lock:
-            if self._closed or time.monotonic() < self._paused_until:
+            if self._closed:
                 self.stats.refused += 1
                 return False
             if self._queued_bytes and self._queued_bytes + payload.nbytes > self._max_queue_bytes:
                 self.stats.dropped_full += 1
                 return False
+            if (may := self.health.may_store()) == "no":
+                self.stats.refused += 1
+                return False
             self._queued_bytes += payload.nbytes
             self._last_ticket += 1
             self._unsettled[self._last_ticket] = None
             self._jobs += 1
-            self._queue.put(_Store(self._last_ticket, key, payload, done, tier or self._cold))
+            job = _Store(self._last_ticket, key, payload, done, tier or self._cold, may == "probe")
+            self._queue.put(job)
         return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the queue takes a payload of `nbytes` now."""
+        return not self._queued_bytes or self._queued_bytes + nbytes <= self._max_queue_bytes
+
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> bool:
+        """Wait until it does. False: not in time."""
+        with self._room:
+            return self._room.wait_for(lambda: self.has_room(nbytes), timeout=timeout_s)
 
     def after_queued(self, action: Callable[[], None]) -> None:
         """Run `action` on a writer thread once every store queued so far is settled; never if closed."""
@@ -151,14 +171,17 @@ class StoreWriter:
     def _settle(self, job: _Store) -> None:
         in_place = False
         try:
-            in_place = self._store(job.tier, job.key, job.payload)
+            in_place = self._store(job)
         except Exception:  # a bug must not end the thread: its block would stay pinned for ever
             log.exception("cold tier: store failed")
             with self._lock:
                 self.stats.failed += 1
+        if job.is_probe and not in_place:
+            self.health.probe_over()
         _guarded(lambda: job.done(in_place))
-        with self._lock:
+        with self._room:
             self._queued_bytes -= job.payload.nbytes
+            self._room.notify_all()
             del self._unsettled[job.ticket]
             due = self._take_due()
         for action in due:
@@ -178,46 +201,47 @@ class StoreWriter:
             due.append(self._waiting.popleft()[1])
         return due
 
-    def _store(self, tier: ColdTier, key: BlockKey, payload: WritablePayload) -> bool:
-        nbytes = tier.bytes_per_block
-        if not self._space.take(nbytes):
-            self._pause("refused")
+    def _store(self, job: _Store) -> bool:
+        if not (job.is_probe or self.health.stores_on):
+            with self._lock:  # The disk has failed since it was queued.
+                self.stats.refused += 1
             return False
+        tier, nbytes = job.tier, job.tier.bytes_per_block
+        if not self._space.take(nbytes):
+            self.health.store_refused()
+            with self._lock:
+                self.stats.refused += 1
+            return False
+        error = self._write(job, nbytes)
+        with self._lock:
+            if error is None:
+                self.stats.written += 1
+                self.stats.written_bytes += nbytes
+            else:
+                self.stats.failed += 1
+        if error is None:
+            self._space.stored(tier.path_of(job.key.block_hash), nbytes)
+            self.health.stored()
+        elif isinstance(error, _ONE_PATH_ERRORS):
+            log.warning("cold tier: a store failed: %s", error)
+        else:
+            self.health.store_failed(error)
+        return error is None
+
+    def _write(self, job: _Store, nbytes: int) -> OSError | None:
+        """Put the file in place, or give its space back."""
         try:
-            tier.store(key, payload.buffers())
+            job.tier.store(job.key, job.payload.buffers())
         except TempLeft as error:
             # The temporary file takes the space that was granted, so the grant is kept with it.
-            self._pause("failed", error)
-            return False
-        except _ONE_PATH_ERRORS as error:
-            self._space.give_back(nbytes)
-            log.warning("cold tier: a store failed: %s", error)
-            with self._lock:
-                self.stats.failed += 1
-            return False
+            return error
         except OSError as error:
             self._space.give_back(nbytes)
-            self._pause("failed", error)
-            return False
+            return error
         except BaseException:
             self._space.give_back(nbytes)
             raise
-        self._space.stored(tier.path_of(key.block_hash), nbytes)
-        with self._lock:
-            self.stats.written += 1
-            self.stats.written_bytes += nbytes
-        return True
-
-    def _pause(self, outcome: Literal["refused", "failed"], error: OSError | None = None) -> None:
-        with self._lock:
-            if outcome == "refused":
-                self.stats.refused += 1
-            else:
-                self.stats.failed += 1
-            first = time.monotonic() >= self._paused_until
-            self._paused_until = time.monotonic() + PAUSE_S
-        if first and error is not None:
-            log.warning("cold tier: a store failed (%s); no stores for %d s", error, PAUSE_S)
+        return None
 
 
 def _guarded(action: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ from omlxd.engine.staging import transport
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.flusher import Flusher
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.space import LedgerSpace
@@ -99,14 +100,15 @@ class Bench:
 
     def _bridge(self, block: int, cold: ColdTier | None = None, ledger: Ledger | None = None) -> KVBridge:
         space = LedgerSpace(ledger) if ledger else None
+        pool = BlockPool(16)
         writer = StoreWriter(cold, space, max_queue_bytes=1 << 40) if cold and space else None
         store = KVStore(
             block_size=block,
-            pool=BlockPool(16),
+            pool=pool,
             hot_budget=lambda: 1 << 40,
             post=self._post,
             cold=cold,
-            writer=writer,
+            flusher=Flusher(pool, writer, self._post) if writer else None,
             space=space,
         )
         return KVBridge(self.model, self.layout, store, self._post)

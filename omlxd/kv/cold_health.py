@@ -1,0 +1,127 @@
+"""Whether the disk of the cold tier works. One line when it stops, one when it works again.
+
+| state   | stores                       | left by                                                     |
+|---------|------------------------------|-------------------------------------------------------------|
+| on      | are tried                    | one that fails: off; one that gets no space: off, unsaid    |
+| off     | are refused                  | `PAUSE_S` later: probing                                    |
+| probing | the next one is tried, alone | its success: on; its failure: off                           |
+
+Reads have a state of their own, because a full disk can still be read: after one that fails as no
+file alone would (`DISK_ERRORS`) none is tried for `PAUSE_S`, and the first that works puts it right.
+Thread-safe.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 30.0
+"""After a failure the disk is left alone this long."""
+
+
+DISK_ERRORS = frozenset({errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE, errno.ETIMEDOUT})
+
+
+class ColdHealth:
+    """`clock`: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stores_until: float | None = None  # None: on
+        self._reads_until: float | None = None
+        self._probing = False
+        self._told = False
+
+    @property
+    def is_on(self) -> bool:
+        """False from the line that says that the disk has failed to the line that says that it works."""
+        return not self._told
+
+    @property
+    def stores_on(self) -> bool:
+        return self._stores_until is None
+
+    # ----------------------------------------------------------------- stores
+
+    def may_store(self) -> Literal["yes", "probe", "no"]:
+        """Whether to try a store. Who is told `probe` must report how it ended, or call `probe_over`."""
+        if self.stores_on:
+            return "yes"
+        with self._lock:
+            until = self._stores_until
+            if until is None:  # Since it was last looked at.
+                return "yes"
+            if self._probing or self._clock() < until:
+                return "no"
+            self._probing = True
+            return "probe"
+
+    def stored(self) -> None:
+        if self._stores_until is not None:
+            with self._lock:
+                self._stores_until, self._probing = None, False
+            self._back()
+
+    def store_failed(self, error: OSError) -> None:
+        with self._lock:
+            self._stores_until, self._probing = self._clock() + PAUSE_S, False
+        self._fault("a store failed", error)
+
+    def store_refused(self) -> None:
+        """No space was granted: whoever refused it has said why."""
+        with self._lock:
+            self._stores_until, self._probing = self._clock() + PAUSE_S, False
+
+    def probe_over(self) -> None:
+        """The probe ended in a way that says nothing about the disk: the next store is one."""
+        with self._lock:
+            self._probing = False
+
+    # ----------------------------------------------------------------- reads
+
+    def may_read(self) -> bool:
+        return self._reads_until is None or self._clock() >= self._reads_until
+
+    def was_read(self) -> None:
+        if self._reads_until is not None:
+            with self._lock:
+                self._reads_until = None
+            self._back()
+
+    def read_failed(self, error: OSError) -> None:
+        if error.errno not in DISK_ERRORS:
+            log.warning("cold tier: a file can't be read: %s", error)
+            return
+        with self._lock:
+            self._reads_until = self._clock() + PAUSE_S
+        self._fault("a read failed", error)
+
+    # ----------------------------------------------------------------- either
+
+    def retry_now(self) -> None:
+        """Let every pause be over."""
+        with self._lock:
+            now = self._clock()
+            self._stores_until = now if self._stores_until is not None else None
+            self._reads_until = now if self._reads_until is not None else None
+
+    def _fault(self, what: str, error: OSError) -> None:
+        with self._lock:
+            first, self._told = not self._told, True
+        if first:
+            log.warning("cold tier off: %s (%s); it is tried again every %d s", what, error, PAUSE_S)
+
+    def _back(self) -> None:
+        with self._lock:
+            if not self._told or self._stores_until is not None or self._reads_until is not None:
+                return
+            self._told = False
+        log.warning("cold tier on: the disk works again")

@@ -1,0 +1,189 @@
+"""When a hot block is written to the cold tier, and who remembers those that are not written yet.
+
+| mode            | a block is written                                                              |
+|-----------------|---------------------------------------------------------------------------------|
+| write-through   | when it is stored                                                               |
+| write-back      | when it leaves RAM, when nobody has used it for `IDLE_S`, and at `close`        |
+
+in either mode only once the admission policy admits it (admission.py), which is asked when a block is
+stored and when a request uses it again. What a failed disk or a full queue refused is tried again by
+`tick`, for as long as the block is hot. Nothing is ever waited for but at `close`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from .admission import Admission, Always
+from .block import Block
+from .block_file import BlockKey
+from .block_pool import BlockPool
+from .cold_tier import ColdTier
+from .hashing import BlockHash
+from .store_writer import StoreWriter, WritablePayload
+from .unwritten import Entry, Unwritten
+
+Post = Callable[[Callable[[], None]], None]
+
+IDLE_S = 30.0
+"""Write-back: a block that nobody has used for so long is written."""
+TRIES = 3
+"""Stores of one block that may fail while others work: then it stays in RAM alone."""
+
+
+class Flusher:
+    """One store's. `post(f)` runs `f` on the engine thread, which alone calls all this but `close`.
+
+    held_back       stores that the admission policy did not admit
+    left_unwritten  blocks that left RAM and that no writer took
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        writer: StoreWriter,
+        post: Post,
+        admission: Admission | None = None,
+        write_back: bool = False,
+    ):
+        self.writer = writer
+        self.health = writer.health
+        self.unwritten = Unwritten()
+        self.held_back = 0
+        self.left_unwritten = 0
+        self._pool = pool
+        self._post = post
+        self._admission: Admission = admission or Always()
+        self._write_back = write_back
+        self._writing: set[BlockHash] = set()
+        pool.on_leaving = self._leaving
+
+    def is_writing(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._writing
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """A chain was used, root first."""
+        for block_hash in reversed(hashes):
+            self.unwritten.touch(block_hash)
+
+    def offer(
+        self,
+        key: BlockKey,
+        payload: WritablePayload,
+        block: Block | None,
+        tier: ColdTier | None = None,
+        *,
+        tokens: int,
+    ) -> bool:
+        """Write a payload that has no file, now or later or not, as policy and mode want.
+
+        block   that holds it hot, or None; only what is hot can be written later
+        tokens  length of the prompt that it belongs to
+        True: a writer has it.
+        """
+        if key.block_hash in self._writing:
+            return False
+        admitted = self._admission.admits(key.block_hash, tokens)
+        self.held_back += not admitted
+        if admitted and (block is None or not self._write_back) and self.submit(key, payload, block, tier):
+            return True
+        if block is not None:
+            self.unwritten.add(key, tier, payload.nbytes, due=admitted)
+        return False
+
+    def used(self, block_hash: BlockHash, tokens: int) -> None:
+        """A request of `tokens` tokens uses a block again: one that was held back may be admitted now."""
+        unwritten = self.unwritten
+        if block_hash in unwritten.held and self._admission.admits(block_hash, tokens):
+            unwritten.admit(block_hash)
+            if not self._write_back:
+                self._write_later(block_hash)
+
+    def submit(
+        self,
+        key: BlockKey,
+        payload: WritablePayload,
+        block: Block | None,
+        tier: ColdTier | None = None,
+        tries: int = 0,
+    ) -> bool:
+        """Queue a payload for the cold tier; `block`, if it is hot, stays so until it is in place."""
+        if key.block_hash in self._writing:
+            return False
+
+        def done(in_place: bool) -> None:
+            self._post(lambda: self._written(key, block, in_place, tier, tries))
+
+        if not self.writer.submit(key, payload, done, tier):
+            return False
+        self._writing.add(key.block_hash)
+        self.unwritten.pop(key.block_hash)
+        if block is not None:
+            self._pool.touch([block])
+        return True
+
+    def _written(
+        self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
+    ) -> None:
+        self._writing.discard(key.block_hash)
+        # Not always `block`: that may have been let go, and the same tokens been computed again.
+        owner = self._pool.get_cached_block(key.block_hash)
+        if owner is not None and in_place:
+            owner.on_disk = True
+            self.unwritten.pop(key.block_hash)
+        elif owner is not None and owner.payload is not None and not owner.on_disk:
+            tries += self.health.stores_on  # Or else it was the disk's fault, and not this block's.
+            if tries < TRIES:
+                self.unwritten.add(key, tier, owner.payload.nbytes, due=True, tries=tries)
+        if block is not None:
+            self._pool.free([block])
+
+    def _leaving(self, block: Block) -> None:
+        """A block without a file is evicted: the last moment to write it."""
+        assert block.block_hash is not None
+        noted = self.unwritten.pop(block.block_hash)
+        if noted is None or not noted[1]:
+            return
+        entry, payload = noted[0], block.payload
+        assert payload is not None
+        if not self.submit(entry.key, cast(WritablePayload, payload), None, entry.tier, entry.tries):
+            self.left_unwritten += 1
+
+    def _write_later(self, block_hash: BlockHash) -> bool:
+        """Write a block that is due. False: no writer takes it now."""
+        entry = self.unwritten.due[block_hash]
+        block = self._pool.get_cached_block(block_hash)
+        if block is None or block.payload is None or block.on_disk:
+            self.unwritten.pop(block_hash)
+            return True
+        return self.submit(entry.key, cast(WritablePayload, block.payload), block, entry.tier, entry.tries)
+
+    def tick(self) -> None:
+        """Write what is due by now. Call it every few seconds on the engine thread."""
+        idle_s = IDLE_S if self._write_back else 0.0
+        for entry in self.unwritten.root_first(idle_s):
+            if not self._write_later(entry.key.block_hash):
+                break
+
+    def close(self, deadline_s: float) -> bool:
+        """Write what is due, newest chain first and root to leaf, and stop the writers.
+
+        The engine thread must have ended. False: the deadline came first, or the disk refused; what is
+        not written is lost.
+        """
+        deadline = time.monotonic() + deadline_s
+        complete = True
+        for entry in self.unwritten.root_first():
+            complete = self._write_at_end(entry, deadline)
+            if not complete:
+                break
+        flushed = self.writer.flush(max(0.0, deadline - time.monotonic()))
+        self.writer.close()
+        return flushed and complete
+
+    def _write_at_end(self, entry: Entry, deadline: float) -> bool:
+        if not self.writer.wait_for_room(entry.nbytes, max(0.0, deadline - time.monotonic())):
+            return False
+        return self._write_later(entry.key.block_hash)
