@@ -39,9 +39,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     paged_ssd_cache_dir: Path
     paged_ssd_cache_max_size: int
+    ssd_cache_admission: str
     ssd_cache_daily_write_budget: int
     if_cache_busy: str
     hot_cache_max_size: int | None
+    hot_cache_write: str
     initial_cache_blocks: int
     block_size: int
     no_cache: bool
@@ -186,6 +188,14 @@ OPTIONS: tuple[Option, ...] = (
         help="most that the SSD cache may take, as 100GB or 20%% of its disk; 0: no SSD cache",
     ),
     Option(
+        name="ssd_cache_admission",
+        default="always",
+        metavar="POLICY",
+        parse=parsers.admission,
+        help="which blocks are written to the SSD cache: always; second-use, when they are asked for "
+        "again; min-length:N, of prompts of at least N tokens",
+    ),
+    Option(
         name="ssd_cache_daily_write_budget",
         default="0",
         metavar="SIZE",
@@ -206,6 +216,13 @@ OPTIONS: tuple[Option, ...] = (
         parse=parsers.hot_size,
         help="most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; "
         "auto: grows up to what memory safely allows",
+    ),
+    Option(
+        name="hot_cache_write",
+        default="through",
+        metavar="MODE",
+        parse=parsers.one_of("through", "back"),
+        help="through: blocks go to SSD as they are made; back: as they leave RAM, lie idle, or at the end",
     ),
     Option(
         name="initial_cache_blocks",

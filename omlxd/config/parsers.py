@@ -133,6 +133,16 @@ def host_names(text: str, param: str, _: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name.lower() for name in _listed(text))
 
 
+def admission(text: str, param: str, _: Mapping[str, Any]) -> str:
+    if not re.fullmatch(r"always|second-use|min-length:\d{1,9}", text.lower()):
+        raise ConfigError(
+            f"{param}: {text!r} is none of always, second-use and min-length:N with N in tokens, "
+            "as min-length:1000.",
+            param=param,
+        )
+    return text.lower()
+
+
 def plain_size(text: str, param: str, _: Mapping[str, Any]) -> int:
     return parse_size(text, param)
 

@@ -80,10 +80,18 @@ class EngineService:
         while data := self._receive():
             for message in decoder.feed(data):
                 if isinstance(message, wire.Quit):
+                    # What is written on the way out needs space, and the front's answer has to be read.
+                    threading.Thread(target=self._read_grants, args=(decoder,), daemon=True).start()
                     return self._close(message.deadline_s)
                 self._handle(message)
         log.info("the front is gone")
         self._close(deadline_s)
+
+    def _read_grants(self, decoder: wire.FrameDecoder) -> None:
+        while data := self._receive():
+            for message in decoder.feed(data):
+                if isinstance(message, wire.Grant):
+                    self._space.granted(message)
 
     def _receive(self) -> bytes:
         try:

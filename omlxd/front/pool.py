@@ -279,6 +279,8 @@ class EnginePool:
                 initial_blocks=settings.initial_cache_blocks,
                 hot_max_bytes=0 if no_cache else settings.hot_cache_max_size,
                 cold_dir="" if no_cache else cold_dir,
+                admission=settings.ssd_cache_admission,
+                write_back=settings.hot_cache_write == "back",
             ),
             max_concurrent=slots,
             log_level=settings.log_level,
