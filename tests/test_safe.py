@@ -159,6 +159,29 @@ async def test_a_long_answer_is_no_slow_body():
         assert answer.status_code == 200
 
 
+async def test_connections_that_clients_close_are_closed_at_once():
+    """Each costs a file: kept until their idle time ends, they would use up all there are."""
+    import psutil
+
+    front = psutil.Process()
+    async with hypercorn(app_of(FakeEngine())) as port:
+        before = front.num_fds()
+        for at in range(30):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if at % 3:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                assert await reader.readuntil(b"\r\n\r\n")
+            if at % 3 == 2:
+                writer.write(b"GET /hea")
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(100):
+            if front.num_fds() <= before:
+                break
+            await asyncio.sleep(0.02)
+        assert front.num_fds() <= before
+
+
 # --------------------------------------------------------------------------- other addresses, other files
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
+import resource
 import socket
 
 from ..config import Settings
@@ -11,6 +13,39 @@ from ..errors import ConfigError
 from .activation import inherited_sockets
 
 BACKLOG = 1024
+
+
+RESERVE = 64
+"""Open files kept for what is no connection: engines, the cache, the log."""
+
+
+class Listening(socket.socket):
+    """A listening socket that leaves some files to others, made of one that listens already.
+
+    Serve it with asyncio's `backlog=1`: asyncio takes that both for the kernel's queue, which is set
+    here, and for the number of connections to accept at once. When files run out, each of those tries
+    fails and starts a timer of its own that tries so often again: with 1024 they multiplied until
+    nothing else ran. When files are short here, connections wait in the kernel's queue.
+    """
+
+    def listen(self, backlog: int = 0, /) -> None:
+        super().listen(BACKLOG)
+
+    def accept(self):
+        probe = os.dup(self.fileno())  # The lowest free number tells how many are taken.
+        os.close(probe)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and probe >= limit - min(RESERVE, limit // 2):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+def for_asyncio(made: socket.socket) -> Listening:
+    """Takes `made` over."""
+    family, kind, protocol = made.family, made.type, made.proto
+    one = Listening(family, kind, protocol, fileno=made.detach())
+    one.setblocking(False)
+    return one
 
 
 class CannotListen(Exception):

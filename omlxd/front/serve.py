@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
 import os
 import resource
 import shlex
@@ -31,7 +33,7 @@ from ..keys import keys_path
 from ..models.catalog import default_model
 from ..models.resolve import check_folder
 from .key_ring import KeyRing
-from .listening import BACKLOG, CannotListen, all_loopback, open_sockets, url_of
+from .listening import CannotListen, all_loopback, for_asyncio, open_sockets, url_of
 from .logs import Logs
 from .notify import Notifier
 
@@ -45,6 +47,7 @@ FILES = 8192
 KEEP_ALIVE_S = 75.0
 """Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
 MAX_HEADERS = 64 * 1024
+TELL_AGAIN_S = 60.0
 END_S = 3.0
 """How long connections may take to close once their last answer has ended."""
 
@@ -120,7 +123,7 @@ async def _serve(
     command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
     pool = EnginePool(settings, command or ENGINE_COMMAND)
     stop = asyncio.Event()
-    asyncio.get_running_loop().set_exception_handler(_log_unexpected)
+    asyncio.get_running_loop().set_exception_handler(_LogUnexpected())
     notify = Notifier()
     loopback = all_loopback(sockets)
     _stop_on_signals(stop, pool)
@@ -188,17 +191,32 @@ def _what_to_do(busy: Exception) -> str:
     )
 
 
-def _log_unexpected(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+class _LogUnexpected:
     """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
-    log.error("%s", context["message"], exc_info=context.get("exception"))
+
+    def __init__(self) -> None:
+        self._told_of_files = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if loop.time() - self._told_of_files > TELL_AGAIN_S:
+                self._told_of_files = loop.time()
+                log.warning("as many connections are open as files allow; others wait for them to close")
+            return
+        log.error("%s", context["message"], exc_info=error)
 
 
 def _hypercorn_config(sockets: list[socket.socket]):
-    from hypercorn.config import Config
+    from hypercorn.config import Config, Sockets
+
+    from .http_connection import use_for_every_connection
 
     config = Config()
-    config.bind = [f"fd://{one.detach()}" for one in sockets]
-    config.backlog = BACKLOG
+    use_for_every_connection()
+    listening: list[socket.socket] = [for_asyncio(one) for one in sockets]
+    config.create_sockets = lambda: Sockets([], listening, [])
+    config.backlog = 1  # See Listening.
     config.keep_alive_timeout = KEEP_ALIVE_S
     config.keep_alive_max_requests = 1_000_000
     config.h11_max_incomplete_size = MAX_HEADERS
