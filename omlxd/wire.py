@@ -223,7 +223,7 @@ class Explanation(Struct, frozen=True):
                   never_stored     no other text stands there either
                   other_namespace  it is there, but made otherwise: `elsewhere`
                   no_checkpoint    the blocks are there, the state that stands only at a position is not
-                  evicted, damaged the file was there and is gone (told by the front)
+                  evicted, damaged, cleared  the file was there and is gone (told by the front)
     chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
     position      of the first token that differs, else of the first missing block
     missing       path of that block's file, relative to the cache dir

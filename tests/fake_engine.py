@@ -146,6 +146,9 @@ class FakeEngines:
     cold: LedgerStats | None = None
     fates = Fates()
 
+    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        return None
+
     def cold_fate(self, path: str) -> Fate | None:
         return self.fates.of(path)
 

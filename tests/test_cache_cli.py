@@ -104,6 +104,7 @@ def test_stats_as_json(cache: Cache, capsys: pytest.CaptureFixture[str]):
         "temporary_bytes": 0,
         "misplaced": 0,
         "strangers": 0,
+        "live": None,
     }
     assert (tiny["namespace"], tiny["model_id"], tiny["model_type"]) == (
         namespace_dir(NAMESPACE),

@@ -7,6 +7,7 @@ be read or removed. 2: an argument makes no sense.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,12 +16,14 @@ from pathlib import Path
 import msgspec
 
 from ..config import OPTIONS, Settings, load_settings
+from ..daemon_client import DaemonError
 from ..errors import ConfigError
+from ..kv.paths import is_block_path
 from ..sizes import human
-from . import inventory, stats, why_miss
-from .check import check, summary
+from . import inventory, stats, through_daemon, why_miss
+from .check import Outcome, check, summary
 from .clear import named, plan, remove
-from .lock import DaemonRuns, exclusive, holder
+from .lock import DaemonRuns, exclusive
 from .scrub import scrub
 
 _FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
@@ -40,6 +43,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return verb(args, settings, root)
     except DaemonRuns as error:
         return _told(str(error))
+    except DaemonError as error:
+        return _told(error.message.rstrip("."))
     except FileNotFoundError as error:
         missing = not root.is_dir()
         return _told(f"there is no SSD cache at {root}" if missing else str(error))
@@ -70,7 +75,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         "scrub", help="check everything, remove bad files and leftovers", allow_abbrev=False
     )
     scrubbed.add_argument("--orphans", action="store_true", help="and the KV of models that are gone")
-    cleared = verbs.add_parser("clear", help="remove KV; no daemon may run", allow_abbrev=False)
+    cleared = verbs.add_parser("clear", help="remove KV, by model or by age", allow_abbrev=False)
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
@@ -81,6 +86,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     for verb, run in ((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear)):
         verb.set_defaults(run=run)
         _add_folder_options(verb)
+        verb.add_argument("--url", help="address of the daemon that holds the folder, if one does")
 
 
 def _add_folder_options(verb: argparse.ArgumentParser) -> None:
@@ -110,6 +116,9 @@ def _age(text: str) -> float:
 def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     cap = 0 if settings.no_cache else settings.paged_ssd_cache_max_size
     found = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
+    with contextlib.suppress(DaemonRuns):
+        if daemon := through_daemon.find(root, settings, args.url):
+            found.live = daemon.status
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
@@ -120,13 +129,29 @@ def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 def _check(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     outcome = check(root, sample=args.sample or (1, 1), delete_bad=args.delete_bad)
     print(summary(outcome))
-    if any(bad.removed for bad in outcome.bad) and holder(root) is not None:
-        print("the running daemon counts the removed files until it restarts or evicts them")
+    _tell_daemon(args, settings, root, outcome)
     return 1 if outcome.bad else 0
 
 
+def _tell_daemon(args: argparse.Namespace, settings: Settings, root: Path, outcome: Outcome) -> None:
+    """What was removed under a daemon leaves its account."""
+    gone = [bad.path for bad in outcome.bad if bad.removed and is_block_path(bad.path)]
+    if not gone:
+        return
+    try:
+        if found := through_daemon.find(root, settings, args.url):
+            found.forget(gone, remove=False)
+    except (DaemonRuns, DaemonError):
+        print("the running daemon counts the removed files until it restarts or evicts them")
+
+
 def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    return 0 if scrub(root, orphans=args.orphans) else 1
+    try:
+        daemon = through_daemon.find(root, settings, args.url)
+    except DaemonRuns:
+        daemon = None  # Said where it stands in the way.
+    good = scrub(root, orphans=args.orphans, daemon=daemon)
+    return 0 if good else 1
 
 
 def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
@@ -135,8 +160,14 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     if not chosen and args.model:
         names = sorted({info.model_id if info else folder[:8] for folder, info in known.items()})
         raise ConfigError(f"--model: nothing of {args.model!r} is cached; cached: {', '.join(names) or '-'}.")
-    with exclusive(root):  # Told now, and not after the question.
+    daemon = through_daemon.find(root, settings, args.url)
+    if daemon is None:
+        with exclusive(root):  # Told now, and not after the question.
+            planned = plan(root, chosen, args.older_than)
+    else:
         planned = plan(root, chosen, args.older_than)
+        # Temporary files are being written.
+        planned.files = [found for found in planned.files if found.kind == "block"]
     if not planned.files:
         print("nothing to remove")
         return 0
@@ -148,7 +179,10 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         if input(f"remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing removed")
             return 1
-    files, nbytes, troubles = remove(root, planned)
+    if daemon is None:
+        files, nbytes, troubles = remove(root, planned)
+    else:
+        files, nbytes, troubles = daemon.forget([found.path for found in planned.files], remove=True)
     for trouble in troubles:
         print(f"can't remove {trouble}", file=sys.stderr)
     print(f"removed {files} files, {human(nbytes)}")

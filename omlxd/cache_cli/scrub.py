@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..kv.namespace_file import NamespaceInfo
+from ..kv.paths import is_block_path
 from ..sizes import human
 from . import inventory
 from .check import check, summary
 from .clear import plan, prune, remove, title
 from .lock import DaemonRuns, exclusive
+from .through_daemon import Holder
 
 
 @dataclass(slots=True)
@@ -27,14 +29,21 @@ class Leftovers:
     folders: int = 0
 
 
-def scrub(root: Path, *, orphans: bool, say: Callable[[str], None] = print) -> bool:
+def scrub(
+    root: Path, *, orphans: bool, daemon: Holder | None = None, say: Callable[[str], None] = print
+) -> bool:
     """Check and remove; `orphans`: also the KV of models whose folder is gone. True: nothing was bad.
+
+    daemon  the one that holds the folder: it hears what is gone, and removes orphans itself
 
     Raises FileNotFoundError without a cache dir, OSError where a folder can't be read.
     """
     outcome = check(root, delete_bad=True, say=say)
     say(summary(outcome))
     good = not outcome.bad
+    if daemon is not None:
+        gone = [bad.path for bad in outcome.bad if bad.removed and is_block_path(bad.path)]
+        daemon.forget(gone, remove=False)
     try:
         with exclusive(root):
             left = _sweep(root)
@@ -44,7 +53,7 @@ def scrub(root: Path, *, orphans: bool, say: Callable[[str], None] = print) -> b
     except OSError as error:
         say(f"leftovers stay: {error}")
         good = False
-    return _orphans(root, orphans, say) and good
+    return _orphans(root, orphans, daemon, say) and good
 
 
 def _sweep(root: Path) -> Leftovers:
@@ -64,7 +73,7 @@ def _sweep(root: Path) -> Leftovers:
     return left
 
 
-def _orphans(root: Path, wanted: bool, say: Callable[[str], None]) -> bool:
+def _orphans(root: Path, wanted: bool, daemon: Holder | None, say: Callable[[str], None]) -> bool:
     found = {f: i for f, i in inventory.namespaces(root).items() if i is not None and _is_gone(i)}
     if not found:
         return True
@@ -77,7 +86,11 @@ def _orphans(root: Path, wanted: bool, say: Callable[[str], None]) -> bool:
         say("orphans stay; remove them with --orphans")
         return True
     try:
-        files, nbytes, troubles = remove(root, planned)
+        if daemon is None:
+            files, nbytes, troubles = remove(root, planned)
+        else:
+            blocks = [found.path for found in planned.files if found.kind == "block"]
+            files, nbytes, troubles = daemon.forget(blocks, remove=True)
     except DaemonRuns as error:
         say(f"orphans stay: {error}")
         return True

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..front.admin import DaemonStatus
 from ..kv.checkpoints import KIND as CHECKPOINT
 from ..kv.namespace_file import NamespaceInfo
 from ..sizes import human
@@ -49,6 +50,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     cap_bytes   of the settings that this command sees; a daemon's own flags are not among them
     cap_source  where the cap stands: `default`, a flag, a variable, a line of the file
     daemon      whether one holds the lock; daemon_pid its process, None where it isn't known
+    live        what the daemon says of itself, if it answers
     temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`
     """
 
@@ -64,6 +66,7 @@ class CacheStats(msgspec.Struct, kw_only=True):
     misplaced: int
     strangers: int
     namespaces: list[NamespaceStats]
+    live: DaemonStatus | None = None
 
 
 def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
@@ -141,11 +144,32 @@ def as_text(stats: CacheStats, now: float | None = None) -> str:
         lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
     else:
         lines.append("daemon: none on this folder")
+    if stats.live is not None:
+        lines += _live(stats.live)
     if stats.temporary:
         lines.append(f"temporary: {stats.temporary} files, {human(stats.temporary_bytes)}")
     if stats.misplaced or stats.strangers:
         lines.append(f"not blocks: {stats.misplaced + stats.strangers} entries; see `omlxd cache check`")
     return "\n".join(lines)
+
+
+def _live(status: DaemonStatus) -> list[str]:
+    """Since the daemon began: what was restored of each model's prompts, and what was written."""
+    lines: list[str] = []
+    for model in status.models:
+        values = model.values
+        if not values.get("prefix_cache_queries_total"):
+            continue
+        asked, hot = values["prefix_cache_queries_total"], values.get("prefix_cache_hits_hot_total", 0.0)
+        cold = values.get("prefix_cache_hits_cold_total", 0.0)
+        lines.append(
+            f"{model.id}: {(hot + cold) / asked:.0%} of {asked:.0f} prompt tokens restored "
+            f"({hot / asked:.0%} RAM, {cold / asked:.0%} SSD); "
+            f"RAM tier {human(int(values.get('kv_hot_bytes', 0)))}; "
+            f"written {human(int(values.get('kv_bytes_written_total', 0)))}, "
+            f"read {human(int(values.get('kv_bytes_restored_total', 0)))}"
+        )
+    return lines
 
 
 def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:

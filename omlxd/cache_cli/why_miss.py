@@ -219,6 +219,7 @@ def _because(told: Explanation, now: float) -> str:
         "other_namespace": "it is stored, but as made with another model file or setting:",
         "no_checkpoint": f"blocks reach token {told.chain_tokens}, but no checkpoint of its state does",
         "evicted": f"it was stored, and evicted {ago(told.gone_at, now)}",
+        "cleared": f"it was stored, and cleared {ago(told.gone_at, now)}",
         "damaged": f"its file was damaged, and removed {ago(told.gone_at, now)}",
     }.get(told.cause, told.cause)
 

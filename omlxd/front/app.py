@@ -25,6 +25,7 @@ from ..api.anthropic_stream import TokenCount
 from ..api.body import with_timeout
 from ..api.keep_alive import keep_alive_of
 from .admin import Admin
+from .cache_admin import forget
 from .engine_figures import FiguresOf
 from .engines import Engines
 from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse
@@ -74,6 +75,7 @@ def create_app(
             Route("/metrics", routes.metrics_page),
             Route("/omlxd/status", routes.status),
             Route("/omlxd/requests", routes.requests),
+            Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
             Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
             Route("/", routes.root),
             *more_routes,
@@ -175,6 +177,9 @@ class _Routes:
 
     async def requests(self, request: Request) -> Response:
         return _json(self._explaining.recent())
+
+    async def forget(self, request: Request) -> Response:
+        return _json(await forget(self._engines, await request.body()))
 
     async def why_miss(self, request: Request) -> Response:
         return _json(await self._explaining.why(await request.body()))

@@ -187,6 +187,12 @@ class ColdLedger:
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.stats)
 
+    async def forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        """See `Ledger.forget`; None without a cold tier."""
+        self.hurry()
+        ledger = self._ledger
+        return None if ledger is None else await self._call(ledger.forget, paths, remove)
+
     def fate(self, path: str) -> Fate | None:
         """What became of a file that is gone, if that is known."""
         return None if self._ledger is None else self._ledger.fates.of(path)

@@ -81,6 +81,10 @@ class Engines(Protocol):
         """The cache dir; "" without one."""
         ...
 
+    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        """Take files out of the SSD cache: (files, bytes, why some stay); None without one."""
+        ...
+
     def cold_fate(self, path: str) -> Fate | None:
         """What became of a file of the SSD cache that is gone, if that is known."""
         ...

@@ -24,6 +24,7 @@ from ..api.openai_completions import Completion, CompletionsBody
 from ..api.openai_responses import ResponsesBody
 from ..api.openai_responses_body import Response
 from .admin import DaemonStatus, Readiness
+from .cache_admin import Forget, Forgotten
 from .model_list import ModelEntry, ModelList
 from .why_miss import RecentList, WhyMiss, WhyMissBody
 
@@ -68,6 +69,7 @@ OPERATIONS = (
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
     Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
     Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
+    Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
     Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/", "Name and version", media="text/plain"),

@@ -134,6 +134,9 @@ class EnginePool:
     def cold_dir(self) -> str:
         return str(self._settings.paged_ssd_cache_dir)
 
+    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        return await self.cold.forget(paths, remove)
+
     def cold_fate(self, path: str) -> Fate | None:
         return self.cold.fate(path)
 

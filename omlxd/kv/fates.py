@@ -17,7 +17,10 @@ MOST = 32768
 
 @dataclass(slots=True, frozen=True)
 class Fate:
-    """`what`: `evicted`, or `damaged` (removed as its bytes were wrong). `when`: seconds since 1970."""
+    """`what`: `evicted`, `damaged` (removed as its bytes were wrong) or `cleared` (by the owner).
+
+    when  seconds since 1970
+    """
 
     what: str
     when: float

@@ -68,12 +68,15 @@ class FileOrder:
         self.remove(path)
         self._append(_STUCK, path, nbytes)
 
-    def remove(self, path: str) -> None:
-        """Forget a file; one that is not known is no trouble."""
+    def remove(self, path: str) -> int:
+        """Forget a file, and give its bytes; one that is not known is no trouble."""
         files = self._list_of(path)
-        if files is not None:
-            self.nbytes -= files.pop(path)[0]
-            self._count -= 1
+        if files is None:
+            return 0
+        nbytes = files.pop(path)[0]
+        self.nbytes -= nbytes
+        self._count -= 1
+        return nbytes
 
     def touch(self, path: str) -> None:
         """Make a known file the most recently used of its list."""

@@ -236,6 +236,22 @@ class Ledger:
                 self._files.remove(path)
                 self.fates.note(path, "damaged")
 
+    def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
+        """Files that the owner wants gone (`remove`), or that may be gone already: (files, bytes, troubles).
+
+        An engine takes one that it counts on for a miss. Block files alone, relative to the cache dir.
+        """
+        files = nbytes = 0
+        troubles: list[str] = []
+        for path in paths:
+            if remove and (error := _unlink(self.root / path)) is not None:
+                troubles.append(f"{path}: {error.strerror}")
+            elif path in self._files and not os.path.lexists(self.root / path):
+                nbytes += self._files.remove(path)
+                files += 1
+                self.fates.note(path, "cleared")
+        return files, nbytes, troubles
+
     def touched(self, paths: Iterable[str]) -> None:
         """Files that a request used, leaf first."""
         for path in paths:

@@ -55,6 +55,18 @@ def temp_owner(name: str) -> int | None:
     return int(match["owner"]) if match is not None and match["temp"] else None
 
 
+def is_block_path(path: str) -> bool:
+    """Whether `path`, relative to the cache dir, is where a block's file lies."""
+    parts = path.split("/")
+    return (
+        len(parts) == 3
+        and is_namespace_dir(parts[0])
+        and is_fan_dir(parts[1])
+        and file_kind(parts[2]) == "block"
+        and parts[2].startswith(parts[1])
+    )
+
+
 def disk_bytes(size: int) -> int:
     """Bytes that a file of `size` bytes takes, counted in whole 4 KiB pages."""
     return -(-size // _ALLOCATION) * _ALLOCATION

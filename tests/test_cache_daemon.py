@@ -1,0 +1,139 @@
+"""omlxd cache against a running daemon: figures, removals through it, and its account after them."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from app_client import client
+from daemon import Daemon, own_usage, prose, wait_until
+from fake_engine import FakeEngine, app_of
+
+from omlxd import cli
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.paths import is_block_path
+
+NAMESPACE = "ab" * 16
+
+
+def test_what_a_blocks_path_is():
+    good = f"{NAMESPACE}/cd/{'cd' * 32}.safetensors"
+    assert is_block_path(good)
+    for bad in (
+        *("", "x", f"../{good}", f"/{good}", good + ".1-2.tmp", good.replace("/cd/", "/ce/")),
+        *(f"{NAMESPACE}/../{good}", f"{NAMESPACE}/cd/../../x", f"{NAMESPACE}/cd/model.safetensors"),
+    ):
+        assert not is_block_path(bad)
+
+
+def test_the_ledger_forgets_what_the_owner_takes_away(tmp_path: Path):
+    paths = [f"{NAMESPACE}/{n:02x}/{f'{n:02x}' * 32}.safetensors" for n in range(4)]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_bytes(bytes(5000))
+    ledger = Ledger(tmp_path, 10**9)
+    ledger.open()
+    assert ledger.stats().files == 4
+    # Not removed and still there: it stays. Gone: it leaves the account.
+    (tmp_path / paths[0]).unlink()
+    assert ledger.forget(paths[:2], remove=False) == (1, 8192, [])
+    assert ledger.forget(paths[:3], remove=True) == (2, 16384, [])
+    shutil.rmtree((tmp_path / paths[3]).parent)
+    (tmp_path / paths[3]).mkdir(parents=True)
+    files, nbytes, troubles = ledger.forget(paths[3:], remove=True)
+    assert (files, nbytes) == (0, 0) and troubles
+    assert ledger.stats().files == 1 and ledger.fates.of(paths[1]).what == "cleared"
+    ledger.close()
+
+
+async def test_only_block_files_can_be_named():
+    async with client(app_of(FakeEngine(), api_key="k")) as http:
+        path = "/omlxd/cache/forget"
+        assert (await http.post(path, json={"paths": []})).status_code == 401
+        http.headers["x-api-key"] = "k"
+        for paths in (["/etc/passwd"], [f"{NAMESPACE}/../x"], 5):
+            answer = await http.post(path, json={"paths": paths, "remove": True})
+            assert answer.status_code == 400
+        answer = await http.post(path, json={"paths": []})
+        assert answer.status_code == 503 and "no SSD cache" in answer.text
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory):
+    with Daemon(tmp_path_factory.mktemp("home")) as daemon:
+        yield daemon
+
+
+SEEDS = itertools.count(10)
+
+
+@pytest.fixture
+def running(started: Daemon) -> Daemon:
+    """With at least five files that its account knows."""
+    before = account(started)["files"]
+    started.chat(prose(100, seed=next(SEEDS)))
+    wait_until(lambda: account(started)["files"] == len(files(started)) >= before + 5, 20)
+    return started
+
+
+def cache_of(daemon: Daemon) -> Path:
+    return daemon.home / "omlxd" / "cache"
+
+
+def files(daemon: Daemon) -> list[Path]:
+    return list(cache_of(daemon).rglob("*.safetensors"))
+
+
+def run(daemon: Daemon, *argv: str) -> int:
+    folder = str(cache_of(daemon))
+    return cli.main(["cache", *argv, "--paged-ssd-cache-dir", folder, "--url", daemon.url])
+
+
+def account(daemon: Daemon) -> dict[str, int]:
+    return daemon.http.get("/omlxd/status").json()["cold"]
+
+
+def test_stats_tell_of_the_daemon(running: Daemon, capsys):
+    running.chat(prose(100))
+    assert run(running, "stats") == 0
+    out = capsys.readouterr().out
+    assert f"{running.model}: " in out and "prompt tokens restored" in out and "written" in out
+    assert run(running, "stats", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["live"]["pid"] == running.process.pid == told["daemon_pid"]
+
+
+def test_clear_goes_through_the_daemon_and_its_account_is_right(running: Daemon, capsys):
+    running.chat(prose(100))
+    wait_until(lambda: account(running)["files"] == len(files(running)), 20)
+    assert run(running, "clear", "--model", "no-such-model", "--yes") == 2
+    assert run(running, "clear", "--older-than", "1h", "--yes") == 0
+    assert "nothing to remove" in capsys.readouterr().out
+    assert run(running, "clear", "--model", running.model, "--yes") == 0
+    assert "removed" in capsys.readouterr().out
+    assert files(running) == [] and account(running)["bytes"] == account(running)["files"] == 0
+    # It serves on, from RAM, and stores again what comes.
+    assert own_usage(running.chat(prose(100)))["cached_hot"] > 0
+    running.chat(prose(100, seed=5))
+    wait_until(lambda: len(files(running)) >= 4, 20)
+    wait_until(lambda: account(running)["files"] == len(files(running)), 20)
+
+
+def test_bad_files_leave_the_account_too(running: Daemon, capsys):
+    before = account(running)["files"]
+    bad, worse = files(running)[:2]
+    bad.write_bytes(b"nonsense")
+    assert run(running, "check", "--delete-bad") == 1
+    assert account(running)["files"] == before - 1
+    worse.write_bytes(b"nonsense")
+    assert run(running, "scrub") == 1
+    assert account(running)["files"] == before - 2 == len(files(running))
+    assert "counts the removed files" not in capsys.readouterr().out
+
+
+def test_a_daemon_that_does_not_answer_is_in_the_way(running: Daemon, capsys):
+    folder = str(cache_of(running))
+    argv = ["cache", "clear", "--yes", "--paged-ssd-cache-dir", folder, "--url", "http://127.0.0.1:1"]
+    assert cli.main(argv) == 1
+    assert "is using" in capsys.readouterr().err and len(files(running)) >= 5
