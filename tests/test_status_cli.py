@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -194,3 +196,10 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     assert "--block-size" in text and "100 GB" in text and "auto" in text
     assert cli.main(["config", "show", "--port", "banana"]) == 2
     assert cli.main(["config"]) == 2
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m omlxd config show | head -1", shell=True, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("SETTING") and done.stderr == ""

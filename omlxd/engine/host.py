@@ -303,7 +303,8 @@ class EngineHost:
         }
         if scheduler.bridge is not None:
             values |= _store_figures(scheduler.bridge.store)
-        return values
+        # A flag or a NumPy number among them would be a frame that the front refuses.
+        return {name: float(value) for name, value in values.items()}
 
     def close(self, deadline_s: float) -> None:
         """Flush the store. The scheduler must have stopped."""
