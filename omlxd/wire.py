@@ -42,6 +42,7 @@ class CacheSettings(Struct, frozen=True):
     """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier.
 
     admission   which blocks are written (kv/admission.py). write_back: not before they leave RAM or idle
+    kv_bits     8 or 4: per-token KV is quantised, in groups of `kv_group_size`; 0: it is not
     """
 
     enabled: bool = True
@@ -51,6 +52,8 @@ class CacheSettings(Struct, frozen=True):
     cold_dir: str = ""
     admission: str = "always"
     write_back: bool = False
+    kv_bits: int = 0
+    kv_group_size: int = 64
 
 
 class PromptSettings(Struct, frozen=True):

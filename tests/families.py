@@ -8,6 +8,7 @@ prompt; the output rows of special tokens are zero, so that no greedy run ends b
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +31,16 @@ FP32_ONLY = tuple(name for name, family in CONFIGS.items() if family.fp32_only)
 """Mixtures of experts: MLX's GatherMM has only float32 on a CPU."""
 
 
-def build_family(name: str, folder: Path | str, dtype: DType = "fp32", seed: int = 1) -> Path:
+def build_family(
+    name: str,
+    folder: Path | str,
+    dtype: DType = "fp32",
+    seed: int = 1,
+    changes: Mapping[str, Any] | None = None,
+) -> Path:
     """A model of family `name` (one of FAMILIES) in `folder`; returns `folder`.
+
+    changes  to the family's config
 
     The same arguments give the same weights. Raises ValueError for bf16 where the CPU has none.
     """
@@ -42,6 +51,7 @@ def build_family(name: str, folder: Path | str, dtype: DType = "fp32", seed: int
     tokenizer = demo.write_tokenizer(folder, VOCAB)
     end = tokenizer.token_to_id("<|im_end|>")
     config = {"model_type": name, "eos_token_id": end} | COMMON | CONFIGS[name].config
+    config |= changes or {}
 
     model_class, args_class = _get_classes(config)
     model = model_class(args_class.from_dict(config))

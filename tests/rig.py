@@ -111,7 +111,10 @@ class Rig:
         slots: int = 8,
         cap: int = 10**10,
         record: bool = False,
+        kv_bits: int = 0,
+        kv_group: int = 64,
     ):
+        self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
         self._slots, self._cap, self._record = slots, cap, record
         self.error: Exception | None = None
@@ -133,12 +136,12 @@ class Rig:
         self.scheduler.run()
 
     def _build(self) -> None:
-        self.loaded = loaded = mlx_adapter.load(self.model_path)
+        self.loaded = loaded = mlx_adapter.load(self.model_path, self.kv)
         self.recorder = Recorder(loaded.model)
         if self._record:
             loaded.model = self.recorder
         self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK)
-        self.namespace = namespace_of({"model": str(self.model_path)})
+        self.namespace = namespace_of({"model": str(self.model_path), "kv": repr(self.kv)})
         self.ledger: Ledger | None = None
         if not self.reuse or loaded.layout is None:
             return

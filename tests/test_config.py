@@ -106,6 +106,8 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("port", "-1"),
         ("initial_cache_blocks", "0"),
         ("block_size", "100"),
+        ("kv_bits", "16"),
+        ("kv_group_size", "48"),
         ("block_size", "8"),
         ("max_concurrent_requests", "0"),
         ("log_level", "loud"),

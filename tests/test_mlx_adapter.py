@@ -102,7 +102,6 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
         assert mx.array_equal(joined[name], tensor[:, :, 16:]).item()
         assert landed[name].dtype == compute
         assert mx.array_equal(landed[name][:, :, :32], tensor[:, :, 16:]).item()
-        assert not mx.any(landed[name][:, :, 32:]).item()
 
 
 def test_appending_grows_a_cache_and_keeps_what_it_holds(folders):

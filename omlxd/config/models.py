@@ -46,6 +46,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     pin: bool = False
     aliases: tuple[str, ...] = ()
     block_size: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int | None = None
     no_cache: bool | None = None
     max_concurrent_requests: int | None = None
     healing: bool | None = None
@@ -55,6 +57,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 NEXT_LOAD = (
     "block_size",
+    "kv_bits",
+    "kv_group_size",
     "no_cache",
     "max_concurrent_requests",
     "healing",
@@ -142,6 +146,15 @@ def _table(value: Any) -> dict[str, Any]:
     return value
 
 
+def _whole_of(*numbers: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if value not in numbers or isinstance(value, bool):
+            raise _Wrong(f"none of {', '.join(map(str, numbers))}")
+        return value
+
+    return parse
+
+
 def _block_size(value: Any) -> int:
     if value not in (16, 32, 64, 128, 256, 512, 1024) or isinstance(value, bool):
         raise _Wrong("no power of two from 16 to 1024 tokens")
@@ -165,6 +178,8 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
     "pin": _flag,
     "aliases": _aliases,
     "block_size": _block_size,
+    "kv_bits": _whole_of(0, 4, 8),
+    "kv_group_size": _whole_of(32, 64, 128),
     "no_cache": _flag,
     "max_concurrent_requests": _whole(1, 1024),
     "healing": _flag,

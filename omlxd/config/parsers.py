@@ -79,6 +79,16 @@ def integer(low: int, high: int) -> Callable[[str, str, Mapping[str, Any]], int]
     return parse
 
 
+def whole_of(*numbers: int) -> Callable[[str, str, Mapping[str, Any]], int]:
+    def parse(text: str, param: str, _: Mapping[str, Any]) -> int:
+        if text not in map(str, numbers):
+            known = ", ".join(map(str, numbers))
+            raise ConfigError(f"{param}: {text!r} is none of {known}.", param=param)
+        return int(text)
+
+    return parse
+
+
 def block_size(text: str, param: str, known: Mapping[str, Any]) -> int:
     if text not in {"16", "32", "64", "128", "256", "512", "1024"}:
         raise ConfigError(f"{param}: {text!r} is no power of two from 16 to 1024 tokens.", param=param)

@@ -39,7 +39,7 @@ from .flush_clock import FlushClock
 from .harvest import KVBridge
 from .healing import Place, Scope
 from .hot_budget import HotBudget
-from .mlx_adapter import LoadedModel
+from .mlx_adapter import LoadedModel, Quantisation
 from .output import OutputParser, prepare
 from .output_thread import OutputThread
 from .prompt import PromptPipeline
@@ -71,7 +71,7 @@ class EngineHost:
         self._path = load.model_path
         self._output = output
         self._clock: FlushClock | None = None
-        self.loaded = mlx_adapter.load(Path(load.model_path))
+        self.loaded = mlx_adapter.load(Path(load.model_path), _quantisation(load.cache))
         self.scheduler = Scheduler(
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
         )
@@ -107,7 +107,7 @@ class EngineHost:
             "block_size": self._settings.block_size,
             "versions": mlx_adapter.versions(),
             "adapter": "",
-            "kv_bits": 0,
+            "kv_bits": _quantisation_facts(self._settings),
             "world": [1, 0],
         }
         return namespace_of(self._facts)
@@ -312,6 +312,15 @@ class EngineHost:
             self._clock.stop()
         if self.scheduler.bridge is not None and not self.scheduler.bridge.close(deadline_s):
             log.warning("not every block was stored before the deadline")
+
+
+def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:
+    return Quantisation(settings.kv_bits, settings.kv_group_size) if settings.kv_bits else None
+
+
+def _quantisation_facts(settings: wire.CacheSettings) -> object:
+    """Plain JSON, for the namespace."""
+    return [settings.kv_bits, settings.kv_group_size] if settings.kv_bits else 0
 
 
 def _store_figures(store: KVStore) -> dict[str, float]:

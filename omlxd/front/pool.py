@@ -284,6 +284,8 @@ class EnginePool:
                 cold_dir="" if no_cache else cold_dir,
                 admission=settings.ssd_cache_admission,
                 write_back=settings.hot_cache_write == "back",
+                kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
+                kv_group_size=own.kv_group_size or settings.kv_group_size,
             ),
             max_concurrent=slots,
             log_level=settings.log_level,

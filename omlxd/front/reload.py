@@ -28,7 +28,9 @@ LIVE = frozenset(
         *("model_dir", "model_ttl", "max_loaded_models", "no_jit_load", "no_hf_cache"),
     }
 )
-FROM_THE_NEXT_LOAD = frozenset({"hot_cache_max_size", "initial_cache_blocks", "block_size"})
+FROM_THE_NEXT_LOAD = frozenset(
+    {"hot_cache_max_size", "initial_cache_blocks", "block_size", "kv_bits", "kv_group_size"}
+)
 
 
 class _Pool(Protocol):

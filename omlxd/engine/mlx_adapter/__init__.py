@@ -12,7 +12,8 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
   `as_linear` of its embedding.
 """
 
-from .batches import EvenBatchKVCache, extend, keep_rows, merge, row_states, row_tensors
+from .batch_kv import EvenBatchKVCache, round_up
+from .batches import extend, keep_rows, merge, row_states, row_tensors
 from .blank import blank_arrays
 from .caches import (
     after_prefill,
@@ -20,19 +21,20 @@ from .caches import (
     filled_cache,
     new_cache,
     put_states,
-    round_up,
     state_arrays,
     state_tensors,
     tensors,
 )
 from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
 from .loading import LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
+from .quantised import Quantisation
 from .types import backend, compute_dtype, storage_dtype, versions
 
 __all__ = [
     "Cache",
     "EvenBatchKVCache",
     "LoadedModel",
+    "Quantisation",
     "StateLayout",
     "after_prefill",
     "append_tokens",

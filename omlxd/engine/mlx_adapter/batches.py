@@ -3,43 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache
 
-from .caches import GROW_STEP, round_up, state_tensors
+from .batch_kv import EvenBatchKVCache
+from .caches import state_tensors
 from .layouts import Cache, leaf_tensors, leaves
-
-
-class EvenBatchKVCache(BatchKVCache):
-    """A batch cache that asks for no mask while no row is padded, and grows geometrically.
-
-    A mask of an array forces attention out of its fused kernel on CUDA: 8 rows of 4,096 tokens take
-    21 ms with one and 11 without (H100, tools/bench/gpu.py). One token a row needs none where every
-    column is that row's.
-    """
-
-    _padded: bool | None = None
-
-    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
-        if self._padded is None:
-            self._padded = any(cast(list[int], self.left_padding.tolist()))
-        if N == 1 and not self._padded and not return_array and not kwargs.get("window_size"):
-            return None
-        return super().make_mask(N, return_array, **kwargs)
-
-    def extend(self, other: Any) -> None:
-        super().extend(other)
-        self._changed()
-
-    def filter(self, batch_indices: Any) -> None:
-        super().filter(batch_indices)
-        self._changed()
-
-    def _changed(self) -> None:
-        self._padded = None
-        self.step = max(GROW_STEP, round_up(self._idx // 4))
 
 
 def merge(caches: Sequence[Cache]) -> Cache:

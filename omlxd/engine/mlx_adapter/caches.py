@@ -5,17 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
-from .layouts import Cache, leaf_tensors, leaves, named_tensors
-
-GROW_STEP = 256
-"""Tokens; capacities are multiples of it, as mlx-lm's own are."""
-
-
-def round_up(tokens: int) -> int:
-    """A capacity, in tokens."""
-    return -(-tokens // GROW_STEP) * GROW_STEP
+from .batch_kv import next_step, round_up
+from .layouts import Cache, keeps_tokens, leaf_tensors, leaves, named_tensors, set_leaf_tensors
 
 
 def new_cache(model: Any, capacity: int) -> Cache:
@@ -26,7 +19,7 @@ def new_cache(model: Any, capacity: int) -> Cache:
     """
     cache = make_prompt_cache(model)
     for _, leaf in leaves(cache):
-        if type(leaf) is KVCache:
+        if keeps_tokens(leaf):
             leaf.step = round_up(capacity)
     return cache
 
@@ -35,32 +28,33 @@ def filled_cache(model: Any, arrays: dict[str, mx.array], length: int) -> Cache:
     """A cache over `arrays` (by layout name, each (1, heads, capacity, dim)) holding `length` tokens."""
     cache = make_prompt_cache(model)
     for name, leaf in leaves(cache):
-        if type(leaf) is KVCache:
-            leaf.keys, leaf.values = arrays[f"{name}.keys"], arrays[f"{name}.values"]
+        if keeps_tokens(leaf):
+            set_leaf_tensors(name, leaf, arrays)
             leaf.offset = length
-            leaf.step = max(GROW_STEP, round_up(length // 4))
+            leaf.step = next_step(length)
     return cache
 
 
 def after_prefill(cache: Cache, length: int) -> None:
     """Grow geometrically from here on, not by the size of the first allocation."""
     for _, leaf in leaves(cache):
-        if type(leaf) is KVCache:
-            leaf.step = max(GROW_STEP, round_up(length // 4))
+        if keeps_tokens(leaf):
+            leaf.step = next_step(length)
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:
     """Write `count` tokens of KV at position `start` of a plain cache.
 
-    arrays    by layout name, each (1, heads, count, dim), in the compute type
+    arrays    by layout name, each (1, heads, count, dim), in the type that the cache keeps
     capacity  tokens to allocate for when the cache is still empty
     """
-    for name, layer in leaves(cache):
-        if type(layer) is not KVCache:
+    for name, leaf in leaves(cache):
+        if not keeps_tokens(leaf):
             continue
-        for attribute in ("keys", "values"):
-            new = arrays[f"{name}.{attribute}"]
-            have = getattr(layer, attribute)
+        held = dict(leaf_tensors(name, leaf))
+        for tensor in held:
+            new = arrays[tensor]
+            have = held[tensor]
             if have is None or have.shape[2] < start + count:
                 room = round_up(max(capacity, start + count))
                 _, heads, _, dim = new.shape
@@ -69,8 +63,9 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
                     grown[..., :start, :] = have[..., :start, :]
                 have = grown
             have[..., start : start + count, :] = new
-            setattr(layer, attribute, have)
-        layer.offset = start + count
+            held[tensor] = have
+        set_leaf_tensors(name, leaf, held)
+        leaf.offset = start + count
 
 
 def tensors(cache: Cache) -> dict[str, mx.array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,6 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from ...kv.layout import Group, KVLayout
+from .quantised import PARTS, PackedKV, QuantisedKVCache
 from .types import SAFETENSORS_DTYPE
 
 Cache = list[Any]
@@ -72,18 +74,41 @@ def _add_leaves(name: str, layer: Any, found: list[tuple[str, Any]]) -> None:
         found.append((name, layer))
 
 
+def keeps_tokens(leaf: Any) -> bool:
+    """It holds one entry a token, of one sequence, and nothing else."""
+    return type(leaf) in (KVCache, QuantisedKVCache)
+
+
 def leaf_tensors(name: str, leaf: Any) -> list[tuple[str, Any]]:
-    """Arrays of one cache as it keeps them; None where it has none yet."""
+    """Arrays of one cache as it keeps them, by name; None where it has none yet."""
     if isinstance(leaf, ArraysCache):
         return [(f"{name}.state.{i}", array) for i, array in enumerate(leaf.cache)]
-    return [(f"{name}.keys", leaf.keys), (f"{name}.values", leaf.values)]
+    pair = [(f"{name}.keys", leaf.keys), (f"{name}.values", leaf.values)]
+    if isinstance(leaf, PackedKV):
+        none = [None] * len(PARTS)
+        return [
+            (f"{tensor}.{part}", array)
+            for tensor, parts in pair
+            for part, array in zip(PARTS, parts or none, strict=True)
+        ]
+    return pair
+
+
+def set_leaf_tensors(name: str, leaf: Any, arrays: Mapping[str, mx.array]) -> None:
+    """The inverse of `leaf_tensors`, for a cache that `keeps_tokens`."""
+    for attribute in ("keys", "values"):
+        tensor = f"{name}.{attribute}"
+        packed = isinstance(leaf, PackedKV)
+        setattr(leaf, attribute, [arrays[f"{tensor}.{p}"] for p in PARTS] if packed else arrays[tensor])
 
 
 def reuse_obstacle(cache: Cache) -> str:
     """Empty when all that the model keeps can be stored and brought back; else the reason why not."""
     found = [leaf for _, leaf in leaves(cache)]
     others = {
-        type(leaf).__name__ for leaf in found if type(leaf) not in (KVCache, RotatingKVCache, ArraysCache)
+        type(leaf).__name__
+        for leaf in found
+        if not keeps_tokens(leaf) and type(leaf) not in (RotatingKVCache, ArraysCache)
     }
     if others:
         return f"layers of this model keep {', '.join(sorted(others))}: state that omlxd can't store yet"
@@ -115,7 +140,7 @@ def layout_of(cache: Cache) -> KVLayout:
 def states_of(cache: Cache) -> StateLayout:
     found: list[StateTensor] = []
     for name, leaf in leaves(cache):
-        if type(leaf) is KVCache:
+        if keeps_tokens(leaf):
             continue
         window = leaf.max_size if isinstance(leaf, RotatingKVCache) else 0
         found += [
@@ -127,5 +152,5 @@ def states_of(cache: Cache) -> StateLayout:
 
 def named_tensors(cache: Cache) -> list[tuple[str, mx.array]]:
     return [
-        tensor for name, leaf in leaves(cache) if type(leaf) is KVCache for tensor in leaf_tensors(name, leaf)
+        tensor for name, leaf in leaves(cache) if keeps_tokens(leaf) for tensor in leaf_tensors(name, leaf)
     ]

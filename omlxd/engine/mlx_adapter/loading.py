@@ -9,13 +9,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load as mlx_load
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
+from ...errors import ModelError
 from ...kv.layout import KVLayout
-from .layouts import StateLayout, is_batchable, layout_of, reuse_obstacle, states_of
+from .caches import state_arrays
+from .layouts import Cache, StateLayout, is_batchable, layout_of, leaves, reuse_obstacle, states_of
+from .quantised import Quantisation, quantised_layers
 
 
 @dataclass(slots=True)
@@ -43,18 +46,21 @@ class LoadedModel:
         return str(self.config.get("model_type", "unknown"))
 
 
-def load(path: Path) -> LoadedModel:
+def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
-    Call on the engine thread: MLX's streams are a thread's own. Raises what mlx-lm raises.
+    kv  keep per-token KV so; None: in the model's own type
+
+    Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not
+    possible, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     model, tokenizer, config = mlx_load(str(path), return_config=True)  # type: ignore[misc]
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
-    cache = make_prompt_cache(model)
-    logits = model(mx.array([[0]]), cache=cache)
-    mx.eval(logits)
+    cache, logits = _try(model, [[0]])
+    if kv is not None:
+        cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
     return LoadedModel(
         model=model,
@@ -73,6 +79,57 @@ def load(path: Path) -> LoadedModel:
 def load_tokenizer(path: Path) -> TokenizerWrapper:
     """Tokenizer and template alone, as `load` would give them. Raises what mlx-lm raises."""
     return mlx_load_tokenizer(path)
+
+
+def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
+    """(a cache, the last logits) after passes of these tokens."""
+    cache = make_prompt_cache(model)
+    logits = mx.array(0)
+    for tokens in passes:
+        logits = model(mx.array([tokens]), cache=cache)
+        mx.eval(logits, state_arrays(cache))
+    return cache, logits
+
+
+def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:
+    """From now on `model`'s caches keep per-token KV as `kv` says; a cache of one token of that kind.
+
+    plain  one with a token in it. Raises ModelError, naming what is in the way.
+    """
+    if reason := _obstacle(plain, kv):
+        raise _refusal(model_type, kv, reason)
+    fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in plain])
+    model.make_cache = lambda: quantised_layers(fresh(), kv)
+    try:
+        # Attention is asked for one token and for several, since it reads packed KV only for one.
+        _try(model, [[0, 1], [2], [3, 4]])
+        return _try(model, [[0]])[0]
+    except Exception as error:
+        raise _refusal(model_type, kv, f"its attention can't read a packed KVCache: {error}") from error
+
+
+def _obstacle(plain: Cache, kv: Quantisation) -> str:
+    """Why the caches of a model can't be quantised; empty: nothing known."""
+    if unknown := reuse_obstacle(plain):
+        return unknown
+    found = [leaf for _, leaf in leaves(plain)]
+    tokens: list[Any] = [leaf for leaf in found if type(leaf) is KVCache]
+    if not tokens:
+        names = ", ".join(sorted({type(leaf).__name__ for leaf in found}))
+        return f"its layers keep {names} alone, which does not grow with the context"
+    for leaf in tokens:
+        keys, values = leaf.keys, leaf.values
+        if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
+            return "its KVCache holds the latent of MLA, which its attention expands itself"
+        if width := next((a.shape[3] for a in (keys, values) if a.shape[3] % kv.group), 0):
+            return f"its KVCache has heads {width} wide, which groups of {kv.group} don't divide"
+    return ""
+
+
+def _refusal(model_type: str, kv: Quantisation, reason: str) -> ModelError:
+    return ModelError(
+        f"{model_type} can't have --kv-bits {kv.bits}: {reason}; serve it with --kv-bits 0", param="--kv-bits"
+    )
 
 
 def _last(x: mx.array) -> mx.array:

@@ -1,0 +1,199 @@
+"""Per-token KV in 8 or 4 bits: caches of one sequence and of a batch.
+
+mlx-lm's `QuantizedKVCache` is for one sequence; nothing of its kind can be batched (0.32.2). These two
+keep the same numbers (`mx.quantize`, a group of neighbours in a head at a time, so a token's bytes
+depend on that token alone: not on its chunk, nor on its batch) and give attention what suits it:
+
+| tokens in a pass | attention gets               | why                                               |
+|------------------|------------------------------|---------------------------------------------------|
+| 1                | packed parts and `bits`      | mlx-lm's quantised attention reads fewest bytes   |
+| more             | the same numbers, unpacked   | quantised attention would build a matrix of chunk |
+|                  |                              | by context a head; the fused kernel builds none   |
+
+`bits` is how mlx-lm's attention tells a quantised cache; so it is there only after a pass of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
+
+from .batch_kv import EvenBatchKVCache
+
+PARTS = ("weight", "scales", "biases")
+"""Tensors of one quantised K or V: u32 of (1, heads, tokens, dim * bits / 32), and two in the compute
+type of (1, heads, tokens, dim / group)."""
+
+Parts = list[mx.array]
+
+
+@dataclass(slots=True, frozen=True)
+class Quantisation:
+    """`bits` of a number: 8 or 4. `group`: neighbours that share a scale and a bias: 32, 64 or 128."""
+
+    bits: int
+    group: int = 64
+
+    def pack(self, array: mx.array) -> Parts:
+        return list(cast(Any, mx.quantize(array, group_size=self.group, bits=self.bits)))
+
+    def unpack(self, parts: Sequence[mx.array]) -> mx.array:
+        return mx.dequantize(*parts, group_size=self.group, bits=self.bits)
+
+
+class PackedKV:
+    """What both caches have in common: parts, and how attention reads them."""
+
+    how: Quantisation
+    keys: Any
+    values: Any
+
+    def _read(self, length: int, tokens: int) -> tuple[Any, Any]:
+        """K and V of the first `length` columns, for a pass of `tokens` tokens."""
+        keys, values = ([part[..., :length, :] for part in parts] for parts in (self.keys, self.values))
+        if tokens == 1:
+            self.bits, self.group_size = self.how.bits, self.how.group
+            return keys, values
+        self.__dict__.pop("bits", None)
+        return self.how.unpack(keys), self.how.unpack(values)
+
+    def _write(self, keys: mx.array, values: mx.array, start: int, step: int) -> None:
+        """Pack K and V into columns from `start` on, which lie at the end."""
+        packed = self.how.pack(keys), self.how.pack(values)
+        stop = start + keys.shape[2]
+        if self.keys is None or stop > self.keys[0].shape[2]:
+            room = -(-keys.shape[2] // step) * step
+            old = (self.keys, self.values) if self.keys is not None else (None, None)
+            self.keys, self.values = (
+                [_grown(part, like, start, room) for part, like in zip(parts or [None] * 3, new, strict=True)]
+                for parts, new in zip(old, packed, strict=True)
+            )
+        for parts, new in zip((self.keys, self.values), packed, strict=True):
+            for part, fresh in zip(parts, new, strict=True):
+                part[..., start:stop, :] = fresh
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in (self.keys, self.values) for part in parts or ())
+
+
+def _grown(part: mx.array | None, like: mx.array, length: int, room: int) -> mx.array:
+    """The first `length` columns of `part`, and `room` more."""
+    more = mx.zeros((*like.shape[:2], room, like.shape[3]), like.dtype)
+    return more if part is None else mx.concatenate([part[..., :length, :], more], axis=2)
+
+
+class QuantisedKVCache(PackedKV):
+    """Of one sequence, as `KVCache`."""
+
+    step = 256
+
+    def __init__(self, how: Quantisation):
+        self.how = how
+        self.keys: Any = None
+        self.values: Any = None
+        self.offset = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        self._write(keys, values, self.offset, self.step)
+        self.offset += keys.shape[2]
+        return self._read(self.offset, keys.shape[2])
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """As the last pass got them."""
+        return self._read(self.offset, 1 if hasattr(self, "bits") else 2)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return create_attention_mask(*args, offset=self.offset, **kwargs)
+
+    @property
+    def state(self) -> tuple[Any, Any, int]:
+        return self.keys, self.values, self.offset
+
+    def size(self) -> int:
+        return self.offset
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    @classmethod
+    def merge(cls, caches: Sequence[QuantisedKVCache]) -> QuantisedBatchKVCache:
+        batch = QuantisedBatchKVCache.of(caches[0])
+        for cache in caches[1:]:
+            batch.extend(QuantisedBatchKVCache.of(cache))
+        return batch
+
+
+class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
+    """Of a batch, padded on the left, as `BatchKVCache`. Padding is zeros: no weight, no scale, no bias."""
+
+    def __init__(self, how: Quantisation, left_padding: list[int]):
+        EvenBatchKVCache.__init__(self, left_padding)
+        self.how = how
+
+    @classmethod
+    def of(cls, cache: QuantisedKVCache) -> QuantisedBatchKVCache:
+        """A batch of one, which shares the cache's arrays."""
+        batch = cls(cache.how, [0])
+        batch.keys, batch.values = cache.keys, cache.values
+        batch._idx = cache.offset
+        batch.offset = mx.array([cache.offset])
+        batch._changed()
+        return batch
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        self._write(keys, values, self._idx, self.step)
+        self._idx += keys.shape[2]
+        self.offset = self.offset + keys.shape[2]
+        return self._read(self._idx, keys.shape[2])
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """As the last pass got them."""
+        return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
+
+    def extend(self, other: QuantisedBatchKVCache) -> None:
+        longest = max(self._idx, other._idx)
+        capacity = max(c.keys[0].shape[2] for c in (self, other))
+        for name in ("keys", "values"):
+            rows = ([_right(p, c._idx, longest, capacity) for p in getattr(c, name)] for c in (self, other))
+            setattr(self, name, [mx.concatenate(list(pair)) for pair in zip(*rows, strict=True)])
+        self.left_padding = mx.concatenate([c.left_padding + longest - c._idx for c in (self, other)])
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self._idx = longest
+        self._changed()
+
+    def filter(self, batch_indices: Any) -> None:
+        rows = mx.array(batch_indices)
+        self.left_padding, self.offset = self.left_padding[rows], self.offset[rows]
+        spare = min(cast(list[int], self.left_padding.tolist()))
+        self.keys, self.values = (
+            [part[rows][..., spare:, :] for part in parts] for parts in (self.keys, self.values)
+        )
+        self.left_padding, self._idx = self.left_padding - spare, self._idx - spare
+        self._changed()
+
+
+def _right(part: mx.array, length: int, longest: int, capacity: int) -> mx.array:
+    """`part`'s first `length` columns moved so that they end at column `longest` of `capacity`."""
+    left = longest - length
+    kept = part[..., : min(part.shape[2], capacity - left), :]
+    right = capacity - left - kept.shape[2]
+    return mx.pad(kept, [(0, 0), (0, 0), (left, right), (0, 0)]) if left or right else kept
+
+
+def quantised_layers(cache: Sequence[Any], how: Quantisation) -> list[Any]:
+    """`cache`, new, with every plain `KVCache` made a quantised one; what is bounded stays as it is."""
+    return [_quantised(layer, how) for layer in cache]
+
+
+def _quantised(layer: Any, how: Quantisation) -> Any:
+    if isinstance(layer, CacheList):
+        return CacheList(*(_quantised(member, how) for member in layer.caches))
+    return QuantisedKVCache(how) if type(layer) is KVCache else layer
