@@ -41,6 +41,8 @@ PULSE_S = 1.0
 """Between two looks at whether work gets done."""
 ORPHAN_FLUSH_S = 1.0
 """How long an engine whose front is gone goes on storing."""
+ORPHAN_EXIT_S = 5.0
+"""How long after that end it is gone itself, at the latest."""
 
 
 class EngineService:
@@ -85,6 +87,10 @@ class EngineService:
                     return self._close(message.deadline_s)
                 self._handle(message)
         log.info("the front is gone")
+        # Whatever hangs on the way out: nobody is left who would end this process.
+        last = threading.Timer(ORPHAN_EXIT_S, os._exit, (1,))
+        last.daemon = True
+        last.start()
         self._close(deadline_s)
 
     def _read_grants(self, decoder: wire.FrameDecoder) -> None:

@@ -1,0 +1,130 @@
+"""No engine outlives its front: the end of the socket alone ends it, whatever it is doing.
+
+Linux would also end it by a signal when its parent dies; here the parent lives on and only closes
+the socket, which is all that other systems offer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from daemon import BLOCK, REPO, demo_model, prose
+
+from omlxd import wire
+from omlxd.chat import GenerateRequest, Progress, RawPrompt, Sampling, TextDelta
+from omlxd.engine import service
+
+GONE_S = service.ORPHAN_FLUSH_S + 3.0
+"""On a machine that does other things as well."""
+
+
+class Engine:
+    """An engine process, and the front's end of its socket."""
+
+    def __init__(self, cold: Path):
+        self.socket, theirs = socket.socketpair()
+        self.cold = cold
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "omlxd.engine", "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=REPO,
+                stderr=subprocess.DEVNULL,
+            )
+        self.socket.settimeout(60)
+        self._decoder = wire.FrameDecoder(wire.ToFront)
+
+    def send(self, message: object) -> None:
+        self.socket.sendall(wire.encode(message))
+
+    def load(self) -> None:
+        cache = wire.CacheSettings(cold_dir=str(self.cold))
+        self.send(wire.Load(model_path=str(demo_model()), model_id="demo", cache=cache))
+
+    def generate(self, id: int, words: int, max_tokens: int) -> None:
+        sampling = Sampling(temperature=0.0, max_tokens=max_tokens)
+        prompt = RawPrompt(text=prose(words, seed=id))
+        self.send(wire.Generate(id=id, request=GenerateRequest(prompt=prompt, sampling=sampling)))
+
+    def until(self, found: Callable[[object], bool]) -> None:
+        """Read frames until one is `found`; space for blocks is granted meanwhile."""
+        while data := self.socket.recv(1 << 18):
+            for message in self._decoder.feed(data):
+                if isinstance(message, wire.Reserve):
+                    self.send(wire.Grant(ticket=message.ticket, nbytes=message.nbytes))
+                if found(message):
+                    return
+        raise AssertionError("the engine ended first")
+
+    def hang_up(self) -> float:
+        """Close the socket; seconds until the process was gone."""
+        self.socket.close()
+        began = time.monotonic()
+        self.process.wait(GONE_S)
+        return time.monotonic() - began
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = Engine(tmp_path)
+    yield made
+    with contextlib.suppress(OSError):
+        made.socket.close()
+    if made.process.poll() is None:
+        made.process.kill()
+        made.process.wait()
+
+
+def event(kind: type) -> Callable[[object], bool]:
+    return lambda message: (
+        isinstance(message, wire.Events) and any(isinstance(e, kind) for _, e in message.events)
+    )
+
+
+def test_while_it_imports(engine: Engine):
+    engine.hang_up()
+
+
+def test_while_it_loads(engine: Engine):
+    engine.load()
+    engine.until(lambda message: isinstance(message, wire.LoadProgress))
+    engine.hang_up()
+
+
+def test_while_it_prefills(engine: Engine):
+    engine.load()
+    engine.until(lambda message: isinstance(message, wire.Loaded))
+    for id in range(1, 7):
+        engine.generate(id, BLOCK * 20, 1)
+    engine.until(event(Progress))
+    engine.hang_up()
+
+
+@pytest.mark.slow
+def test_while_it_decodes_and_writes(engine: Engine):
+    engine.load()
+    engine.until(lambda message: isinstance(message, wire.Loaded))
+    for id in range(1, 5):
+        engine.generate(id, BLOCK, 2000)
+    engine.until(event(TextDelta))
+    engine.hang_up()
+    # What was computed is flushed for a moment.
+    assert list(engine.cold.rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_while_nobody_reads_what_it_sends(engine: Engine):
+    """Its sends block; the end of the socket ends them."""
+    engine.load()
+    engine.until(lambda message: isinstance(message, wire.Loaded))
+    for id in range(1, 9):
+        engine.generate(id, 4, 2000)
+    time.sleep(1.0)
+    engine.hang_up()
