@@ -206,3 +206,9 @@ def test_the_installed_command_is_there():
         pytest.skip("run from a checkout that is not installed")
     done = subprocess.run(["omlxd", "--version"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("omlxd 0.")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shell = f"{sys.executable} -m omlxd config show | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=os.environ)
+    assert done.stdout.startswith("SETTING") and not done.stderr

@@ -200,7 +200,8 @@ class EngineService:
 
     def _stats(self, message: wire.GetStats) -> None:
         values = self._host.result().stats() if self._host.done() else {}
-        self._send(wire.Stats(id=message.id, values=values))
+        # A gauge may be a bool or an int where it is kept; a frame that is not all floats would end us.
+        self._send(wire.Stats(id=message.id, values={name: float(v) for name, v in values.items()}))
 
     def _fail(self, id: int, error: Exception) -> None:
         if not isinstance(error, OmlxdError):
