@@ -156,6 +156,8 @@ class RawPrompt(Struct, frozen=True, tag="raw"):
 class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
+    parent_agent  the agent that started this one; "" is the session's own. Agents: `session` is
+        `name/agent` for one
     session     names the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
     timeout_s   wall-clock limit, in seconds from receipt, below the engine's own; 0: the engine's own
@@ -166,6 +168,7 @@ class GenerateRequest(Struct, frozen=True):
     prompt: Union[Conversation, RawPrompt]
     sampling: Sampling = Sampling()
     session: str = ""
+    parent_agent: str = ""
     cache_salt: str = ""
     context_limit: int = 0
     timeout_s: float = 0.0

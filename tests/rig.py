@@ -187,6 +187,7 @@ class Rig:
         eos: Seq[int] = (),
         salt: str = "",
         output: Output | None = None,
+        shelter: Seq[bytes] = (),
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -201,6 +202,7 @@ class Rig:
             eos=frozenset(eos),
             sampler=SamplerRow(params, prompt=list(tokens) if params.penalised else ()),
             sink=output,
+            shelter=shelter,
         )
         self.scheduler.submit(output.sequence)
         return output

@@ -172,6 +172,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             prompt=conversation,
             sampling=_sampling(request),
             session=_session(headers or {}, request.metadata),
+            parent_agent=session_header(headers or {}, "x-claude-code-parent-agent-id"),
             format=_format(request),
         ),
     )

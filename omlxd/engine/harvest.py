@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
-from . import mlx_adapter
+from . import mlx_adapter, shelter
 from .payload import MLXPayload, append_blocks, copy_blocks, read_payload
 from .restore import Restore
 from .sequence import Sequence, capacity_for
@@ -114,6 +114,7 @@ class KVBridge:
             used = [*self.states.finish(sequence), *used]
         table.free()
         self.store.record_use(used)
+        shelter.let_go(self.store, sequence)
 
     # ----------------------------------------------------------------- out of the store
 
@@ -125,6 +126,7 @@ class KVBridge:
         """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
         if sequence.table is None:
             sequence.table = self.store.new_table()
+            shelter.hold(self.store, sequence)
         table, limit = sequence.table, self.limit(sequence)
         if self._layout.groups:
             self.store.extend_match(table, sequence.hashes, limit)

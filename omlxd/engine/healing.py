@@ -93,7 +93,10 @@ class Turn:
 
 
 class Scope(NamedTuple):
-    """Whose turns: `session` as the client named it, "" where it didn't; `salt` of its cache."""
+    """Whose turns: `session` as the client named it, "" where it didn't; `salt` of its cache.
+
+    A sub-agent's session is a scope of its own: `name/agent`.
+    """
 
     session: str = ""
     salt: str = ""

@@ -33,6 +33,7 @@ from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
 from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
+from .correctness import Correctness
 from .explain import Explainer
 from .fingerprint import weight_fingerprints
 from .flush_clock import FlushClock
@@ -42,11 +43,12 @@ from .hot_budget import HotBudget
 from .mlx_adapter import LoadedModel, Quantisation
 from .output import OutputParser, prepare
 from .output_thread import OutputThread
-from .prompt import PromptPipeline
+from .prompt import PromptPipeline, RenderedPrompt
 from .request_sink import RequestSink, usage_of
 from .sampling import RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
+from .sessions import Lineage, Sessions, Standing, lineage_of
 from .staging import transport
 from .state_keeper import StateKeeper
 
@@ -84,6 +86,8 @@ class EngineHost:
         self.prompts = PromptPipeline(
             self.loaded.tokenizer, healing=load.prompts.healing, hoist_system=load.prompts.hoist_system
         )
+        self._sessions = Sessions()
+        self._correctness = Correctness(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf
         prepare(self.loaded.tokenizer)
         self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
@@ -238,6 +242,10 @@ class EngineHost:
             sink=sink,
             session=request.session,
         )
+        lineage = lineage_of(request, rendered, sequence.hashes)
+        standing = self._sessions.begin(lineage) if lineage else Standing()
+        sequence.shelter = standing.shelter
+        sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
@@ -246,6 +254,13 @@ class EngineHost:
             sink.echo(self.loaded.tokenizer.decode(tokens))
         self.scheduler.submit(sequence)
         return sequence
+
+    def _over(
+        self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
+    ) -> None:
+        if lineage is not None and not sequence.timed_out:
+            self._sessions.end(lineage, sequence.prompt_length // self._settings.block_size)
+        self._correctness.note(sequence, rendered, standing)
 
     def _learn(self, place: Place | None, sequence: Sequence, answer: Answer) -> None:
         """A turn has ended by itself: later prompts get it as it was generated."""
@@ -296,6 +311,8 @@ class EngineHost:
             "prompt_tokens_total": float(scheduler.prefilled_tokens),
             "generation_tokens_total": float(scheduler.decoded_tokens),
             **self.prompts.figures(),
+            **self._sessions.figures(),
+            **self._correctness.figures(),
             "requests_timed_out_total": float(scheduler.watchdog.expired),
             "mlx_active_bytes": float(mx.get_active_memory()),
             "mlx_peak_bytes": float(mx.get_peak_memory()),

@@ -44,6 +44,7 @@ class RenderedPrompt:
     reasoning           thinking tags in the answer are markup (not so for a raw prompt)
     tool_calls          calls in the answer are looked for
     place               where the answer will stand; None: it is not remembered
+    session             name of the conversation, its own or one made of its first messages; cache salt
     chain               canonical digests of the conversation's beginnings (canonical.py)
     healed, refused     turns put back as they were generated; reasons why others were not
     exposed             somebody's control tokens are read as control tokens
@@ -55,6 +56,7 @@ class RenderedPrompt:
     reasoning: bool = False
     tool_calls: bool = False
     place: Place | None = None
+    session: tuple[str, str] = ("", "")
     chain: tuple[Digest, ...] = ()
     healed: int = 0
     refused: tuple[str, ...] = ()
@@ -105,10 +107,12 @@ class PromptPipeline:
         )
         if scope is None:
             return rendered
-        rendered = replace(rendered, chain=tuple(chain_of(prompt)))
+        chain = tuple(chain_of(prompt))
+        session = scope.session or f"implicit-{chain[opening(prompt.messages)].hex()}"
+        rendered = replace(rendered, chain=chain, session=(session, scope.salt))
         if self.memory is None or not self._splicer.able:
             return rendered
-        return self._healed(prompt, text, rendered, self.memory, scope, most)
+        return self._healed(prompt, text, rendered, self.memory, not scope.session, most)
 
     def text_of(self, prompt: Conversation) -> str:
         """What the template makes of `prompt`. Raises InvalidRequest."""
@@ -150,13 +154,11 @@ class PromptPipeline:
         text: Text,
         rendered: RenderedPrompt,
         memory: TurnMemory,
-        scope: Scope,
+        implicit: bool,
         most: int | None,
     ) -> RenderedPrompt:
         """`rendered` with turns as they were generated, where that makes a difference."""
-        chain = rendered.chain
-        session = scope.session or f"implicit-{chain[opening(prompt.messages)].hex()}"
-        places = [Place((session, scope.salt), before, not scope.session) for before in chain]
+        places = [Place(rendered.session, before, implicit) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
         rendered = replace(rendered, place=places[-1])
         if turns and not _begins_with(rendered.tokens, turns[max(turns)]):

@@ -39,6 +39,7 @@ class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event.
 
     stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
+    over()   once, when it ends otherwise than by failing or its client's going away
     learn()  gets what the client was sent of a turn that ended by itself, before its last event
     """
 
@@ -52,6 +53,7 @@ class RequestSink:
         self.stop: Callable[[], None] = lambda: None
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
+        self.over: Callable[[], None] = lambda: None
 
     # ----------------------------------------------------------------- engine thread
 
@@ -108,6 +110,7 @@ class RequestSink:
                 self.learn(self._answer)
             if self._answer.calls:
                 reason = "tool_calls"
+        self.over()
         usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
         events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])
         self._close()

@@ -17,10 +17,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from ..kv.block import Block
 from ..kv.block_file import BlockKey
 from ..kv.block_table import BlockTable
 from ..kv.hashing import BlockHash, hash_blocks
@@ -53,7 +55,9 @@ class Sequence:
     resume         blocks after which a checkpoint stands that the match ends at
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
-    deadline       on the monotonic clock, when the watchdog ends it
+    shelter        blocks to hold while it runs; `sheltered`: those that it holds (shelter.py)
+    unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
+    deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     sink           where output goes (engine/output_thread.py); opaque to the scheduler
     """
 
@@ -81,6 +85,10 @@ class Sequence:
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))
     received: float = field(default_factory=time.monotonic)
+    shelter: Seq[BlockHash] = ()
+    sheltered: list[Block] = field(default_factory=list)
+    unreached: int = 0
+    timed_out: bool = False
     deadline: float = math.inf
     first_token_s: float = 0.0
 

@@ -103,6 +103,8 @@ class StateKeeper:
         """Blocks up to the deepest checkpoint within `reach`, the end of the match; noted in `resume`."""
         tries_left = sequence.restores < MOST_RESTORES
         sequence.resume = self.checkpoints.deepest(sequence.hashes, reach) if tries_left else 0
+        if (gap := reach - sequence.resume) * self._block > self.interval:
+            sequence.unreached = gap
         return sequence.resume
 
     def is_hot(self, sequence: Sequence) -> bool:

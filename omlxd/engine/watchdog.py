@@ -32,6 +32,7 @@ class Watchdog:
         now = self._clock()
         for sequence in [s for s in sequences if s.deadline <= now and not s.cancelled]:
             self.expired += 1
+            sequence.timed_out = True
             log.warning(
                 "request %d: its time is up after %.0f s, %d of %d prompt tokens done, %d generated",
                 sequence.id,
