@@ -231,6 +231,30 @@ def test_write_back_holds_back_what_is_not_admitted(tmp_path):
     rig.drop()
 
 
+def test_a_leaf_that_is_on_disk_is_not_written_again_when_its_root_was_lost(tmp_path):
+    rig = Rig(tmp_path)
+    rig.serve(KEYS)
+    rig.drop()
+    (tmp_path / rig.cold.path_of(HASHES[0])).unlink()
+    for hot in (0, 100):
+        rig = Rig(tmp_path, hot=hot)
+        rig.serve(KEYS)
+        assert rig.writer.stats.written == (hot == 0), "the root, once"
+        assert rig.restore(KEYS) == [bytes_of(h) for h in HASHES]
+        rig.check()
+        rig.drop()
+
+
+def test_a_file_that_cannot_be_read_is_written_anew(tmp_path):
+    rig = Rig(tmp_path, hot=0, fs=FaultyFileSystem())
+    rig.serve(KEYS[:1])
+    fs = rig.cold._fs
+    fs.fault = Fault(fs.count + 3, "error", errno.EIO)  # is it there, open, read
+    rig.serve(KEYS[:1])
+    assert rig.store.stats.lost == 1 and rig.writer.stats.written == 2
+    rig.drop()
+
+
 # --------------------------------------------------------------------- after a fault
 
 

@@ -344,7 +344,7 @@ def test_a_full_disk_pauses_the_writer_with_one_line_and_gives_the_grant_back(tm
 
 
 def test_a_temporary_file_that_cannot_be_removed_keeps_its_grant(tmp_path):
-    rig = Rig(tmp_path, fs=FaultyFileSystem(Fault(4, "error forever", errno.EIO)), cap=1)
+    rig = Rig(tmp_path, fs=FaultyFileSystem(Fault(5, "error forever", errno.EIO)), cap=1)
     rig.compute(KEYS[:1]).free()
     rig.settle()
     assert rig.ledger.stats().reserved == FILE_DISK_BYTES

@@ -31,6 +31,9 @@ from .store_writer import StoreWriter, WritablePayload
 
 log = logging.getLogger(__name__)
 
+UNREADABLE_LIMIT = 10_000
+"""Names of bad files that are remembered, so that they are written anew when they are computed again."""
+
 
 @dataclass(slots=True)
 class StoreStats:
@@ -78,6 +81,7 @@ class KVStore:
         self._hot_budget = hot_budget
         self._post = post
         self._reader_lock = threading.Lock()
+        self._unreadable: set[BlockHash] = set()  # Files that are there, and are worth nothing.
         self.stats = StoreStats()
 
     @property
@@ -141,7 +145,9 @@ class KVStore:
             return False
         if self._hot_budget() > 0:
             return True
-        return self.flusher is not None and block is None and not self.flusher.is_writing(block_hash)
+        if self.flusher is None or block is not None or self.flusher.is_writing(block_hash):
+            return False
+        return block_hash in self._unreadable or not self._has_file(block_hash)
 
     def put(
         self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload, tokens: int = 0
@@ -152,16 +158,20 @@ class KVStore:
         """
         self.stats.puts += 1
         known = self.pool.get_cached_block(key.block_hash)
-        if known is not None and known.on_disk and not self._has_file(key.block_hash):
-            # Evicted since it was last looked at: or else it would never be written again.
+        # A block may have been computed again because one before it was lost: its own file is as good as
+        # ever. And one that was on disk may have been evicted since: or else it would never be written.
+        on_disk = self._has_file(key.block_hash) and key.block_hash not in self._unreadable
+        if known is not None and known.on_disk and not on_disk:
             self.lose(known)
             known = self.pool.get_cached_block(key.block_hash)
-        on_disk = known is not None and known.on_disk
         hot = known is not None and known.payload is not None
         room = hot or self.make_room(payload.nbytes)
         block = table.cache(index, key.block_hash, payload) if room else None
         writing = False
-        if not on_disk and self.flusher is not None:
+        if on_disk:
+            if block is not None:
+                block.on_disk = True
+        elif self.flusher is not None:
             writing = self.flusher.offer(key, payload, block, tokens=tokens)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1
@@ -205,6 +215,7 @@ class KVStore:
             path = tier.path_of(key.block_hash)
             log.warning("cold tier: %s: %s; removed", path, error)
             self._count("corrupt")
+            self._distrust(key.block_hash)  # It may not have been possible to remove it.
             if self._space is not None:
                 self._space.dropped(path)
             return False
@@ -213,12 +224,14 @@ class KVStore:
             return False
         except OSError as error:
             self._count("lost")
+            self._distrust(key.block_hash)
             if self.flusher is not None:
                 self.flusher.health.read_failed(error)
             return False
         if self.flusher is not None:
             self.flusher.health.was_read()
         with self._reader_lock:
+            self._unreadable.discard(key.block_hash)
             self.stats.restored += 1
             self.stats.restored_bytes += sum(map(len, buffers))
         return True
@@ -226,6 +239,12 @@ class KVStore:
     def _count(self, counter: Literal["corrupt", "lost"]) -> None:
         with self._reader_lock:
             setattr(self.stats, counter, getattr(self.stats, counter) + 1)
+
+    def _distrust(self, block_hash: BlockHash) -> None:
+        with self._reader_lock:
+            if len(self._unreadable) >= UNREADABLE_LIMIT:
+                self._unreadable.clear()
+            self._unreadable.add(block_hash)
 
     def lose(self, block: Block) -> None:
         """A block's file could not be used. With no hot copy its name is worth nothing."""
