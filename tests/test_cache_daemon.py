@@ -47,6 +47,20 @@ def test_the_ledger_forgets_what_the_owner_takes_away(tmp_path: Path):
     ledger.close()
 
 
+def test_the_ledger_remembers_what_it_evicted(tmp_path: Path):
+    paths = [f"{NAMESPACE}/{n:02x}/{f'{n:02x}' * 32}.safetensors" for n in range(3)]
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True)
+        (tmp_path / path).write_bytes(bytes(4096))
+    ledger = Ledger(tmp_path, 2 * 4096)
+    ledger.open()
+    gone = [path for path in paths if not (tmp_path / path).exists()]
+    assert len(gone) == 1
+    assert [path for path in paths if ledger.fates.of(path)] == gone
+    assert ledger.fates.of(gone[0]).what == "evicted"
+    ledger.close()
+
+
 async def test_only_block_files_can_be_named():
     async with client(app_of(FakeEngine(), api_key="k")) as http:
         path = "/omlxd/cache/forget"

@@ -78,6 +78,7 @@ def test_status_as_text():
     assert "b: b can't be loaded: why" in lines
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
+    assert "OFF, its disk fails" in as_text(status(model(values={"kv_cold_tier_on": 0.0})), URL)
 
 
 def test_top_on_a_fake_console():

@@ -255,6 +255,7 @@ class Scheduler:
         assert sequence.cache is not None
         token = sample_one(sequence.sampler, logits)
         sequence.first_token_s = time.monotonic() - sequence.received
+        self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
         if self.bridge is not None:
             self.bridge.store.count_match(

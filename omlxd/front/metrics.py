@@ -62,6 +62,17 @@ HELP = {
     "kv_bytes_written_total": "Bytes of block files written.",
     "kv_stores_dropped_total": "Blocks that were not written: queue full, no space granted, or failed.",
     "kv_store_queue_bytes": "Bytes that wait to be written.",
+    "kv_cold_tier_on": "0 while the SSD tier is off because its disk fails, else 1.",
+    "kv_new_token_bytes_total": "Bytes of KV computed for tokens, as if each block were written once.",
+    "kv_new_state_bytes_total": "Bytes of state that exists only at a position, likewise.",
+    "kv_unwritten_blocks": "Blocks in RAM whose turn to be written has not come.",
+    "kv_unwritten_bytes": "Bytes of these.",
+    "kv_stores_held_back_total": "Blocks that the admission policy did not write at once.",
+    "kv_blocks_left_unwritten_total": "Blocks that left RAM without having been written.",
+    "prompt_tokens_remembered_total": "Prompt tokens that needed no tokenising again.",
+    "prompt_tokens_tokenised_total": "Prompt tokens that were tokenised.",
+    "prompt_turns_healed_total": "Earlier answers put back into a prompt as they were generated.",
+    "requests_timed_out_total": "Requests that ended for lack of progress.",
 }
 
 LEDGER = {
@@ -71,6 +82,11 @@ LEDGER = {
     "cap": ("omlxd_cold_cap_bytes", "The most that the SSD cache may take."),
     "evicted_files": ("omlxd_cold_evicted_files_total", "Files evicted from the SSD cache."),
     "evicted_bytes": ("omlxd_cold_evicted_bytes_total", "Bytes evicted from the SSD cache."),
+    "orphans_evicted_total": ("omlxd_cold_orphans_evicted_total", "Of these, files of models that are gone."),
+    "written_bytes_total": ("omlxd_cold_written_bytes_total", "Bytes of files put in place."),
+    "written_today_bytes": ("omlxd_cold_written_today_bytes", "Bytes written today, against the budget."),
+    "daily_write_budget_bytes": ("omlxd_cold_daily_write_budget_bytes", "Of a day; 0: without limit."),
+    "write_budget_used_up": ("omlxd_cold_write_budget_used_up", "1: something was refused today."),
 }
 
 

@@ -60,7 +60,9 @@ def cold_line(status: DaemonStatus) -> str:
     if cold is None:
         return "SSD cache: none"
     text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {cold.files} files"
-    return text + (f", {cold.evicted_files} evicted since the start" if cold.evicted_files else "")
+    text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
+    off = any(model.values.get("kv_cold_tier_on") == 0 for model in status.models)
+    return text + ("; OFF, its disk fails: see the log" if off else "")
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

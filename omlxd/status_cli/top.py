@@ -47,6 +47,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return 1
     except KeyboardInterrupt:
         pass
+    if not sys.stdout.isatty():
+        print()  # What rich draws elsewhere ends without a line break.
     return 0
 
 
