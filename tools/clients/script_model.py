@@ -22,8 +22,8 @@ from omlxd.models import demo
 HIDDEN, HEAD, INNER = 32, 16, 32
 
 
-def build_script_model(folder: Path) -> Path:
-    """Write the model into `folder`, unless it is there; returns `folder`."""
+def build_script_model(folder: Path, context: int = 131072) -> Path:
+    """Write the model into `folder`, unless one is there; returns `folder`. `context`: tokens."""
     if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def build_script_model(folder: Path) -> Path:
         "num_key_value_heads": 1,
         "head_dim": HEAD,
         "intermediate_size": INNER,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": context,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1000000.0,
         "tie_word_embeddings": True,

@@ -1,0 +1,272 @@
+"""Hypothesis strategies of request bodies, by path: `VALID` make sense, `BOLD` may be refused.
+
+`ruined` takes sense away from either.
+"""
+
+import copy
+import json
+
+from hypothesis import strategies as st
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(
+        [
+            *("auto", "named:x", "x-anthropic-billing-header: a", "data:image/png;base64,AA==", "\ud800"),
+            *("document", "tool_reference", "robot"),
+        ]
+    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+# --------------------------------------------------------------------------- requests that make sense
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+name = st.sampled_from(["read", "write"])
+schema = st.dictionaries(text, st.integers() | text | st.lists(text, max_size=2), max_size=2)
+
+
+def block(kind: str, **fields):
+    return st.fixed_dictionaries({"type": st.just(kind), **fields})
+
+
+text_block = block("text", text=text)
+source = block("base64", media_type=st.just("image/png"), data=st.just("AAAA"))
+image_block = block("image", source=source)
+tool_use = block("tool_use", id=text, name=name, input=schema)
+reference = block("tool_reference", tool_name=name)
+tool_result = block(
+    "tool_result",
+    tool_use_id=text,
+    content=text | st.lists(text_block | image_block | reference, max_size=2),
+)
+thinking = block("thinking", thinking=text, signature=text)
+image_url = block("image_url", image_url=st.just({"url": "data:image/png;base64,AAAA"}))
+
+
+def message(role: str, content, **more):
+    return st.fixed_dictionaries({"role": st.just(role), "content": content, **more})
+
+
+anthropic_messages = st.lists(
+    message("user", text | st.lists(text_block | image_block | tool_result, max_size=3))
+    | message("assistant", text | st.lists(text_block | tool_use | thinking, max_size=3))
+    | message("system", text),
+    min_size=1,
+    max_size=4,
+)
+call = st.fixed_dictionaries(
+    {
+        "id": text,
+        "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": name, "arguments": schema.map(json.dumps)}),
+    }
+)
+openai_messages = st.lists(
+    message("user", text | st.lists(text_block | image_url, max_size=3))
+    | message("assistant", text | st.none(), tool_calls=st.lists(call, max_size=2), reasoning_content=text)
+    | message("tool", text | st.lists(text_block, max_size=2), tool_call_id=text)
+    | message("developer", text),
+    min_size=1,
+    max_size=4,
+)
+anthropic_tool = st.fixed_dictionaries(
+    {"name": name, "input_schema": schema}, optional={"defer_loading": st.booleans()}
+) | st.just({"type": "web_search_20250305", "name": "web_search"})
+openai_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": schema}))
+
+common = {
+    "stream": st.booleans(),
+    "max_tokens": st.integers(1, 9),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0, 1),
+    "top_k": st.integers(-1, 9),
+}
+openai_common = {
+    **common,
+    "stop": st.text(min_size=1, max_size=3).filter(str.isascii),
+    "logit_bias": st.dictionaries(st.integers(0, 9).map(str), st.integers(-9, 9), max_size=2),
+    "seed": st.integers(-9, 9),
+    "stream_options": st.just({"include_usage": True}),
+    "response_format": st.just({"type": "text"}),
+}
+anthropic_body = st.fixed_dictionaries(
+    {"model": st.just("tiny"), "messages": anthropic_messages},
+    optional={
+        **common,
+        "system": text | st.lists(text_block, max_size=2),
+        "tools": st.lists(anthropic_tool, max_size=2),
+        "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "none"}]),
+        "stop_sequences": st.just(["a"]),
+        "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}]),
+        "metadata": st.just({"user_id": "{}"}),
+    },
+)
+VALID = {
+    "/v1/messages": anthropic_body,
+    "/v1/messages/count_tokens": anthropic_body,
+    "/v1/chat/completions": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "messages": openai_messages},
+        optional={
+            **openai_common,
+            "tools": st.lists(openai_tool, max_size=2),
+            "tool_choice": st.sampled_from(["auto", "none"]),
+            "chat_template_kwargs": st.just({"enable_thinking": True, "style": [1]}),
+            "reasoning_effort": st.sampled_from(["none", "high"]),
+            "logprobs": st.just(True),
+            "n": st.just(1),
+        },
+    ),
+    "/v1/completions": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "prompt": st.sampled_from(["Once", ["Once"], [1, 2], [[1, 2]]])},
+        optional={**openai_common, "logprobs": st.integers(0, 5)},
+    ),
+}
+
+responses_items = st.lists(
+    message("user", text | st.lists(block("input_text", text=text), max_size=2))
+    | message("developer", text)
+    | message("assistant", st.lists(block("output_text", text=text), max_size=2))
+    | block("function_call", call_id=text, name=name, arguments=schema.map(json.dumps))
+    | block("function_call_output", call_id=text, output=text)
+    | block("reasoning", summary=st.just([]), encrypted_content=st.none()),
+    min_size=1,
+    max_size=4,
+)
+responses_items = responses_items.map(lambda items: [{"role": "user", "content": "hi"}, *items])
+responses_tool = block("function", name=name, parameters=schema) | st.sampled_from(
+    [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+)
+VALID["/v1/responses"] = st.fixed_dictionaries(
+    {"model": st.just("tiny"), "input": text.filter(bool) | responses_items},
+    optional={
+        "stream": st.booleans(),
+        "max_output_tokens": st.integers(1, 9),
+        "temperature": st.floats(0, 2),
+        "instructions": text,
+        "tools": st.lists(responses_tool, max_size=2),
+        "tool_choice": st.sampled_from(["auto", "none"]),
+        "store": st.booleans(),
+        "reasoning": st.sampled_from([{"effort": "none"}, {"effort": "high"}]),
+        "include": st.just(["reasoning.encrypted_content"]),
+        "prompt_cache_key": text,
+    },
+)
+
+# --------------------------------------------------------------------------- and that ask for a lot
+
+json_schema = st.recursive(
+    st.sampled_from(
+        [
+            *({}, True, {"type": "string"}, {"type": "integer", "minimum": 3}, {"type": "null"}),
+            *({"enum": ["a", 1, None]}, {"const": "x"}, {"type": ["string", "null"]}),
+            *({"type": "string", "pattern": "^[a-z]+$"}, {"type": "string", "pattern": "(?<=a)[("}),
+            *({"type": "string", "minLength": 5, "maxLength": 2}, {"type": "string", "format": "date"}),
+            *({"$ref": "#/$defs/no"}, {"$ref": "#"}, {"type": "robot"}, {"enum": []}, {"not": {}}),
+            {"type": "number", "multipleOf": 0},
+        ]
+    ),
+    lambda inner: st.one_of(
+        st.dictionaries(text, inner, max_size=3).map(lambda p: {"type": "object", "properties": p}),
+        st.dictionaries(text, inner, min_size=1, max_size=2).map(
+            lambda p: {
+                "type": "object",
+                "properties": p,
+                "required": [*p, "more"],
+                "additionalProperties": False,
+            }
+        ),
+        inner.map(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 3}),
+        st.lists(inner, max_size=2).map(lambda choices: {"anyOf": choices}),
+        st.lists(inner, max_size=2).map(lambda choices: {"allOf": choices}),
+    ),
+    max_leaves=5,
+)
+chat_format = st.just({"type": "json_object"}) | json_schema.map(
+    lambda s: {"type": "json_schema", "json_schema": {"name": "n", "schema": s, "strict": True}}
+)
+forced = st.sampled_from(
+    ["required", {"type": "function", "function": {"name": "read"}}, {"type": "function", "name": "read"}]
+)
+bold_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": json_schema}))
+BOLD = {
+    "/v1/chat/completions": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "messages": openai_messages, "max_tokens": st.integers(1, 40)},
+        optional={
+            "stream": st.booleans(),
+            "response_format": chat_format,
+            "tools": st.lists(bold_tool, min_size=1, max_size=2),
+            "tool_choice": forced,
+            "parallel_tool_calls": st.booleans(),
+            "logprobs": st.booleans(),
+            "top_logprobs": st.integers(0, 21),
+            "n": st.integers(0, 3),
+            "presence_penalty": st.floats(-3, 3),
+            "logit_bias": st.dictionaries(
+                st.sampled_from(["1", "4095", "99999", "x"]), st.integers(-200, 200)
+            ),
+        },
+    ),
+    "/v1/completions": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "prompt": st.sampled_from(["Once", [1, 99999], [-1], []])},
+        optional={
+            "max_tokens": st.integers(0, 9),
+            "response_format": chat_format,
+            "echo": st.booleans(),
+            "logprobs": st.integers(-1, 9),
+            "n": st.integers(0, 3),
+            "best_of": st.integers(0, 3),
+        },
+    ),
+    "/v1/responses": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "input": responses_items, "max_output_tokens": st.integers(1, 40)},
+        optional={
+            "stream": st.booleans(),
+            "text": json_schema.map(
+                lambda s: {"format": {"type": "json_schema", "name": "n", "schema": s, "strict": True}}
+            ),
+            "tools": st.lists(block("function", name=name, parameters=json_schema, strict=st.booleans())),
+            "tool_choice": forced,
+            "previous_response_id": text,
+        },
+    ),
+    "/v1/messages": st.fixed_dictionaries(
+        {"model": st.just("tiny"), "messages": anthropic_messages, "max_tokens": st.integers(1, 40)},
+        optional={
+            "stream": st.booleans(),
+            "tools": st.lists(st.fixed_dictionaries({"name": name, "input_schema": json_schema}), max_size=2),
+            "tool_choice": st.sampled_from([{"type": "any"}, {"type": "tool", "name": "read"}]),
+            "output_config": json_schema.map(lambda s: {"format": {"type": "json_schema", "schema": s}}),
+            "thinking": st.sampled_from([{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1}]),
+        },
+    ),
+}
+"""Bodies that a server may serve or refuse, each for its own reasons."""
+
+# --------------------------------------------------------------------------- and their ruin
+
+
+def places(value):
+    """Every (container, key) in a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(items):
+        yield value, key
+        yield from places(item)
+
+
+def ruined(data, body):
+    body = copy.deepcopy(body)  # A strategy may hand out the same list every time.
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(list(places(body))))
+        if data.draw(st.booleans()):
+            container[key] = data.draw(junk)
+        else:
+            del container[key]
+        if not body:
+            break
+    return body
