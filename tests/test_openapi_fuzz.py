@@ -19,7 +19,6 @@ from fake_engine import FakeEngine, app_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from request_bodies import BOLD, VALID, ruined
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -29,7 +28,6 @@ from schemathesis.specs.openapi.checks import (
 from tools.clients.script_model import build_script_model
 
 CHECKS = [
-    not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_schema_conformance,
@@ -93,7 +91,8 @@ class Asker:
             content=json.dumps(content).encode() if has_body else None,
             headers={"content-type": "application/json"} if has_body else None,
         )
-        assert answer.status_code != 500, answer.text
+        # 503 and 529 say that it may go through later, and are in the document.
+        assert answer.status_code < 500 or answer.status_code in (503, 529), answer.text
         if answer.headers["content-type"].startswith("text/event-stream"):
             # The document doesn't tell a stream's events.
             assert answer.status_code == 200 and b"\ndata: " in b"\n" + answer.content
