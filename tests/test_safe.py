@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import stat
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 from app_client import PATHS, body, client, message_of
 from daemon import BLOCK, Daemon, prose
+from daemon import body as message
 from fake_engine import FakeEngine, app_of
+from test_resolve import make
+from test_serve import Daemon as StubDaemon
 
 from omlxd.front import serve
 from omlxd.front.listening import bind
@@ -255,6 +260,79 @@ def test_a_models_name_is_never_a_path(daemon: Daemon, name: str):
         assert answer.status_code in (400, 404), answer.text
         assert "root:" not in message_of(path, answer)
     assert daemon.engine_pid()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory):
+    """A daemon with a stub engine and a model dir, beside a model that is not in it."""
+    root = tmp_path_factory.mktemp("house")
+    for name in ("models/tiny", "models/org/deep", "outside"):
+        make(root / name)
+    (root / "models/loop").symlink_to(root / "models")
+    daemon = StubDaemon(root, "--model-dir", str(root / "models"), "--no-hf-cache", model=False)
+    yield daemon
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon.process.stdout.close()  # type: ignore[union-attr]
+    daemon.log.close()
+
+
+def test_no_name_leads_out_of_the_model_dir(house: StubDaemon):
+    outside = house.home / "outside"
+    names = ["../outside", "tiny/../../outside", str(outside), "org/../tiny", "loop/../../outside"]
+    with httpx.Client(base_url=house.url, timeout=20, trust_env=False) as http:
+        served = [model["id"] for model in http.get("/v1/models").json()["data"]]
+        assert {"tiny", "org/deep"} <= set(served) and not any("outside" in name for name in served)
+        for name in names:
+            given = {"model": name}
+            for verb in ("load", "unload", "pin"):
+                answer = http.post(f"/omlxd/models/{verb}", json={**given, "pinned": True})
+                assert answer.status_code in (400, 404), (verb, name, answer.text)
+            answer = http.post("/omlxd/models/alias", json={"alias": "x", **given})
+            assert answer.status_code in (400, 404)
+            assert http.get(f"/omlxd/models/{quote(name, safe='')}").status_code in (400, 404)
+            answer = http.post("/v1/completions", json={**given, "prompt": "x"})
+            assert answer.status_code in (400, 404), answer.text
+    assert "outside" not in house.notes()
+
+
+def test_no_words_of_a_conversation_are_in_the_log_of_a_real_engine(daemon: Daemon):
+    word = "Quetzalcoatlus"
+    text = f"{word} and {word} again. " * 30
+    tool = {"name": "look", "description": word, "input_schema": {"type": "object", "title": word}}
+    assert daemon.messages(text, max_tokens=4, system=word, tools=[tool], stop_sequences=[word])
+    assert daemon.chat(text, max_tokens=4, user=word, stop=[word], metadata={"x": word})
+    with daemon.stream("/v1/messages", message(daemon.model, text, max_tokens=3)) as answer:
+        assert answer.read()
+    given = {"model": daemon.model}
+
+    def says(**turn: object) -> dict[str, Any]:
+        return {**given, "max_tokens": 1, "messages": [turn]}
+
+    for path, broken in (
+        (
+            "/v1/messages",
+            says(role=word, content=text),
+        ),
+        ("/v1/messages", {**given, "max_tokens": word, "messages": text}),
+        (
+            "/v1/chat/completions",
+            says(role="user", content={word: 1}),
+        ),
+        (
+            "/v1/chat/completions",
+            says(role="user", content="\ud800" + word),
+        ),
+        ("/v1/chat/completions", {**given, "messages": [], "response_format": {"type": word}}),
+        ("/v1/responses", {**given, "input": text, "previous_response_id": "resp_x"}),
+        ("/v1/responses", {**given, "input": text, "text": {"format": {"type": word}}}),
+        ("/v1/completions", {**given, "prompt": [[word]]}),
+    ):
+        answer = daemon.http.post(path, content=json.dumps(broken).encode())
+        assert 400 <= answer.status_code < 500, (path, answer.text)
+    log = daemon.logged()
+    assert log.count("/v1/") >= 11
+    assert [line for line in log.splitlines() if word in line] == []
 
 
 @pytest.mark.parametrize("path", ["/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2fetc", "//etc/passwd"])
