@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+
 from .errors import ConfigError
 
 _UNITS = {
@@ -72,6 +74,21 @@ def total_ram() -> int:
     except OSError:
         return ram
     return min(ram, int(limit)) if limit.isdigit() else ram
+
+
+def available_ram() -> int:
+    """Bytes of RAM that could be taken now: the machine's, or its control group's if less."""
+    available = psutil.virtual_memory().available
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit, used = (group / "memory.max").read_text().strip(), int((group / "memory.current").read_text())
+        idle = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.M)
+    except (OSError, ValueError):
+        return available
+    if not limit.isdigit():
+        return available
+    # What files hold there is given back on demand.
+    return max(0, min(available, int(limit) - used + (int(idle[1]) if idle else 0)))
 
 
 def disk_total(folder: Path) -> int:

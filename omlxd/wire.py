@@ -70,13 +70,17 @@ class PromptSettings(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True, tag="load"):
-    """`model_path`: a local folder. `model_id`: the name that clients use."""
+    """`model_path`: a local folder. `model_id`: the name that clients use.
+
+    guard  prompts wait for memory, and are refused where there will be none
+    """
 
     model_path: str
     model_id: str
     cache: CacheSettings
     max_concurrent: int = 8
     log_level: str = "info"
+    guard: bool = True
     prompts: PromptSettings = PromptSettings()
 
 
@@ -120,11 +124,13 @@ class Budget(Struct, frozen=True, tag="budget"):
 
     hot     of the hot tier
     live    of weights and live KV together
+    most    as `live`, if no other engine were there
     ticket  of the `Wants` that it answers; 0: none
     """
 
     hot: int | None = None
     live: int | None = None
+    most: int | None = None
     ticket: int = 0
 
 

@@ -29,6 +29,7 @@ class Stub:
         self.cancelled: set[int] = set()
         self.grants: dict[int, int] = {}
         self.granted = threading.Condition()
+        self.hot_share = float("inf")
 
     def send(self, message: object) -> None:
         with self.lock:
@@ -36,6 +37,13 @@ class Stub:
 
     def event(self, id: int, event: Event) -> None:
         self.send(wire.Events(events=((id, event),)))
+
+    def memory(self) -> dict[str, float]:
+        active, hot = (float(size) * 1e6 for size in self.args.memory.split(","))
+        hot = min(hot, self.hot_share)
+        peak = float(self.args.load_peak) * 1e6
+        figures = {"mlx_active_bytes": active + hot, "kv_hot_bytes": hot, "mlx_load_peak_bytes": peak}
+        return figures if active else {}
 
     def note(self, text: str) -> None:
         if self.args.notes:
@@ -64,11 +72,17 @@ class Stub:
             assert isinstance(message.prompt, RawPrompt)
             self.send(wire.Counted(id=message.id, tokens=len(message.prompt.text.split())))
         elif isinstance(message, wire.GetStats):
-            self.send(wire.Stats(id=message.id, values={"cancels": float(len(self.cancelled))}))
+            self.send(
+                wire.Stats(id=message.id, values={"cancels": float(len(self.cancelled)), **self.memory()})
+            )
         elif isinstance(message, wire.Grant):
             with self.granted:
                 self.grants[message.ticket] = message.nbytes
                 self.granted.notify_all()
+        elif isinstance(message, wire.Budget):
+            self.note(f"budget {message.hot} {message.live} {message.ticket}")
+            if message.hot is not None:
+                self.hot_share = message.hot
         elif isinstance(message, wire.Quit):
             self.note("quit")
             time.sleep(self.args.quit_s)
@@ -149,6 +163,8 @@ def main() -> None:
     parser.add_argument("--load-s", type=float, default=0)
     parser.add_argument("--device", default="16000,16000", help="MB in all, MB available")
     parser.add_argument("--stop-on-load", action="store_true", help="stop in the middle of the first load")
+    parser.add_argument("--load-peak", default="0", help="MB that loading took at most")
+    parser.add_argument("--memory", default="0,0", help="MB of weights and KV, MB of the hot tier")
     parser.add_argument("--quit-s", type=float, default=0)
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")

@@ -18,6 +18,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hot_cache_max_size  None: grows up to what memory safely allows; 0: no hot tier
     model_dir           None: none
     model_ttl           seconds that a model loaded on demand stays after its last request; None: for good
+    memory_limit        None: what the machine has; 0: nothing is guarded
     max_loaded_models   0: as many as memory allows
     models              what the file says under `[models."id"]`, by the id, or alias, as written there
     request_timeout     seconds; 0: no limit
@@ -31,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: Path | None = None
     model_ttl: float | None = None
     max_loaded_models: int = 0
+    memory_limit: int | None = None
     stall_timeout: float = 120.0
     no_jit_load: bool = False
     no_hf_cache: bool = False
@@ -130,6 +132,14 @@ OPTIONS: tuple[Option, ...] = (
         parse=parsers.switch,
         is_switch=True,
         help="load no model because a request names it, only by --model and `omlxd models load`",
+    ),
+    Option(
+        name="memory_limit",
+        default="auto",
+        metavar="SIZE",
+        parse=parsers.memory_limit,
+        help="most that weights, live KV and RAM caches of all models may take together, as 24GB or 60%% "
+        "of RAM; auto: what the machine and its GPU have; off: nothing is estimated, refused or divided",
     ),
     Option(
         name="stall_timeout",

@@ -70,6 +70,13 @@ def hot_size(text: str, param: str, _: Mapping[str, Any]) -> int | None:
     return nbytes
 
 
+def memory_limit(text: str, param: str, _: Mapping[str, Any]) -> int | None:
+    """None: what the machine has; 0: none is kept."""
+    if text == "auto":
+        return None
+    return 0 if text == "off" else parse_size(text, param, total_ram)
+
+
 def integer(low: int, high: int) -> Callable[[str, str, Mapping[str, Any]], int]:
     def parse(text: str, param: str, _: Mapping[str, Any]) -> int:
         if not re.fullmatch(r"\d{1,9}", text) or not low <= int(text) <= high:

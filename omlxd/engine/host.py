@@ -30,7 +30,9 @@ from ..kv.paths import namespace_dir
 from ..kv.space import Space
 from ..kv.store import KVStore
 from ..kv.store_writer import StoreWriter
+from ..models.footprint import footprint
 from . import mlx_adapter
+from .admission import MemoryAdmission
 from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
 from .correctness import Correctness
@@ -65,9 +67,14 @@ WRITE_QUEUE_FRACTION = 0.05
 
 
 class EngineHost:
-    """`space`: where the cold tier gets its room. `output`: where events go."""
+    """`space`: where the cold tier gets its room. `output`: where events go.
 
-    def __init__(self, load: wire.Load, output: OutputThread, space: Space):
+    want  asks the front for memory, which answers by `set_budget`
+    """
+
+    def __init__(
+        self, load: wire.Load, output: OutputThread, space: Space, want: Callable[[wire.Wants], None]
+    ):
         mx.set_cache_limit(MLX_CACHE_BYTES)
         self._settings = load.cache
         self._path = load.model_path
@@ -78,8 +85,14 @@ class EngineHost:
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
         )
         self.namespace = self._namespace(Path(load.model_path))
+        self._load_peak = mx.get_peak_memory()
+        if load.guard:
+            working = footprint(Path(load.model_path)).working
+            self.scheduler.memory = MemoryAdmission(self.loaded, working, want)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
+            if self.scheduler.memory is not None:
+                self.scheduler.memory.store = self.scheduler.bridge.store
             self._describe(load, self.scheduler.bridge.store.cold)
             if (flusher := self.scheduler.bridge.store.flusher) is not None:
                 self._clock = FlushClock(flusher, self.scheduler.post)
@@ -151,10 +164,11 @@ class EngineHost:
                 admission_of(settings.admission),
                 settings.write_back,
             )
+        hot_budget = self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
         store = KVStore(
             block_size=settings.block_size,
             pool=pool,
-            hot_budget=HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes),
+            hot_budget=hot_budget,
             post=self.scheduler.post,
             cold=cold,
             flusher=flusher,
@@ -301,6 +315,19 @@ class EngineHost:
             reuse_off=self.info.kv_reuse,
         ).explain(request, reached)
 
+    def set_budget(self, budget: wire.Budget) -> None:
+        """What this engine may hold from now on. Any thread."""
+
+        def take() -> None:
+            if self.scheduler.memory is not None:
+                self.scheduler.memory.take(budget)
+            if self.scheduler.bridge is not None:
+                self._hot_budget.share = budget.hot
+                self.scheduler.bridge.store.trim_hot()
+                mx.clear_cache()  # Else what was evicted stays ours.
+
+        self.scheduler.post(take)
+
     # ----------------------------------------------------------------- figures and the end
 
     def stats(self) -> dict[str, float]:
@@ -315,7 +342,10 @@ class EngineHost:
             **self._correctness.figures(),
             "requests_timed_out_total": float(scheduler.watchdog.expired),
             "mlx_active_bytes": float(mx.get_active_memory()),
-            "mlx_peak_bytes": float(mx.get_peak_memory()),
+            "mlx_peak_bytes": float(
+                max(mx.get_peak_memory(), scheduler.memory.peak if scheduler.memory else 0)
+            ),
+            "mlx_load_peak_bytes": float(self._load_peak),
             "mlx_cache_bytes": float(mx.get_cache_memory()),
         }
         if scheduler.bridge is not None:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import mlx.core as mx
-import psutil
 
+from ..sizes import available_ram, total_ram
 from . import cuda_driver
 
 REFRESH_S = 0.5
@@ -24,15 +24,23 @@ MOST_FRACTION = 0.5
 
 
 class HotBudget:
-    """Call it for the budget in bytes. `limit` None: as much as is safe; `used`: the tier's bytes now."""
+    """Call it for the budget in bytes. `limit` None: as much as is safe; `used`: the tier's bytes now.
+
+    share  what the front leaves to this engine beside the others; None: all
+    """
 
     def __init__(self, limit: int | None, used: Callable[[], int]):
         self._limit = limit
         self._used = used
         self._read_at = float("-inf")
         self._budget = 0
+        self.share: int | None = None
 
     def __call__(self) -> int:
+        own = self._own()
+        return own if self.share is None else min(own, self.share)
+
+    def _own(self) -> int:
         if self._limit is not None:
             return self._limit
         now = time.monotonic()
@@ -50,14 +58,14 @@ def memory() -> tuple[int, int]:
 
     On CUDA the driver is asked what other processes hold (6 µs a call on an H100's host).
     """
-    machine = psutil.virtual_memory()
     if mx.default_device() == mx.Device(mx.cpu):
-        return machine.total, machine.available
+        total = total_ram()
+        return total, min(total, available_ram() + mx.get_cache_memory())
     info: dict[str, Any] = {}
     with contextlib.suppress(Exception):
         info = cast(dict[str, Any], mx.device_info())
     total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
-    total = total or int(info.get("memory_size") or machine.total)
+    total = total or int(info.get("memory_size") or total_ram())
     available = total - mx.get_active_memory()
     with contextlib.suppress(cuda_driver.DriverError):
         # What other processes hold is not ours to count on; what MLX has freed but keeps is.

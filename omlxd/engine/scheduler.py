@@ -24,6 +24,7 @@ import mlx.core as mx
 from ..chat import FinishReason, Progress
 from ..errors import OmlxdError
 from . import mlx_adapter
+from .admission import MemoryAdmission, Verdict
 from .decode_batch import DecodeBatch
 from .harvest import KVBridge
 from .mlx_adapter import LoadedModel
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 HARVEST_TOKENS = 256
 """Output tokens between two harvests of a decoding row: each waits for the step in flight."""
 
+SHORT_S = 0.2
+"""Seconds between two looks at whether there is memory for who is next."""
 IDLE_S = 5.0
 """Seconds without work after which memory is given back, and between two looks at it."""
 
@@ -74,6 +77,8 @@ class Scheduler:
         self.pacer = PrefillPacer(block_size)
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
+        self.memory: MemoryAdmission | None = None
+        self._short = False  # Who is next waits for memory.
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
         self.steps = 0
@@ -111,14 +116,15 @@ class Scheduler:
         return (
             bool(self._batches)
             or any(s.state is State.PREFILLING for s in self._active)
-            or bool(self._waiting and len(self._active) < self._slots)
+            or bool(self._waiting and not self._short and len(self._active) < self._slots)
         )
 
     def _drain(self, block: bool) -> None:
         """Do what other threads have posted; wait for something if `block`."""
         while True:
             try:
-                call = self._inbox.get(block=block, timeout=IDLE_S if block else None)
+                patience = SHORT_S if self._short else IDLE_S
+                call = self._inbox.get(block=block, timeout=patience if block else None)
             except queue.Empty:
                 if block:
                     self._rest()
@@ -157,13 +163,19 @@ class Scheduler:
     # ----------------------------------------------------------------- admission
 
     def _admit(self) -> None:
+        self._short = False
         while self._waiting and len(self._active) < self._slots:
             sequence = self._waiting.take(self._active)
-            self._active.append(sequence)
             try:
+                if self.memory is not None and self.memory.decide(sequence, self._active) is Verdict.WAIT:
+                    self._waiting.put_back(sequence)
+                    self._short = True
+                    return
+                self._active.append(sequence)
                 self._begin(sequence)
             except Exception as error:
-                log.exception("admission failed")
+                if not isinstance(error, OmlxdError):
+                    log.exception("admission failed")
                 self._fail(sequence, _internal(error))
 
     def _begin(self, sequence: Sequence) -> None:
@@ -220,6 +232,8 @@ class Scheduler:
         stop = (
             length if start >= last else min(last, self.pacer.chunk_end(start, decoding=bool(self._batches)))
         )
+        if self.memory is not None:
+            self.memory.begin_chunk()
         began = time.perf_counter()
         if self._last_alone and start < length - 1 and stop == length:
             self._model(mx.array([sequence.tokens[start : stop - 1]]), cache=sequence.cache)
@@ -230,6 +244,8 @@ class Scheduler:
             # Only the KV is evaluated: the logits of this chunk are never computed.
             mx.eval(mlx_adapter.state_arrays(sequence.cache))
             self.pacer.note(stop - start, time.perf_counter() - began)
+        if self.memory is not None:
+            self.memory.end_chunk()
         self.steps += 1
         self.prefilled_tokens += stop - sequence.kv_length
         sequence.kv_length = stop

@@ -122,6 +122,9 @@ class EngineService:
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
             case wire.Grant():
                 self._space.granted(message)
+            case wire.Budget():
+                if self._host.done():
+                    self._host.result().set_budget(message)
             case wire.Load():
                 logging.getLogger("omlxd").setLevel(message.log_level.upper())
                 self._engine = threading.Thread(
@@ -136,7 +139,7 @@ class EngineService:
     def _run_engine(self, load: wire.Load) -> None:
         try:
             self._send(wire.LoadProgress(stage="loading"))
-            host = EngineHost(load, self._output, self._space)
+            host = EngineHost(load, self._output, self._space, self._send)
         except Exception as error:
             log.exception("load failed")
             # The front reads this before it sees the process end.
@@ -200,6 +203,7 @@ class EngineService:
 
     def _stats(self, message: wire.GetStats) -> None:
         values = self._host.result().stats() if self._host.done() else {}
+        values["device_available_bytes"] = float(memory()[1])
         # A gauge may be a bool or an int where it is kept; a frame that is not all floats would end us.
         self._send(wire.Stats(id=message.id, values={name: float(v) for name, v in values.items()}))
 

@@ -39,6 +39,10 @@ class WaitingLine:
     def join(self, sequence: Sequence) -> None:
         self._places.append(_Place(sequence))
 
+    def put_back(self, sequence: Sequence) -> None:
+        """`sequence`, which `take` gave, could not begin: it is the next one, whoever holds what."""
+        self._places.insert(0, _Place(sequence, PATIENCE))
+
     def leave(self, sequence: Sequence) -> None:
         """Does nothing if it isn't there."""
         self._places = [place for place in self._places if place.sequence is not sequence]

@@ -100,6 +100,7 @@ class EngineProcess:
         self._guard = guard
         self._ids = itertools.count(1)
         self._requests: dict[int, Waiting] = {}
+        self._questions: dict[int, asyncio.Future[wire.Stats | None]] = {}
         self._link: EngineLink | None = None
         self._wanted = asyncio.Event()
         self._failed_loads = 0
@@ -153,14 +154,27 @@ class EngineProcess:
         """The engine's own counters; None unless it is ready and answers soon."""
         if self.state != "ready":
             return None
+        return await self._ask_stats()
+
+    async def device_available(self) -> int | None:
+        """Bytes free where arrays live, as the engine finds them, loaded or not; None: it does not say."""
+        stats = await self._ask_stats() if self._link is not None else None
+        value = stats.values.get("device_available_bytes") if stats else None
+        return None if value is None else int(value)
+
+    async def _ask_stats(self) -> wire.Stats | None:
+        # Not a request: it neither keeps a model loaded nor waits for one.
+        if self._link is None:
+            return None
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
-        self._submit(id, wire.GetStats(id=id), answer)
+        self._questions[id] = answer
         try:
+            self._link.send(wire.GetStats(id=id))
             return await asyncio.wait_for(answer, STATS_TIMEOUT_S)
-        except (TimeoutError, OmlxdError):
+        except TimeoutError:
             return None
         finally:
-            self.forget(id)
+            del self._questions[id]
 
     @property
     def in_flight(self) -> int:
@@ -365,6 +379,9 @@ class EngineProcess:
         self._fail_all(Failed(code="unavailable", message=self._reason, retry_after=retry_after))
 
     def _fail_all(self, failed: Failed) -> None:
+        for question in self._questions.values():
+            if not question.done():
+                question.set_result(None)
         for id in list(self._requests):
             self.answer(id, failed)
         loading, self._loading = self._loading, []
@@ -377,7 +394,7 @@ class EngineProcess:
         try:
             load = await self._prepare()
             link = await EngineLink.spawn(self._command)
-        except NotNow:
+        except (NotNow, InvalidRequest):
             raise
         except OmlxdError as error:
             return error.message
@@ -436,6 +453,10 @@ class EngineProcess:
 
     def answer(self, id: int, result: Any) -> None:
         """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
+        if (question := self._questions.get(id)) is not None:
+            if not question.done():
+                question.set_result(result if isinstance(result, wire.Stats) else None)
+            return
         waiting = self._requests.get(id)
         if waiting is None:
             return

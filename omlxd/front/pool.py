@@ -22,9 +22,11 @@ from ..models.catalog import Catalog, InstalledModel
 from ..models.resolve import check_folder, resolve_model
 from ..wire import CacheSettings, Load, PromptSettings
 from .cold_ledger import ColdLedger
+from .engine_life import in_background
 from .engine_link import ENGINE_COMMAND
 from .engine_process import EngineProcess
 from .engines import basename, resolve_name
+from .memory_guard import MemoryGuard
 from .model_book import ModelBook
 from .model_engine import ModelEngine
 from .model_settings import for_next_load, settings_of
@@ -62,7 +64,10 @@ class EnginePool:
         self._engines: dict[str, ModelEngine] = {}
         self._changed = asyncio.Event()
         self._making_room = asyncio.Lock()
-        self._keeper: asyncio.Task[None] | None = None
+        self._keepers: list[asyncio.Task[None]] = []
+        self._guard = MemoryGuard(
+            self, self.book, settings.memory_limit, settings.hot_cache_max_size, room_wait_s
+        )
         self._unloads: set[asyncio.Task[bool]] = set()
         self._first = next(iter(self.models()), None) if self._starts_with_one() else None
 
@@ -91,7 +96,9 @@ class EnginePool:
             cold=self.cold,
             command=self._command,
             stall_s=self._settings.stall_timeout,
+            guard=lambda device: self._guard.admit(self._engines[installed.id], device),
             on_change=self._note_change,
+            on_want=lambda wants: in_background(self._guard.answer(self._engines[installed.id], wants)),
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
         made.settings = settings_of(installed.id, self._settings.models)
@@ -145,7 +152,10 @@ class EnginePool:
 
     def start(self) -> None:
         """Begin to load what loads at start. Returns at once; needs a running event loop."""
-        self._keeper = asyncio.create_task(self._keep(), name="idle models")
+        self._keepers = [
+            asyncio.create_task(self._keep(), name="idle models"),
+            asyncio.create_task(self._guard.keep(), name="memory"),
+        ]
         if self._first is not None:
             self._first.by_name = True
             self._first.process.start()
@@ -206,6 +216,7 @@ class EnginePool:
         """
         self._settings = settings
         self.catalog.apply(settings)
+        self._guard.apply(settings.memory_limit, settings.hot_cache_max_size)
         for engine in self.models(afresh=True):
             engine.settings = settings_of(engine.model_id, settings.models)
             engine.default_ttl = settings.model_ttl
@@ -219,8 +230,8 @@ class EnginePool:
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        for keeper in self._keepers:
+            keeper.cancel()
         processes = [engine.process for engine in self._engines.values()]
         await asyncio.gather(*(process.drain(drain_s) for process in processes))
         await asyncio.gather(*(process.close(flush_s) for process in processes))
@@ -264,10 +275,16 @@ class EnginePool:
         going.add_done_callback(self._unloads.discard)
         return going
 
+    async def make_go(self, victim: ModelEngine, why: str) -> None:
+        """Unload `victim`; its memory is back on return, unless a request came in between."""
+        log.info("%s goes: %s", victim.model_id, why)
+        await self._let_go(victim)
+
     # ----------------------------------------------------------------- coming
 
     async def _prepare(self, engine: ModelEngine) -> Load:
         folder, cold_dir = await asyncio.gather(self._folder(engine), self.cold.open())
+        self._guard.check_ever(engine)
         await self._make_room(engine)
         settings, own = self._settings, engine.settings
         engine.loaded_with = own
@@ -315,11 +332,10 @@ class EnginePool:
         deadline = time.monotonic() + self._room_wait_s
         async with self._making_room:
             most = self._settings.max_loaded_models
-            while most and len(others := self._others(engine)) >= most:
-                if victim := self._victim(engine):
-                    log.info("%s goes to make room for %s", victim.model_id, engine.model_id)
-                    await self._let_go(victim)
-                elif not await self._change_before(deadline):
+            while most and len(others := self.others(engine)) >= most:
+                if victim := self.victim(engine):
+                    await self.make_go(victim, f"{engine.model_id} takes its place")
+                elif not await self.change_before(deadline):
                     names = ", ".join(other.model_id for other in others)
                     raise NotNow(
                         f"{engine.model_id} can't be loaded now: {len(others)} of {most} models are loaded "
@@ -328,15 +344,16 @@ class EnginePool:
                     )
             engine.admitted = True
 
-    def _others(self, engine: ModelEngine) -> list[ModelEngine]:
+    def others(self, engine: ModelEngine | None) -> list[ModelEngine]:
+        """Every model that is loaded or may load, but for `engine`."""
         return [other for other in self._engines.values() if other is not engine and other.admitted]
 
-    def _victim(self, engine: ModelEngine) -> ModelEngine | None:
+    def victim(self, engine: ModelEngine) -> ModelEngine | None:
         """The least recently used model that may go."""
-        idle = [other for other in self._others(engine) if other.evictable]
+        idle = [other for other in self.others(engine) if other.evictable]
         return min(idle, key=lambda other: other.process.used_at, default=None)
 
-    async def _change_before(self, deadline: float) -> bool:
+    async def change_before(self, deadline: float) -> bool:
         """Wait until something changes; False: the deadline came first."""
         left = deadline - time.monotonic()
         # The keeper clears the event too, so it is polled as well.

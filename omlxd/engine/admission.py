@@ -1,0 +1,164 @@
+"""Whether there is memory for a prompt's KV beside what is live, before it is computed.
+
+A prompt that does not fit waits while others run. When none does, the front is asked, which may let
+idle models go; what then still does not fit is refused with both figures: for good (400) if it could
+not fit into an engine with nothing else in it, for now (503) otherwise.
+
+On the engine thread. What computing takes besides is measured a chunk at a time, and counted with
+the next prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+
+import mlx.core as mx
+
+from ..errors import InvalidRequest, OmlxdError, Unavailable
+from ..kv.store import KVStore
+from ..sizes import human
+from ..wire import Budget, Wants
+from . import mlx_adapter
+from .hot_budget import memory
+from .mlx_adapter import LoadedModel
+from .sequence import Sequence, State, capacity_for
+
+ANSWER_S = 15.0
+"""How long the front may take to find memory."""
+RESERVE_FRACTION = 0.02
+"""Of the memory, left free."""
+
+
+class Verdict(Enum):
+    FITS = auto()
+    WAIT = auto()
+
+
+class MemoryAdmission:
+    """`working`: bytes that computing a chunk is thought to take, until it has been measured.
+
+    store  whose hot tier gives way to prompts; None: there is none
+    want   asks the front for memory; answered by `take`
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        working: int,
+        want: Callable[[Wants], None],
+        *,
+        measure: Callable[[], tuple[int, int]] = memory,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._loaded = loaded
+        self._want = want
+        self._measure = measure
+        self._clock = clock
+        self.working = working
+        self.store: KVStore | None = None
+        self.live: int | None = None
+        self.most: int | None = None
+        self.peak = 0
+        self._measured = False
+        self._before = 0
+        self._ticket = 0
+        self._asked: Sequence | None = None
+        self._asked_at = 0.0
+        self._answered = False
+
+    # ----------------------------------------------------------------- deciding
+
+    def decide(self, sequence: Sequence, active: Iterable[Sequence]) -> Verdict:
+        """Whether `sequence` may begin beside `active`. Raises OmlxdError when it is refused."""
+        running = list(active)
+        need = self.need(sequence)
+        total, room = self._room(running)
+        if need <= room:
+            self._asked = None
+            self._clear_the_way(need, running)
+            return Verdict.FITS
+        never = need > self._most(total)
+        if not never and (running or self._may_hope(sequence, need - room)):
+            return Verdict.WAIT
+        self._asked = None
+        raise self._refusal(sequence, need, self._most(total) if never else room, never)
+
+    def need(self, sequence: Sequence) -> int:
+        """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work."""
+        return self._kv(sequence) + self.working
+
+    def _kv(self, sequence: Sequence) -> int:
+        tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
+        per_token = self._loaded.layout.nbytes(tokens) if self._loaded.layout else 0
+        states = self._loaded.states
+        return per_token + (states.nbytes(tokens) if states and states.tensors else 0)
+
+    def _room(self, running: list[Sequence]) -> tuple[int, int]:
+        """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
+        total, available = self._measure()
+        hot = self._hot()
+        promised = sum(self._kv(s) for s in running if s.cache is None and s.state is not State.DECODING)
+        room = available + hot - int(total * RESERVE_FRACTION)
+        if self.live is not None:
+            room = min(room, self.live - (mx.get_active_memory() - hot))
+        return total, max(0, room - promised)
+
+    def _most(self, total: int) -> int:
+        """What there would be with nothing but the weights in memory."""
+        whole = int(total * (1 - RESERVE_FRACTION))
+        return max(0, (whole if self.most is None else min(whole, self.most)) - self._loaded.weight_bytes)
+
+    def _hot(self) -> int:
+        return self.store.pool.hot_bytes if self.store is not None else 0
+
+    def _clear_the_way(self, need: int, running: list[Sequence]) -> None:
+        """Evict hot blocks that stand where the prompt must go."""
+        if self.store is None:
+            return
+        _, room = self._room(running)
+        excess = need - (room - self._hot())
+        if excess > 0:
+            self.store.pool.evict(excess)
+
+    def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
+        what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"
+        if never:
+            return InvalidRequest(f"{what} and at most {human(room)} can be had; shorten it.")
+        return Unavailable(
+            f"{what} and {human(room)} are free now; retry when other programs have given some back.",
+            retry_after=15,
+        )
+
+    # ----------------------------------------------------------------- asking the front
+
+    def _may_hope(self, sequence: Sequence, lacking: int) -> bool:
+        """Whether the front has still to say what it can do for `sequence`; asks it at first."""
+        if self._asked is not sequence:
+            self._asked, self._answered = sequence, False
+            self._asked_at = self._clock()
+            self._ticket += 1
+            self._want(Wants(ticket=self._ticket, nbytes=lacking))
+            return True
+        return not self._answered and self._clock() - self._asked_at < ANSWER_S
+
+    def take(self, budget: Budget) -> None:
+        """The front's word: what this engine may hold from now on."""
+        self.live, self.most = budget.live, budget.most
+        if budget.ticket == self._ticket:
+            self._answered = True
+
+    # ----------------------------------------------------------------- learning
+
+    def begin_chunk(self) -> None:
+        """A chunk of a prompt is about to be computed."""
+        self.peak = max(self.peak, mx.get_peak_memory())
+        mx.reset_peak_memory()
+        self._before = mx.get_active_memory()
+
+    def end_chunk(self) -> None:
+        """It has been: what it took at its peak, over what was there before and what stays."""
+        took = mx.get_peak_memory() - max(self._before, mx.get_active_memory())
+        self.working = max(took, 0) if not self._measured else max(self.working, took)
+        self._measured = True

@@ -1,0 +1,250 @@
+"""One budget of memory: who may load, what gives way, what is refused with which figures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from daemon import family_model
+from hypothesis import given
+from hypothesis import strategies as st
+from rig import Rig
+from test_pool import ask, notes, pool, states, surroundings  # noqa: F401
+from test_resolve import make
+
+from omlxd.chat import Failed, Finished
+from omlxd.engine.admission import MemoryAdmission
+from omlxd.errors import InvalidRequest, Unavailable
+from omlxd.front.memory_shares import Holding, shares
+from omlxd.models.footprint import PROCESS_BYTES, footprint
+from omlxd.wire import Budget, Wants
+
+MB = 10**6
+
+sizes = st.integers(0, 10**12)
+
+
+@given(
+    st.dictionaries(st.text(min_size=1), st.builds(Holding, firm=sizes, hot=sizes), min_size=1, max_size=5),
+    st.integers(0, 10**13),
+    st.none() | sizes,
+    sizes,
+)
+def test_shares_never_add_up_to_more_than_there_is(holdings, total: int, hot_most: int | None, claimed: int):
+    budgets = shares(holdings, total, hot_most, claimed)
+    hot = sum(budget.hot or 0 for budget in budgets.values())
+    firm = sum(held.firm for held in holdings.values())
+    assert hot <= max(0, total - claimed - firm)
+    if hot_most is not None:
+        assert hot <= hot_most
+    for name, budget in budgets.items():
+        assert budget.live is not None and budget.live >= holdings[name].firm
+
+
+def test_what_one_does_not_use_goes_to_the_others():
+    holdings = {"idle": Holding(100 * MB, 0), "busy": Holding(100 * MB, 900 * MB)}
+    budgets = shares(holdings, 2200 * MB)
+    assert budgets["busy"].hot and budgets["busy"].hot > 1900 * MB
+    alike = shares({"a": Holding(0, 500 * MB), "b": Holding(0, 500 * MB)}, 1000 * MB)
+    assert alike["a"].hot == alike["b"].hot == 500 * MB
+
+
+# --------------------------------------------------------------------------- before a load
+
+
+def heavy(folder: Path, megabytes: int) -> None:
+    """A model folder whose weights have that size, as a file with a hole."""
+    make(folder)
+    for path in folder.glob("model*"):
+        path.unlink()
+    nbytes = megabytes * MB
+    header = json.dumps({"w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + nbytes)
+
+
+async def test_what_can_never_fit_is_a_400_with_both_figures(
+    tmp_path: Path,
+):
+    heavy(tmp_path / "models" / "giant", 20_000)
+    async with pool(tmp_path, "small", stub="--device 16000,16000") as made:
+        for _ in range(2):
+            refused = (await ask(made, "giant"))[-1]
+            assert isinstance(refused, Failed) and refused.code == "invalid_request"
+            assert "giant needs about 20.2 GB" in refused.message and "15.2 GB of 16 GB" in refused.message
+        assert made.resolve("giant").starts == 1  # The second time it is known.
+        assert isinstance((await ask(made, "small"))[-1], Finished)
+
+
+async def test_off_refuses_nothing(tmp_path: Path):
+    heavy(tmp_path / "models" / "giant", 20_000)
+    async with pool(tmp_path, memory_limit="off", stub="--device 16000,100") as made:
+        assert isinstance((await ask(made, "giant"))[-1], Finished)
+
+
+async def test_what_is_not_free_now_is_a_503_with_both_figures_and_no_failed_load(tmp_path: Path):
+    heavy(tmp_path / "models" / "big", 9_000)
+    async with pool(tmp_path, stub="--device 16000,3000") as made:
+        for _ in range(4):
+            refused = (await ask(made, "big"))[-1]
+            assert isinstance(refused, Failed) and refused.code == "unavailable" and refused.retry_after
+            assert "9.2 GB" in refused.message and "2.2 GB are free" in refused.message
+        assert states(made) == {"big": "unloaded"}  # And not quarantined.
+
+
+async def test_an_idle_model_gives_way_and_a_pinned_one_does_not(tmp_path: Path):
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 500)
+    async with pool(tmp_path, memory_limit="1300MB", stub="--memory 500,0") as made:
+        await ask(made, "a")
+        assert isinstance((await ask(made, "b"))[-1], Finished)
+        assert states(made) == {"a": "unloaded", "b": "ready"}
+        made.pin("b", True)
+        refused = (await ask(made, "a"))[-1]
+        assert (
+            isinstance(refused, Failed)
+            and refused.code == "unavailable"
+            and "a needs about" in refused.message
+        )
+        assert states(made) == {"a": "unloaded", "b": "ready"}
+
+
+async def test_hot_tiers_shrink_before_a_model_goes(tmp_path: Path):
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 300)
+    async with pool(tmp_path, memory_limit="1600MB", stub="--memory 300,700") as made:
+        await ask(made, "a")
+        assert isinstance((await ask(made, "b"))[-1], Finished)
+        assert states(made) == {"a": "ready", "b": "ready"}
+        assert "budget" in notes(tmp_path)
+
+
+async def test_two_that_load_at_once_count_each_other(tmp_path: Path):
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 500)
+    async with pool(tmp_path, memory_limit="1300MB", stub="--memory 500,0 --load-s 0.4") as made:
+        made._guard._wait_s = 5.0
+        answers = await asyncio.gather(ask(made, "a"), ask(made, "b"))
+        assert all(isinstance(events[-1], Finished) for events in answers)
+        assert sorted(states(made).values()) == ["ready", "unloaded"]
+
+
+async def test_what_a_load_took_is_remembered(tmp_path: Path):
+    heavy(tmp_path / "models" / "a", 500)
+    async with pool(tmp_path, stub="--memory 500,0 --load-peak 1000") as made:
+        before = made._guard.need("a", footprint(tmp_path / "models" / "a"))
+        await ask(made, "a")
+        await made._guard.look()
+    async with pool(tmp_path) as again:
+        assert again.book.factor("a") == 2.0
+        need = again._guard.need("a", footprint(tmp_path / "models" / "a"))
+        assert need - before == pytest.approx(500 * MB, rel=0.01) and need > PROCESS_BYTES + 1000 * MB
+
+
+# --------------------------------------------------------------------------- before a prompt
+
+
+class Memory:
+    """A machine with `available` bytes, and a front that answers `Wants` with `grants`."""
+
+    def __init__(self, rig: Rig, available: int, total: int = 10**10):
+        self.available, self.total = available, total
+        self.wants: list[Wants] = []
+        self.on_want = lambda wants: None
+        self.now = 0.0
+        self.admission = MemoryAdmission(
+            rig.loaded, 0, self._want, measure=lambda: (self.total, self.available), clock=lambda: self.now
+        )
+        self.admission._measured = True
+        self.admission.store = getattr(rig, "store", None)
+        self.admission.end_chunk = lambda: None  # What chunks take is not the matter here.
+        rig.on_engine(lambda: setattr(rig.scheduler, "memory", self.admission))
+
+    def _want(self, wants: Wants) -> None:
+        self.wants.append(wants)
+        self.on_want(wants)
+
+
+PROMPT = list(range(1, 600))
+RESERVE = 2 * 10**8
+
+
+@pytest.fixture
+def rig():
+    with Rig(family_model("qwen3"), hot=1 << 30) as made:
+        yield made
+
+
+def kv(rig: Rig, tokens: int) -> int:
+    from omlxd.engine import mlx_adapter
+
+    assert rig.loaded.layout is not None
+    return rig.loaded.layout.nbytes(mlx_adapter.round_up(tokens))
+
+
+def test_a_prompt_that_fits_runs_and_one_that_never_can_is_refused(rig: Rig):
+    memory = Memory(rig, 10**9)
+    assert len(rig.run(PROMPT, 4).got) == 4
+    memory.total = memory.available = 10**5
+    output = rig.start(PROMPT, 4)
+    with pytest.raises(InvalidRequest, match=r"prompt of 599 tokens needs about .* at most .* can be had"):
+        output.tokens()
+    assert not memory.wants
+
+
+def test_one_that_does_not_fit_waits_while_others_run(rig: Rig):
+    memory = Memory(rig, RESERVE + kv(rig, 700) + 1000)
+    first = rig.start(PROMPT, 60)
+    assert first.first.wait(20)
+    memory.available = RESERVE + 1000
+    second = rig.start(list(reversed(PROMPT)), 4)
+    rig.on_engine(lambda: None)
+    assert second.sequence.cache is None and not second.got
+    first.tokens()
+    memory.available = 10**9
+    assert len(second.tokens()) == 4
+
+
+def test_with_nothing_else_running_the_front_is_asked_and_its_word_is_final(rig: Rig):
+    memory = Memory(rig, RESERVE)
+
+    def answer(wants: Wants) -> None:
+        rig.scheduler.post(lambda: memory.admission.take(Budget(ticket=wants.ticket)))
+
+    memory.on_want = answer
+    with pytest.raises(Unavailable, match="are free now"):
+        rig.start(PROMPT, 4).tokens()
+    assert len(memory.wants) == 1 and memory.wants[0].nbytes > 0
+
+    def give(wants: Wants) -> None:
+        memory.available = 10**9
+        answer(wants)
+
+    memory.available, memory.on_want = RESERVE, give
+    assert len(rig.start(PROMPT, 4).tokens()) == 4
+
+
+def test_hot_blocks_give_way_to_a_prompt(rig: Rig):
+    memory = Memory(rig, 10**9)
+    rig.run(PROMPT, 2)
+    hot = rig.pool.hot_bytes
+    assert hot
+    need = kv(rig, 600 + 4)
+    memory.available = RESERVE + need - hot // 2
+    assert len(rig.start([7, *PROMPT[::-1]], 4).tokens()) == 4
+    assert not memory.wants
+
+
+def test_a_waiting_prompt_can_be_cancelled(rig: Rig):
+    memory = Memory(rig, RESERVE)
+    output = rig.start(PROMPT, 4)
+    rig.on_engine(lambda: None)
+    rig.scheduler.cancel(output.sequence)
+    rig.settle()
+    assert rig.scheduler.active_sequences == 0
+    memory.available = 10**9
+    assert len(rig.run(PROMPT, 2).got) == 2
