@@ -141,12 +141,31 @@ def test_a_chain_without_a_checkpoint(tmp_path: Path):
     files = Files(tmp_path, stands=lambda h: h in standing)
     hashes = files.store(list(range(1, 17)))
     told = files.why([*range(1, 17), 99])
-    assert (told.cause, told.chain_tokens, told.position) == ("no_checkpoint", 16, 0)
+    assert (told.cause, told.chain_tokens, told.cold_tokens) == ("no_checkpoint", 16, 0)
     standing.add(hashes[1])
     told = files.why([*range(1, 17), 99])
-    assert (told.cause, told.cold_tokens, told.position) == ("no_checkpoint", 8, 8)
+    assert (told.cause, told.cold_tokens, told.position) == ("no_checkpoint", 8, 16)
+    # Where another text stands beside the chain's end, it is told all the same.
+    told = files.why([*range(1, 13), 13, 70, 80, 90, 99])
+    assert (told.cause, told.chain_tokens, told.position, told.stored) == (
+        "no_checkpoint",
+        12,
+        13,
+        "14 15 16",
+    )
     standing.add(hashes[3])
     assert files.why([*range(1, 17), 99]).cause == "none"
+
+
+def test_a_request_that_was_made_without_a_checkpoint_in_reach(tmp_path: Path):
+    files = Files(tmp_path, stands=lambda h: True)
+    files.store(list(range(1, 17)))
+    tokens = [*range(1, 10), 70, 80, 90, *range(13, 20)]
+    files.store(tokens)
+    # It was computed from its first token, though two of its blocks were there.
+    told = files.why(tokens, reached=0)
+    assert (told.cause, told.chain_tokens, told.cold_tokens) == ("no_checkpoint", 8, 0)
+    assert (told.position, told.given.split()[0], told.stored) == (9, "70", "10 11 12")
 
 
 def test_lineage_bears_any_file(tmp_path: Path):
@@ -160,10 +179,10 @@ def test_lineage_bears_any_file(tmp_path: Path):
     (folder / "ab").mkdir(exist_ok=True)
     (folder / "ab" / ("ab" * 32 + ".safetensors")).mkdir()
     os.mkfifo(folder / "ab" / ("ab" + "cd" * 31 + ".safetensors"))
-    found = children(folder, first, 5)
-    assert [child.tokens for child in found.children] == [[5, 6, 7, 8]]
-    assert children(tmp_path / "none", first, 5).children == []
-    assert not children(folder, first, -1).complete
+    found = children(folder, [first], 5)
+    assert [child.tokens for child in found.children[first]] == [[5, 6, 7, 8]]
+    assert children(tmp_path / "none", [first], 5).children == {}
+    assert not children(folder, [first], -1).complete
 
 
 def test_fates_are_bounded():
@@ -268,7 +287,7 @@ def test_each_cause_is_a_sentence():
         )
         text = as_text(WhyMiss("m", told), now)
         assert "prompt of 500 tokens" in text
-        if cause not in ("none", "reuse_off"):
+        if cause not in ("none", "reuse_off", "no_checkpoint"):
             assert "first miss: block 2, from token 128" in text
     assert "evicted 1 min ago" in text
 

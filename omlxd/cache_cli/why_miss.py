@@ -213,11 +213,16 @@ def _because(told: Explanation, now: float) -> str:
         return "nothing missed: every full block before the prompt's last token is there"
     if told.cause == "reuse_off":
         return f"prefixes are not reused: {told.reason}"
+    if told.cause == "no_checkpoint":
+        stood = told.hot_tokens + told.cold_tokens
+        return (
+            f"the blocks reach token {told.chain_tokens}, but the model's state can be restored only where "
+            f"a checkpoint of it stands, and the last one before stands at token {stood}"
+        )
     return f"{here}: " + {
         "differs": f"another text stands stored there (last used {ago(told.stored_used, now)})",
         "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
         "other_namespace": "it is stored, but as made with another model file or setting:",
-        "no_checkpoint": f"blocks reach token {told.chain_tokens}, but no checkpoint of its state does",
         "evicted": f"it was stored, and evicted {ago(told.gone_at, now)}",
         "cleared": f"it was stored, and cleared {ago(told.gone_at, now)}",
         "damaged": f"its file was damaged, and removed {ago(told.gone_at, now)}",

@@ -71,7 +71,6 @@ class Explainer:
         chain = len(tiers)
         usable = self._usable(hashes, chain) if reached < 0 else chain
         cause = "none" if usable == len(hashes) else "never_stored"
-        at = chain if usable == chain else usable
         told = wire.Explanation(
             cause=cause,
             prompt_tokens=len(tokens),
@@ -80,23 +79,21 @@ class Explainer:
             hot_tokens=tiers[:usable].count("hot") * size,
             cold_tokens=tiers[:usable].count("cold") * size,
             chain_tokens=chain * size,
-            position=at * size,
+            position=chain * size,
         )
         if self.reuse_off:
             return msgspec.structs.replace(told, cause="reuse_off", reason=self.reuse_off)
         if cause == "none":
             return told
-        told = msgspec.structs.replace(told, **self._texts(tokens, at * size))
+        told = msgspec.structs.replace(told, **self._texts(tokens, chain * size))
         if usable < chain:
-            return msgspec.structs.replace(told, cause="no_checkpoint")
-        told = msgspec.structs.replace(
-            told,
-            missing=block_path(self.namespace, hashes[at]),
-            elsewhere=self._elsewhere(tokens, request, chain),
-        )
-        if told.elsewhere:
-            told = msgspec.structs.replace(told, cause="other_namespace")
-        return self._beside(told, tokens, hashes, root, at)
+            told = msgspec.structs.replace(told, cause="no_checkpoint")
+        elif elsewhere := self._elsewhere(tokens, request, chain):
+            told = msgspec.structs.replace(told, cause="other_namespace", elsewhere=elsewhere)
+        # What was restored is all that is known of the past; where checkpoints are needed, the chain of
+        # blocks may have reached further than it.
+        further = reached >= 0 and self.stands is not None
+        return self._beside(told, tokens, [root, *hashes], chain, len(hashes) if further else chain + 1)
 
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
         tiers: list[str] = []
@@ -125,20 +122,34 @@ class Explainer:
         self,
         told: wire.Explanation,
         tokens: Sequence[int],
-        hashes: Sequence[BlockHash],
-        root: BlockHash,
-        at: int,
+        chain: Sequence[BlockHash],
+        first: int,
+        end: int,
     ) -> wire.Explanation:
-        """The stored block of the same parent that has most in common with the prompt's own."""
-        if self.root is None:
+        """The stored block that has most in common with the prompt's own of the same parent.
+
+        chain       the root, then the prompt's blocks
+        first, end  of the blocks that are looked at; the first one that has another beside it counts
+        """
+        end = min(end, len(chain) - 1)
+        if first < end:
+            told = msgspec.structs.replace(told, missing=block_path(self.namespace, chain[first + 1]))
+        if self.root is None or first >= end:
             return told
-        parent = hashes[at - 1] if at else root
-        search = children(self.root / namespace_dir(self.namespace), parent, SEARCH_S)
+        search = children(self.root / namespace_dir(self.namespace), chain[first:end], SEARCH_S)
         told = msgspec.structs.replace(told, looked=search.looked, complete=search.complete)
-        own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
-        others = [child for child in search.children if child.block_hash != hashes[at]]
+        beside = (
+            (at, [child for child in search.children.get(chain[at], []) if child.block_hash != chain[at + 1]])
+            for at in range(first, end)
+        )
+        at, others = next(((at, others) for at, others in beside if others), (first, []))
         if not others:
             return told
+        if at > first:
+            told = msgspec.structs.replace(
+                told, cause="no_checkpoint", chain_tokens=at * self.block_size, missing=""
+            )
+        own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
 
         def nearness(child: Child) -> tuple[int, float]:
             return shared(child.tokens, own), child.used

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +34,9 @@ class Child:
 
 @dataclass(slots=True)
 class Search:
-    """`looked`: files opened; `complete`: no time limit cut it short."""
+    """`children`: by their parent. `looked`: files opened; `complete`: no time limit cut it short."""
 
-    children: list[Child]
+    children: dict[BlockHash, list[Child]]
     looked: int = 0
     complete: bool = True
 
@@ -51,13 +51,13 @@ class _Header(msgspec.Struct):
     claims: _Claims = msgspec.field(name="__metadata__")
 
 
-def children(namespace: Path, parent: BlockHash, seconds: float) -> Search:
-    """Token blocks in the folder `namespace` whose parent is `parent`, within about `seconds`.
+def children(namespace: Path, parents: Iterable[BlockHash], seconds: float) -> Search:
+    """Token blocks in the folder `namespace` whose parent is one of `parents`, within about `seconds`.
 
     Nothing is verified: what they say is for people to read, never KV to use. Never raises OSError.
     """
-    found = Search([])
-    wanted = b'"parent":"%b"' % parent.hex().encode()
+    found = Search({})
+    wanted = {parent.hex().encode() for parent in parents}
     deadline = time.monotonic() + seconds
     for path in _block_files(namespace):
         if found.looked % 64 == 0 and time.monotonic() > deadline:
@@ -65,11 +65,12 @@ def children(namespace: Path, parent: BlockHash, seconds: float) -> Search:
             break
         found.looked += 1
         try:
-            child = _read(path, wanted)
+            read = _read(path, wanted)
         except (OSError, ValueError):
             continue
-        if child is not None:
-            found.children.append(child)
+        if read is not None:
+            parent, child = read
+            found.children.setdefault(parent, []).append(child)
     return found
 
 
@@ -86,18 +87,21 @@ def _block_files(namespace: Path) -> Iterator[str]:
         yield from (f"{fan}/{name}" for name in names if file_kind(name) == "block")
 
 
-def _read(path: str, wanted: bytes) -> Child | None:
+def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:
+    """A token block and its parent, if that is wanted. Raises OSError, or ValueError for nonsense."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         head = os.read(fd, _HEAD)
-        if wanted not in head or b'"kind":"tokens"' not in head:
+        parent = head.partition(b'"parent":"')[2][:64]
+        if parent not in wanted or b'"kind":"tokens"' not in head:
             return None
         length = int.from_bytes(head[:8], "little")
         if length > _MOST_HEADER:
             return None
         claims = msgspec.json.decode(os.pread(fd, length, 8), type=_Header).claims
         tokens = [int(token) for token in claims.tokens.split(",")]
-        return Child(bytes.fromhex(claims.hash), tokens, os.fstat(fd).st_mtime)
+        child = Child(bytes.fromhex(claims.hash), tokens, os.fstat(fd).st_mtime)
+        return bytes.fromhex(claims.parent), child
     finally:
         os.close(fd)
 
