@@ -25,6 +25,7 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, json_object
+from .dialects import effort_of, thinking_of
 from .openai_fields import CommonBody, Count, answer_format, sampling, session
 
 RESERVED_TEMPLATE_ARGS = frozenset(
@@ -185,10 +186,13 @@ def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
     if asked is not None and not isinstance(asked, bool):
         param = "chat_template_kwargs.enable_thinking"
         raise InvalidRequest(f"{param}: true or false is needed", param=param)
-    if request.reasoning_effort:
-        args.setdefault("reasoning_effort", request.reasoning_effort)
-        if asked is None:
-            asked = request.reasoning_effort != "none"
+    effort = effort_of(request)
+    if effort:
+        args.setdefault("reasoning_effort", effort)
+    if asked is None:
+        asked = thinking_of(request)
+    if asked is None and effort:
+        asked = True
     return request.enable_thinking if request.enable_thinking is not None else asked, args
 
 

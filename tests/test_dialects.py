@@ -1,0 +1,125 @@
+"""Every dialect's word for thinking and for the conversation's name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from omlxd.api import anthropic, openai_chat, openai_completions, openai_responses
+from omlxd.api.dialects import session_of, thinking_of
+
+HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def chat(headers=None, **more):
+    return openai_chat.parse(json.dumps({**HELLO, **more}).encode(), headers or {}).generate
+
+
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({}, None),
+        ({"enable_thinking": True}, True),
+        ({"enable_thinking": False, "thinking": "high"}, False),
+        ({"thinking": "off"}, False),
+        ({"thinking": "xhigh"}, True),
+        ({"thinking": True}, True),
+        ({"thinking": 0}, False),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, True),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "adaptive"}}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "off"}, False),
+        ({"reasoning_effort": "minimal"}, True),
+        ({"reasoning_effort": "extreme"}, True),
+        ({"reasoning": "low"}, True),
+        ({"reasoning": "disabled"}, False),
+        ({"reasoning": {"enabled": False, "effort": "high"}}, False),
+        ({"reasoning": {"effort": "none"}}, False),
+        ({"reasoning": {"level": "medium"}}, True),
+        ({"reasoning": {"type": "auto"}}, True),
+        ({"reasoning": {"summary": "auto"}}, None),
+        ({"metadata": {"enable_thinking": "false"}}, False),
+        ({"metadata": {"reasoning": {"effort": "low"}}}, True),
+        ({"metadata": {"thinking": "no"}, "extra_body": {"thinking": "yes"}}, False),
+        ({"extra_body": {"enable_thinking": False}}, False),
+        ({"extra_body": {"reasoning_effort": "high"}}, True),
+        ({"thinking": "off", "extra_body": {"thinking": "on"}}, False),
+        ({"thinking": "perhaps"}, None),
+        ({"thinking": ["on"], "reasoning": 7, "metadata": "x", "extra_body": [1]}, None),
+        ({"metadata": {"metadata": {"thinking": "on"}}}, None),
+    ],
+)
+def test_thinking(fields, thinks):
+    assert chat(**fields).prompt.thinking is thinks
+
+
+def test_effort_reaches_the_template():
+    assert chat(reasoning={"effort": "low"}).prompt.template_args == {"reasoning_effort": "low"}
+    assert chat(reasoning_effort="high", reasoning={"effort": "low"}).prompt.template_args == {
+        "reasoning_effort": "high"
+    }
+
+
+def test_anthropics_own_words():
+    for kind, thinks in (("enabled", True), ("adaptive", True), ("disabled", False)):
+        body = {**HELLO, "max_tokens": 5, "thinking": {"type": kind, "budget_tokens": 1024}}
+        assert anthropic.parse(json.dumps(body).encode()).generate.prompt.thinking is thinks
+
+
+@pytest.mark.parametrize(
+    "key", ["session_id", "conversation_id", "thread_id", "chat_id", "conversation", "session"]
+)
+def test_session_keys_at_every_place(key):
+    assert chat(**{key: "s1"}).session == "s1"
+    assert chat(metadata={key: "s1"}).session == "s1"
+    assert chat(extra_body={key: "s1"}).session == "s1"
+    assert chat(extra_body={"metadata": {key: "s1"}}).session == ""
+    assert chat(**{key: {"id": "s1"}}).session == "s1"
+    assert chat(**{key: 7}).session == "7"
+    assert chat(**{key: ["x"]}, user="u").session == "u"
+
+
+def test_the_order_of_names():
+    everything = {
+        "prompt_cache_key": "key",
+        "session_id": "own",
+        "metadata": {"session_id": "nested"},
+        "user": "u",
+    }
+    assert chat({"x-session-affinity": "header"}, **everything).session == "header"
+    assert chat({"session_id": "codex"}, **everything).session == "codex"
+    assert chat(**everything).session == "key"
+    del everything["prompt_cache_key"]
+    assert chat(**everything).session == "own"
+    del everything["session_id"]
+    assert chat(**everything).session == "nested"
+    assert chat(user="u").session == "u"
+    assert chat().session == ""
+
+
+def test_the_other_endpoints_know_them_too():
+    body = json.dumps({"model": "m", "prompt": "x", "session_id": "s1"}).encode()
+    assert openai_completions.parse(body, {}).generate.session == "s1"
+    body = json.dumps({"model": "m", "input": "x", "metadata": {"session_id": "s1"}}).encode()
+    assert openai_responses.parse(body, {}).generate.session == "s1"
+
+
+def test_claude_code():
+    user = json.dumps({"device_id": "d", "account_uuid": "a", "session_id": "from-metadata"})
+    body = json.dumps({**HELLO, "max_tokens": 5, "metadata": {"user_id": user}}).encode()
+    assert anthropic.parse(body, {}).generate.session == "from-metadata"
+    headers = {
+        "x-claude-code-session-id": "s1",
+        "x-claude-code-agent-id": "a1",
+        "x-claude-code-parent-agent-id": "a0",
+    }
+    generate = anthropic.parse(body, headers).generate
+    assert (generate.session, generate.parent_agent) == ("s1/a1", "a0")
+
+
+def test_plain_objects():
+    assert thinking_of({}) is None and session_of({}) == ""
+    assert thinking_of({"thinking": 10**5000}) is None and session_of({"session": 10**5000}) == ""
+    assert session_of({"session_id": True, "chat_id": "  c  "}) == "c"
