@@ -7,7 +7,7 @@ import json
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from omlxd.chat import Event, ReasoningDelta, TextDelta, Tool, ToolCall
+from omlxd.chat import Event, ReasoningDelta, TextDelta, Tool, ToolCall, ToolCallCut, ToolCallDelta
 from omlxd.engine.output import OutputParser, prepare
 from omlxd.models import demo
 
@@ -39,11 +39,29 @@ def tokenizer(tmp_path_factory):
 
 
 def merged(events: list[Event]) -> list[tuple[str, ...]]:
-    """Events with neighbours of a kind joined and call ids left out."""
+    """Events with neighbours of a kind joined and call ids left out.
+
+    The pieces of a call must be the beginning of the call that follows them.
+    """
     out: list[tuple[str, ...]] = []
+    pieces: list[ToolCallDelta] = []
     for event in events:
+        if isinstance(event, ToolCallDelta):
+            assert event.text
+            pieces.append(event)
+            continue
+        if isinstance(event, ToolCall | ToolCallCut):
+            assert event.arguments.startswith("".join(piece.text for piece in pieces))
+            assert {(piece.id, piece.name) for piece in pieces} <= {(event.id, event.name)}
+            pieces = []
+        assert not pieces
         if isinstance(event, ToolCall):
+            assert isinstance(json.loads(event.arguments), dict)
             out.append(("call", event.name, event.arguments))
+            continue
+        if isinstance(event, ToolCallCut):
+            assert isinstance(json.loads(event.whole), dict)
+            out.append(("cut", event.name, event.arguments, event.whole))
             continue
         assert isinstance(event, TextDelta | ReasoningDelta) and event.text
         kind = "text" if isinstance(event, TextDelta) else "reasoning"

@@ -70,8 +70,14 @@ def test_what_is_no_call_is_text(tokenizer, body):
 
 def test_a_cut_off_call_is_text(tokenizer):
     whole = f"x <tool_call>\n{call(path='abc')}\n</tool_call>"
-    for end in range(3, len(whole)):
+    begins = whole.index('"abc')
+    for end in range(3, begins):
         assert parse(tokenizer, whole[:end], reason="length") == [("text", whole[:end])]
+    for end in range(begins + 1, len(whole)):
+        text, cut = parse(tokenizer, whole[:end], reason="length")
+        assert text == ("text", "x") and cut[:2] == ("cut", "Read")
+        assert '{"path": "abc"}'.startswith(cut[2]) and len(cut[2]) >= min(end - begins, 5) + 8
+        assert cut[3] == ('{"path": "abc"}' if end > begins + 4 else "{}")
 
 
 def test_a_call_without_its_end_tag_counts_if_the_model_ended_its_turn(tokenizer):
@@ -82,8 +88,11 @@ def test_a_call_without_its_end_tag_counts_if_the_model_ended_its_turn(tokenizer
 def test_calls_behind_a_broken_one_are_found(tokenizer):
     broken = '<tool_call>{"name": "Read", "arguments": {"path": "a}}</tool_call>'
     good = f"<tool_call>{call(path='b')}</tool_call>"
-    wanted = [("text", broken), ("call", "Read", '{"path": "b"}')]
+    wanted = [("cut", "Read", '{"path": "a}}', "{}"), ("call", "Read", '{"path": "b"}')]
     assert parse(tokenizer, broken + good) == wanted
+    assert parse(tokenizer, *(broken + good)) == wanted
+    unnamed = broken.replace("Read", "not a name")
+    assert parse(tokenizer, unnamed + good) == [("text", unnamed), wanted[1]]
     assert parse(tokenizer, *(broken + good)) == wanted
 
 
@@ -160,7 +169,8 @@ def test_arguments_are_always_valid_utf8(tokenizer):
     text = '<tool_call>{"name": "Read", "arguments": {"path": "\\ud800 é"}}</tool_call>'
     ((_, _, arguments),) = parse(tokenizer, text)
     arguments.encode()
-    assert json.loads(arguments) == {"path": "\ud800 é"}
+    # Clients echo it, and a body that holds half a pair would be refused for good.
+    assert json.loads(arguments) == {"path": "\ufffd é"}
 
 
 @pytest.mark.parametrize("module", [json_tools, glm47, qwen3_coder, mistral])

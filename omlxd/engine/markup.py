@@ -60,7 +60,14 @@ class Sink(Protocol):
     """What a `Splitter` calls, in the text's order.
 
     answer, reasoning  text; space at the beginning of a block is already dropped
+    call_begins        text of a call follows, by `call_text`, or of what looks like one
     call               whether `text` was a call; if not, the splitter gives it back as answer
+    call_breaks        the output ends in a call that has no end: whether it is dealt with
+    call_holds         whether a call that has begun to go out stands inside a string, in which an end
+                       tag may be text
+    call_resumes       whether that call is whole with `text` behind it, from that end tag on; None: it
+                       is in a string still
+    call_broken        it ended at that end tag
     boundary           a block of reasoning begins or ends here
     """
 
@@ -68,7 +75,19 @@ class Sink(Protocol):
 
     def reasoning(self, text: str) -> None: ...
 
+    def call_begins(self) -> None: ...
+
+    def call_text(self, text: str) -> None: ...
+
     def call(self, text: str) -> bool: ...
+
+    def call_breaks(self, ended: bool) -> bool: ...
+
+    def call_holds(self) -> bool: ...
+
+    def call_resumes(self, text: str) -> bool | None: ...
+
+    def call_broken(self) -> None: ...
 
     def boundary(self) -> None: ...
 
@@ -97,6 +116,7 @@ class Splitter:
         self._bare = state is State.REASONING  # nothing but space since the last tag
         self._after_call = False
         self._call: list[str] = []
+        self._held: int | None = None  # where in the call an end tag stands that may be text
         self._call_tags = CallTags("", "")
         self._call_scan = _Scan(())
 
@@ -144,6 +164,9 @@ class Splitter:
         elif call := next((call for call in self._tags.calls if call.start == tag), None):
             self.state = State.CALL
             self._call, self._call_tags = [], call
+            self._sink.call_begins()
+            if call.whole:
+                self._sink.call_text(call.start)
             self._call_scan = _Scan((call.end,) if call.end else ())
         elif not (self._after_call and self._bare):
             self._show(tag)
@@ -168,18 +191,54 @@ class Splitter:
         end = self._call_tags.end
         at = self._text.find(end) if end else -1
         if at < 0:
-            self._call.append(self._take(len(self._text) - self._call_scan.beginnings.held(self._text)))
+            self._in_call(self._take(len(self._text) - self._call_scan.beginnings.held(self._text)))
             return False
-        self._call.append(self._take(at))
+        self._in_call(self._take(at))
         self._take(len(end))
         body = "".join(self._call)
-        if self._read(body, end):
+        if self._call_tags.whole:
+            self._sink.call_text(end)
+        if self._held is not None:
+            self._resume(body, end)
+        elif self._read(body, end):
             self._after_call = True
+        elif self._sink.call_holds():
+            self._held, self._call = len(body), [body, end]
         elif in_json_string(body):
-            self._call = [body, end]
+            self._call = [body]
+            self._in_call(end)
         else:
             self._give_back(body + end)
         return True
+
+    def _in_call(self, text: str) -> None:
+        self._call.append(text)
+        if self._held is None:
+            self._sink.call_text(text)
+
+    def _resume(self, body: str, end: str) -> None:
+        """Another end tag behind one that may have been text."""
+        whole = self._sink.call_resumes(body[self._held :])
+        if whole is None:
+            self._call = [body, end]
+        elif whole:
+            self._leave_call()
+        else:
+            self._break(body + end)
+
+    def _break(self, body: str) -> None:
+        """The call ended at its first end tag after all; what stands behind that is looked at again."""
+        assert self._held is not None
+        rest = body[self._held + len(self._call_tags.end) :]
+        self._sink.call_broken()
+        self._leave_call()
+        self._text = rest + self._text
+        self.position -= len(rest)
+
+    def _leave_call(self) -> None:
+        self.state = State.ANSWER
+        self._bare = self._after_call = True
+        self._held = None
 
     def _read(self, body: str, end: str) -> bool:
         tags = self._call_tags
@@ -190,8 +249,18 @@ class Splitter:
         return True
 
     def _end_open_call(self, ended: bool) -> None:
-        body = "".join(self._call) + self._take(len(self._text))
+        self._in_call(self._take(len(self._text)))
+        body = "".join(self._call)
         end = self._call_tags.end
+        if self._held is not None:
+            if ended and self._sink.call_resumes(body[self._held :]):
+                self._leave_call()
+            else:
+                self._break(body)
+            return
+        if self._sink.call_breaks(ended):
+            self._leave_call()
+            return
         if (ended or not end) and self._read(body, ""):
             return
         # Up to its first end tag it is text for certain; calls may follow behind that.

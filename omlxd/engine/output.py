@@ -13,7 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..chat import Event, FinishReason, ReasoningDelta, TextDelta, Tool, ToolCall
+from ..chat import (
+    Event,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
+)
+from .call_writer import LiveCall
 from .detokenizer import detokenizer
 from .markup import CallTags, Splitter, State, Tags
 from .sampling import Likelihood
@@ -111,6 +121,7 @@ class _Found:
         self._called = False
         self.stops = stops
         self._reader = reader
+        self._live, self._id = LiveCall(reader.properties), ""
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[Event] = []
@@ -132,16 +143,72 @@ class _Found:
         if not self.ended and (text := self._thought.feed(text)):
             self._events.append(ReasoningDelta(text))
 
+    def call_begins(self) -> None:
+        self._live, self._id = LiveCall(self._reader.properties), ""
+
+    def call_text(self, text: str) -> None:
+        if not self.ended:
+            self._piece(self._live.feed(text))
+
+    def _piece(self, text: str) -> None:
+        if not text:
+            return
+        if not self._id:
+            self.boundary()
+            self._id = _new_id()
+        self._events.append(ToolCallDelta(self._id, self._live.writer.name, text))
+
+    def _end_live(self, truncated: bool) -> None:
+        """The call under way is over, whole or not."""
+        writer = self._live.writer
+        last = None if truncated else self._live.close()
+        self._called = True
+        if last is not None:
+            self._events.append(ToolCall(self._id, writer.name, writer.arguments))
+            return
+        whole = writer.cut() if truncated and not writer.dead else writer.arguments
+        self._events.append(ToolCallCut(self._id, writer.name, whole, writer.whole))
+        if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
+            rest += "\n"
+            self.trail.answer(len(rest), self.splitter.position)
+            self._say(rest)
+
+    def call_holds(self) -> bool:
+        return bool(self._id) and not self.ended and self._live.writer.in_string
+
+    def call_resumes(self, text: str) -> bool | None:
+        if self.ended:
+            return True
+        whole = self._live.resume(text)
+        if whole:
+            self._piece(self._live.news())
+            self._called = True
+            self._events.append(ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+        return whole
+
+    def call_broken(self) -> None:
+        if not self.ended:
+            self._end_live(truncated=True)
+
+    def call_breaks(self, ended: bool) -> bool:
+        if self.ended or not self._id:
+            return False
+        self._end_live(truncated=not ended)
+        return True
+
     def call(self, text: str) -> bool:
+        if self._id and not self.ended:
+            if self._live.writer.in_string:
+                return False
+            self._end_live(truncated=False)
+            return True
         calls = [] if self.ended else self._reader.read(text)
         if calls is None:
             return False
         self.boundary()
         for call in calls[:1] if self._one_call else calls:
             self._called = True
-            # Unique over all requests, as clients keep results by it.
-            id = f"call_{secrets.token_hex(12)}"
-            self._events.append(ToolCall(id=id, name=call.name, arguments=call.arguments))
+            self._events.append(ToolCall(id=_new_id(), name=call.name, arguments=call.arguments))
         return True
 
     def boundary(self) -> None:
@@ -172,6 +239,11 @@ class _Found:
 
     def _show(self, text: str) -> None:
         self._events.append(TextDelta(text, self.trail.take(self._passed - self._spaces.held)))
+
+
+def _new_id() -> str:
+    """Unique over all requests, as clients keep results by it."""
+    return f"call_{secrets.token_hex(12)}"
 
 
 # --------------------------------------------------------------------------- of a tokenizer

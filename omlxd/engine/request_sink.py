@@ -9,7 +9,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, Usage
+from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCallCut, Usage
 from ..errors import OmlxdError
 from .answer import Answer
 from .output_thread import OutputThread
@@ -50,6 +50,7 @@ class RequestSink:
         self._end = end
         self._ended = False
         self._answer = Answer()
+        self._cut = False
         self.stop: Callable[[], None] = lambda: None
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
@@ -81,6 +82,7 @@ class RequestSink:
             return []
         for event in events:
             self._answer.add(event)
+            self._cut = self._cut or isinstance(event, ToolCallCut)
         return [(self._id, event) for event in events]
 
     def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
@@ -105,10 +107,11 @@ class RequestSink:
         if stopped is not None:
             reason = "stop_sequence"
         elif reason == "stop":
-            # A turn that was ended after its one call is not what the model would have written.
-            if self.learn is not None and not self._parser.ended:
+            # A turn that was ended after its one call is not what the model would have written, and
+            # a broken call comes back as something else.
+            if self.learn is not None and not self._parser.ended and not self._cut:
                 self.learn(self._answer)
-            if self._answer.calls:
+            if self._answer.calls or self._cut:
                 reason = "tool_calls"
         self.over()
         usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)

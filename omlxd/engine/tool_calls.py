@@ -18,7 +18,7 @@ from typing import Any
 from ..chat import Tool
 from .shaping import shape_tools
 
-_NAME = re.compile(r"[\w.:/-]{1,128}")
+NAME = re.compile(r"[\w.:/-]{1,128}")
 _FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
 _ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
@@ -69,16 +69,13 @@ class ToolCallReader:
 
     def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
         """Raises ValueError for what is no call."""
-        if not _NAME.fullmatch(name):
+        if not NAME.fullmatch(name):
             raise ValueError(f"no name of a tool: {name!r}")
-        types = self._properties(name)
+        types = self.properties(name)
         arguments = {key: coerce(value, types.get(key)) for key, value in arguments.items()}
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            text = json.dumps(arguments, allow_nan=False)  # half a surrogate pair is no UTF-8
-        return ParsedCall(name, text)
+        return ParsedCall(name, json_text(arguments))
 
-    def _properties(self, name: str) -> dict[str, Any]:
+    def properties(self, name: str) -> dict[str, Any]:
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         if tool is None or not isinstance(properties, dict):
@@ -96,7 +93,7 @@ class ToolCallReader:
         if not match:
             return None
         name, body = match[1].strip(), match[2].strip()
-        types = self._properties(name)
+        types = self.properties(name)
         arguments, at = {}, 0
         for parameter in _PARAMETER.finditer(body):
             if parameter.start() != at:
@@ -105,7 +102,7 @@ class ToolCallReader:
             key, value = parameter[1].strip(), parameter[2]
             # One newline each side belongs to the tags.
             value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = _value(value, types.get(key), key in types)
+            arguments[key] = typed_text(value, types.get(key), key in types)
         return [(name, arguments)] if at == len(body) else None
 
     def _arg_pairs(self, text: str) -> list[_Call] | None:
@@ -113,9 +110,9 @@ class ToolCallReader:
         if not begins or _ARG_PAIR.sub("", text[begins.start() :]).strip():
             return None
         name = text[: begins.start()]
-        types = self._properties(name.strip())
+        types = self.properties(name.strip())
         pairs = {pair[2].strip(): pair[3] for pair in _ARG_PAIR.finditer(text)}
-        arguments = {key: _value(value, types.get(key), key in types) for key, value in pairs.items()}
+        arguments = {key: typed_text(value, types.get(key), key in types) for key, value in pairs.items()}
         return [(name.strip(), arguments)]
 
     def _by_mlx_lm(self, text: str) -> list[_Call] | None:
@@ -124,9 +121,21 @@ class ToolCallReader:
         value = self._fallback(text, self._listed)
         calls = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
         # GLM's parser makes `{"raw": text}` of what it can't read.
-        if any(set(call[1]) == {"raw"} and "raw" not in self._properties(call[0]) for call in calls):
+        if any(set(call[1]) == {"raw"} and "raw" not in self.properties(call[0]) for call in calls):
             return None
         return calls
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def json_text(value: Any) -> str:
+    """JSON text. Half of a surrogate pair is no UTF-8, and clients fail on its escape: it becomes U+FFFD.
+
+    Raises ValueError for NaN and the infinities.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
 
 
 def _call_of(item: Any) -> _Call:
@@ -197,7 +206,7 @@ def coerce(value: Any, schema: Any) -> Any:
     return value
 
 
-def _value(text: str, schema: Any, known: bool) -> Any:
+def typed_text(text: str, schema: Any, known: bool) -> Any:
     """A value that stands as bare text between tags."""
     kinds = kinds_of(schema)
     if "string" in kinds:

@@ -1,0 +1,136 @@
+"""Arguments go out while the model writes them, and what breaks off says so."""
+
+# ruff: noqa: F811 -- `tokenizer` is a fixture of parsing.py
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_engine import USAGE
+from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
+
+from omlxd.api.anthropic_stream import AnthropicStream
+from omlxd.api.openai_chat_stream import OpenAIChatStream
+from omlxd.chat import Finished, TextDelta, ToolCall, ToolCallCut, ToolCallDelta
+from omlxd.engine.output import OutputParser
+
+
+def pieces(tokenizer, text: str) -> list[str]:
+    """The text of each ToolCallDelta, fed letter by letter."""
+    parser = OutputParser(tokenizer, tools=(READ,))
+    events = [event for letter in text for event in parser.add_text(letter)]
+    return [event.text for event in events if isinstance(event, ToolCallDelta)]
+
+
+def test_a_string_goes_out_letter_by_letter(tokenizer):
+    text = f"<tool_call>\n{call(path='abc', limit='12', ratio=1.5)}\n</tool_call>"
+    told = ['{"path": "', "a", "b", "c", '"', ', "limit": 12', ', "ratio": 1.5}']
+    assert pieces(tokenizer, text) == told
+
+
+def test_escapes_go_out_whole(tokenizer):
+    text = '<tool_call>{"name": "Read", "arguments": {"path": "\\n\\u00e9\\ud83d\\ude42\\\\"}}</tool_call>'
+    assert pieces(tokenizer, text) == ['{"path": "', "\\n", "é", "🙂", "\\\\", '"', "}"]
+
+
+def test_parameters_go_out_one_by_one(tokenizer):
+    limit = "<parameter=limit>\n7\n</parameter>"
+    body = f"<function=Read>\n<parameter=path>\na\nb\n</parameter>\n{limit}\n</function>"
+    text = f"<tool_call>\n{body}\n</tool_call>"
+    assert pieces(tokenizer, text) == ['{"path": "a\\nb"', ', "limit": 7']
+    assert parse(tokenizer, *text) == [("call", "Read", '{"path": "a\\nb", "limit": 7}')]
+    deep = "<arg_key>deep</arg_key><arg_value>true</arg_value>"
+    pairs = f"Read<arg_key>path</arg_key><arg_value>a</arg_value>{deep}"
+    text = f"<tool_call>{pairs}</tool_call>"
+    assert pieces(tokenizer, text) == ['{"path": "a"', ', "deep": true']
+    assert parse(tokenizer, *text) == [("call", "Read", '{"path": "a", "deep": true}')]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "Read", "arguments": "{}"}</tool_call>',
+        '<tool_call>{"arguments": {"path": "a"}, "name": "Read"}</tool_call>',
+        '<tool_call>[{"name": "Read", "arguments": {"path": "a"}}]</tool_call>',
+        "<tool_call>Read</tool_call>",
+    ],
+)
+def test_other_spellings_come_whole(tokenizer, text):
+    assert not pieces(tokenizer, text)
+    assert parse(tokenizer, *text)[0][:2] == ("call", "Read")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "events"),
+    [
+        (
+            '{"path": "a", "limit": 1',
+            "length",
+            [("cut", "Read", '{"path": "a", "limit": 1', '{"path": "a"}')],
+        ),
+        ('{"path": "a", "li', "length", [("cut", "Read", '{"path": "a", "li', '{"path": "a"}')]),
+        ('{"path": "a\\', "length", [("cut", "Read", '{"path": "a', "{}")]),
+        ('{"path": "a"}', "length", [("cut", "Read", '{"path": "a"}', '{"path": "a"}')]),
+        ('{"path": "a"}', "stop", [("cut", "Read", '{"path": "a"}', '{"path": "a"}')]),
+        (
+            '{"path": "a", "limit": 1 2}}</tool_call> b',
+            "stop",
+            [("cut", "Read", '{"path": "a"', '{"path": "a"}'), ("text", "1 2}}\nb")],
+        ),
+        (
+            '{"path": "a\\x"}}</tool_call> b',
+            "stop",
+            [("cut", "Read", '{"path": "a', "{}"), ("text", '\\x"}}\nb')],
+        ),
+    ],
+)
+def test_what_breaks_off(tokenizer, text, reason, events):
+    text = '<tool_call>{"name": "Read", "arguments": ' + text
+    assert parse(tokenizer, text, reason=reason) == events
+    assert parse(tokenizer, *text, reason=reason) == events
+
+
+SCRIPT = [
+    TextDelta("I "),
+    ToolCallDelta("c1", "Read", '{"path": "'),
+    ToolCallDelta("c1", "Read", "a"),
+    ToolCall("c1", "Read", '{"path": "a"}'),
+    ToolCallDelta("c2", "Read", '{"path'),
+    ToolCallCut("c2", "Read", '{"path": "b', "{}"),
+    Finished("length", USAGE),
+]
+
+
+def datas(raw: bytes) -> list[dict]:
+    lines = [line[6:] for line in raw.decode().split("\n") if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_anthropic_tells_it_as_it_comes():
+    encoder = AnthropicStream("i", "m", "r")
+    told = [datas(encoder.event(event)) for event in SCRIPT]
+    assert [[data["type"] for data in some] for some in told[1:6]] == [
+        ["content_block_stop", "content_block_start", "content_block_delta"],
+        ["content_block_delta"],
+        ["content_block_delta", "content_block_stop"],
+        ["content_block_start", "content_block_delta"],
+        ["content_block_delta", "content_block_stop"],
+    ]
+    assert told[3][0]["delta"]["partial_json"] == '"}' and told[6][0]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_chat_tells_it_as_it_comes():
+    encoder = OpenAIChatStream("i", "m", 5, "r")
+    told = [datas(encoder.event(event))[0]["choices"][0]["delta"] for event in SCRIPT[1:6]]
+    first = {
+        "id": "c1",
+        "function": {"name": "Read", "arguments": '{"path": "'},
+        "type": "function",
+        "index": 0,
+    }
+    assert told[0]["tool_calls"] == [first]
+    assert told[1]["tool_calls"] == [{"index": 0, "function": {"arguments": "a"}}]
+    assert told[2]["tool_calls"] == [{"index": 0, "function": {"arguments": '"}'}}]
+    assert told[3]["tool_calls"][0]["index"] == 1
+    assert told[4]["tool_calls"] == [{"index": 1, "function": {"arguments": '": "b'}}]
