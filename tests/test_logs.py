@@ -184,7 +184,7 @@ def grep(text: str, *secrets: str) -> list[str]:
     return [line for line in text.splitlines() if any(secret in line for secret in secrets)]
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.parametrize("form", ["json", pytest.param("text", marks=pytest.mark.slow)])
 def test_a_session_with_all_that_goes_wrong_leaves_no_key_and_no_prompt_in_the_log(
     form: str,
     start,  # noqa: F811

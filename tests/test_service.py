@@ -23,16 +23,17 @@ REPO = Path(__file__).resolve().parents[1]
 GUI = f"gui/{os.getuid()}"
 JOB = f"{GUI}/dev.omlxd.serve"
 
-FAKE = r"""#!{python}
-import json, os, sys
-from pathlib import Path
-here = Path({here!r})
+FAKE = r"""#!{python} -ISE
+import json, sys
+here = {here!r}
 words = sys.argv[1:]
-with (here / "calls.txt").open("a") as calls:
+with open(here + "/calls.txt", "a") as calls:
     calls.write(" ".join([{name!r}, *words]) + "\n")
-state = json.loads((here / "state.json").read_text())
+with open(here + "/state.json") as file:
+    state = json.load(file)
 def end(status, text=""):
-    (here / "state.json").write_text(json.dumps(state))
+    with open(here + "/state.json", "w") as file:
+        json.dump(state, file)
     print(text, file=sys.stderr if status else sys.stdout)
     sys.exit(status)
 if words[0] in state["forced"]:
@@ -114,6 +115,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
         if name.startswith(("OMLXD_", "HF_", "XDG_CONFIG")):
             monkeypatch.delenv(name)
     (tmp_path / "bin").mkdir()
+    monkeypatch.setattr(plan, "_import_path", lambda python: {})  # Two processes each time.
     return Tools(tmp_path / "bin", monkeypatch)
 
 
@@ -437,6 +439,18 @@ def test_paths_are_meant_from_here_and_variables_of_this_shell_are_not_taken(
     assert words[words.index("--config") + 1] == str(tmp_path / "my.toml")
     assert agent["EnvironmentVariables"]["HF_HOME"] == "/elsewhere"
     assert "secret" not in agent_file(tmp_path).read_text()
+
+
+def test_a_service_finds_the_package_from_anywhere():
+    """Installed or not: with the variables that it gives, it starts in / with nothing else."""
+    extra = plan._import_path(sys.executable)
+    bare = {"PATH": "/usr/bin:/bin", **extra}
+    said = subprocess.run(
+        [sys.executable, "-m", "omlxd", "--version"], cwd="/", env=bare, capture_output=True, text=True
+    )
+    assert said.stdout.startswith("omlxd ")
+    with pytest.raises(cli.ConfigError, match="can't start omlxd outside of this shell"):
+        plan._import_path(shutil.which("false") or "/bin/false")
 
 
 def test_the_service_manager_waits_longer_than_we_take_to_stop():
