@@ -15,6 +15,7 @@ RUNS = {
     "gpu": ("--shape tiny --tokens 4000 --blocks 64 --only same", "| cold hit |"),
     "restore": ("--shape small --megabytes 20 --threads 1 --blocks 64", "peak memory"),
     "block_files": ("--shape small --megabytes 20 --threads 1", "ColdTier.store"),
+    "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 

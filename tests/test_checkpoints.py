@@ -60,6 +60,22 @@ def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_cha
             assert len(checkpoint_files(tmp_path)) == number
 
 
+def test_a_prompt_that_leaves_another_leaves_a_checkpoint_there(uncached: Reference, model: Path):
+    shared = prompt(330)
+    first, second, third = (shared + prompt(200, seed=seed) for seed in (5, 6, 7))
+    with Rig(model, record=True) as rig:
+        if not rig.loaded.layout.groups:
+            pytest.skip("without token blocks nobody knows where prompts part")
+        rig.keeper.least_fork = 4 * BLOCK
+        assert_same(rig, first, uncached, hot=0, cold=0)
+        assert_same(rig, second, uncached, hot=0, cold=0)
+        assert_same(rig, third, uncached, hot=5 * BLOCK, cold=0)
+        # Not for less than a checkpoint is worth.
+        rig.keeper.least_fork = 100 * BLOCK
+        for seed in (8, 9):
+            assert_same(rig, prompt(330)[:100] + prompt(300, seed=seed), uncached, hot=0, cold=0)
+
+
 def test_a_batch_gives_each_row_its_own_checkpoint(model: Path):
     prompts = [prompt(70 + 45 * i, seed=i) for i in range(4)]
     with Rig(model) as rig:

@@ -232,6 +232,8 @@ class Scheduler:
         stop = (
             length if start >= last else min(last, self.pacer.chunk_end(start, decoding=bool(self._batches)))
         )
+        if start < (fork := sequence.fork * self._block):
+            stop = min(stop, fork)
         if self.memory is not None:
             self.memory.begin_chunk()
         began = time.perf_counter()
