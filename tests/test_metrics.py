@@ -294,6 +294,11 @@ async def test_ready_says_why_not():
             "reasons": ["org/tiny is loading.", "org/second can't be loaded: no memory"],
         }
         assert (await http.get("/health")).status_code == 200
+        # What is not loaded can be, on demand; but not while the model that was asked for still loads.
+        second.state = "unloaded"
+        assert (await http.get("/ready")).status_code == 503
+        first.state = "failed"
+        assert (await http.get("/ready")).status_code == 200
     async with client(app_of()) as http:
         answer = await http.get("/ready")
         assert answer.status_code == 503

@@ -17,6 +17,7 @@ from .engines import Engine, Engines
 
 _CANNOT = frozenset({"loading", "restarting", "failed", "quarantined"})
 """States in which a request would wait, or be refused. In any other it is served, loading if need be."""
+_SOON = frozenset({"loading", "restarting"})
 
 
 class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -97,10 +98,12 @@ class Admin:
         )
 
     def readiness(self) -> Readiness:
-        """Ready as soon as one model could serve a request that comes now."""
+        """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""
         models = self._engines.models()
         reasons = [reason for engine in models if (reason := _why_not(engine))]
-        return Readiness(ready=len(reasons) < len(models), reasons=reasons or _nothing(models))
+        states = {engine.state for engine in models}
+        ready = "ready" in states or (len(reasons) < len(models) and not states & _SOON)
+        return Readiness(ready=ready, reasons=reasons or _nothing(models))
 
 
 def _nothing(models: object) -> list[str]:
