@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -284,6 +285,22 @@ async def test_over_http(tmp_path: Path):
             assert [(entry["id"], entry["default"]) for entry in every] == [("a", True), ("org/b", False)]
             assert (await post("/omlxd/models/load", model="nobody")).status_code == 404
             assert (await post("/omlxd/models/load")).status_code == 400
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the policy of another process")
+async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path: Path):
+    def place(pid: int) -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
+
+    async with pool(tmp_path, "a", "b", stub="--load-s 0.5") as made:
+        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one sleep:2 two")))
+        await anext(busy)
+        asking = asyncio.create_task(ask(made, "b"))
+        await until(lambda: made.resolve("b").pid)
+        pid = made.resolve("b").pid
+        assert pid and place(pid) != place(os.getpid())
+        await asking
+        assert place(pid) == place(os.getpid())
 
 
 async def test_many_at_once_over_few_places(tmp_path: Path):

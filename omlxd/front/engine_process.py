@@ -31,6 +31,7 @@ from typing import Any, Literal
 from .. import wire
 from ..chat import Conversation, Failed, Finished, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, NotNow, OmlxdError, Overloaded, Unavailable
+from . import priority
 from .cold_ledger import ColdLedger
 from .engine_life import STALL_S, EngineLife, Guard, in_background
 from .engine_link import ENGINE_COMMAND, EngineLink
@@ -62,6 +63,7 @@ class EngineProcess:
     max_concurrent requests that decode at once; it bounds how many more may wait
     stall_s        seconds without progress after which an engine that has work is ended; 0: never
     guard          refuses, by raising, to have the model loaded into the memory that the engine found
+    stands_back()  whether it should load at a lower priority, for the sake of others that answer
     on_change()    called when the state changes, or the last request in flight ends
     """
 
@@ -77,6 +79,7 @@ class EngineProcess:
         hold_s: float = HOLD_S,
         stall_s: float = STALL_S,
         guard: Guard | None = None,
+        stands_back: Callable[[], bool] = lambda: False,
         on_change: Callable[[], None] = lambda: None,
         on_want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
@@ -98,6 +101,7 @@ class EngineProcess:
         self._stall_s = stall_s
         self._stalls = 0
         self._guard = guard
+        self._stands_back = stands_back
         self._ids = itertools.count(1)
         self._requests: dict[int, Waiting] = {}
         self._questions: dict[int, asyncio.Future[wire.Stats | None]] = {}
@@ -407,6 +411,8 @@ class EngineProcess:
         account = self._cold.account(link.send, link.pid) if self._cold else None
         life = EngineLife(self, link, load, account, self._guard)
         self._link = link
+        if self._stands_back():
+            priority.lower(link.pid)
         try:
             reason = await life.run(self._stall_s * 2**self._stalls)
         finally:
@@ -418,6 +424,8 @@ class EngineProcess:
 
     def loaded(self, info: wire.ModelInfo) -> None:
         self.info, self._failed_loads, self._reason = info, 0, ""
+        if self._link is not None:
+            priority.restore(self._link.pid)
         self.state = "ready"
         self.loads += 1
         self.used_at = time.monotonic()

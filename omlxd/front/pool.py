@@ -96,6 +96,7 @@ class EnginePool:
             cold=self.cold,
             command=self._command,
             stall_s=self._settings.stall_timeout,
+            stands_back=lambda: self._others_answer(installed.id),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
             on_change=self._note_change,
             on_want=lambda wants: in_background(self._guard.answer(self._engines[installed.id], wants)),
@@ -105,6 +106,10 @@ class EnginePool:
         made.pinned = installed.id in self.book.pinned
         made.default_ttl = self._settings.model_ttl
         return made
+
+    def _others_answer(self, model_id: str) -> bool:
+        engines = self._engines.values()
+        return any(e.state == "ready" and e.in_flight and e.model_id != model_id for e in engines)
 
     def aliases(self) -> dict[str, str]:
         """Alias → model id, of models that are there; the configuration file's before those given later."""
