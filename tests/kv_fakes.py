@@ -29,6 +29,7 @@ from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter, WritablePayload
+from omlxd.kv.write_budget import WriteBudget
 
 BLOCK = 4
 """Tokens a block."""
@@ -144,6 +145,11 @@ class ManualWriter(StoreWriter):
             pass
         return super().flush(0)
 
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> bool:
+        while not self.has_room(nbytes) and self.step():
+            pass
+        return super().wait_for_room(nbytes, 0)
+
     def resume(self) -> None:
         """Let the pause after a failure be over."""
         self.health.retry_now()
@@ -191,7 +197,7 @@ class Rig:
     """Pool, hot tier, ledger, cold tier and a manual writer over one folder.
 
     `hot`: the hot budget, in blocks. `cap`: the ledger's, in files. Both may be changed at any time
-    (the cap by reopening).
+    (the cap by reopening). `daily`: files that may be written on one day, 0 for any number.
     """
 
     def __init__(
@@ -206,10 +212,13 @@ class Rig:
         max_queue_bytes: int = 1 << 20,
         admission: str = "always",
         write_back: bool = False,
+        daily: int = 0,
+        today: Callable[[], str] = lambda: "2026-01-31",
     ):
         self.root = root
         self.hot = hot
-        self.ledger = Ledger(root, cap * FILE_DISK_BYTES)
+        writes = WriteBudget(root, daily * FILE_DISK_BYTES, fs, today)
+        self.ledger = Ledger(root, cap * FILE_DISK_BYTES, writes)
         self.ledger.open()
         self.space = LedgerSpace(self.ledger)
         self.cold = TrackedTier(root, block_format(namespace), fs)
@@ -315,9 +324,17 @@ class Rig:
         stats = self.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.cap
         assert stats.bytes_used + stats.reserved <= stats.cap
+        unwritten = self.flusher.unwritten
+        assert not set(unwritten.due) & set(unwritten.held)
+        assert unwritten.due_bytes == sum(entry.nbytes for entry in unwritten.due.values())
+        for block_hash in (*unwritten.due, *unwritten.held):
+            block = self.pool.get_cached_block(block_hash)
+            assert block is not None and block.payload is not None and not block.on_disk
+            assert not self.flusher.is_writing(block_hash)
         for block in list(self.pool._by_hash.values()):
             assert block.payload is not None or block.on_disk, "named, and readable nowhere"
 
     def drop(self) -> None:
         """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""
+        self.ledger._has_stock = False  # A crash saves no sums.
         self.ledger.close()

@@ -49,6 +49,7 @@ from omlxd.kv.block_file import BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.block_table import BlockTable
 from omlxd.kv.cold_tier import ColdTier
+from omlxd.kv.flusher import IDLE_S
 from omlxd.kv.hashing import hash_blocks
 
 QUICK = settings(
@@ -220,8 +221,17 @@ class Request:
 class StoreMachine(RuleBasedStateMachine):
     """The store over a folder, and everything that can happen to either."""
 
-    @initialize(hot=st.sampled_from([0, 1, 3, 8]), cap=st.integers(0, 10), records=st.integers(1, 30))
-    def start(self, hot: int, cap: int, records: int) -> None:
+    @initialize(
+        hot=st.sampled_from([0, 1, 3, 8]),
+        cap=st.integers(0, 10),
+        records=st.integers(1, 30),
+        back=st.booleans(),
+        admission=st.sampled_from(["always", "always", "second-use", f"min-length:{2 * BLOCK}"]),
+        daily=st.sampled_from([0, 0, 0, 6]),
+    )
+    def start(self, hot: int, cap: int, records: int, back: bool, admission: str, daily: int) -> None:
+        self.back, self.admission, self.daily = back, admission, daily
+        self.day, self.now = 1, 0.0
         self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-", dir=ram_folder()))
         self.over: list[int] = []
         self.cap = cap
@@ -237,7 +247,12 @@ class StoreMachine(RuleBasedStateMachine):
             fs=self.fs,
             max_records=self.records,
             max_queue_bytes=6 * len(bytes_of(b"")),
+            admission=self.admission,
+            write_back=self.back,
+            daily=self.daily,
+            today=lambda: f"2026-01-{self.day}",
         )
+        self.rig.flusher.unwritten._clock = lambda: self.now
         self.live: list[Request] = []
         self.tampered = False
         self.outside = 0  # bytes granted to another engine and not settled
@@ -341,6 +356,32 @@ class StoreMachine(RuleBasedStateMachine):
         # A temporary file that could not be removed keeps its grant while its engine lives.
         assert stats.reserved == self.outside + self.rig.cold.left * FILE_DISK_BYTES, "a grant leaked"
 
+    @rule(idle=st.booleans())
+    def tick(self, idle: bool) -> None:
+        """The clock's turn: what is due is written, and tried again; `idle`: after a pause."""
+        self.now += IDLE_S + 1 if idle else 1
+        self.rig.flusher.tick()
+
+    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6))
+    def touch(self, blocks: list[int]) -> None:
+        """A chain is used, from leaf to root, as far as it is known."""
+        self.rig.store.record_use([k.block_hash for k in chain(t for b in blocks for t in [b] * BLOCK)])
+
+    @rule(count=st.integers(1, 4))
+    def demote(self, count: int) -> None:
+        """Blocks leave RAM for the disk: at once where they are there already, else through a writer."""
+        self.rig.pool.evict(count * len(bytes_of(b"")))
+
+    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6))
+    def promote(self, blocks: list[int]) -> None:
+        """Blocks come back from the disk to RAM; the oracle looks at each."""
+        self.rig.restore(chain(token for block in blocks for token in [block] * BLOCK))
+
+    @rule()
+    def next_day(self) -> None:
+        self.day += 1
+        self.rig.writer.resume()
+
     @rule(hot=st.integers(0, 8))
     def budget(self, hot: int) -> None:
         self.rig.hot = hot
@@ -364,10 +405,18 @@ class StoreMachine(RuleBasedStateMachine):
     def restart(self, hot: int) -> None:
         """A clean stop: what was queued is on disk after it, unless the disk refused it."""
         self.fs.fault = None
+        self.rig.writer.resume()
         keys = [key for request in self.live for key in request.keys]
         self.rig.settle()
-        self.rig.store.close(0)
+        due, refused = list(self.rig.flusher.unwritten.due), self.rig.writer.stats.refused
+        evicted = self.rig.ledger.stats().evicted_files
+        complete = self.rig.store.close(0)
+        stats = self.rig.writer.stats
+        if complete and not stats.failed and stats.refused == refused:
+            gone = [h for h in due if not self.rig.cold.has(h)]
+            assert len(gone) <= self.rig.ledger.stats().evicted_files - evicted, "not flushed"
         held = {k.block_hash for k in keys if self.rig.cold.has(k.block_hash)}
+        self.rig.ledger.close()
         self.rig.drop()
         self.open(hot)
         assert {k.block_hash for k in keys if self.rig.cold.has(k.block_hash)} == held
@@ -459,6 +508,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.over == [], "over the cap at some instant"
         stats = self.rig.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cap
+        assert not self.daily or stats.written_today_bytes <= self.daily * FILE_DISK_BYTES
         if not self.tampered and not temps_in(self.root):
             assert bytes_on_disk(self.root) == stats.bytes_used and len(files_in(self.root)) == stats.files
         for request in self.live:

@@ -14,6 +14,19 @@
     cached   --touch-->         in use     (a hit)
     cached   --evict-->         free       (pool.evict: name and payload dropped)
 
+Where a block's bytes are, and so whether it may be promised (store.py, flusher.py). Of a `cached` or
+`in use` block:
+
+| bytes   | payload | on_disk | noted in Unwritten | what is next                                       |
+|---------|---------|---------|--------------------|----------------------------------------------------|
+| dirty   | yes     | no      | yes                | written, at once or later; or dropped with its name |
+| writing | yes     | no      | no; ref held       | clean, or dirty again if the store failed          |
+| clean   | yes     | yes     | no                 | evicted: the record and its name go, the file stays |
+| cold    | no      | yes     | no                 | promoted (clean), or lost: the name goes           |
+
+    evicted while dirty   its name goes at once, its payload with a writer: found again once it is in place
+    given up              dirty, but not noted: its file has failed `TRIES` times; it is served while hot
+
 When two requests compute the same block at once the second finds the name taken: its own record
 stays nameless (`filling` for good) and goes back to `free`, while later requests hit the first.
 """
