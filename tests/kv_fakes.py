@@ -217,7 +217,7 @@ class Rig:
     ):
         self.root = root
         self.hot = hot
-        writes = WriteBudget(root, daily * FILE_DISK_BYTES, fs, today)
+        writes = WriteBudget(root, daily * FILE_DISK_BYTES, fs if daily else None, today)
         self.ledger = Ledger(root, cap * FILE_DISK_BYTES, writes)
         self.ledger.open()
         self.space = LedgerSpace(self.ledger)
