@@ -186,8 +186,8 @@ class Aborting(Output):
         if self._ask.abort == "prefill" and event.done >= 2 * GRID:
             self._rig.scheduler.cancel(self.sequence)
 
-    def token(self, token: int) -> None:
-        super().token(token)
+    def token(self, token: int, told: Any = None) -> None:
+        super().token(token, told)
         if self._ask.abort == "decode" and len(self.got) == ANSWER:
             self._rig.scheduler.cancel(self.sequence)
 
@@ -199,7 +199,7 @@ def serve(rig: Rig, asks: list[Ask]) -> None:
             continue
         output = rig.start(ask.tokens, ask.n, output=Aborting(rig, ask))
         rig.settle()
-        assert not output.reason and output.sequence.cancelled, "it was to be broken off"
+        assert not output.reason and not output.error and output.sequence.cancelled, "it was to be broken off"
 
 
 def check(rig: Rig, asks: list[Ask], uncached: Reference, row: Row, *, tier: str) -> None:
