@@ -296,7 +296,7 @@ def test_refusals_name_the_field(body, says):
 # --------------------------------------------------------------------------- answers
 
 
-def collected(request, events, keep=lambda id, messages: None):
+def collected(request, events, keep=lambda *kept: None):
     collector = OpenAIResponsesCollector("resp_1", request, 1, keep)
     for event in events:
         collector.event(event)
@@ -419,13 +419,13 @@ def test_stream_and_whole_answer_are_equal_however_the_text_is_cut():
 
 def test_what_comes_back_is_what_was_said():
     """An echoed answer is the very turn that the store keeps, thinking included."""
-    kept = {}
+    kept = ResponseStore()
     request = parsed(input="u", tools=[READ], include=["reasoning.encrypted_content"])
-    output = collected(request, EVERYTHING, kept.__setitem__)["output"]
+    output = collected(request, EVERYTHING, kept.keep)["output"]
     # As Codex does: new ids, and the reasoning's text left out.
     items = [{**one, "id": "other"} for one in output]
     items[0].pop("content")
-    assert messages(item("user", text("u")), *items, tools=[READ]) == kept["resp_1"]
+    assert messages(item("user", text("u")), *items, tools=[READ]) == kept.messages("resp_1")
 
 
 # --------------------------------------------------------------------------- the store

@@ -85,12 +85,14 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 
     names     what the model calls a tool → how its call is told
     messages  the conversation without `instructions`, which a next response doesn't take over
+    items     the input as a JSON list of items, each with an id
     sealed    reasoning items carry `encrypted_content`
     """
 
     names: dict[str, ToolName]
     echo: RequestEcho
     messages: tuple[Message, ...]
+    items: bytes = b"[]"
     sealed: bool = False
 
 
@@ -133,7 +135,23 @@ def parse(
         names=tools.names,
         echo=_echo(request, tools),
         messages=messages,
+        items=_items(body),
         sealed=SEALED in (request.include or ()),
+    )
+
+
+class _Input(msgspec.Struct):
+    input: Any = None
+
+
+def _items(body: bytes) -> bytes:
+    """The input as the client gave it. Items without an id get one by their place."""
+    given = msgspec.json.decode(body, type=_Input).input
+    if isinstance(given, str):
+        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    items = [item for item in given or [] if isinstance(item, dict)]
+    return msgspec.json.encode(
+        [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(items)]
     )
 
 

@@ -37,11 +37,12 @@ from .openai_responses_items import lenient_arguments, sealed
 from .openai_responses_tools import ToolName, custom_input, told_name
 from .sse import OpenCall, named_event, usage_extension
 
-Keep = Callable[[str, tuple[Message, ...]], None]
-"""(response id, the conversation with this answer at its end): called once, when the answer is whole."""
+Keep = Callable[[str, tuple[Message, ...], bytes, bytes], None]
+"""(response id, the conversation with this answer at its end, the response and the input items as JSON):
+called once, when the answer is whole."""
 
 
-def _nowhere(id: str, messages: tuple[Message, ...]) -> None:
+def _nowhere(id: str, messages: tuple[Message, ...], response: bytes, items: bytes) -> None:
     pass
 
 
@@ -106,10 +107,11 @@ class _Answer:
     def _finish(self, finished: Finished) -> list[body.Event]:
         cut = finished.reason == "length"
         events = self._close("incomplete" if cut else "completed")
+        response = self.response("incomplete" if cut else "completed", finished.usage)
         if self._request.echo.store:
             turn = (Message("assistant", tuple(self._parts)),) if self._parts else ()
-            self._keep(self._id, self._request.messages + turn)
-        response = self.response("incomplete" if cut else "completed", finished.usage)
+            conversation = self._request.messages + turn
+            self._keep(self._id, conversation, msgspec.json.encode(response), self._request.items)
         return [*events, body.ResponseIncomplete(response) if cut else body.Completed(response)]
 
     # ----------------------------------------------------------------- text and reasoning

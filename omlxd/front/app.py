@@ -39,6 +39,7 @@ from .request_trace import trace_of
 from .response_store import ResponseStore
 from .responses import responses_dialect
 from .slow_reader import PacedApp
+from .stored_responses import StoredResponses
 from .why_miss import Explaining
 
 
@@ -65,6 +66,9 @@ def create_app(
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route("/v1/responses/{id}", routes.stored.get),
+            Route("/v1/responses/{id}", routes.stored.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/input_items", routes.stored.items),
             Route("/v1/messages", routes.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
@@ -111,7 +115,9 @@ class _Routes:
         self.settings = settings
         self._engines = engines
         self._created = int(time.time())
-        self._responses = responses_dialect(ResponseStore())
+        store = ResponseStore()
+        self._responses = responses_dialect(store)
+        self.stored = StoredResponses(store)
         figures = FiguresOf(engines)
         self._metrics = Metrics(engines, figures)
         self._admin = Admin(engines, figures)

@@ -26,6 +26,7 @@ from ..api.openai_responses_body import Response
 from .admin import DaemonStatus, Readiness
 from .cache_admin import Forget, Forgotten
 from .model_list import ModelEntry, ModelList
+from .stored_responses import Deleted, ItemList
 from .why_miss import RecentList, WhyMiss, WhyMissBody
 
 _REFS = "#/components/schemas/{name}"
@@ -62,6 +63,9 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=True),
     Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=True),
     Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=True),
+    Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
+    Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
+    Operation("get", "/v1/responses/{id}/input_items", "OpenAI: the input of a response", answer=ItemList),
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),

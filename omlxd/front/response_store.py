@@ -1,8 +1,10 @@
-"""Conversations that a `previous_response_id` can go on from. In memory, bounded, gone with the process."""
+"""Responses that can be read again, and gone on from by `previous_response_id`. In memory, bounded,
+gone with the process."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import msgspec
 
@@ -14,8 +16,24 @@ MAX_BYTES = 64 * 1024 * 1024
 _decoder = msgspec.msgpack.Decoder(tuple[Message, ...])
 
 
+@dataclass(slots=True, frozen=True)
+class StoredResponse:
+    """conversation  encoded, with the answer at its end
+    response      the response object as JSON
+    items         the input items as a JSON list
+    """
+
+    conversation: bytes
+    response: bytes
+    items: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.conversation) + len(self.response) + len(self.items)
+
+
 class ResponseStore:
-    """Response id → its conversation; the least recently used ones go first.
+    """Response id → what it was; the least recently used ones go first.
 
     Each is kept whole and encoded, so that the bound on bytes counts what is really held and none
     depends on another that has gone.
@@ -24,28 +42,43 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, bytes] = OrderedDict()
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
         self.bytes = 0
         """Bytes held, at most `max_bytes`."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, id: str, messages: tuple[Message, ...]) -> None:
+    def keep(
+        self, id: str, messages: tuple[Message, ...], response: bytes = b"{}", items: bytes = b"[]"
+    ) -> None:
         """One that is larger than the whole store is not kept."""
-        encoded = msgspec.msgpack.encode(messages)
-        if len(encoded) > self._max_bytes:
+        stored = StoredResponse(msgspec.msgpack.encode(messages), response, items)
+        if stored.size > self._max_bytes:
             return
-        self.bytes += len(encoded) - len(self._kept.pop(id, b""))
-        self._kept[id] = encoded
+        self.remove(id)
+        self.bytes += stored.size
+        self._kept[id] = stored
         while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
             _, dropped = self._kept.popitem(last=False)
-            self.bytes -= len(dropped)
+            self.bytes -= dropped.size
+
+    def find(self, id: str) -> StoredResponse | None:
+        """None: never kept, or gone."""
+        stored = self._kept.get(id)
+        if stored is not None:
+            self._kept.move_to_end(id)
+        return stored
+
+    def remove(self, id: str) -> bool:
+        """Whether there was one."""
+        stored = self._kept.pop(id, None)
+        if stored is None:
+            return False
+        self.bytes -= stored.size
+        return True
 
     def messages(self, id: str) -> tuple[Message, ...] | None:
-        """None: never kept, or gone."""
-        encoded = self._kept.get(id)
-        if encoded is None:
-            return None
-        self._kept.move_to_end(id)
-        return _decoder.decode(encoded)
+        """The conversation that a response ended; None: never kept, or gone."""
+        stored = self.find(id)
+        return None if stored is None else _decoder.decode(stored.conversation)
