@@ -230,3 +230,19 @@ def test_a_cancelled_sub_agent_lets_go(model):
         rig.scheduler.cancel(output.sequence)
         rig.settle()
         assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
+
+
+def test_a_missing_checkpoint_is_noted(tmp_path_factory):
+    """For a model with state: turns that extend one another note nothing, a lost checkpoint is noted."""
+    model = build_family("qwen3_5", tmp_path_factory.mktemp("hybrid"))
+    with Rig(model) as rig:
+        assert rig.keeper is not None
+        rig.keeper.interval = 2 * BLOCK
+        tokens = prompt_of(8 * BLOCK + 9, 5)
+        for _ in range(3):
+            output = rig.run(tokens, n=BLOCK)
+            assert output.sequence.unreached == 0
+            tokens = [*output.sequence.tokens, *prompt_of(BLOCK, 9)]
+        rig.keeper.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
+        output = rig.run(tokens, n=2)
+        assert output.sequence.unreached > 5
