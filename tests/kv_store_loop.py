@@ -2,7 +2,7 @@
 
     python kv_store_loop.py ROOT CAP_FILES SEED
 
-Prints "ready" once the folder is open, and then a dot a request.
+An odd seed is in write-back. Prints "ready" once the folder is open, and then a dot a request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omlxd.kv.store_writer import StoreWriter
 
 
 def main(root: Path, cap: int, seed: int) -> None:
-    rig = Rig(root, hot=8, cap=cap)
+    rig = Rig(root, hot=8, cap=cap, write_back=seed % 2 == 1)
     rig.use_writer(StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=3))
     print("ready", flush=True)
     dice = random.Random(seed)
@@ -37,6 +37,8 @@ def main(root: Path, cap: int, seed: int) -> None:
         table.free()
         rig.store.record_use([key.block_hash for key in keys])
         rig.pump()
+        if dice.random() < 0.2:
+            rig.flusher.tick()
         print(".", end="", flush=True)
 
 

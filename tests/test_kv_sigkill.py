@@ -77,5 +77,5 @@ def test_ten_kills(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_hundred_kills(tmp_path):
-    rounds(tmp_path, 300)
+def test_two_hundred_kills(tmp_path):
+    rounds(tmp_path, 200)
