@@ -69,10 +69,26 @@ class PromptSettings(Struct, frozen=True):
     request_timeout_s: float = 0.0
 
 
+class Budget(Struct, frozen=True, tag="budget"):
+    """What this engine may hold from now on, in bytes; None: what its own machine safely allows.
+
+    hot     of the hot tier
+    live    of weights and live KV together
+    most    as `live`, if no other engine were there
+    ticket  of the `Wants` that it answers; 0: none
+    """
+
+    hot: int | None = None
+    live: int | None = None
+    most: int | None = None
+    ticket: int = 0
+
+
 class Load(Struct, frozen=True, tag="load"):
     """`model_path`: a local folder. `model_id`: the name that clients use.
 
-    guard  prompts wait for memory, and are refused where there will be none
+    guard   prompts wait for memory, and are refused where there will be none
+    budget  what it may hold at first
     """
 
     model_path: str
@@ -81,6 +97,7 @@ class Load(Struct, frozen=True, tag="load"):
     max_concurrent: int = 8
     log_level: str = "info"
     guard: bool = True
+    budget: Budget = Budget()
     prompts: PromptSettings = PromptSettings()
 
 
@@ -117,21 +134,6 @@ class Grant(Struct, frozen=True, tag="grant"):
 
     ticket: int
     nbytes: int
-
-
-class Budget(Struct, frozen=True, tag="budget"):
-    """What this engine may hold from now on, in bytes; None: what its own machine safely allows.
-
-    hot     of the hot tier
-    live    of weights and live KV together
-    most    as `live`, if no other engine were there
-    ticket  of the `Wants` that it answers; 0: none
-    """
-
-    hot: int | None = None
-    live: int | None = None
-    most: int | None = None
-    ticket: int = 0
 
 
 class Quit(Struct, frozen=True, tag="quit"):

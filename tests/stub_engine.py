@@ -91,6 +91,7 @@ class Stub:
     def load(self, message: wire.Load) -> None:
         args = self.args
         self.note(f"load {message.model_path} cold={message.cache.cold_dir}")
+        self.note(f"first live={message.budget.live} most={message.budget.most}")
         if args.stop_on_load and "stopping" not in (Path(args.notes) / "notes.txt").read_text():
             self.note("stopping")
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -113,6 +113,16 @@ async def test_an_idle_model_gives_way_and_a_pinned_one_does_not(tmp_path: Path)
         assert states(made) == {"a": "unloaded", "b": "ready"}
 
 
+async def test_an_engine_knows_its_share_from_its_first_prompt_on(tmp_path: Path):
+    heavy(tmp_path / "models" / "a", 300)
+    async with pool(tmp_path, memory_limit="1600MB", stub="--memory 300,0") as made:
+        await ask(made, "a")
+        assert "first live=1400000000 most=1400000000" in notes(tmp_path)
+    async with pool(tmp_path, stub="--memory 300,0") as made:
+        await ask(made, "a")
+        assert "first live=None most=None" in notes(tmp_path)  # Alone it looks after itself.
+
+
 async def test_hot_tiers_shrink_before_a_model_goes(tmp_path: Path):
     for name in ("a", "b"):
         heavy(tmp_path / "models" / name, 300)

@@ -89,6 +89,7 @@ class EngineHost:
         if load.guard:
             working = footprint(Path(load.model_path)).working
             self.scheduler.memory = MemoryAdmission(self.loaded, working, want)
+            self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._bridge(self.loaded, space)
             if self.scheduler.memory is not None:

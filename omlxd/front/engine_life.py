@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
 import psutil
 
 from .. import wire
@@ -23,7 +24,7 @@ STALL_S = 120.0
 SLOW_CHUNKS = 4.0
 """An engine may also be silent for this many times its longest silence so far: a slow machine's chunks."""
 
-Guard = Callable[[wire.Device], Awaitable[None]]
+Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
 
 class Owner(Protocol):
@@ -117,9 +118,10 @@ class EngineLife:
 
     async def _admit(self, device: wire.Device) -> None:
         """The engine is up and says what memory there is: have it load, unless that can't be."""
+        load = self._load
         try:
             if self._guard is not None:
-                await self._guard(device)
+                load = msgspec.structs.replace(load, budget=await self._guard(device))
         except OmlxdError as error:
             self.refused = error
             self._link.kill()
@@ -127,7 +129,7 @@ class EngineLife:
             log.exception("the memory guard failed")
             self._link.send(self._load)
         else:
-            self._link.send(self._load)
+            self._link.send(load)
 
     # ----------------------------------------------------------------- progress
 

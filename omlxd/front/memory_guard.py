@@ -72,13 +72,13 @@ class MemoryGuard:
 
     # ----------------------------------------------------------------- before a load
 
-    async def admit(self, engine: ModelEngine, device: Device) -> None:
-        """Return once `engine` may load. Raises InvalidRequest (never) or NotNow."""
+    async def admit(self, engine: ModelEngine, device: Device) -> Budget:
+        """Once `engine` may load, what it may hold at first. Raises InvalidRequest (never) or NotNow."""
         self._device = device
         self.check_ever(engine)
         prints = engine.footprint
         if self._limit == 0 or prints is None:
-            return
+            return Budget()
         need = self.need(engine.model_id, prints)
         self._claims.pop(engine.model_id, None)
         deadline = time.monotonic() + self._wait_s
@@ -101,6 +101,10 @@ class MemoryGuard:
                         retry_after=15,
                     )
             self._claims[engine.model_id] = need
+            if not self._matters(len(self._pool.others(None))):
+                return Budget()
+            most = self._most(device) - PROCESS_BYTES
+            return Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
 
     def check_ever(self, engine: ModelEngine) -> None:
         """Raises InvalidRequest for a model that can never fit, as soon as it is known what there is."""

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LIVE = frozenset(
     {
         *("log_level", "api_key", "models"),
-        *("model_dir", "model_ttl", "max_loaded_models", "no_jit_load", "no_hf_cache"),
+        *("model_dir", "model_ttl", "max_loaded_models", "memory_limit", "no_jit_load", "no_hf_cache"),
     }
 )
 FROM_THE_NEXT_LOAD = frozenset(
