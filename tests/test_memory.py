@@ -169,9 +169,8 @@ class Memory:
         self.admission = MemoryAdmission(
             rig.loaded, 0, self._want, measure=lambda: (self.total, self.available), clock=lambda: self.now
         )
-        self.admission._measured = True
         self.admission.store = getattr(rig, "store", None)
-        self.admission.end_chunk = lambda: None  # What chunks take is not the matter here.
+        self.admission.end_chunk = lambda start, stop: None  # What chunks take is not the matter here.
         rig.on_engine(lambda: setattr(rig.scheduler, "memory", self.admission))
 
     def _want(self, wants: Wants) -> None:
@@ -247,6 +246,14 @@ def test_hot_blocks_give_way_to_a_prompt(rig: Rig):
     memory.available = RESERVE + need - hot // 2
     assert len(rig.start([7, *PROMPT[::-1]], 4).tokens()) == 4
     assert not memory.wants
+
+
+def test_a_long_prompts_peak_says_nothing_of_a_short_one(rig: Rig):
+    admission = MemoryAdmission(rig.loaded, 2048 * 100, lambda wants: None)
+    assert admission.working(10**6) == admission.working(2048) == 2048 * 100
+    rig.on_engine(lambda: setattr(rig.scheduler, "memory", admission))
+    rig.run([n % 1000 for n in range(5000)], 2)
+    assert admission.working(20_000) > admission.working(5000) > 10 * admission.working(100) > 0
 
 
 def test_a_waiting_prompt_can_be_cancelled(rig: Rig):

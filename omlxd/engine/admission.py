@@ -23,10 +23,13 @@ from ..wire import Budget, Wants
 from . import mlx_adapter
 from .hot_budget import memory
 from .mlx_adapter import LoadedModel
+from .prefill_pacer import IDLE_CHUNK
 from .sequence import Sequence, State, capacity_for
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
+MEASURABLE_TOKENS = 256
+"""A chunk below this tells little of a whole one."""
 RESERVE_FRACTION = 0.02
 """Of the memory, left free."""
 
@@ -37,7 +40,7 @@ class Verdict(Enum):
 
 
 class MemoryAdmission:
-    """`working`: bytes that computing a chunk is thought to take, until it has been measured.
+    """`working`: bytes that computing a whole chunk is thought to take, until it has been measured.
 
     store  whose hot tier gives way to prompts; None: there is none
     want   asks the front for memory; answered by `take`
@@ -56,7 +59,8 @@ class MemoryAdmission:
         self._want = want
         self._measure = measure
         self._clock = clock
-        self.working = working
+        self._per_token = working / IDLE_CHUNK
+        self._per_pair = 0.0
         self.store: KVStore | None = None
         self.live: int | None = None
         self.most: int | None = None
@@ -87,7 +91,12 @@ class MemoryAdmission:
 
     def need(self, sequence: Sequence) -> int:
         """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work."""
-        return self._kv(sequence) + self.working
+        return self._kv(sequence) + self.working(sequence.prompt_length)
+
+    def working(self, length: int) -> int:
+        """Bytes that computing a prompt of `length` tokens takes besides, at its worst chunk."""
+        chunk = min(length, IDLE_CHUNK)
+        return int(max(chunk * self._per_token, chunk * length * self._per_pair))
 
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
@@ -157,8 +166,16 @@ class MemoryAdmission:
         mx.reset_peak_memory()
         self._before = mx.get_active_memory()
 
-    def end_chunk(self) -> None:
-        """It has been: what it took at its peak, over what was there before and what stays."""
-        took = mx.get_peak_memory() - max(self._before, mx.get_active_memory())
-        self.working = max(took, 0) if not self._measured else max(self.working, took)
-        self._measured = True
+    def end_chunk(self, start: int, stop: int) -> None:
+        """It has been, of tokens `start` to `stop`: learn from its peak, over what was there and what stays.
+
+        As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its
+        tokens, a later one's, where attention is most of it, by tokens times context.
+        """
+        took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
+        tokens = max(1, stop - start)
+        if start:
+            self._per_pair = max(self._per_pair, took / (tokens * stop))
+        elif tokens >= MEASURABLE_TOKENS:
+            self._per_token = took / tokens if not self._measured else max(self._per_token, took / tokens)
+            self._measured = True

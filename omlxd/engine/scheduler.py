@@ -246,8 +246,8 @@ class Scheduler:
             # Only the KV is evaluated: the logits of this chunk are never computed.
             mx.eval(mlx_adapter.state_arrays(sequence.cache))
             self.pacer.note(stop - start, time.perf_counter() - began)
-        if self.memory is not None:
-            self.memory.end_chunk()
+            if self.memory is not None:
+                self.memory.end_chunk(start, stop)
         self.steps += 1
         self.prefilled_tokens += stop - sequence.kv_length
         sequence.kv_length = stop
