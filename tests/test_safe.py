@@ -164,6 +164,39 @@ async def test_a_long_answer_is_no_slow_body():
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+            b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n\r\n",
+            b"200",
+        ),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"4"),
+        (
+            b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+            b"403",
+        ),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n", b"400"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"400"),
+        (
+            b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            b"400",
+        ),
+    ],
+    ids=["h2c", "h2", "websocket", "two hosts", "no host", "two lengths"],
+)
+async def test_nothing_but_plain_http_1(request_: bytes, status: bytes):
+    async with hypercorn(app_of(FakeEngine())) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_)
+        said = await asyncio.wait_for(reader.readline(), 10)
+        assert said.startswith(b"HTTP/1.1 " + status), said
+        writer.close()
+
+
 async def test_connections_that_clients_close_are_closed_at_once():
     """Each costs a file: kept until their idle time ends, they would use up all there are."""
     import psutil

@@ -1,15 +1,21 @@
-"""One connection, as Hypercorn serves it, but let go of as soon as the client is.
+"""One connection, as Hypercorn serves it, but let go of as soon as the client is, and HTTP/1.1 alone.
 
 Hypercorn 0.18 ends a connection only when its idle timer has, even if the client closed it long
 before: every connection costs a file and its tasks for another `keep_alive_timeout`. A client that
 makes a connection a request would have used up all files in a minute or two.
+
+It also speaks HTTP/2 without TLS to whoever asks. No client of ours does, and an answer to one that
+has hung up waits there for a window that never opens. An upgrade may be ignored (RFC 9110, 7.8).
 """
 
 from __future__ import annotations
 
+import h11
+from hypercorn import protocol
 from hypercorn.asyncio import run
 from hypercorn.asyncio.tcp_server import TCPServer
 from hypercorn.events import Event, Updated
+from hypercorn.protocol.h11 import H11Protocol
 
 
 class Connection(TCPServer):
@@ -28,5 +34,14 @@ class Connection(TCPServer):
         await super().protocol_send(event)
 
 
+class Http1(H11Protocol):
+    """Looks for no HTTP/2 in a request."""
+
+    async def _check_protocol(self, event: h11.Request) -> None:
+        pass
+
+
 def use_for_every_connection() -> None:
-    run.TCPServer = Connection  # type: ignore[misc]  # Hypercorn's server has no parameter for it.
+    # Hypercorn has no parameter for either.
+    run.TCPServer = Connection  # type: ignore[misc]
+    protocol.H11Protocol = Http1  # type: ignore[misc]

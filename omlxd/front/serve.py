@@ -199,6 +199,8 @@ class _LogUnexpected:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
+        if isinstance(error, asyncio.CancelledError):
+            return  # Python 3.11's streams tell of every connection that we end.
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if loop.time() - self._told_of_files > TELL_AGAIN_S:
                 self._told_of_files = loop.time()
