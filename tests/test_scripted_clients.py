@@ -126,7 +126,9 @@ def test_what_is_no_scenario_has_an_answer_too():
 
 def test_an_answer_is_written_in_the_models_markup():
     answer = answer_to(conversation(("user", "Scenario weather in /x.")))
-    text = written(answer, thinking=True)
+    assert written(answer, "<think>\n\n</think>\n\n").startswith("<tool_call>")
+    assert written(answer, "<|im_start|>assistant\n").startswith("<think>\n" + THOUGHT)
+    text = written(answer, "<|im_start|>assistant\n<think>\n")
     assert text.startswith(THOUGHT + "\n</think>\n\n<tool_call>\n") and text.endswith("}\n</tool_call>")
     assert json.loads(text.splitlines()[-2]) == {
         "name": "get_weather",

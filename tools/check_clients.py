@@ -1,6 +1,6 @@
 """Run the real clients against a daemon whose model follows a script, and say what was computed twice.
 
-    python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns]
+    python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns] [--template FILE]
 
 Clients: claude-code (two versions), codex, opencode, openai, anthropic. They are installed from npm and
 PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
@@ -66,13 +66,15 @@ def main() -> int:
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "omlxd-clients")
     parser.add_argument("--turns", action="store_true", help="also a row for each turn that passed")
     parser.add_argument("--keep", type=Path, help="folder that keeps logs and homes of the clients")
+    parser.add_argument("--template", type=Path, help="a chat template (Jinja) instead of the demo's")
     options = parser.parse_args()
+    template = options.template.read_text() if options.template else ""
     options.home.mkdir(parents=True, exist_ok=True)
     print(HEAD, flush=True)
     passed = True
     with tempfile.TemporaryDirectory(prefix="omlxd-clients-") as temporary:
         scratch = options.keep or Path(temporary)
-        model = build_script_model(scratch / "scripted")
+        model = build_script_model(scratch / "scripted", template=template)
         for entry in CLIENTS:
             if entry.name not in options.only:
                 continue

@@ -153,14 +153,18 @@ def _delegate_call(prompt: str, tools: Sequence[Tool]) -> tuple[str, dict[str, A
     return name, {"description": "Play a scenario", "prompt": prompt, "subagent_type": kind}
 
 
-def written(answer: Answer, *, thinking: bool) -> str:
-    """`answer` as a model of the demo's template writes it after the generation prompt.
+def written(answer: Answer, prompt_end: str) -> str:
+    """`answer` as a model of Qwen's kind writes it after a prompt that ends with `prompt_end`.
 
-    thinking  the prompt ends inside a thinking block
+    It thinks unless the prompt holds a closed thinking block already.
     """
     calls = [_markup(name, arguments) for name, arguments in answer.calls]
     said = "\n".join([*([answer.text] if answer.text else []), *calls])
-    return f"{THOUGHT}\n</think>\n\n{said}" if thinking else said
+    end = prompt_end.rstrip()
+    if end.endswith("</think>"):
+        return said
+    opened = "" if end.endswith("<think>") else "<think>\n"
+    return f"{opened}{THOUGHT}\n</think>\n\n{said}"
 
 
 def _markup(name: str, arguments: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ second or two on a laptop's CPU.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,19 @@ from omlxd.models import demo
 HIDDEN, HEAD, INNER = 32, 16, 32
 
 
-def build_script_model(folder: Path, context: int = 131072) -> Path:
-    """Write the model into `folder`, unless one is there; returns `folder`. `context`: tokens."""
+def build_script_model(folder: Path, context: int = 131072, template: str = "") -> Path:
+    """Write the model into `folder`, unless one is there; returns `folder`.
+
+    context   tokens
+    template  a chat template of ChatML and `<think>`; "": the demo's
+    """
     if (folder / "model.safetensors").exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = demo.write_tokenizer(folder, demo.VOCAB)
+    if template:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        demo.write_json(folder / "tokenizer_config.json", {**settings, "chat_template": template})
     end = tokenizer.token_to_id("<|im_end|>")
     config: dict[str, Any] = {
         "architectures": ["Qwen3ForCausalLM"],

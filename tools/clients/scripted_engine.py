@@ -80,7 +80,7 @@ class Scripts:
             return ()
         with self._lock:
             tail = self._tokenizer.decode(tokens[-8:], skip_special_tokens=False)
-            text = written(answer_to(request.prompt), thinking=tail.rstrip().endswith("<think>"))
+            text = written(answer_to(request.prompt), tail)
             return (*self._tokenizer.encode(text, add_special_tokens=False).ids, self._end)
 
 

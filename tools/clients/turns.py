@@ -178,5 +178,10 @@ def _how_it_ended(ended: Ended, said: str) -> str:
 
 def _layout_note(requests: list[Reuse | None]) -> str:
     """Where the client itself, or the template, did not repeat what came before."""
-    changes = [change for one, two in pairwise(requests) if (change := changed(one, two))]
-    return ", ".join(f"{count} tokens from {at} on not repeated" for at, count in changes)
+    notes = []
+    for one, two in pairwise(requests):
+        if one is not None and (change := changed(one, two)):
+            at, count = change
+            what = "of the interrupted answer " if one.played.cancelled else ""
+            notes.append(f"{count} tokens {what}from {at} on not repeated")
+    return ", ".join(notes)
