@@ -111,10 +111,11 @@ class Cancel(Struct, frozen=True, tag="cancel"):
 
 
 class Count(Struct, frozen=True, tag="count"):
-    """Count the prompt tokens of `prompt`, rendered just as `Generate` would."""
+    """Count the prompt tokens of `prompt`, rendered just as `Generate` would for `session`."""
 
     id: int
     prompt: Union[Conversation, RawPrompt]
+    session: str = ""
 
 
 class GetStats(Struct, frozen=True, tag="get_stats"):

@@ -115,7 +115,7 @@ class FakeEngine:
             else:
                 self.closed.set()
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Count(1, prompt)))
         assert frame.prompt == prompt
         self.counted.append(prompt)

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from daemon import wait_until
+from templates import QWEN3
 
 from omlxd.chat import Conversation, Message, TextPart, Tool
 from tools.clients.agents import write_files
@@ -27,10 +28,11 @@ from tools.clients.turns import BLOCK, Session
 PROGRAMS = Path(__file__).resolve().parents[1] / "tools" / "clients"
 
 
+# Its template drops the thinking of earlier turns: what was generated must be put back.
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scripted")
-    with OwnDaemon(folder / "daemon", build_script_model(folder / "scripted")) as daemon:
+    with OwnDaemon(folder / "daemon", build_script_model(folder / "scripted", template=QWEN3)) as daemon:
         yield daemon
 
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import psutil
 
 from .. import wire
-from ..chat import GenerateRequest, RawPrompt
+from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, PromptTooLong
 from ..kv.admission import admission_of
 from ..kv.block_file import BlockFormat
@@ -212,9 +212,10 @@ class EngineHost:
 
     # ----------------------------------------------------------------- requests
 
-    def count(self, prompt: Any) -> int:
-        """Prompt tokens of `prompt`. Raises OmlxdError."""
-        return len(self.prompts.render(prompt).tokens)
+    def count(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+        """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
+        most = self.loaded.context_length - 1
+        return len(self.prompts.render(prompt, scope=Scope(session, ""), most=most).tokens)
 
     def start(self, id: int, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
         """Render, hash and submit a request; its events go to the output thread. Raises OmlxdError.

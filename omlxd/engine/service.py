@@ -190,7 +190,8 @@ class EngineService:
 
     def _count(self, message: wire.Count) -> None:
         try:
-            self._send(wire.Counted(id=message.id, tokens=self._host.result().count(message.prompt)))
+            tokens = self._host.result().count(message.prompt, message.session)
+            self._send(wire.Counted(id=message.id, tokens=tokens))
         except Exception as error:
             self._fail(message.id, error)
 

@@ -150,7 +150,7 @@ class _Routes:
         parsed = anthropic.parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
-        return _json(TokenCount(await engine.count_tokens(parsed.generate.prompt)))
+        return _json(TokenCount(await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)))
 
     async def models(self, request: Request) -> Response:
         return _json(model_list(self._engines.models(), self._created))

@@ -134,11 +134,11 @@ class EngineProcess:
         self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
         return stream
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
         self._admit()
         id, answer = next(self._ids), asyncio.get_running_loop().create_future()
-        self._submit(id, wire.Count(id=id, prompt=prompt), answer)
+        self._submit(id, wire.Count(id=id, prompt=prompt, session=session), answer)
         try:
             return await answer
         finally:

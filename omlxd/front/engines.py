@@ -54,7 +54,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
         ...
 

@@ -108,9 +108,9 @@ class ModelEngine:
         self._check()
         return self.process.generate(with_settings(request, self.settings))
 
-    async def count_tokens(self, prompt: Conversation | RawPrompt) -> int:
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         self._check()
-        return await self.process.count_tokens(prompt_with_settings(prompt, self.settings))
+        return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         self._check()
