@@ -12,6 +12,7 @@ import sys
 import threading
 
 from ..private_trace import PrivateFormatter
+from .backend_defaults import set_backend_defaults
 
 
 def main() -> None:
@@ -21,9 +22,7 @@ def main() -> None:
     _log_to_stderr()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
     _die_with_parent()
-    # MLX's CUDA backend replays launch graphs and forgets them beyond this many; an 8B model's decode
-    # needs more than the default (H100: 2 to 4% of a step). Other backends ignore it.
-    os.environ.setdefault("MLX_CUDA_GRAPH_CACHE_SIZE", "4000")
+    set_backend_defaults()
     # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

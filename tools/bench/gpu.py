@@ -25,6 +25,7 @@ import mlx.core as mx
 import numpy as np
 
 from omlxd.engine import mlx_adapter
+from omlxd.engine.backend_defaults import set_backend_defaults
 from omlxd.engine.decode_batch import DecodeBatch
 from omlxd.engine.harvest import KVBridge
 from omlxd.engine.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
@@ -305,6 +306,7 @@ class GPUBench(Bench):
 
 
 def main() -> None:
+    set_backend_defaults()
     sections = ("restore", "harvest", "hit", "decode", "prefill", "same")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -27,6 +27,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from omlxd.engine.backend_defaults import set_backend_defaults
 from omlxd.engine.mlx_adapter import versions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -113,6 +114,7 @@ def chosen(arguments: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
+    set_backend_defaults()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", default="", help="parts of rows' names, with commas between")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default=None)

@@ -1,0 +1,29 @@
+"""What MLX's backends read from the environment, set before they compute. A user's own value stays.
+
+| variable                    | ours | why                                                                  |
+|-----------------------------|------|----------------------------------------------------------------------|
+| `MLX_CUDA_GRAPH_CACHE_SIZE` | 4000 | MLX's CUDA backend replays launch graphs and forgets them beyond     |
+|                             |      | this many; an 8B model's decode needs more than its default (H100:   |
+|                             |      | 2 to 4% of a step)                                                   |
+| `MLX_ENABLE_TF32`           | 0    | float32 products stay float32: what a chunk and what single steps    |
+|                             |      | compute then differ by 4e-6 instead of 7e-3, and a hit on an answer  |
+|                             |      | gives a cold run's tokens (H100, tools/bench/gpu_identity.py: 25 of  |
+|                             |      | 25 families, 23 with TF32). Models in bfloat16 have few such products |
+
+Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. With it a hit gives a cold run's tokens on long prompts too (8B
+shape in bfloat16, 4,000 and 16,000 tokens: 8 of 8 hits, else 6 of 8, first logits equal either way),
+since MLX no longer picks its attention for single tokens by how memory happened to be allocated; but
+prefill of 16,000 tokens takes 1.46 s instead of 0.68.
+"""
+
+from __future__ import annotations
+
+import os
+
+DEFAULTS = {"MLX_CUDA_GRAPH_CACHE_SIZE": "4000", "MLX_ENABLE_TF32": "0"}
+
+
+def set_backend_defaults() -> None:
+    """Call before MLX computes anything: it reads them once."""
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
