@@ -213,7 +213,7 @@ async def test_restarts_wait_longer_and_longer_and_a_success_forgets():
         began = time.monotonic()
         assert words(await collect(made, "up")) == ["up"]
         assert time.monotonic() - began > 0.35
-        assert made._backoff() == 0.0
+        assert made._restarts.backoff_s == 0.0
 
 
 async def test_a_full_queue_is_refused_before_any_event():
@@ -264,7 +264,7 @@ async def test_a_big_request_passes_and_is_not_held():
     async with engine() as made:
         stream = made.generate(ask("x " * 2_000_000 + "end"))
         await anext(stream)
-        assert made._requests[stream.id].frame == b""
+        assert made._requests.requests[stream.id].frame == b""
         await stream.aclose()
         assert words(await collect(made, "after")) == ["after"]
 
@@ -366,7 +366,7 @@ async def test_patience_grows_for_a_machine_that_is_only_slow():
         while not isinstance((await collect(made, "one sleep:0.9 two"))[-1], Finished):
             asked += 1
             assert asked < 4
-        assert asked >= 1 and made._stalls == asked
+        assert asked >= 1 and made._restarts.stalls == asked
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])

@@ -1,7 +1,7 @@
 """One engine process and the socketpair that joins it to the front: spawn, frames, end.
 
 This file knows nothing of requests. It sends what it is given, hands on what it receives, and
-says when and how the process ended (`EngineLink.ended`); engine_process.py decides what that means.
+says when and how the process ended (`EngineLink.ended`); engine_supervisor.py decides what that means.
 
 The engine gets its own session, so that ^C in a terminal reaches the front alone, which then
 stops the engine in order. It exits when its end of the socketpair closes, so a killed front

@@ -1,4 +1,4 @@
-"""What becomes of one request to an engine: its events, or its one answer."""
+"""What becomes of one request to an engine: its events."""
 
 from __future__ import annotations
 
@@ -41,13 +41,3 @@ class EngineStream(AsyncGenerator[Event, None]):
     async def athrow(self, typ: Any, val: Any = None, tb: Any = None) -> Event:
         await self.aclose()
         raise val if val is not None else typ
-
-
-class Waiting:
-    """A request of any kind: its frame until it is sent, and what becomes of its answer."""
-
-    __slots__ = ("answer", "frame")
-
-    def __init__(self, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
-        self.frame = frame
-        self.answer = answer

@@ -72,7 +72,7 @@ HELP = {
     "prompt_tokens_remembered_total": "Prompt tokens that needed no tokenising again.",
     "prompt_tokens_tokenised_total": "Prompt tokens that were tokenised.",
     "prompt_turns_healed_total": "Earlier answers put back into a prompt as they were generated.",
-    "requests_timed_out_total": "Requests that ended for lack of progress.",
+    "requests_timed_out_total": "Requests that took longer than their time limit.",
 }
 
 LEDGER = {

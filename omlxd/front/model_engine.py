@@ -16,8 +16,9 @@ from ..config import ModelSettings
 from ..errors import NotFound
 from ..models.catalog import InstalledModel
 from ..models.footprint import Footprint, footprint
-from .engine_process import EngineProcess, State
+from .engine_process import EngineProcess
 from .engine_stream import EngineStream
+from .engine_supervisor import State
 from .model_settings import NOTHING, prompt_with_settings, with_settings
 
 
