@@ -66,3 +66,36 @@ GLM = r"""{%- for m in messages %}
 {%- else %}{{- '<|im_start|>system\n' + m.content }}{%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
 """No end of a turn of its own: the next message's head is what ends generation, but for a system's."""
+
+HARMONY = r"""{%- set ns = namespace(tool=none) %}
+{{- '<|start|>system<|message|>You are a model.\n# Valid channels: analysis, commentary, final.<|end|>' }}
+{%- if messages[0].role in ('developer', 'system') %}{%- set told = messages[0].content %}
+{%- set loop_messages = messages[1:] %}{%- else %}{%- set told = '' %}{%- set loop_messages = messages %}{%- endif %}
+{%- if told or tools %}{{- '<|start|>developer<|message|>' + told }}
+{%- for tool in tools or [] %}{%- set tool = tool.function %}
+{{- '\n// ' + tool.description + '\ntype ' + tool.name + ' = (_: ' + (tool.parameters | tojson) + ') => any;' }}
+{%- endfor %}{{- '<|end|>' }}{%- endif %}
+{%- for message in loop_messages %}
+{%- if message.role == 'assistant' and ('<|channel|>analysis<|message|>' in message.content or '<|channel|>final<|message|>' in message.content) %}
+{{- raise_exception('You have passed a message containing <|channel|> tags in the content field.') }}{%- endif %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- set later = namespace(final=false) %}{%- for next in loop_messages[loop.index:] %}
+{%- if next.role == 'assistant' and not next.tool_calls %}{%- set later.final = true %}{%- endif %}{%- endfor %}
+{%- set call = message.tool_calls[0].function %}
+{%- if message.content and message.thinking %}{{- raise_exception('Cannot pass both content and thinking in an assistant message with tool calls!') }}
+{%- elif message.content and not later.final %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content + '<|end|>' }}
+{%- elif message.thinking and not later.final %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+{%- endif %}{%- set ns.tool = call.name %}
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' + (call.arguments | tojson) + '<|call|>' }}
+{%- elif message.role == 'assistant' and loop.last and not add_generation_prompt %}
+{%- if message.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}{%- endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}{%- set ns.tool = none %}
+{%- elif message.role == 'tool' %}{%- if ns.tool is none %}{{- raise_exception('Message has tool role, but there was no call') }}{%- endif %}
+{{- '<|start|>functions.' + ns.tool + ' to=assistant<|channel|>commentary<|message|>' + (message.content | tojson) + '<|end|>' }}
+{%- elif message.role == 'user' %}{{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""  # noqa: E501
+"""gpt-oss's: thinking and a call are messages of their own, a past answer ends with another tag than
+generation does, and text beside both thinking and a call is refused."""

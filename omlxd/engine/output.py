@@ -1,7 +1,8 @@
 """A request's tokens into chat events: text, reasoning, tool calls, in order.
 
 One parser serves streams and whole answers alike; it does no I/O and knows no model beyond its
-tokenizer. The way of a token: detokenizer → markup (reasoning, answer, calls) → stop strings → events.
+tokenizer. The way of a token: detokenizer → markup or harmony (reasoning, answer, calls) → stop strings
+→ events.
 Space beside a tag is no text: it is dropped, as templates put it there themselves.
 """
 
@@ -25,6 +26,7 @@ from ..chat import (
 )
 from .call_writer import LiveCall
 from .detokenizer import detokenizer
+from .harmony import CONTROLS, HarmonySplitter
 from .markup import CallTags, Splitter, State, Tags
 from .sampling import Likelihood
 from .spaces import TrailingSpaces
@@ -66,11 +68,17 @@ class OutputParser:
             calls=facts.tags.calls if tools else (),
         )
         self._hidden, self._dropped = facts.hidden, facts.dropped
+        self._controls = facts.controls if reasoning else {}
         self._detokenizer = detokenizer(tokenizer)
         reader = ToolCallReader(tools, tokenizer.tool_parser)
         self._found = _Found(StopStrings(stop), reader, TokenTrail(tokenizer), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
-        self._splitter = self._found.splitter = Splitter(tags, self._found, begin)
+        self._splitter: Splitter | HarmonySplitter
+        if self._controls:
+            self._splitter = HarmonySplitter(tags, self._found, bool(tools))
+        else:
+            self._splitter = Splitter(tags, self._found, begin)
+        self._found.splitter = self._splitter
         self.reasoning_tokens = 0
 
     @property
@@ -84,6 +92,8 @@ class OutputParser:
 
     def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]:
         """Events that `token` makes certain. `told`: its likelihood, if that is to be told."""
+        if tag := self._controls.get(token):
+            return self._control(token, tag)
         before = self._splitter.state
         if token in self._dropped or (token in self._hidden and before is not State.CALL):
             return []
@@ -93,6 +103,14 @@ class OutputParser:
         if before is State.REASONING and self._splitter.state is State.REASONING:
             self.reasoning_tokens += 1
         return events
+
+    def _control(self, token: int, tag: str) -> list[Event]:
+        text = self._detokenizer.finish()
+        self._found.trail.add(token, text, None)
+        events = self.add_text(text)
+        if isinstance(self._splitter, HarmonySplitter) and not self.ended:
+            self._splitter.control(tag)
+        return events + self._found.take()
 
     def add_text(self, text: str) -> list[Event]:
         """Events that `text` makes certain."""
@@ -112,7 +130,7 @@ class OutputParser:
 class _Found:
     """What the splitter finds, into events. A `markup.Sink`."""
 
-    splitter: Splitter
+    splitter: Splitter | HarmonySplitter
 
     def __init__(self, stops: StopStrings, reader: ToolCallReader, trail: TokenTrail, one_call: bool = False):
         self.trail = trail
@@ -253,13 +271,15 @@ def _new_id() -> str:
 class _Facts:
     """What the parser needs of a tokenizer; found once for each.
 
-    hidden   ids that are no text outside a call: special tokens that are no markup of ours
-    dropped  ids that are no text anywhere: end of turn, padding
+    hidden    ids that are no text outside a call: special tokens that are no markup of ours
+    dropped   ids that are no text anywhere: end of turn, padding
+    controls  harmony's tags by their ids; empty: another model
     """
 
     tags: Tags
     hidden: frozenset[int]
     dropped: frozenset[int]
+    controls: dict[int, str]
 
 
 _facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
@@ -289,4 +309,6 @@ def _find_facts(tokenizer: Any) -> _Facts:
     ends = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
     special = {*tokenizer.all_special_ids}
     special |= {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return _Facts(tags, frozenset(special - markup), frozenset(ends - markup))
+    added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+    controls = {added[tag]: tag for tag in CONTROLS} if added.keys() >= set(CONTROLS) else {}
+    return _Facts(tags, frozenset(special - markup), frozenset(ends - markup), controls)

@@ -15,7 +15,7 @@ from typing import Any
 from ..chat import Conversation
 from ..errors import InvalidRequest
 from .marks import holds, map_strings, special_starts, unused_marks
-from .shaping import Shaped, plain_text, shape
+from .shaping import Shaped, compact_json, plain_text, shape
 from .template_traits import PLAIN, TemplateTraits, probe
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Renderer:
         self._switches = _template_switches(tokenizer)
         self.has_template = bool(tokenizer.has_chat_template)
         self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
-        specials = _special_tokens(tokenizer)
+        specials = special_tokens(tokenizer)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._special_starts = special_starts(specials)
 
@@ -87,32 +87,43 @@ class Renderer:
         def applied(messages: list[Shaped], tools: list[Shaped] | None) -> str:
             return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
 
-        plain = applied(messages, tools)
-        if not holds([messages, tools], self._special):
-            return Text(plain, plain)
-        return self._marked(plain, messages, tools, applied)
+        special = holds([messages, tools], self._special)
+        try:
+            plain = applied(messages, tools)
+        except InvalidRequest:
+            # gpt-oss's template refuses its own control tokens in a text; marked it doesn't see them.
+            if not special:
+                raise
+            marked = self._marked(None, messages, tools, applied)
+            if marked.exposed:
+                raise
+            return marked
+        return self._marked(plain, messages, tools, applied) if special else Text(plain, plain)
 
     def _marked(
         self,
-        plain: str,
+        plain: str | None,
         messages: list[Shaped],
         tools: list[Shaped] | None,
         applied: Callable[[list[Shaped], list[Shaped] | None], str],
     ) -> Text:
-        """Control tokens within the messages are marked, if the template lets the marks through."""
-        marks = unused_marks(plain, 1) if self._marking else []
+        """Control tokens within the messages are marked, if the template lets the marks through.
+
+        plain  as the template writes it without them; None: it doesn't
+        """
+        marks = unused_marks(plain or compact_json([messages, tools]), 1) if self._marking else []
         pattern = self._special_starts
+        bare = Text(plain or "", plain or "", exposed=True)
         if not marks or pattern is None:
-            return Text(plain, plain, exposed=True)
+            return bare
         [mark] = marks
         marked = map_strings([messages, tools], lambda text: pattern.sub(mark, text))
         try:
             text = applied(*marked)
         except InvalidRequest:
-            return Text(plain, plain, exposed=True)
-        if text.replace(mark, "") != plain:
-            return Text(plain, plain, exposed=True)
-        return Text(plain, text, mark)
+            return bare
+        unmarked = text.replace(mark, "")
+        return Text(unmarked, text, mark) if plain in (None, unmarked) else bare
 
     # ----------------------------------------------------------------- the template
 
@@ -147,7 +158,7 @@ class Renderer:
         )
 
 
-def _special_tokens(tokenizer: Any) -> list[str]:
+def special_tokens(tokenizer: Any) -> list[str]:
     """Contents of the added tokens that are special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return [token.content for token in added.values() if token.special and len(token.content) > 1]

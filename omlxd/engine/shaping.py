@@ -137,9 +137,11 @@ def _refuse_images(message: Message) -> None:
 def _assistant(message: Message, text: str, traits: TemplateTraits) -> Shaped:
     shaped: Shaped = {"role": "assistant", "content": text}
     thinking = "\n".join(part.text for part in message.parts if isinstance(part, ThinkingPart))
-    if thinking and traits.reasoning_key:
-        shaped[traits.reasoning_key] = thinking
     calls = [part for part in message.parts if isinstance(part, ToolCallPart)]
+    if thinking and traits.reasoning_key:
+        if calls and text and not traits.thinking_and_text:
+            shaped["content"], thinking = "", f"{thinking}\n\n{text}"
+        shaped[traits.reasoning_key] = thinking
     if calls and traits.tool_calls:
         shaped["tool_calls"] = [_call(part, traits) for part in calls]
     elif calls:

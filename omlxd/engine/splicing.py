@@ -13,7 +13,8 @@ for every turn and every request:
 - gap and prompt to answer, tokenised, give the very tokens that the turn was generated from (by
   digest): so the header was told from the gap rightly, and everything before is right too;
 - nothing of the next message stands between a mark and the end of its turn: a second mark stands in
-  the middle of that message;
+  the middle of that message; where it has no text, no control token stands before the end of a turn
+  without calls;
 - the gaps stand in the template's text of the conversation as it was sent, in order, the first at its
   beginning and the last at its end: so the marks changed nothing else.
 
@@ -33,7 +34,7 @@ from ..chat import Conversation, Message, Part, TextPart, ToolCallPart, ToolResu
 from ..errors import InvalidRequest
 from .healing import PrefixDigest, Turn
 from .marks import unused_marks
-from .rendering import Renderer, Text
+from .rendering import Renderer, Text, special_tokens
 from .token_cache import TokenCache
 
 _MOST_TRIES = 8
@@ -62,6 +63,7 @@ class Splicer:
         ends = [tokenizer.convert_ids_to_tokens(id) for id in sorted(tokenizer.eos_token_ids)]
         # The next gap begins with the end of the turn, so the text must be safe to cut there.
         self._ends = [end for end in ends if tokens.cuts and tokens.cuts_at(end)]
+        self._specials = special_tokens(tokenizer)
         self._openings: list[str] = []
         self._headers: list[str] = []
         if self._ends and renderer.has_template:
@@ -116,8 +118,12 @@ class Splicer:
             digest.add(new).add(turns[index].tokens)
             tokens += new
             tokens += turns[index].tokens
-            following = conversation.messages[index + 1 : index + 2]
+            message, *following = conversation.messages[index : index + 2]
             gap = self._from_end(echo, marks[1], index, any(map(_has_text, following)))
+            if not any(isinstance(part, ToolCallPart) for part in message.parts):
+                before = echo.removesuffix(gap)
+                if any(special in before for special in self._specials):
+                    raise _NoFit(index, "template")
         gaps.append(gap.replace(marks[1], ""))
         # Their cuts are compared too: the guard may have hidden a control token that somebody typed.
         sent = [gap.replace(marked.mark, text.mark) if marked.mark else gap for gap in gaps]

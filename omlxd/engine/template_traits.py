@@ -31,6 +31,7 @@ class TemplateTraits:
     user_after_tool   a user message right after a tool's result
     any_call_id       call ids of any form; else nine letters and digits, as Mistral's templates want
     reasoning_key     the field of an assistant message that holds its thinking; "": none
+    thinking_and_text a message with a call may have both
     """
 
     content_parts: bool = False
@@ -45,6 +46,7 @@ class TemplateTraits:
     user_after_tool: bool = True
     any_call_id: bool = True
     reasoning_key: str = "reasoning_content"
+    thinking_and_text: bool = True
 
     def missing(self) -> list[str]:
         """Names of the features that the template doesn't take, for the load log."""
@@ -85,6 +87,8 @@ def probe(apply: Apply) -> TemplateTraits:
     )
     tool_role = tool_calls and shows([user, call, _result()], "falcon", "plover", "siskin")
     named = [user, _with_id(call, "call_0123456789abcdef"), _result("call_0123456789abcdef")]
+    reasoning_key = _reasoning_key(shows, call)
+    both = {**call, "content": "merlin", reasoning_key: "petrel"}
     return TemplateTraits(
         content_parts=parts,
         system_first=system_first,
@@ -101,7 +105,9 @@ def probe(apply: Apply) -> TemplateTraits:
         user_after_tool=not tool_role
         or shows([user, call, _result(), _user("heron")], "plover", "siskin", "heron"),
         any_call_id=not tool_role or shows(named, "plover", "siskin"),
-        reasoning_key=_reasoning_key(shows, call),
+        reasoning_key=reasoning_key,
+        # Where thinking is left out beside text, that is the template's own choice.
+        thinking_and_text=not reasoning_key or shows([_user("falcon"), both, _result()], "merlin"),
     )
 
 
