@@ -10,26 +10,15 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import psutil
 
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, PromptTooLong
-from ..kv.admission import admission_of
-from ..kv.block_file import BlockFormat
-from ..kv.block_pool import BlockPool
-from ..kv.checkpoints import CheckpointFiles, Checkpoints
-from ..kv.cold_tier import ColdTier
-from ..kv.flusher import Flusher
-from ..kv.hashing import BlockHash, chain_root, hash_blocks, namespace_of
-from ..kv.namespace_file import describe_namespace
+from ..kv.hashing import chain_root, hash_blocks
 from ..kv.paths import namespace_dir
 from ..kv.space import Space
-from ..kv.store import KVStore
-from ..kv.store_writer import StoreWriter
 from ..models.footprint import footprint
 from . import mlx_adapter
 from .admission import MemoryAdmission
@@ -37,12 +26,10 @@ from .answer import Answer
 from .constraint import Constraint, ConstraintCompiler
 from .correctness import Correctness
 from .explain import Explainer
-from .fingerprint import weight_fingerprints
-from .flush_clock import FlushClock
-from .harvest import KVBridge
+from .figures import figures_of
 from .healing import Place, Scope
-from .hot_budget import HotBudget
-from .mlx_adapter import LoadedModel, Quantisation
+from .mlx_adapter import Quantisation
+from .model_store import ModelStore
 from .output import OutputParser, prepare
 from .output_thread import OutputThread
 from .prompt import PromptPipeline, RenderedPrompt
@@ -51,19 +38,11 @@ from .sampling import RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .sessions import Lineage, Sessions, Standing, lineage_of
-from .staging import transport
-from .state_keeper import StateKeeper
 
 log = logging.getLogger(__name__)
 
-KV_FORMAT = 1
-"""Part of the namespace: raise it when the meaning of stored bytes changes."""
-
 MLX_CACHE_BYTES = 2 << 30
 """Freed arrays that MLX may keep for reuse; without a limit they count as memory in use for good."""
-
-WRITE_QUEUE_FRACTION = 0.05
-"""Of the machine's memory: payloads on their way to disk."""
 
 
 class EngineHost:
@@ -79,24 +58,21 @@ class EngineHost:
         self._settings = load.cache
         self._path = load.model_path
         self._output = output
-        self._clock: FlushClock | None = None
         self.loaded = mlx_adapter.load(Path(load.model_path), _quantisation(load.cache))
         self.scheduler = Scheduler(
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
         )
-        self.namespace = self._namespace(Path(load.model_path))
+        self._store = ModelStore(load, self.loaded)
+        self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         if load.guard:
             working = footprint(Path(load.model_path)).working
             self.scheduler.memory = MemoryAdmission(self.loaded, working, want)
             self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
-            self.scheduler.bridge = self._bridge(self.loaded, space)
+            self.scheduler.bridge = self._store.open(space, self.scheduler.post)
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
-            self._describe(load, self.scheduler.bridge.store.cold)
-            if (flusher := self.scheduler.bridge.store.flusher) is not None:
-                self._clock = FlushClock(flusher, self.scheduler.post)
         self.prompts = PromptPipeline(
             self.loaded.tokenizer, healing=load.prompts.healing, hoist_system=load.prompts.hoist_system
         )
@@ -109,85 +85,6 @@ class EngineHost:
             log.info("%s: %s", load.model_id, note)
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
-
-    # ----------------------------------------------------------------- building
-
-    def _namespace(self, path: Path) -> BlockHash:
-        layout = self.loaded.layout
-        if layout is None:
-            return bytes(32)
-        memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
-        self._facts: dict[str, Any] = {
-            "format": KV_FORMAT,
-            "weights": weight_fingerprints(path, memo),
-            "layout": layout.facts(),
-            "states": self.loaded.states.facts() if self.loaded.states else [],
-            "block_size": self._settings.block_size,
-            "versions": mlx_adapter.versions(),
-            "adapter": "",
-            "kv_bits": _quantisation_facts(self._settings),
-            "world": [1, 0],
-        }
-        return namespace_of(self._facts)
-
-    def _describe(self, load: wire.Load, cold: ColdTier | None) -> None:
-        """Say in the namespace's folder whose it is, for `omlxd cache`."""
-        if cold is not None:
-            describe_namespace(
-                Path(load.cache.cold_dir),
-                self.namespace,
-                model_id=load.model_id,
-                model_path=load.model_path,
-                model_type=self.loaded.model_type,
-                block_size=load.cache.block_size,
-                block_bytes=cold.bytes_per_block,
-                facts=self._facts,
-            )
-
-    def _bridge(self, loaded: LoadedModel, space: Space) -> KVBridge:
-        assert loaded.layout is not None
-        settings = self._settings
-        pool = BlockPool(settings.initial_blocks)
-        cold = flusher = None
-        if settings.cold_dir:
-            format = BlockFormat(
-                self.namespace,
-                loaded.layout,
-                settings.block_size,
-                read_bytes=transport().read_bytes,
-            )
-            cold = ColdTier(Path(settings.cold_dir), format)
-            queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
-            flusher = Flusher(
-                pool,
-                StoreWriter(cold, space, max_queue_bytes=queue_bytes),
-                self.scheduler.post,
-                admission_of(settings.admission),
-                settings.write_back,
-            )
-        hot_budget = self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
-        store = KVStore(
-            block_size=settings.block_size,
-            pool=pool,
-            hot_budget=hot_budget,
-            post=self.scheduler.post,
-            cold=cold,
-            flusher=flusher,
-            space=space if cold else None,
-        )
-        return KVBridge(loaded.model, loaded.layout, store, self.scheduler.post, self._keeper(loaded, store))
-
-    def _keeper(self, loaded: LoadedModel, store: KVStore) -> StateKeeper | None:
-        """For a model with state that exists only at a position."""
-        states, settings = loaded.states, self._settings
-        if states is None or not states.tensors or loaded.layout is None:
-            return None
-        files = None
-        if settings.cold_dir:
-            files = CheckpointFiles(
-                Path(settings.cold_dir), self.namespace, states.at, read_bytes=transport().read_bytes
-            )
-        return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
 
     def _info(self, load: wire.Load) -> wire.ModelInfo:
         loaded = self.loaded
@@ -323,10 +220,7 @@ class EngineHost:
         def take() -> None:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.take(budget)
-            if self.scheduler.bridge is not None:
-                self._hot_budget.share = budget.hot
-                self.scheduler.bridge.store.trim_hot()
-                mx.clear_cache()  # Else what was evicted stays ours.
+            self._store.share_hot(budget.hot)
 
         self.scheduler.post(take)
 
@@ -334,77 +228,22 @@ class EngineHost:
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name; vLLM's names where it has one."""
-        scheduler = self.scheduler
         values = {
-            **scheduler.load_figures(),
-            "prompt_tokens_total": float(scheduler.prefilled_tokens),
-            "generation_tokens_total": float(scheduler.decoded_tokens),
+            **figures_of(self.scheduler, self._load_peak),
             **self.prompts.figures(),
             **self._sessions.figures(),
             **self._correctness.figures(),
-            "requests_timed_out_total": float(scheduler.watchdog.expired),
-            "mlx_active_bytes": float(mx.get_active_memory()),
-            "mlx_peak_bytes": float(
-                max(mx.get_peak_memory(), scheduler.memory.peak if scheduler.memory else 0)
-            ),
-            "mlx_load_peak_bytes": float(self._load_peak),
-            "mlx_cache_bytes": float(mx.get_cache_memory()),
         }
-        if scheduler.bridge is not None:
-            values |= _store_figures(scheduler.bridge.store)
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
 
     def close(self, deadline_s: float) -> None:
         """Flush the store. The scheduler must have stopped."""
-        if self._clock is not None:
-            self._clock.stop()
-        if self.scheduler.bridge is not None and not self.scheduler.bridge.close(deadline_s):
-            log.warning("not every block was stored before the deadline")
+        self._store.close(deadline_s)
 
 
 def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:
     return Quantisation(settings.kv_bits, settings.kv_group_size) if settings.kv_bits else None
-
-
-def _quantisation_facts(settings: wire.CacheSettings) -> object:
-    """Plain JSON, for the namespace."""
-    return [settings.kv_bits, settings.kv_group_size] if settings.kv_bits else 0
-
-
-def _store_figures(store: KVStore) -> dict[str, float]:
-    stats, pool = store.stats, store.pool
-    values: dict[str, float] = {
-        "prefix_cache_queries_total": stats.queries,
-        "prefix_cache_hits_hot_total": stats.hits_hot,
-        "prefix_cache_hits_cold_total": stats.hits_cold,
-        "kv_blocks_cached": pool.num_cached,
-        "kv_blocks_evicted_total": pool.evicted,
-        "kv_hot_bytes": pool.hot_bytes,
-        "kv_hot_budget_bytes": store.hot_budget(),
-        "kv_corrupt_files_total": stats.corrupt,
-        "kv_lost_files_total": stats.lost,
-        "kv_files_restored_total": stats.restored,
-        "kv_bytes_restored_total": stats.restored_bytes,
-        "kv_blocks_put_total": stats.puts,
-        "kv_blocks_not_kept_total": stats.not_kept,
-    }
-    if store.flusher is not None:
-        flusher, writer = store.flusher, store.flusher.writer.stats
-        values |= {
-            "kv_cold_tier_on": float(flusher.health.is_on),
-            "kv_new_token_bytes_total": stats.new_token_bytes,
-            "kv_new_state_bytes_total": stats.new_state_bytes,
-            "kv_unwritten_blocks": len(flusher.unwritten.due),
-            "kv_unwritten_bytes": flusher.unwritten.due_bytes,
-            "kv_stores_held_back_total": flusher.held_back,
-            "kv_blocks_left_unwritten_total": flusher.left_unwritten,
-            "kv_files_written_total": writer.written,
-            "kv_bytes_written_total": writer.written_bytes,
-            "kv_stores_dropped_total": writer.dropped_full + writer.refused + writer.failed,
-            "kv_store_queue_bytes": flusher.writer.queued_bytes,
-        }
-    return values
 
 
 def _sampling_defaults(model: Path) -> SamplingDefaults:
