@@ -52,7 +52,11 @@ class EngineHost:
     """
 
     def __init__(
-        self, load: wire.Load, output: OutputThread, space: Space, want: Callable[[wire.Wants], None]
+        self,
+        load: wire.Load,
+        output: OutputThread,
+        space: Space,
+        want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
         mx.set_cache_limit(MLX_CACHE_BYTES)
         self._settings = load.cache
