@@ -110,6 +110,17 @@ def test_killed_engine_comes_back_warm_and_the_daemon_lives_on(serving: Daemon):
     assert serving.engine_pid() != engine and serving.process.poll() is None
 
 
+def test_unloading_a_model_loses_no_block(serving: Daemon):
+    text = prose(300, seed=50)
+    first = serving.messages(text, max_tokens=40)
+    gone = serving.post("/omlxd/models/unload", {"model": serving.model})  # At once: blocks are on their way.
+    assert gone.status_code == 200 and not serving.engines()
+    assert serving.post("/omlxd/models/load", {"model": serving.model}).status_code == 200
+    again = serving.messages(text, max_tokens=40)
+    assert_restored_from_disk(again, first)
+    assert own_usage(again)["cached_cold"] == (prompt_tokens(first) - 1) // BLOCK * BLOCK
+
+
 # --------------------------------------------------------------------------- conversations
 
 
