@@ -35,6 +35,20 @@ class PrefillPacer:
         shortest = min(ready, key=lambda s: s.remaining_prefill)
         return shortest if shortest.remaining_prefill * OVERTAKE <= current.remaining_prefill else current
 
+    def next_stop(self, sequence: Sequence, *, decoding: bool) -> int:
+        """Where the next chunk of `sequence` ends. The last one begins at its last boundary."""
+        start, last = sequence.kv_length, self.last_boundary(sequence)
+        if start >= last:
+            stop = sequence.prompt_length
+        else:
+            stop = min(last, self.chunk_end(start, decoding=decoding))
+        fork = sequence.fork * self._block
+        return min(stop, fork) if start < fork else stop
+
+    def last_boundary(self, sequence: Sequence) -> int:
+        """The last multiple of a block before the prompt's end."""
+        return (sequence.prompt_length - 1) // self._block * self._block
+
     def chunk_end(self, start: int, *, decoding: bool) -> int:
         """Where a chunk that begins at token `start` ends: the next multiple of the budget."""
         budget = IDLE_CHUNK

@@ -14,7 +14,6 @@ Runs on the engine thread alone; `submit`, `cancel` and `post` may be called fro
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -25,9 +24,11 @@ from ..chat import FinishReason, Progress
 from ..errors import OmlxdError
 from . import mlx_adapter
 from .admission import MemoryAdmission, Verdict
-from .decode_batch import DecodeBatch
+from .decode_batch import DecodeBatch, best_batch
 from .harvest import KVBridge
+from .inbox import Inbox
 from .mlx_adapter import LoadedModel
+from .prefill_chunk import compute_chunk, last_token_alone
 from .prefill_pacer import PrefillPacer
 from .sampling import Likelihood, sample_one
 from .sequence import Sequence, State, capacity_for
@@ -66,14 +67,11 @@ class Scheduler:
         self.bridge = bridge
         self._slots = slots
         self._block = block_size
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._inbox = Inbox()
         self._waiting = WaitingLine()
         self._active: list[Sequence] = []
         self._batches: list[DecodeBatch] = []
-        # On a GPU a pass for one token costs as much as one for a whole last chunk: it reads all the
-        # weights. A CPU takes about as long a token either way, and saves the last layer's MLP for all
-        # but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms against 960).
-        self._last_alone = mlx_adapter.backend() == "cpu"
+        self._last_alone = last_token_alone()
         self.pacer = PrefillPacer(block_size)
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
@@ -87,7 +85,7 @@ class Scheduler:
 
     def post(self, call: Callable[[], None]) -> None:
         """Run `call` on the engine thread, soon."""
-        self._inbox.put(call)
+        self._inbox.post(call)
 
     def submit(self, sequence: Sequence) -> None:
         self.post(lambda: self._waiting.join(sequence))
@@ -121,19 +119,9 @@ class Scheduler:
 
     def _drain(self, block: bool) -> None:
         """Do what other threads have posted; wait for something if `block`."""
-        while True:
-            try:
-                patience = SHORT_S if self._short else IDLE_S
-                call = self._inbox.get(block=block, timeout=patience if block else None)
-            except queue.Empty:
-                if block:
-                    self._rest()
-                return
-            block = False
-            try:
-                call()
-            except Exception:
-                log.exception("a posted call failed")
+        patience = SHORT_S if self._short else IDLE_S
+        if not self._inbox.drain(patience if block else 0.0) and block:
+            self._rest()
 
     def _rest(self) -> None:
         """Nothing to do for a while: give memory back that others may need more."""
@@ -150,7 +138,7 @@ class Scheduler:
     @property
     def active_sequences(self) -> int:
         """Sequences that wait for a slot or hold one. Any thread."""
-        return len(self._active) + len(self._waiting) + self._inbox.qsize()
+        return len(self._active) + len(self._waiting) + len(self._inbox)
 
     def load_figures(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
@@ -221,35 +209,24 @@ class Scheduler:
             if sequence.kv_length == 0 and self._restoring(sequence):
                 return  # somebody has computed it meanwhile, and it lies on disk
             self.bridge.catch_up(sequence)
-        length, last = sequence.prompt_length, self._last_boundary(sequence)
+        length, start = sequence.prompt_length, sequence.kv_length
         if sequence.cache is None:
             capacity = capacity_for(length, sequence.max_new)
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
-        start = sequence.kv_length
         if not sequence.begun:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
-        stop = (
-            length if start >= last else min(last, self.pacer.chunk_end(start, decoding=bool(self._batches)))
-        )
-        if start < (fork := sequence.fork * self._block):
-            stop = min(stop, fork)
+        stop = self.pacer.next_stop(sequence, decoding=bool(self._batches))
         if self.memory is not None:
             self.memory.begin_chunk()
         began = time.perf_counter()
-        if self._last_alone and start < length - 1 and stop == length:
-            self._model(mx.array([sequence.tokens[start : stop - 1]]), cache=sequence.cache)
-            mx.eval(mlx_adapter.state_arrays(sequence.cache))
-            start = stop - 1
-        logits = self._model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache)
+        logits = compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
         if stop < length:
-            # Only the KV is evaluated: the logits of this chunk are never computed.
-            mx.eval(mlx_adapter.state_arrays(sequence.cache))
             self.pacer.note(stop - start, time.perf_counter() - began)
             if self.memory is not None:
                 self.memory.end_chunk(start, stop)
         self.steps += 1
-        self.prefilled_tokens += stop - sequence.kv_length
+        self.prefilled_tokens += stop - start
         sequence.kv_length = stop
         if stop < length:
             del logits
@@ -266,7 +243,7 @@ class Scheduler:
         self.bridge.harvest_prefilled(sequence)
         if self.bridge.states is not None:
             self.bridge.states.after_chunk(
-                sequence, self._last_boundary(sequence), lambda: mlx_adapter.state_tensors(cache)
+                sequence, self.pacer.last_boundary(sequence), lambda: mlx_adapter.state_tensors(cache)
             )
 
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
@@ -287,27 +264,11 @@ class Scheduler:
         else:
             self._release(sequence)
 
-    def _last_boundary(self, sequence: Sequence) -> int:
-        return (sequence.prompt_length - 1) // self._block * self._block
-
     # ----------------------------------------------------------------- decode
 
     def _batch_for(self, sequence: Sequence) -> DecodeBatch:
-        """The batch whose step grows least in bytes read by taking the sequence in; maybe a new one.
-
-        A step reads the weights once and every row padded to the longest. Joining a batch of much
-        longer or shorter rows can cost more than a pass of its own (facts: 219 ms against 115).
-        """
-        best, best_cost = None, float(self._loaded.weight_bytes)
-        if self._loaded.batchable:
-            per_token = self._loaded.layout.nbytes(1) if self._loaded.layout else 0
-            own = sequence.kv_length * per_token
-            best_cost += own
-            for batch in self._batches:
-                longest = max(batch.longest, sequence.kv_length)
-                cost = ((len(batch) + 1) * longest - len(batch) * batch.longest) * per_token
-                if cost <= best_cost:
-                    best, best_cost = batch, cost
+        """One that gains by taking the sequence in; else a new one."""
+        best = best_batch(self._batches, sequence, self._loaded)
         if best is None:
             best = DecodeBatch(self._model)
             self._batches.append(best)
