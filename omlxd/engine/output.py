@@ -24,9 +24,9 @@ from ..chat import (
     ToolCallCut,
     ToolCallDelta,
 )
-from .call_writer import LiveCall
 from .detokenizer import detokenizer
 from .harmony import CONTROLS, HarmonySplitter
+from .live_call import LiveCall
 from .markup import CallTags, Splitter, State, Tags
 from .sampling import Likelihood
 from .spaces import TrailingSpaces

@@ -1,0 +1,196 @@
+"""The writer of a call in JSON, its arguments behind its name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .call_writer import MAX_HEAD, Properties
+from .tool_calls import NAME, coerce, json_text, kinds_of
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{', re.DOTALL
+)
+_KEY = re.compile(rf"\s*({_STRING})\s*:\s*(?=\S)", re.DOTALL)
+_LETTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
+_HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+_NEXT = re.compile(r"\s*([,}])")
+
+
+class JsonWriter:
+    """`{"name": "NAME", "arguments": {…}}`."""
+
+    def __init__(self, properties: Properties):
+        self.name = ""
+        self.arguments = ""
+        self.dead = False
+        self._properties = properties
+        self._types: dict[str, Any] = {}
+        self._text = ""
+        self._mark = 0  # of `arguments`, behind the last whole member
+        self._step: Callable[[JsonWriter], bool] = JsonWriter._head
+        self._prefix = ""
+        self._key = ""
+        self._at, self._depth, self._quoted = 0, 0, False
+
+    @property
+    def in_string(self) -> bool:
+        return not self.dead and (
+            self._step is JsonWriter._letters or (self._step is JsonWriter._value and self._quoted)
+        )
+
+    @property
+    def rest(self) -> str:
+        return self._text
+
+    @property
+    def whole(self) -> str:
+        return self.arguments[: self._mark] + "}" if self._mark else "{}"
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        while not self.dead and self._step(self):
+            pass
+
+    def close(self) -> bool:
+        if self.dead or self._step is not JsonWriter._tail or not self.arguments:
+            return False
+        try:
+            json.loads('{"":0' + self._text)
+        except (ValueError, RecursionError):
+            return False
+        self._text = ""
+        return True
+
+    def cut(self) -> str:
+        if self._step is JsonWriter._value:
+            return self.arguments + self._prefix + self._text
+        if self._step is JsonWriter._member:
+            return self.arguments + (", " if self._mark else "{") + self._text.lstrip()
+        return self.arguments
+
+    # ----------------------------------------------------------------- steps
+
+    def _die(self) -> bool:
+        self.dead = True
+        return False
+
+    def _take(self, size: int) -> str:
+        taken, self._text = self._text[:size], self._text[size:]
+        return taken
+
+    def _head(self) -> bool:
+        match = _HEAD.match(self._text)
+        if match is None or match.end() > MAX_HEAD:
+            return self._die() if len(self._text) > MAX_HEAD else False
+        try:
+            self.name = json.loads(match[1], strict=False)
+        except ValueError:
+            return self._die()
+        if not NAME.fullmatch(self.name):
+            return self._die()
+        self._types = self._properties(self.name)
+        self._take(match.end())
+        self._step = JsonWriter._member
+        return True
+
+    def _member(self) -> bool:
+        match = _KEY.match(self._text)
+        if match is None:
+            left = self._text.lstrip()
+            if left.startswith("}") and not self._mark:
+                return self._die()  # no arguments: nothing to send on
+            return self._die() if left and not left.startswith('"') else False
+        try:
+            self._key = json.loads(match[1], strict=False)
+        except ValueError:
+            return self._die()
+        self._prefix = (", " if self._mark else "{") + json_text(self._key) + ": "
+        self._take(match.end())
+        kinds = kinds_of(self._types.get(self._key))
+        if self._text.startswith('"') and (not kinds or "string" in kinds):
+            self._take(1)
+            self.arguments += self._prefix + '"'
+            self._step = JsonWriter._letters
+        else:
+            self._at, self._depth, self._quoted = 0, 0, False
+            self._step = JsonWriter._value
+        return True
+
+    def _letters(self) -> bool:
+        """Letters of a string. Half of a pair of surrogates waits for the other."""
+        if match := _LETTERS.match(self._text):
+            letters = match[0]
+            half = _HIGH_HALF.search(letters)
+            if half and len(self._text) - match.end() < 6 and '"' not in self._text[match.end() :]:
+                letters = letters[: half.start()]
+            if letters:
+                self.arguments += json_text(json.loads(f'"{self._take(len(letters))}"', strict=False))[1:-1]
+            if half and len(letters) < match.end():
+                return False
+        if self._text.startswith('"'):
+            self._take(1)
+            self.arguments += '"'
+            self._mark = len(self.arguments)
+            self._step = JsonWriter._between
+            return True
+        if self._text.startswith("\\") and len(self._text) > (5 if self._text[1:2] == "u" else 1):
+            return self._die()
+        return False
+
+    def _value(self) -> bool:
+        """A value of any other kind, taken once it is whole."""
+        end = self._value_end()
+        if end is None:
+            return False
+        try:
+            value = json.loads(self._text[:end], strict=False)
+            told = json_text(coerce(value, self._types.get(self._key)))
+        except (ValueError, RecursionError):
+            return self._die()
+        self._take(end)
+        self.arguments += self._prefix + told
+        self._mark = len(self.arguments)
+        self._step = JsonWriter._between
+        return True
+
+    def _value_end(self) -> int | None:
+        """Where the value ends, if that is known; goes on from where it stopped looking."""
+        text = self._text
+        while self._at < len(text):
+            letter = text[self._at]
+            if self._quoted:
+                if letter == "\\":
+                    if self._at + 1 == len(text):
+                        return None
+                    self._at += 1
+                elif letter == '"':
+                    self._quoted = False
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}],":
+                if self._depth == 0:
+                    return self._at
+                self._depth -= letter != ","
+            self._at += 1
+        return None
+
+    def _between(self) -> bool:
+        match = _NEXT.match(self._text)
+        if match is None:
+            return self._die() if self._text.strip() else False
+        self._take(match.end())
+        if match[1] == "}":
+            self.arguments += "}"
+            self._step = JsonWriter._tail
+            return False
+        self._step = JsonWriter._member
+        return True
+
+    def _tail(self) -> bool:
+        return False
