@@ -128,16 +128,42 @@ def _header(file: Path) -> dict[str, _Tensor]:
 
 # --------------------------------------------------------------------------- layers
 
+_NAMED = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "window",
+    "*": "full",
+    "-": "none",
+    "E": "none",
+}
+"""What a layer keeps, by the name its config gives it; any other name is recurrent."""
+
 
 def _kinds(text: dict[str, Any]) -> Sequence[str]:
-    """What each layer keeps: `full`, `window` or `state`."""
+    """What each layer keeps: `full`, `window`, `state` or `none`."""
     layers = _int(text, "num_hidden_layers", "n_layer", "n_layers")
+    kinds = list(_layer_kinds(text, layers))
+    return kinds[: len(kinds) - _int(text, "num_kv_shared_layers")]  # The last ones read what others keep.
+
+
+def _layer_kinds(text: dict[str, Any], layers: int) -> Sequence[str]:
+    pattern = text.get("hybrid_override_pattern")
+    if isinstance(pattern, list | str):  # a letter a layer, MLPs counted
+        return [_NAMED.get(str(letter), "state") for letter in pattern]
     named = text.get("layer_types")
     if isinstance(named, list) and len(named) >= layers:
-        kinds = {"full_attention": "full", "sliding_attention": "window", "chunked_attention": "window"}
-        return [kinds.get(str(name), "state") for name in named[:layers]]
+        return [_NAMED.get(str(name), "state") for name in named[:layers]]
+    blocks = text.get("block_types")
+    if isinstance(blocks, list) and blocks:
+        return ["window" if blocks[i % len(blocks)] == "attention" else "state" for i in range(layers)]
+    if (full := _full_layers(text)) is not None:
+        return ["full" if index in full else "state" for index in range(layers)]
     if interval := _int(text, "full_attention_interval"):
         return ["full" if (index + 1) % interval == 0 else "state" for index in range(layers)]
+    if period := _int(text, "attn_layer_period"):
+        offset = _int(text, "attn_layer_offset")
+        return ["full" if index % period == offset else "state" for index in range(layers)]
     if str(text.get("model_type", "")).startswith(("mamba", "rwkv")):
         return ["state"] * layers
     if text.get("sliding_window") and (pattern := _int(text, "sliding_window_pattern")):
@@ -145,25 +171,64 @@ def _kinds(text: dict[str, Any]) -> Sequence[str]:
     return ["full"] * layers
 
 
-def _layer_kv(text: dict[str, Any]) -> int:
+def _full_layers(text: dict[str, Any]) -> set[int] | None:
+    """Indexes of layers with full attention, where a config lists them."""
+    linear = text.get("linear_attn_config")
+    for listed, first in (
+        (text.get("full_attn_idxs"), 0),
+        (linear.get("full_attn_layers") if isinstance(linear, dict) else None, 1),
+    ):
+        if isinstance(listed, list):
+            return {index - first for index in listed if isinstance(index, int)}
+    return None
+
+
+def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
     """Numbers that one token adds to one attention layer."""
     if rank := _int(text, "kv_lora_rank"):
-        return rank + _int(text, "qk_rope_head_dim")
+        return rank + _int(text, "qk_rope_head_dim") + 2 * _int(text, "index_head_dim")
     heads = _int(text, "num_attention_heads", "n_head", default=1)
     dim = _int(text, "head_dim", default=_int(text, "hidden_size", "n_embd") // heads)
-    return 2 * _int(text, "num_key_value_heads", default=heads) * dim
+    kv_heads = _int(text, "num_key_value_heads", default=heads)
+    if kind == "full":
+        dim = _int(text, "global_head_dim", default=dim)
+        if text.get("attention_k_eq_v"):
+            kv_heads = _int(text, "num_global_key_value_heads", default=kv_heads)
+    return 2 * kv_heads * dim
 
 
 def _kv_fixed(text: dict[str, Any], element: int) -> int:
     kinds = _kinds(text)
-    windows = kinds.count("window") * _int(text, "sliding_window") * _layer_kv(text) * element
-    # Recurrent state is kept in float32 by most; a head is a matrix of key by value.
-    heads = _int(text, "linear_num_value_heads", "num_heads", "mamba_num_heads")
-    key = _int(text, "linear_key_head_dim", "state_size", "ssm_state_size")
-    value = _int(text, "linear_value_head_dim", "head_dim", "mamba_head_dim")
-    width = heads * value + 2 * _int(text, "linear_num_key_heads", "n_groups") * key
-    conv = width * _int(text, "linear_conv_kernel_dim", "conv_kernel")
-    return windows + kinds.count("state") * 4 * (heads * key * value + conv)
+    window = _int(text, "sliding_window", "attention_window_size")
+    windows = kinds.count("window") * window * _layer_kv(text, "window") * element
+    # Models that put a recurrent layer beside each attention have no name for it.
+    states = kinds.count("state") or (len(kinds) if "mamba_d_ssm" in text else 0)
+    # Recurrent state is kept in float32 by most.
+    return windows + states * 4 * _state_size(text)
+
+
+def _state_size(text: dict[str, Any]) -> int:
+    """Numbers in one recurrent layer's state: a matrix of key by value a head, and a convolution's past."""
+    hidden = _int(text, "hidden_size", "n_embd")
+    if "conv_L_cache" in text:
+        return hidden * (_int(text, "conv_L_cache") - 1)
+    if "conv1d_width" in text:
+        return _int(text, "lru_width", default=hidden) * _int(text, "conv1d_width")
+    if "decay_low_rank_dim" in text:
+        return hidden * (_int(text, "head_dim") + 2)
+    linear = text.get("linear_attn_config")
+    if isinstance(linear, dict):
+        heads, dim = _int(linear, "num_heads"), _int(linear, "head_dim")
+        return heads * dim * (dim + 3 * (_int(linear, "short_conv_kernel_size") - 1))
+    heads = _int(text, "linear_num_value_heads", "mamba_num_heads", "mamba_n_heads", "num_heads")
+    key = _int(text, "linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size")
+    past = max(0, _int(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") - 1)
+    if not heads:  # the first Mamba: one matrix for all
+        inner = hidden * _int(text, "mamba_expand", "expand", default=2)
+        return inner * (key + past)
+    value = _int(text, "linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim")
+    groups = _int(text, "linear_num_key_heads", "mamba_n_groups", "n_groups")
+    return heads * key * value + past * (heads * value + 2 * groups * key)
 
 
 def _working(text: dict[str, Any], element: int) -> int:
