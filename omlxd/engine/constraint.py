@@ -10,6 +10,8 @@
 
 Compiling happens on a request's thread; a step costs the engine thread one mask of a constrained
 row, computed while the device works on the forward pass (decode_batch.py).
+
+llguidance is imported by the first constraint: an engine that is asked for none starts without it.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ import logging
 import re
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llguidance.hf
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from ..chat import AnswerFormat, Conversation, GenerateRequest, Tool
 from ..errors import InvalidRequest, OmlxdError
 from .call_grammar import TEXT, CallGrammar, spelling_name
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -165,6 +167,8 @@ class ConstraintCompiler:
         if request.format is None and not forced and not strict:
             return None
         param = request.format.param if request.format and not forced else "tools"
+        from llguidance import LLMatcher
+
         known, facts = self._parts(param)
         many = chat is None or chat.parallel_calls
         grammar = self._grammar(request.format, tools, forced=forced, many=many)
@@ -179,6 +183,8 @@ class ConstraintCompiler:
     def _grammar(
         self, format: AnswerFormat | None, tools: Sequence[Tool], *, forced: bool, many: bool
     ) -> str:
+        from llguidance import LLMatcher
+
         if not tools:
             assert format is not None
             try:
@@ -222,6 +228,8 @@ class ConstraintCompiler:
 
     def _problem(self, grammar: str) -> str:
         """Warnings count: they tell of what would be ignored."""
+        from llguidance import LLMatcher
+
         _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._parts("")[0])
         return _brief(messages[0]) if messages else ""
 
@@ -246,9 +254,12 @@ class ConstraintCompiler:
             return self._made
 
     def _make(self, param: str) -> tuple[LLTokenizer, _Facts]:
+        from llguidance import LLTokenizer
+        from llguidance.hf import from_tokenizer
+
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         try:
-            made = llguidance.hf.from_tokenizer(
+            made = from_tokenizer(
                 inner,
                 n_vocab=max(self._vocab, len(inner)),
                 eos_token=sorted(self._tokenizer.eos_token_ids),
@@ -277,6 +288,8 @@ def _tools_of(chat: Conversation | None) -> tuple[Sequence[Tool], bool]:
 
 def _grammar_of(format: AnswerFormat) -> str:
     """Raises ValueError for what is no schema at all."""
+    from llguidance import LLMatcher
+
     match format.kind:
         case "json":
             return LLMatcher.grammar_from_json_schema(format.schema, overrides=_OPTIONS)
@@ -291,6 +304,8 @@ def _grammar_of(format: AnswerFormat) -> str:
 
 def _lark(text: str) -> str:
     """A grammar in Lark's or in GBNF's syntax, as Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
         return any_to_lark(text)
     except Exception as error:  # its parser raises what it likes
