@@ -97,6 +97,20 @@ def test_names(claude: anthropic.Anthropic, gpt: openai.OpenAI):
         gpt.chat.completions.create(model="llama", **request)
 
 
+def test_26_counts_at_once(serving: Daemon):
+    """As Claude Code sends them, one a tool."""
+    request = body(serving.model, prose(300))
+
+    def count(_: int) -> int:
+        return serving.post("/v1/messages/count_tokens", request).json()["input_tokens"]
+
+    with ThreadPoolExecutor(26) as pool:
+        began = time.monotonic()
+        counted = list(pool.map(count, range(26)))
+        print(f"26 counts in {time.monotonic() - began:.3f} s")
+    assert len(set(counted)) == 1 and counted[0] > 50
+
+
 # --------------------------------------------------------------------------- sampling
 
 

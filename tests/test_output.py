@@ -56,6 +56,35 @@ def test_reasoning_tokens_are_counted_without_their_tags(tokenizer):
     assert parser.reasoning_tokens == len(inside)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason", "events"),
+    [
+        (f"I need it.\n<tool_call>\n{call(path='a')}\n</tool_call>\n", "stop", ["a"]),
+        (
+            f"<tool_call>{call(path='a')}</tool_call><tool_call>{call(path='b')}</tool_call>",
+            "stop",
+            ["a", "b"],
+        ),
+        (f"<tool_call>{call(path='a')}", "stop", ["a"]),
+        # It only mused of that call, broke off, or wrote none.
+        (f"Not <tool_call>{call(path='a')}</tool_call>, rather", "stop", []),
+        (f"Not <tool_call>{call(path='a')}</tool_call>, but <tool_call>{call(path='b')}", "stop", ["b"]),
+        (f"<tool_call>{call(path='a')}</tool_call>", "length", []),
+        ("<tool_call>no call</tool_call>", "stop", []),
+    ],
+)
+def test_calls_that_a_never_closed_thought_ends_with(tokenizer, text, reason, events):
+    wanted = [("reasoning", text.rstrip()), *(("call", "Read", f'{{"path": "{path}"}}') for path in events)]
+    assert parse(tokenizer, text, starts_in_thinking=True, reason=reason) == wanted
+    assert parse(tokenizer, *text, starts_in_thinking=True, reason=reason) == wanted
+
+
+def test_a_call_in_a_closed_thought_is_thought(tokenizer):
+    text = f"<tool_call>{call(path='a')}</tool_call></think>No."
+    wanted = [("reasoning", text.split("</think>")[0]), ("text", "No.")]
+    assert parse(tokenizer, text, starts_in_thinking=True) == wanted
+
+
 # --------------------------------------------------------------------------- stop strings
 
 

@@ -29,6 +29,7 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .answer_format import ResponseFormat, format_of, only
+from .anthropic_server_blocks import FROM_SERVER, FromServer
 from .body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, free_json, session_header, stable_json, stops
 from .body import image as image_part
 
@@ -89,7 +90,7 @@ class _ToolResult(_Block, tag="tool_result"):
     is_error: bool | None = None
 
 
-_AnyBlock = Union[_Text, _Thinking, _RedactedThinking, _ToolUse, _Image, _ToolResult]
+_AnyBlock = Union[_Text, _Thinking, _RedactedThinking, _ToolUse, _Image, _ToolResult, FromServer]
 
 
 class _Message(msgspec.Struct):
@@ -227,7 +228,7 @@ def _system(system: str | list[_Text]) -> Message | None:
 
 _ALLOWED: dict[str, tuple[type, ...]] = {
     "user": (_Text, _Image, _ToolResult),
-    "assistant": (_Text, _Thinking, _RedactedThinking, _ToolUse),
+    "assistant": (_Text, _Thinking, _RedactedThinking, _ToolUse, *FROM_SERVER),
     "system": (_Text,),
 }
 
@@ -260,13 +261,13 @@ def _part(block: _AnyBlock, tools: _Tools, param: str, system: bool) -> Part | N
         return TextPart(text) if text else None
     if isinstance(block, _Thinking):
         return ThinkingPart(block.thinking, block.signature or "")
-    if isinstance(block, _RedactedThinking):
-        return None
     if isinstance(block, _ToolUse):
         return ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))
     if isinstance(block, _Image):
         return _image(block, param)
-    return _tool_result(block, tools, param)
+    if isinstance(block, _ToolResult):
+        return _tool_result(block, tools, param)
+    return None
 
 
 def _image(block: _Image, param: str):

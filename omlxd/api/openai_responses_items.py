@@ -7,6 +7,7 @@
 | `function_call`, `custom_tool_call`, `…_call` with a call id | a call of the assistant         |
 | `function_call_output`, `…_output` with a call id | a tool result                              |
 | `additional_tools`                          | more tools                                       |
+| `tool_search_output` with a call id         | a tool result that tells of the tools found      |
 | `item_reference`                            | refused: items are not kept one by one           |
 | any other                                   | nothing: it was for OpenAI's own side            |
 
@@ -83,7 +84,8 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
     for index, item in enumerate(items):
         if item.type in ("additional_tools", "tool_search_output"):
             for at, tool in enumerate(item.tools or []):
-                tools.add(tool, f"input.{index}.tools.{at}")
+                found = item.type == "tool_search_output" and item.call_id is not None
+                tools.add(tool, f"input.{index}.tools.{at}", found)
     runs: list[tuple[Role, list[Part]]] = []
     for index, item in enumerate(items):
         told = _told(item, tools, f"input.{index}")

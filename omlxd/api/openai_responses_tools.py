@@ -37,6 +37,7 @@ class _Given(msgspec.Struct):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None
     format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -59,17 +60,20 @@ class ResponseTools:
     def listed(self) -> tuple[Tool, ...]:
         return tuple(self._listed.values())
 
-    def add(self, given: Any, param: str) -> None:
-        """Take a tool, of any kind. Raises InvalidRequest naming the field."""
+    def add(self, given: Any, param: str, found: bool = False) -> None:
+        """Take a tool, of any kind. Raises InvalidRequest naming the field.
+
+        found  it stands in the result of a search, which tells the model of it
+        """
         fields = free_json(given, param)
         self.echo.append(fields)
-        self._add(fields, "", param)
+        self._add(fields, "", param, found)
 
     def flat_name(self, namespace: str, name: str) -> str:
         """What the model calls a tool, also one that this request doesn't offer."""
         return self._flat.get((namespace, name)) or _joined(namespace, name)
 
-    def _add(self, fields: dict[str, Any], namespace: str, param: str) -> None:
+    def _add(self, fields: dict[str, Any], namespace: str, param: str, found: bool) -> None:
         if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
             return
         try:
@@ -84,11 +88,13 @@ class ResponseTools:
             )
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or []):
-                self._add(inner, tool.name, f"{param}.tools.{index}")
+                self._add(inner, tool.name, f"{param}.tools.{index}", found)
             return
         told = ToolName(tool.name, namespace, tool.type == "custom")
         flat = self._name_for(namespace, tool.name)
         self.names[flat] = told
+        if found or tool.defer_loading:  # listing it later would change the prompt's head
+            return
         self._listed[flat] = _custom(flat, tool) if told.custom else _function(flat, tool)
 
     def _name_for(self, namespace: str, name: str) -> str:

@@ -8,6 +8,7 @@
                | call end           | dropped right after a call, else text
     REASONING  | think end          | ANSWER
                | think start        | dropped at the block's beginning, else text
+               | the output's end   | calls at the block's end are made, if the model ended it
     CALL       | call end           | a call, or its whole text as answer; ANSWER
                | the output's end   | a call if the model ended it, else its whole text as answer
 
@@ -68,6 +69,7 @@ class Sink(Protocol):
     call_resumes       whether that call is whole with `text` behind it, from that end tag on; None: it
                        is in a string still
     call_broken        it ended at that end tag
+    is_call            whether `text` would be a call
     boundary           a block of reasoning begins or ends here
     """
 
@@ -88,6 +90,8 @@ class Sink(Protocol):
     def call_resumes(self, text: str) -> bool | None: ...
 
     def call_broken(self) -> None: ...
+
+    def is_call(self, text: str) -> bool: ...
 
     def boundary(self) -> None: ...
 
@@ -115,6 +119,7 @@ class Splitter:
         self._text = ""
         self._bare = state is State.REASONING  # nothing but space since the last tag
         self._after_call = False
+        self._thought: list[str] = []  # the text of this block of reasoning
         self._call: list[str] = []
         self._held: int | None = None  # where in the call an end tag stands that may be text
         self._call_tags = CallTags("", "")
@@ -131,6 +136,18 @@ class Splitter:
             self._end_open_call(ended)
             self.feed("")
         self._show(self._take(len(self._text)))
+        if self.state is State.REASONING and ended and self._tags.calls:
+            self._call_from_thought()
+
+    def _call_from_thought(self) -> None:
+        """The model has ended its turn in thought. Calls that it ends with were meant; others mused of."""
+        last = _LastCalls(self._sink)
+        splitter = Splitter(Tags(calls=self._tags.calls), last)
+        splitter.feed("".join(self._thought))
+        splitter.finish(ended=True)
+        for text in last.calls:
+            self._sink.call_begins()
+            self._sink.call(text)
 
     # ----------------------------------------------------------------- reasoning and answer
 
@@ -176,12 +193,15 @@ class Splitter:
         self.state = state
         self._bare = True
         self._after_call = False
+        self._thought.clear()
 
     def _show(self, text: str) -> None:
         if self._bare:
             text = text.lstrip()
         if text:
             self._bare = False
+            if self.state is State.REASONING and self._tags.calls:
+                self._thought.append(text)
             (self._sink.answer if self.state is State.ANSWER else self._sink.reasoning)(text)
 
     # ----------------------------------------------------------------- calls
@@ -272,6 +292,43 @@ class Splitter:
         """What looked like a call is answer text after all."""
         self.state = State.ANSWER
         self._show(self._call_tags.start + body)
+
+
+class _LastCalls:
+    """A `Sink` that keeps the calls behind which there is no text."""
+
+    def __init__(self, sink: Sink):
+        self.calls: list[str] = []
+        self.is_call = sink.is_call
+
+    def answer(self, text: str) -> None:
+        if text.strip():
+            self.calls.clear()
+
+    def call(self, text: str) -> bool:
+        if self.is_call(text):
+            self.calls.append(text)
+            return True
+        return False
+
+    def reasoning(self, text: str) -> None: ...
+
+    def call_begins(self) -> None: ...
+
+    def call_text(self, text: str) -> None: ...
+
+    def call_breaks(self, ended: bool) -> bool:
+        return False
+
+    def call_holds(self) -> bool:
+        return False
+
+    def call_resumes(self, text: str) -> bool | None:
+        return None
+
+    def call_broken(self) -> None: ...
+
+    def boundary(self) -> None: ...
 
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)

@@ -229,6 +229,9 @@ class _Found:
             self._events.append(ToolCall(id=_new_id(), name=call.name, arguments=call.arguments))
         return True
 
+    def is_call(self, text: str) -> bool:
+        return self._reader.read(text) is not None
+
     def boundary(self) -> None:
         """A stop string never spans a tag, so what was held back for one is text."""
         if not self.ended:

@@ -1,9 +1,10 @@
 """The text of a tool call into a name and typed arguments.
 
-Three spellings are read here, because they can be told by their looks and their values can be typed
-by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM, LongCat) and
-`<function=name><parameter=k>v</parameter></function>` (Qwen coder). All others go to the parser that
-mlx-lm found for the model. Text that makes no sense gives None, never an exception: it is then shown.
+Four spellings are read here, because they can be told by their looks and their values can be typed
+by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM, LongCat),
+`<function=name><parameter=k>v</parameter></function>` (Qwen coder) and `<atem:invoke name="name">`
+(Muse Spark). All others go to the parser that mlx-lm found for the model. Text that makes no sense
+gives None, never an exception: it is then shown.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
 _ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
 _ARG_PAIR = re.compile(r"<(longcat_|)arg_key>(.*?)</\1arg_key>\s*<\1arg_value>(.*?)</\1arg_value>", re.DOTALL)
-
+_INVOKE = re.compile(r'\s*<atem:invoke\b[^>]*?\bname="([^"]+)"[^>]*>')
+_ATEM = re.compile(r'\s*<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>(.*?)</atem:parameter>', re.DOTALL)
+_INVOKED = re.compile(r"\s*</atem:invoke>")
 
 _Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
@@ -61,6 +64,8 @@ class ToolCallReader:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if text.startswith("<function="):
             return (self._function,)
+        if text.startswith("<atem:invoke"):
+            return (self._invokes,)
         if _ARG_KEY.search(text):
             return (self._arg_pairs, self._json)
         if text in self._tools:  # a call without arguments, where those would have tags
@@ -114,6 +119,25 @@ class ToolCallReader:
         pairs = {pair[2].strip(): pair[3] for pair in _ARG_PAIR.finditer(text)}
         arguments = {key: typed_text(value, types.get(key), key in types) for key, value in pairs.items()}
         return [(name.strip(), arguments)]
+
+    def _invokes(self, text: str) -> list[_Call] | None:
+        calls: list[_Call] = []
+        at = 0
+        while invoke := _INVOKE.match(text, at):
+            at = invoke.end()
+            types = self.properties(invoke[1])
+            arguments = {}
+            while parameter := _ATEM.match(text, at):
+                at = parameter.end()
+                key, value = parameter[1], parameter[2]
+                if len(value) > 1 and value.startswith("\n") and value.endswith("\n"):
+                    value = value[1:-1]  # those belong to the tags
+                arguments[key] = typed_text(value, types.get(key), key in types)
+            if (end := _INVOKED.match(text, at)) is None:
+                return None
+            at = end.end()
+            calls.append((invoke[1], arguments))
+        return calls if at == len(text) else None
 
     def _by_mlx_lm(self, text: str) -> list[_Call] | None:
         if self._fallback is None:
