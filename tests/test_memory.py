@@ -265,3 +265,29 @@ def test_a_waiting_prompt_can_be_cancelled(rig: Rig):
     assert rig.scheduler.active_sequences == 0
     memory.available = 10**9
     assert len(rig.run(PROMPT, 2).got) == 2
+
+
+def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """A long prompt must not be refused for what the short last chunk of another one took."""
+    from omlxd.engine import admission
+
+    taken = 0
+    monkeypatch.setattr(admission.mx, "reset_peak_memory", lambda: None)
+    monkeypatch.setattr(admission.mx, "get_active_memory", lambda: 0)
+    monkeypatch.setattr(admission.mx, "get_peak_memory", lambda: taken)
+    learning = MemoryAdmission(rig.loaded, 0, lambda wants: None, measure=lambda: (10**10, 10**10))
+
+    def chunk(start: int, stop: int, took: int) -> None:
+        nonlocal taken
+        learning.begin_chunk()
+        taken = took
+        learning.end_chunk(start, stop)
+
+    chunk(0, 2048, 200 * MB)
+    assert learning.working(2048) == pytest.approx(200 * MB)
+    chunk(60_000, 60_050, 180 * MB)  # a fixed cost, of fifty tokens as of thousands
+    chunk(2048, 4096, 200 * MB)
+    assert learning.working(100_000) == pytest.approx(200 * MB)
+    chunk(57_952, 60_000, 500 * MB)
+    assert learning.working(100_000) == pytest.approx(700 * MB, rel=0.01)
+    assert learning.working(100) < 10 * MB

@@ -96,7 +96,7 @@ class MemoryAdmission:
     def working(self, length: int) -> int:
         """Bytes that computing a prompt of `length` tokens takes besides, at its worst chunk."""
         chunk = min(length, IDLE_CHUNK)
-        return int(max(chunk * self._per_token, chunk * length * self._per_pair))
+        return int(chunk * (self._per_token + length * self._per_pair))
 
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
@@ -170,12 +170,15 @@ class MemoryAdmission:
         """It has been, of tokens `start` to `stop`: learn from its peak, over what was there and what stays.
 
         As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its
-        tokens, a later one's, where attention is most of it, by tokens times context.
+        tokens, and what a later one takes over that, which is attention's, by tokens times context. A short
+        chunk tells neither: what it takes is the same for a token as for a hundred.
         """
+        tokens = stop - start
+        if tokens < MEASURABLE_TOKENS:
+            return
         took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
-        tokens = max(1, stop - start)
-        if start:
-            self._per_pair = max(self._per_pair, took / (tokens * stop))
-        elif tokens >= MEASURABLE_TOKENS:
+        if not start:
             self._per_token = took / tokens if not self._measured else max(self._per_token, took / tokens)
             self._measured = True
+        elif took > tokens * self._per_token:
+            self._per_pair = max(self._per_pair, (took - tokens * self._per_token) / (tokens * stop))
