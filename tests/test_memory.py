@@ -290,4 +290,14 @@ def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytes
     assert learning.working(100_000) == pytest.approx(200 * MB)
     chunk(57_952, 60_000, 500 * MB)
     assert learning.working(100_000) == pytest.approx(700 * MB, rel=0.01)
-    assert learning.working(100) < 10 * MB
+    assert learning.working(100) < 20 * MB
+    chunk(2048, 4096, 900 * MB)  # nearer than what is known: another matter
+    assert learning.working(100_000) == pytest.approx(700 * MB, rel=0.01)
+
+
+def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fused(rig: Rig):
+    learning = MemoryAdmission(rig.loaded, 0, lambda wants: None, measure=lambda: (10**10, 10**10))
+    learning._per_pair, learning._farthest = 400.0, 4096
+    assert learning.working(100_000) == 2048 * 100_000 * 400
+    learning._fused = True
+    assert learning.working(100_000) == 2048 * 4 * 4096 * 400

@@ -108,6 +108,8 @@ class Server:
                 if not line.startswith("data: {"):
                     continue
                 event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"{self.name}: {event['error']}")
                 if any(choice.get("text") for choice in event.get("choices", ())):
                     stream.times.append(time.perf_counter())
                 if usage := event.get("usage"):
