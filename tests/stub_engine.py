@@ -135,6 +135,7 @@ class Stub:
                 os._exit(int(value))
             elif verb == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(5)  # Another thread takes the signal, and this one runs on for a moment.
             elif verb == "steps":
                 # Work with no event to show for it, as a long tool call is.
                 for step in range(int(value)):
