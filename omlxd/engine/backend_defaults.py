@@ -8,7 +8,7 @@
 | `MLX_ENABLE_TF32`           | 0    | float32 products stay float32: what a chunk and what single steps    |
 |                             |      | compute then differ by 4e-6 instead of 7e-3, and a hit on an answer  |
 |                             |      | gives a cold run's tokens (H100, tools/bench/gpu_identity.py: 25 of  |
-|                             |      | 25 families; with TF32 23 of 25). Models in bfloat16 have few such products |
+|                             |      | 25 families; with TF32 23 of 25). bfloat16 models have few of them    |
 
 Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. With it a hit gives a cold run's tokens on long prompts too (8B
 shape in bfloat16, 4,000 and 16,000 tokens: 8 of 8 hits, else 6 of 8, first logits equal either way),
