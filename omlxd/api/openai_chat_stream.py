@@ -8,7 +8,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..chat import (
-    ChoiceEvent,
     Event,
     Finished,
     ReasoningDelta,
@@ -18,10 +17,9 @@ from ..chat import (
     ToolCallCut,
     ToolCallDelta,
 )
-from ..errors import OmlxdError
-from .errors import error_body
-from .openai_fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs, usage_body
-from .sse import DONE, OpenCall, data_event
+from .openai_choices import ChoicesCollector, ChoicesStream
+from .openai_fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
+from .sse import OpenCall
 
 
 class _Function(msgspec.Struct):
@@ -73,40 +71,25 @@ class _Chunk(msgspec.Struct):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
-class OpenAIChatStream:
+class OpenAIChatStream(ChoicesStream):
     """`sse.StreamEncoder` of one chat completion. `created`: Unix seconds."""
+
+    _chunk_type = _Chunk
 
     def __init__(
         self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
     ):
-        self._id = id
-        self._model = model
-        self._created = created
-        self._request_id = request_id
-        # With include_usage every chunk has a usage field, null in all but the last.
-        self._usage: UnsetType | None = None if include_usage else UNSET
-        self._choices = [_Progress() for _ in range(n)]
+        super().__init__(id, model, created, request_id, include_usage, n)
+        self._calls = [_Progress() for _ in range(n)]
 
     def start(self) -> bytes:
-        whole = range(len(self._choices))
-        return b"".join(self._chunk(_Delta(role="assistant", content=""), index=index) for index in whole)
+        return b"".join(
+            self._chunk(_Delta(role="assistant", content=""), index=index) for index in range(self._n)
+        )
 
     def ping(self) -> bytes:
         # Not an SSE comment: not every client's idle timer counts those.
         return self._chunk(_Delta())
-
-    def error(self, error: OmlxdError) -> bytes:
-        # No [DONE] after it: a client that skips the error must not take the answer for whole.
-        return data_event(error_body(error, "openai", self._request_id))
-
-    def event(self, event: Event) -> bytes:
-        if isinstance(event, ChoiceEvent):
-            return self._of_choice(event.event, event.index)
-        if isinstance(event, Finished):
-            # Of several choices each has finished by itself; this is of them all.
-            last = self._of_choice(event, 0) if len(self._choices) == 1 else b""
-            return last + self._usage_chunk(event) + DONE
-        return self._of_choice(event, 0)
 
     def _of_choice(self, event: Event, index: int) -> bytes:
         if isinstance(event, TextDelta):
@@ -117,7 +100,7 @@ class OpenAIChatStream:
         if isinstance(event, ReasoningDelta):
             return self._chunk(_Delta(reasoning_content=event.text), index=index) if event.text else b""
         if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
-            calls = self._choices[index].calls(event)
+            calls = self._calls[index].calls(event)
             return self._chunk(_Delta(tool_calls=calls), index=index) if calls else b""
         if isinstance(event, Finished):
             return self._chunk(_Delta(), finish_reason=FINISH_REASON[event.reason], index=index)
@@ -131,12 +114,7 @@ class OpenAIChatStream:
         index: int = 0,
     ) -> bytes:
         choice = _ChunkChoice(delta=delta, logprobs=logprobs, finish_reason=finish_reason, index=index)
-        return data_event(_Chunk(self._id, self._created, self._model, [choice], self._usage))
-
-    def _usage_chunk(self, finished: Finished) -> bytes:
-        if self._usage is UNSET:
-            return b""
-        return data_event(_Chunk(self._id, self._created, self._model, [], usage_body(finished.usage)))
+        return self._chunk_of([choice], self._usage)
 
 
 class _Progress:
@@ -181,32 +159,6 @@ class ChatCompletion(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class OpenAIChatCollector:
-    """`sse.Collector` of one chat completion. `created`: Unix seconds."""
-
-    def __init__(self, id: str, model: str, created: int, n: int = 1):
-        self._id = id
-        self._model = model
-        self._created = created
-        self._choices = [_Collected() for _ in range(n)]
-        self._finished: Finished | None = None
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, ChoiceEvent):
-            self._choices[event.index].event(event.event)
-            return
-        if isinstance(event, Finished):
-            self._finished = event
-        if len(self._choices) == 1:
-            self._choices[0].event(event)
-
-    def response(self) -> bytes:
-        assert self._finished is not None, "response before Finished"
-        choices = [choice.told(index) for index, choice in enumerate(self._choices)]
-        usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(ChatCompletion(self._id, self._created, self._model, choices, usage))
-
-
 class _Collected:
     """One choice of an answer."""
 
@@ -243,3 +195,10 @@ class _Collected:
             logprobs=chat_logprobs(tuple(self._logprobs)) if self._logprobs else None,
             index=index,
         )
+
+
+class OpenAIChatCollector(ChoicesCollector[_Choice]):
+    """`sse.Collector` of one chat completion. `created`: Unix seconds."""
+
+    def __init__(self, id: str, model: str, created: int, n: int = 1):
+        super().__init__(ChatCompletion, [_Collected() for _ in range(n)], id, model, created)

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..chat import (
-    ChoiceEvent,
     Event,
     Finished,
     GenerateRequest,
@@ -21,9 +20,9 @@ from ..chat import (
     TextDelta,
     TokenLogprob,
 )
-from ..errors import InvalidRequest, OmlxdError
+from ..errors import InvalidRequest
 from .body import MAX_TOKENS, ParsedRequest, decode
-from .errors import error_body
+from .openai_choices import ChoicesCollector, ChoicesStream
 from .openai_fields import (
     FINISH_REASON,
     CommonBody,
@@ -31,9 +30,7 @@ from .openai_fields import (
     answer_format,
     sampling,
     session,
-    usage_body,
 )
-from .sse import DONE, data_event
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI documents for this endpoint."""
@@ -131,38 +128,16 @@ class Completion(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
 
 
-class OpenAICompletionStream:
+class OpenAICompletionStream(ChoicesStream):
     """`sse.StreamEncoder` of one completion. `created`: Unix seconds."""
 
-    def __init__(
-        self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
-    ):
-        self._id = id
-        self._model = model
-        self._created = created
-        self._request_id = request_id
-        self._usage: UnsetType | None = None if include_usage else UNSET
-        self._n = n
+    _chunk_type = Completion
 
     def start(self) -> bytes:
         return b"".join(self._chunk(_Choice("", index=index)) for index in range(self._n))
 
     def ping(self) -> bytes:
         return self._chunk(_Choice(""))
-
-    def error(self, error: OmlxdError) -> bytes:
-        return data_event(error_body(error, "openai", self._request_id))
-
-    def event(self, event: Event) -> bytes:
-        if isinstance(event, ChoiceEvent):
-            return self._of_choice(event.event, event.index)
-        if isinstance(event, Finished):
-            last = self._of_choice(event, 0) if self._n == 1 else b""
-            if self._usage is None:
-                usage = usage_body(event.usage)
-                last += data_event(Completion(self._id, self._created, self._model, [], usage))
-            return last + DONE
-        return self._of_choice(event, 0)
 
     def _of_choice(self, event: Event, index: int) -> bytes:
         if isinstance(event, TextDelta):
@@ -176,33 +151,7 @@ class OpenAICompletionStream:
         return b""
 
     def _chunk(self, choice: _Choice) -> bytes:
-        return data_event(Completion(self._id, self._created, self._model, [choice], self._usage))
-
-
-class OpenAICompletionCollector:
-    """`sse.Collector` of one completion. `created`: Unix seconds."""
-
-    def __init__(self, id: str, model: str, created: int, n: int = 1):
-        self._id = id
-        self._model = model
-        self._created = created
-        self._choices = [_Collected() for _ in range(n)]
-        self._finished: Finished | None = None
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, ChoiceEvent):
-            self._choices[event.index].event(event.event)
-            return
-        if isinstance(event, Finished):
-            self._finished = event
-        if len(self._choices) == 1:
-            self._choices[0].event(event)
-
-    def response(self) -> bytes:
-        assert self._finished is not None, "response before Finished"
-        choices = [choice.told(index) for index, choice in enumerate(self._choices)]
-        usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(Completion(self._id, self._created, self._model, choices, usage))
+        return self._chunk_of([choice], self._usage)
 
 
 class _Collected:
@@ -229,3 +178,10 @@ class _Collected:
             finish_reason=FINISH_REASON[self._finished.reason],
             index=index,
         )
+
+
+class OpenAICompletionCollector(ChoicesCollector[_Choice]):
+    """`sse.Collector` of one completion. `created`: Unix seconds."""
+
+    def __init__(self, id: str, model: str, created: int, n: int = 1):
+        super().__init__(Completion, [_Collected() for _ in range(n)], id, model, created)

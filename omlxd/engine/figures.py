@@ -45,7 +45,7 @@ def store_figures(store: KVStore) -> dict[str, float]:
     if store.flusher is not None:
         flusher, writer = store.flusher, store.flusher.writer.stats
         values |= {
-            "kv_cold_tier_on": float(flusher.health.is_on),
+            "kv_cold_tier_on": flusher.health.is_on,
             "kv_new_token_bytes_total": stats.new_token_bytes,
             "kv_new_state_bytes_total": stats.new_state_bytes,
             "kv_unwritten_blocks": len(flusher.unwritten.due),

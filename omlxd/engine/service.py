@@ -205,8 +205,7 @@ class EngineService:
     def _stats(self, message: wire.GetStats) -> None:
         values = self._host.result().stats() if self._host.done() else {}
         values["device_available_bytes"] = float(memory()[1])
-        # A gauge may be a bool or an int where it is kept; a frame that is not all floats would end us.
-        self._send(wire.Stats(id=message.id, values={name: float(v) for name, v in values.items()}))
+        self._send(wire.Stats(id=message.id, values=values))
 
     def _fail(self, id: int, error: Exception) -> None:
         if not isinstance(error, OmlxdError):

@@ -120,9 +120,10 @@ class Landing:
 Fill = Callable[[int], None]
 
 
-def plain(files: Files) -> Fill:
+def plain(files: Files, new: Callable[[int, type], np.ndarray] = np.ones) -> Fill:
+    """Reads of whole files into one buffer, made by `new`."""
     size = files.tier.format.file_bytes
-    buffer = memoryview(np.ones(size * len(files.keys), np.uint8))
+    buffer = memoryview(new(size * len(files.keys), np.uint8))
 
     def fill(index: int) -> None:
         fd = os.open(files.path(index), os.O_RDONLY)

@@ -36,6 +36,7 @@ from omlxd.engine.mlx_adapter import round_up
 from omlxd.engine.payload import Landing
 from omlxd.front.engine_link import engine_environment
 
+from . import block_files
 from .block_files import SHAPES, Files
 
 ROUNDS = 5
@@ -43,17 +44,9 @@ Run = Callable[[Files, ThreadPoolExecutor], object]
 
 
 def plain(files: Files, pool: ThreadPoolExecutor) -> object:
-    size = files.tier.format.file_bytes
-    buffer = memoryview(np.empty(size * len(files.keys), np.uint8))
-
-    def read(index: int) -> None:
-        fd = os.open(files.path(index), os.O_RDONLY)
-        got = os.preadv(fd, [buffer[index * size : (index + 1) * size]], 0)
-        os.close(fd)
-        assert got == size
-
+    read = block_files.plain(files, np.empty)
     list(pool.map(read, range(len(files.keys))))
-    return buffer
+    return read  # It holds the buffer.
 
 
 def arrays(files: Files, pool: ThreadPoolExecutor) -> dict[str, mx.array]:

@@ -1,0 +1,104 @@
+"""What chat and text completions share: one answer or several side by side, streamed or whole.
+
+A request of n > 1 gives each choice's events as a `ChoiceEvent`, each choice's own Finished among them,
+and at the end one Finished of all. With one choice there is only that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ..chat import ChoiceEvent, Event, Finished
+from ..errors import OmlxdError
+from .errors import error_body
+from .openai_fields import UsageBody, usage_body
+from .sse import DONE, data_event
+
+
+class ChoicesStream(ABC):
+    """`sse.StreamEncoder` but for what a choice's events say. `created`: Unix seconds."""
+
+    _chunk_type: Callable[..., Any]
+    """The struct of one chunk: (id, created, model, choices, usage)."""
+
+    def __init__(
+        self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
+    ):
+        self._id = id
+        self._model = model
+        self._created = created
+        self._request_id = request_id
+        # With include_usage every chunk has a usage field, null in all but the last.
+        self._usage: UnsetType | None = None if include_usage else UNSET
+        self._n = n
+
+    @abstractmethod
+    def _of_choice(self, event: Event, index: int) -> bytes:
+        """What `event` says to the client of the choice at `index`."""
+
+    def error(self, error: OmlxdError) -> bytes:
+        # No [DONE] after it: a client that skips the error must not take the answer for whole.
+        return data_event(error_body(error, "openai", self._request_id))
+
+    def event(self, event: Event) -> bytes:
+        if isinstance(event, ChoiceEvent):
+            return self._of_choice(event.event, event.index)
+        if isinstance(event, Finished):
+            # Of several choices each has finished by itself; this is of them all.
+            last = self._of_choice(event, 0) if self._n == 1 else b""
+            if self._usage is None:
+                last += self._chunk_of([], usage_body(event.usage))
+            return last + DONE
+        return self._of_choice(event, 0)
+
+    def _chunk_of(self, choices: list[Any], usage: UsageBody | UnsetType | None) -> bytes:
+        return data_event(type(self)._chunk_type(self._id, self._created, self._model, choices, usage))
+
+
+ToldT_co = TypeVar("ToldT_co", covariant=True)
+
+
+class Collected(Protocol[ToldT_co]):
+    """One choice of an answer: its events, and then what it has become."""
+
+    def event(self, event: Event) -> None: ...
+    def told(self, index: int) -> ToldT_co: ...
+
+
+class ChoicesCollector(Generic[ToldT_co]):
+    """`sse.Collector` of a completion. `answer`: its struct, (id, created, model, choices, usage)."""
+
+    def __init__(
+        self,
+        answer: Callable[..., Any],
+        choices: Sequence[Collected[ToldT_co]],
+        id: str,
+        model: str,
+        created: int,
+    ):
+        self._answer = answer
+        self._choices = choices
+        self._id = id
+        self._model = model
+        self._created = created
+        self._finished: Finished | None = None
+
+    def event(self, event: Event) -> None:
+        if isinstance(event, ChoiceEvent):
+            self._choices[event.index].event(event.event)
+            return
+        if isinstance(event, Finished):
+            self._finished = event
+        if len(self._choices) == 1:
+            self._choices[0].event(event)
+
+    def response(self) -> bytes:
+        assert self._finished is not None, "response before Finished"
+        choices = [choice.told(index) for index, choice in enumerate(self._choices)]
+        usage = usage_body(self._finished.usage)
+        return msgspec.json.encode(self._answer(self._id, self._created, self._model, choices, usage))
