@@ -23,10 +23,15 @@ from .state_keeper import MOST_RESTORES, StateKeeper
 
 log = logging.getLogger(__name__)
 
-READERS = 8
-"""I/O threads that read block files: enough to keep an SSD's queue full. On a machine of two cores,
-page cache warm, more than two gain nothing (tools/bench/restore.py); beside an H100 on
-16 cores 4, 8 and 16 give 11.5, 18.8 and 21.3 GB/s to the first token (tools/bench/gpu.py)."""
+STAGED_READERS, DIRECT_READERS = 8, 4
+"""I/O threads that read block files, for the two kinds of transport: enough to keep an SSD's queue full.
+
+Staged: beside an H100 on 16 cores 4, 8 and 16 give 11.5, 18.8 and 21.3 GB/s to the first token
+(tools/bench/gpu.py). Direct reads scatter and digest each piece, and each lets go of the interpreter:
+on those 16 cores 1, 2, 4 and 8 threads give 4.0, 5.7, 9.3 and 7.0 GB/s (tools/bench/block_files.py, page
+cache warm; plain reads 4.4, 9.1, 17.9, 26.9). One digest over a mapping of the file needs far fewer such
+steps (2 cores: 13 to 15 GB/s where these give 10 to 13), but an I/O error in a mapping is a signal that
+ends the engine, and the bytes that were checked would not be those that were put in place."""
 
 
 class KVBridge:
@@ -42,7 +47,7 @@ class KVBridge:
         store: KVStore,
         post: Callable[[Callable[[], None]], None],
         states: StateKeeper | None = None,
-        readers: int = READERS,
+        readers: int | None = None,
     ):
         self._model = model
         self._layout = layout
@@ -50,6 +55,7 @@ class KVBridge:
         self.store = store
         self._post = post
         self._block = store.block_size
+        readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="kv-background")
 
