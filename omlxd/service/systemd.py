@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from .manager import ServiceError, Status, addresses, check_free, read_ours, run, write_whole
@@ -16,6 +17,7 @@ from .plan import EXIT_TIMEOUT_S, FILES, THROTTLE_S, Plan
 SERVICE, SOCKET = "omlxd.service", "omlxd.socket"
 MARK = "# Written by `omlxd service install`, which writes it anew; `omlxd service uninstall` removes it."
 WATCHDOG_S = 60
+JOURNALS = ("/var/log/journal", "/run/log/journal")
 
 
 class Systemd:
@@ -46,6 +48,7 @@ class Systemd:
         for name, content in wanted.items():
             write_whole(self._folder / name, content)
         self._systemctl("daemon-reload")
+        self._forget_failures()
         self._systemctl("enable", "--now", SOCKET)
         if unit == SERVICE:
             self._systemctl("enable", "--now", SERVICE)
@@ -60,10 +63,12 @@ class Systemd:
         for name in ours:
             (self._folder / name).unlink(missing_ok=True)
         run("systemctl", "--user", "daemon-reload")
+        self._forget_failures()
         return True
 
     def start(self) -> None:
         self._check_installed()
+        self._forget_failures()
         self._systemctl("start", SOCKET, SERVICE)
 
     def stop(self) -> None:
@@ -73,6 +78,7 @@ class Systemd:
 
     def restart(self) -> None:
         self._check_installed()
+        self._forget_failures()
         self._systemctl("restart", SERVICE)
 
     def status(self) -> Status:
@@ -90,7 +96,11 @@ class Systemd:
     def logs(self, lines: int, follow: bool) -> list[str]:
         self._check_installed()
         more = ["--follow"] if follow else ["--no-pager"]
-        return ["journalctl", "--user", "--unit", SERVICE, "--lines", str(lines), "--output", "cat", *more]
+        # Users have a journal of their own only on disk, and root has none. In the system's journal,
+        # those see theirs who may read it; journalctl says so to the others.
+        own = any(found for root in JOURNALS for found in Path(root).glob(f"*/user-{os.getuid()}*.journal"))
+        unit = ["--user", "--unit", SERVICE] if own else ["--user-unit", SERVICE]
+        return ["journalctl", *unit, "--lines", str(lines), "--output", "cat", *more]
 
     # ----------------------------------------------------------------- systemctl
 
@@ -98,13 +108,21 @@ class Systemd:
         if read_ours(self.file, MARK) is None:
             raise ServiceError("the service is not installed; `omlxd service install` does that.")
 
+    def _forget_failures(self) -> None:
+        """A client that tries again and again has a broken service started until systemd gives it up.
+
+        It then refuses to start it for a while, mended or not, and shows it after it is uninstalled.
+        """
+        run("systemctl", "--user", "reset-failed", SERVICE, SOCKET)  # 1 when it knows of none.
+
     def _systemctl(self, *words: str) -> None:
         done = run("systemctl", "--user", *words)
         if done.status:
-            hint = ""
-            if "connect to bus" in done.said or "No medium found" in done.said:
+            said, _, where_to_look = done.said.partition(' See "systemctl')
+            hint = "; `omlxd service logs` tells why" if where_to_look else ""
+            if "connect to bus" in said or "No medium found" in said:
                 hint = "; there is no session of this user: log in once, or run `loginctl enable-linger`"
-            raise ServiceError(f"systemctl --user {' '.join(words)} failed: {done.said.rstrip('.')}{hint}.")
+            raise ServiceError(f"systemctl --user {' '.join(words)} failed: {said.rstrip('.')}{hint}.")
 
     def _show(self, property: str, unit: str) -> str:
         return run("systemctl", "--user", "show", "--property", property, "--value", unit).out.strip()
@@ -120,7 +138,7 @@ After={SOCKET}
 
 [Service]
 Type=notify
-ExecStart={" ".join(_quoted(word, in_command=True) for word in plan.program)}
+ExecStart={_command(plan.program)}
 ExecReload=/bin/kill -HUP $MAINPID
 {variables}WorkingDirectory=/
 # A clean end stays ended; settings that make no sense (2) are not tried again.
@@ -155,6 +173,14 @@ NoDelay=yes
 [Install]
 WantedBy=sockets.target
 """
+
+
+def _command(program: Sequence[str]) -> str:
+    """systemd expands no variable in the program's own path, and refuses some characters there."""
+    path, *words = program
+    if set(path) & set("\"'\\"):
+        raise ServiceError(f"systemd runs no program whose path has quotes or backslashes: {path}.")
+    return " ".join([_quoted(path), *(_quoted(word, in_command=True) for word in words)])
 
 
 def _quoted(word: str, *, in_command: bool = False) -> str:

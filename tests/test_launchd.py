@@ -1,0 +1,165 @@
+"""`omlxd service` on macOS: the property list and the commands, before a launchctl that plays its part."""
+
+# ruff: noqa: F811 -- `port` and `tools` are fixtures of service_tools.py
+
+from __future__ import annotations
+
+import os
+import plistlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
+
+from omlxd.service import launchd
+
+GUI = f"gui/{os.getuid()}"
+JOB = f"{GUI}/dev.omlxd.serve"
+
+DOCUMENTED = {  # launchd.plist(5)
+    "Label": str,
+    "ProgramArguments": list,
+    "EnvironmentVariables": dict,
+    "WorkingDirectory": str,
+    "KeepAlive": dict,
+    "ThrottleInterval": int,
+    "ExitTimeOut": int,
+    "ProcessType": str,
+    "SoftResourceLimits": dict,
+    "Umask": int,
+    "StandardOutPath": str,
+    "StandardErrorPath": str,
+    "Sockets": dict,
+}
+SOCKET_KEYS = {"SockNodeName": str, "SockServiceName": str, "SockFamily": str, "SockType": str}
+
+
+def test_the_agent_has_the_exact_flags_and_documented_keys(tools: Tools, tmp_path: Path, port: str):
+    status, out, err = service(tmp_path, "install", "--", "--port", port, "--max-concurrent-requests", "3")
+    assert (status, err) == (0, "") and f"launchd listens on 127.0.0.1 port {port}" in out
+    agent = plistlib.loads(agent_file(tmp_path).read_bytes())
+    assert {key: type(value) for key, value in agent.items()} == {
+        key: kind for key, kind in DOCUMENTED.items() if key != "KeepAlive"
+    }
+    log = str(tmp_path / "home/Library/Logs/omlxd/omlxd.log")
+    assert agent["ProgramArguments"] == [
+        *(str(Path(sys.executable).absolute()), "-m", "omlxd", "serve"),
+        *("--port", port, "--max-concurrent-requests", "3", "--log-file", log),
+    ]
+    (listeners,) = agent["Sockets"].items()
+    assert listeners == (
+        "Listeners",
+        {"SockNodeName": "127.0.0.1", "SockServiceName": port, "SockFamily": "IPv4", "SockType": "stream"},
+    )
+    assert {key: type(value) for key, value in listeners[1].items()} == SOCKET_KEYS
+    assert Path(agent["StandardErrorPath"]).parent.is_dir()  # launchd makes no folders.
+    assert agent_file(tmp_path).stat().st_mode & 0o022 == 0  # launchd refuses what others can write.
+    assert tools.calls() == [
+        f"launchctl bootout {JOB}",
+        f"launchctl enable {JOB}",
+        f"launchctl bootstrap {GUI} {agent_file(tmp_path)}",
+    ]
+
+
+def test_at_login_it_is_kept_alive_on_failure_only(tools: Tools, tmp_path: Path, port: str):
+    assert service(tmp_path, "install", "--at-login", "--", "--port", port)[0] == 0
+    agent = plistlib.loads(agent_file(tmp_path).read_bytes())
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert {key: type(value) for key, value in agent.items()} == DOCUMENTED
+
+
+def test_installed_again_it_does_nothing_or_takes_the_new_flags(tools: Tools, tmp_path: Path, port: str):
+    install = ("install", "--", "--port", port)
+    assert service(tmp_path, *install)[1].startswith("installed: ")
+    tools.calls()
+    assert service(tmp_path, *install)[1].startswith("installed already")
+    assert tools.calls() == []
+    assert service(tmp_path, *install, "--no-cache")[1].startswith("installed: ")
+    assert [call.split()[1] for call in tools.calls()] == ["bootout", "enable", "bootstrap"]
+    assert "--no-cache" in plistlib.loads(agent_file(tmp_path).read_bytes())["ProgramArguments"]
+
+
+def test_the_verbs_and_their_commands(tools: Tools, tmp_path: Path, port: str):
+    assert service(tmp_path, "install", "--", "--port", port)[0] == 0
+    tools.calls()
+    assert service(tmp_path, "start")[0] == 0
+    assert tools.calls() == [f"launchctl kickstart {JOB}"]
+    assert service(tmp_path, "stop")[0] == 0
+    assert tools.calls() == [f"launchctl bootout {JOB}"]
+    assert service(tmp_path, "stop")[0] == 0  # Launchctl says 3, and that is as well.
+    tools.calls()
+    assert service(tmp_path, "start")[0] == 0
+    assert [call.split()[1] for call in tools.calls()] == ["enable", "bootstrap", "kickstart"]
+    assert service(tmp_path, "restart")[0] == 0
+    assert [call.split()[1] for call in tools.calls()] == ["bootout", "enable", "bootstrap", "kickstart"]
+    (tmp_path / "home/Library/LaunchAgents/other.plist").write_text("someone else's")
+    assert service(tmp_path, "uninstall")[0] == 0
+    assert tools.calls() == [f"launchctl bootout {JOB}"]
+    assert [f.name for f in (tmp_path / "home/Library/LaunchAgents").iterdir()] == ["other.plist"]
+    assert service(tmp_path, "uninstall")[1] == "there was no service\n" and tools.calls() == []
+
+
+def test_a_stop_waits_until_launchd_has_let_go(tools: Tools, tmp_path: Path, port: str):
+    """36, operation now in progress: bootstrapped at once, it would be refused."""
+    assert service(tmp_path, "install", "--", "--port", port)[0] == 0
+    tools.set(slow=5)
+    assert service(tmp_path, "restart")[0] == 0
+    assert tools.calls()[-1] == f"launchctl kickstart {JOB}"
+
+
+@pytest.mark.parametrize("status", [5, 17, 37])
+def test_a_job_that_is_loaded_already_is_no_error(tools: Tools, tmp_path: Path, port: str, status: int):
+    assert service(tmp_path, "install", "--", "--port", port)[0] == 0
+    agent = launchd.Launchd(tmp_path / "home")
+    tools.set(forced={"bootstrap": status})
+    agent._bootstrap()
+    tools.set(forced={"bootstrap": status}, loaded=False)
+    with pytest.raises(launchd.ServiceError, match="launchd would not take"):
+        agent._bootstrap()
+
+
+def test_what_launchctl_refuses_is_told_in_one_line(tools: Tools, tmp_path: Path, port: str):
+    install = ("install", "--", "--port", port)
+    tools.set(forced={"bootstrap": 125})
+    status, _, err = service(tmp_path, *install)
+    assert status == 1 and "log in at the Mac's screen" in err and err.count("\n") == 1
+    assert service(tmp_path, *install)[0] == 0  # What failed half-way is no obstacle.
+    tools.set(forced={"kickstart": 3})
+    assert service(tmp_path, "start")[0] == 1
+    tools.set(forced={"bootout": 9})
+    status, _, err = service(tmp_path, "stop")
+    assert status == 1 and "would not let go" in err
+
+
+def test_status_and_logs(tools: Tools, tmp_path: Path, port: str):
+    assert service(tmp_path, "status")[:2] == (4, "not installed; `omlxd service install` does that\n")
+    assert service(tmp_path, "install", "--", "--port", port)[0] == 0
+    for said, status, words in (
+        ("\tstate = waiting\n\tlast exit code = (never exited)\n", 0, "waiting"),
+        ("\tstate = running\n\tpid = 4711\n\tlast exit code = 1\n", 0, "running, process 4711"),
+        ("\tstate = not running\n\tlast exit code = 0\n", 0, "waiting"),
+        ("\tstate = not running\n\tlast exit code = 78: EX_CONFIG\n", 3, "failed, with status 78: EX_CONFIG"),
+    ):
+        tools.set(print=said)
+        got = service(tmp_path, "status")
+        assert got[0] == status and words in got[1], said
+    assert service(tmp_path, "stop")[0] == 0
+    assert service(tmp_path, "status")[0] == 3
+    logs = tmp_path / "home/Library/Logs/omlxd"
+    assert launchd.Launchd(tmp_path / "home").logs(7, True) == [
+        *("tail", "-n", "7", "-F", str(logs / "stdio.log"), str(logs / "omlxd.log"))
+    ]
+    (logs / "omlxd.log").write_text("one\ntwo\n")
+    done = subprocess.run(launchd.Launchd(tmp_path / "home").logs(1, False), capture_output=True, text=True)
+    assert done.stdout == "two\n"
+
+
+def test_a_file_that_is_not_ours_is_left_alone(tools: Tools, tmp_path: Path, port: str):
+    agent_file(tmp_path).parent.mkdir(parents=True)
+    agent_file(tmp_path).write_bytes(plistlib.dumps({"Label": "dev.omlxd.serve"}))
+    for verb in ("install", "uninstall", "start", "stop", "status"):
+        status, _, err = service(tmp_path, verb)
+        assert status == 1 and "not written by `omlxd service install`" in err
+    assert tools.calls() == [] and agent_file(tmp_path).exists()
