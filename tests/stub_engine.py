@@ -4,7 +4,8 @@
 A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
 `sleep:S` (wait), `stop` (SIGSTOP itself), `steps:N` (N tenths of a second of work without
 events), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
-`nonsense` (a frame that can't be read) and `reserve:N` (ask for cold-tier space, say what came).
+`nonsense` (a frame that can't be read), `reserve:N` (ask for cold-tier space, say what came) and
+`want:N` (ask for memory for a prompt, wait for the answer).
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
 """
 
@@ -29,6 +30,7 @@ class Stub:
         self.cancelled: set[int] = set()
         self.grants: dict[int, int] = {}
         self.granted = threading.Condition()
+        self.answered: set[int] = set()
         self.hot_share = float("inf")
 
     def send(self, message: object) -> None:
@@ -81,6 +83,9 @@ class Stub:
                 self.granted.notify_all()
         elif isinstance(message, wire.Budget):
             self.note(f"budget {message.hot} {message.live} {message.ticket}")
+            with self.granted:
+                self.answered.add(message.ticket)
+                self.granted.notify_all()
             if message.hot is not None:
                 self.hot_share = message.hot
         elif isinstance(message, wire.Quit):
@@ -153,6 +158,10 @@ class Stub:
                 with self.granted:
                     self.granted.wait_for(lambda: message.id in self.grants, 10)
                 self.event(message.id, TextDelta(text=str(self.grants[message.id])))
+            elif verb == "want":
+                self.send(wire.Wants(ticket=message.id, nbytes=int(value)))
+                with self.granted:
+                    self.granted.wait_for(lambda: message.id in self.answered, 60)
             else:
                 self.event(message.id, TextDelta(text=word))
         usage = Usage(prompt_tokens=len(words), completion_tokens=len(words))

@@ -94,7 +94,7 @@ def test_malformed_json(serving: Daemon, path: str, body: bytes):
         ("messages", [{"role": "wizard", "content": "hello"}]),
         ("messages", [{"role": "user", "content": [{"type": "hologram"}]}]),
         ("model", 7),
-        ("max_tokens", -1),
+        ("max_tokens", -2),
         ("max_tokens", 0),
         ("max_tokens", "many"),
         ("max_tokens", 1.5),

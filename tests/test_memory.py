@@ -143,6 +143,18 @@ async def test_two_that_load_at_once_count_each_other(tmp_path: Path):
         assert sorted(states(made).values()) == ["ready", "unloaded"]
 
 
+async def test_a_prompt_that_wants_memory_does_not_wait_for_a_load_that_waits_for_it(tmp_path: Path):
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 500)
+    async with pool(tmp_path, memory_limit="1300MB", stub="--memory 500,0") as made:
+        made._guard._wait_s = 60.0
+        await ask(made, "a")
+        held = asyncio.create_task(ask(made, "a", "sleep:1 want:1000000 hello"))
+        waiting = asyncio.create_task(ask(made, "b"))
+        assert isinstance((await asyncio.wait_for(held, 30))[-1], Finished)
+        assert isinstance((await asyncio.wait_for(waiting, 30))[-1], Finished)
+
+
 async def test_what_a_load_took_is_remembered(tmp_path: Path):
     heavy(tmp_path / "models" / "a", 500)
     async with pool(tmp_path, stub="--memory 500,0 --load-peak 1000") as made:

@@ -252,6 +252,23 @@ async def test_aliases_of_the_file_and_of_the_owner(tmp_path: Path):
             again.resolve("mine")
 
 
+async def test_the_folders_are_looked_at_again_only_for_a_name_that_nobody_knows(tmp_path: Path, monkeypatch):
+    async with pool(tmp_path, "org/a") as made:
+        looks: list[bool] = []
+        look = made.catalog.models
+        monkeypatch.setattr(
+            made.catalog, "models", lambda *, afresh=False: looks.append(afresh) or look(afresh=afresh)
+        )
+        for name in ("org/a", "a", "claude-opus-5-5"):
+            assert made.resolve(name).model_id == "org/a"
+        assert looks and not any(looks)
+        with pytest.raises(NotFound):
+            made.resolve("b")
+        assert any(looks)
+        make(tmp_path / "models" / "org" / "b")
+        assert made.resolve("b").model_id == "org/b"
+
+
 async def test_over_http(tmp_path: Path):
     async with pool(tmp_path, "a", "org/b", model="a") as made:
         app = create_app(made, more_routes=admin_routes(made))

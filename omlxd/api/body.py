@@ -135,6 +135,22 @@ def json_object(text: str, param: str) -> dict[str, Any]:
     return free_json(value, param)
 
 
+RAW_INPUT = "input"
+"""The one argument of a call that is text: a custom tool's, or one whose arguments are no JSON object."""
+
+
+def lenient_arguments(text: str, param: str) -> dict[str, Any]:
+    """A call's arguments from JSON text, of whatever quality.
+
+    A model may have written a broken call, or the limit of tokens cut one off; refusing it would end
+    that conversation for good.
+    """
+    try:
+        return json_object(text, param)
+    except InvalidRequest:
+        return {RAW_INPUT: text}
+
+
 def stable_json(value: Any) -> str:
     """JSON text that is the same for equal values, whatever the order of their keys."""
     return msgspec.json.encode(value, order="deterministic").decode()

@@ -24,9 +24,9 @@ from ..chat import (
     ToolResultPart,
 )
 from ..errors import InvalidRequest
-from .body import ParsedRequest, decode, free_json, image_url, json_object
+from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments
 from .dialects import effort_of, thinking_of
-from .openai_fields import CommonBody, Count, answer_format, sampling, session
+from .openai_fields import CommonBody, Limit, answer_format, limit_of, sampling, session
 
 RESERVED_TEMPLATE_ARGS = frozenset(
     {
@@ -113,7 +113,7 @@ class _NamedTool(msgspec.Struct):
 
 class ChatBody(CommonBody, kw_only=True):
     messages: list[_Message]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     tools: list[_Tool] | None = None
     tool_choice: Union[str, _NamedTool, None] = None
     parallel_tool_calls: bool | None = None
@@ -151,7 +151,9 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         thinking=thinking,
         template_args=template_args,
     )
-    max_tokens = request.max_completion_tokens or request.max_tokens
+    max_tokens = limit_of(request.max_tokens, "max_tokens")
+    if request.max_completion_tokens is not None:
+        max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
     return ParsedRequest(
         model=request.model or "",
         stream=bool(request.stream),
@@ -263,5 +265,5 @@ def _content(message: _Message, param: str) -> list[Part]:
 def _call(call: _Call, index: int, param: str) -> ToolCallPart:
     given = call.function.arguments
     where = f"{param}.function.arguments"
-    arguments = free_json(given, where) if isinstance(given, dict) else json_object(given or "", where)
+    arguments = free_json(given, where) if isinstance(given, dict) else lenient_arguments(given or "", where)
     return ToolCallPart(call.id or f"call_{index}", call.function.name, arguments)

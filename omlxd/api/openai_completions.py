@@ -28,6 +28,7 @@ from .openai_fields import (
     CommonBody,
     UsageBody,
     answer_format,
+    limit_of,
     sampling,
     session,
 )
@@ -56,12 +57,14 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise InvalidRequest("best_of: it can only be as many as n", param="best_of")
     if request.echo and request.logprobs is not None:
         raise InvalidRequest("logprobs: log-probabilities of the prompt are not supported", param="logprobs")
+    given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = limit_of(given, "max_tokens")
     return ParsedRequest(
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
             prompt=_prompt(request.prompt, bool(request.echo)),
-            sampling=sampling(request, request.max_tokens or DEFAULT_MAX_TOKENS, request.logprobs),
+            sampling=sampling(request, max_tokens, request.logprobs),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",
             format=answer_format(request),

@@ -8,6 +8,7 @@ from typing import Annotated, Union
 import msgspec
 
 from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
+from ..errors import InvalidRequest
 from .answer_format import ResponseFormat, format_of, guided, only
 from .body import MAX_INT64, MAX_TOKENS, session_header, stops
 from .dialects import DialectFields, session_of
@@ -15,6 +16,8 @@ from .sse import UsageExtension, usage_extension
 
 MAX_CHOICES = 8
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
+Limit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
+"""Tokens of an answer at most. -1, as LM Studio's and llama.cpp's users write it, is no limit."""
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
@@ -31,7 +34,7 @@ class CommonBody(DialectFields, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
@@ -67,6 +70,13 @@ def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> 
         stop=stops(body.stop, "stop"),
         logprobs=logprobs,
     )
+
+
+def limit_of(given: int | None, param: str) -> int | None:
+    """None: no limit. Raises InvalidRequest for 0."""
+    if given == 0:
+        raise InvalidRequest(f"{param}: Expected int >= 1", param=param)
+    return None if given == -1 else given
 
 
 def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:

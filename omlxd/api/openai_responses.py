@@ -15,7 +15,7 @@ from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, session_header
-from .openai_fields import CommonBody, Count, answer_format, sampling, session
+from .openai_fields import CommonBody, Count, answer_format, limit_of, sampling, session
 from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
 
@@ -119,7 +119,7 @@ def parse(
         thinking=None if effort is None else effort != "none",
         template_args={} if effort is None else {"reasoning_effort": effort},
     )
-    max_tokens = request.max_output_tokens or request.max_tokens
+    max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")
     return ResponsesRequest(
         model=request.model or "",
         stream=bool(request.stream),

@@ -34,7 +34,7 @@ from ..chat import (
     ToolResultPart,
 )
 from ..errors import InvalidRequest
-from .body import free_json, image_url, json_object, stable_json
+from .body import free_json, image_url, lenient_arguments, stable_json
 from .openai_responses_tools import CUSTOM_INPUT, ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
@@ -198,17 +198,6 @@ def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> ToolCallPa
     else:
         arguments = lenient_arguments(given, param)
     return ToolCallPart(item.call_id or "", name, arguments)
-
-
-def lenient_arguments(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments from JSON text, of whatever quality.
-
-    A model may have written a broken call; refusing it would end that conversation for good.
-    """
-    try:
-        return json_object(text, param)
-    except InvalidRequest:
-        return {CUSTOM_INPUT: text}
 
 
 def _result(item: Item, param: str) -> ToolResultPart:

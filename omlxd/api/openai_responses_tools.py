@@ -16,10 +16,9 @@ import msgspec
 
 from ..chat import Struct, Tool
 from ..errors import InvalidRequest
+from .body import RAW_INPUT as CUSTOM_INPUT
 from .body import free_json, stable_json
 
-CUSTOM_INPUT = "input"
-"""The one argument of a custom tool's call."""
 MAX_NAME_CHARS = 256
 
 

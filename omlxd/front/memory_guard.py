@@ -64,7 +64,9 @@ class MemoryGuard:
         self._claims: dict[str, int] = {}
         self._sent: dict[str, Budget] = {}
         self._measured: dict[str, int] = {}
-        self._deciding = asyncio.Lock()
+        self._admitting = asyncio.Lock()
+        # Another one: a load may wait for the very engine whose prompt waits for this.
+        self._answering = asyncio.Lock()
 
     def apply(self, limit: int | None, hot_most: int | None) -> None:
         """Other settings from now on."""
@@ -82,7 +84,7 @@ class MemoryGuard:
         need = self.need(engine.model_id, prints)
         self._claims.pop(engine.model_id, None)
         deadline = time.monotonic() + self._wait_s
-        async with self._deciding:
+        async with self._admitting:
             shrunk = 0
             while need > (free := await self._free(engine)):
                 hot = sum(held.hot for held in self._holdings.values())
@@ -229,7 +231,7 @@ class MemoryGuard:
         if self._limit == 0 or self._device is None:
             engine.process.send(Budget(ticket=wants.ticket))
             return
-        async with self._deciding:
+        async with self._answering:
             await self.look()
             while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
                 await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")

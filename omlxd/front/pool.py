@@ -133,10 +133,13 @@ class EnginePool:
 
     def resolve(self, model_name: str) -> ModelEngine:
         """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
-        known = [engine.model_id for engine in self.models()]
-        if model_name not in known and model_name not in self.aliases():
-            known = [engine.model_id for engine in self.models(afresh=True)]
-        default = self.default()
+        try:
+            return self._meant(model_name, self.models())
+        except NotFound:  # It may have come this moment. Looking takes time, so nothing else is reason to.
+            return self._meant(model_name, self.models(afresh=True))
+
+    def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
+        known, default = [engine.model_id for engine in engines], self.default()
         id = resolve_name(model_name, known, default and default.model_id, self.aliases())
         return self._engines[id]
 
