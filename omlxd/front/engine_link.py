@@ -37,12 +37,17 @@ _REAP_S = 0.5
 
 
 def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Variables of an engine: ours, and huge pages for large arrays on Linux (glibc; others ignore it).
+    """Variables of an engine: ours, and how arrays get their memory on Linux (glibc; others ignore it).
 
-    Without them every new 4 KiB page of an array costs a fault: new arrays were filled with zeros at 2 to
-    3 GB/s on 2 virtual CPUs, and files restored into them at 2.3.
+    Huge pages: without them every new 4 KiB page of an array costs a fault; new arrays were filled with
+    zeros at 2 to 3 GB/s on 2 virtual CPUs, and files restored into them at 2.3.
+
+    One arena for all threads: an I/O thread that allocates a prefix's arrays would take an arena of its
+    own, whose memory lies worse. Files to arrays with it and without, three runs of tools/bench/restore.py
+    in turn, GB/s: 1 thread 10.2, 9.2, 9.9 against 8.5, 4.7, 4.4; 2 threads 13.0, 8.1, 12.9 against 8.7, 6.9,
+    6.2.
     """
-    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", **own}
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", **own}
 
 
 class EngineLink:
