@@ -9,9 +9,11 @@ import atexit
 import contextlib
 import functools
 import os
+import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -28,7 +30,9 @@ from omlxd.models.demo import build_demo
 REPO = Path(__file__).resolve().parents[1]
 BLOCK = 64
 """Tokens in a cache block, the daemon's default."""
-READY_S = 60.0
+READY_S = 120.0
+PATIENCE_S = 60.0
+"""Seconds that a test waits for what another process or thread does: no measure of speed."""
 
 
 @functools.cache
@@ -98,7 +102,7 @@ class Daemon:
             self.close()
             raise RuntimeError(f"the daemon did not start: {self.logged()}")
         self.url, self.model = found[1], found[2]
-        self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False)
         if wait:
             self.wait_ready()
 
@@ -133,6 +137,20 @@ class Daemon:
         """A streamed answer, as httpx streams it: a context manager."""
         return self.http.stream("POST", path, json={**content, "stream": True})
 
+    def figure(self, name: str) -> float:
+        """One of the engine's own figures, as it is at this moment."""
+        return self.http.get("/omlxd/status").json()["models"][0]["values"][name]
+
+    def settled(self) -> None:
+        """Return once nothing runs in the engine, and no block is on its way to disk."""
+        names = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_unwritten_blocks",
+            "kv_store_queue_bytes",
+        )
+        wait_until(lambda: not any(map(self.figure, names)), why=self.logged)
+
     def state(self) -> str:
         return self.http.get("/health").json()["models"][0]["state"]
 
@@ -165,12 +183,14 @@ class Daemon:
         family = self._family()
         self.process.kill()
         self.process.wait()
-        wait_until(lambda: not any(map(_alive, family)), 2.0, lambda: f"alive: {[*filter(_alive, family)]}")
+        wait_until(
+            lambda: not any(map(_alive, family)), PATIENCE_S, lambda: f"alive: {[*filter(_alive, family)]}"
+        )
 
     def _family(self) -> list[psutil.Process]:
         return self.front().children(recursive=True)
 
-    def stop(self, timeout: float = 20.0) -> int:
+    def stop(self, timeout: float = PATIENCE_S) -> int:
         """SIGTERM; the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
@@ -181,7 +201,7 @@ class Daemon:
             family = self._family()
             self.process.kill()
             self.process.wait()
-            deadline = time.monotonic() + 2.0
+            deadline = time.monotonic() + 10.0
             while any(map(_alive, family)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             for process in filter(_alive, family):
@@ -211,9 +231,20 @@ def own_usage(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["usage"]["omlxd"]
 
 
+def free_port(family: int = socket.AF_INET) -> int:
+    """A port of loopback that is free, and that no other program is given unless it asks for it."""
+    host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    for port in random.SystemRandom().sample(range(20_000, 30_000), 100):
+        with contextlib.suppress(OSError), socket.create_server((host, port), family=family):
+            return port
+    raise OSError("no port of 100 is free")
+
+
 def wait_until(
-    true: Callable[[], bool], seconds: float, why: Callable[[], str] = lambda: "not in time"
+    true: Callable[[], bool], seconds: float = PATIENCE_S, why: Callable[[], str] = lambda: "not in time"
 ) -> None:
+    """Return as soon as it is `true`; never less than PATIENCE_S, since a machine may be busy."""
+    seconds = max(seconds, PATIENCE_S)
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, why()

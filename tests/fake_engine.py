@@ -183,4 +183,4 @@ async def served(app: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         stop.set()
-        await asyncio.wait_for(server, 5)
+        await asyncio.wait_for(server, 60)

@@ -43,7 +43,7 @@ class Host:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(120)
 
     def _take(self, events: tuple[tuple[int, Event], ...]) -> None:
         for id, event in events:
@@ -58,7 +58,7 @@ class Host:
     def events(self, id: int) -> list[Event]:
         out: list[Event] = []
         while not out or not isinstance(out[-1], Finished | Failed):
-            out.append(self._events[id].get(timeout=60))
+            out.append(self._events[id].get(timeout=300))
         return out
 
     def ask(self, request: GenerateRequest) -> list[Event]:
@@ -66,7 +66,7 @@ class Host:
 
     def close(self) -> None:
         self.engine.scheduler.stop()
-        self._thread.join(30)
+        self._thread.join(120)
         self.engine.close(5)
 
 

@@ -31,6 +31,7 @@ class Launchd:
     """plist    the job
     home     HOME of the user
     preload  the library with launchd's call
+    held     the socket that the job gets, listening already where the plist says
     extra    variables of the test rig, on top of launchd's own
     hard_files  the hard limit of open files, which the job can't pass
     throttle_s  instead of the plist's, which is long for a test
@@ -39,6 +40,7 @@ class Launchd:
     plist: Path
     home: Path
     preload: Path
+    held: socket.socket
     extra: dict[str, str] = field(default_factory=dict)
     hard_files: int = 4096
     throttle_s: float = 0.2
@@ -58,13 +60,12 @@ class Launchd:
     def bootstrap(self) -> None:
         entry = self.job["Sockets"]["Listeners"]
         family = {"IPv4": socket.AF_INET, "IPv6": socket.AF_INET6}[entry["SockFamily"]]
-        address = (entry["SockNodeName"], int(entry["SockServiceName"]))
-        self.sockets = [socket.create_server(address, family=family, backlog=128)]
+        assert family == self.held.family
+        assert (entry["SockNodeName"], int(entry["SockServiceName"])) == self.held.getsockname()
+        self.sockets = [self.held]
         self._thread.start()
 
-    def bootout(self) -> float:
-        """Seconds that the job took to end."""
-        began = time.monotonic()
+    def bootout(self) -> None:
         self._leaving.set()
         if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -75,12 +76,10 @@ class Launchd:
                 self.was_killed = True
                 self.process.kill()
                 self.process.wait()
-        took = time.monotonic() - began
         if self._thread.is_alive():
             self._thread.join()
         for one in self.sockets:
             one.close()
-        return took
 
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
@@ -122,7 +121,6 @@ class Launchd:
         soft = self.job.get("SoftResourceLimits", {}).get("NumberOfFiles", DEFAULT_FILES)
         limits = (min(soft, self.hard_files), self.hard_files)
         umask = self.job.get("Umask", 0o022)
-        self.starts.append(time.monotonic())
         with open(self.job["StandardOutPath"], "ab") as said:
             self.process = subprocess.Popen(
                 self.job["ProgramArguments"],
@@ -136,6 +134,7 @@ class Launchd:
                 umask=umask,
                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
             )
+        self.starts.append(time.monotonic())
 
     def said(self) -> str:
         path = Path(self.job["StandardOutPath"])

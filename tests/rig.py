@@ -83,7 +83,7 @@ class Output:
         self.error = error
         self._done.set()
 
-    def tokens(self, timeout: float = 60) -> list[int]:
+    def tokens(self, timeout: float = 300) -> list[int]:
         assert self._done.wait(timeout), "the request did not end"
         if self.error:
             raise self.error
@@ -121,7 +121,7 @@ class Rig:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(60)
+        assert self._ready.wait(120)
         if self.error:
             raise self.error
 
@@ -214,7 +214,7 @@ class Rig:
         self.settle()
         return output
 
-    def settle(self, seconds: float = 10) -> None:
+    def settle(self, seconds: float = 60) -> None:
         """Wait until nothing is active, written or posted."""
         deadline = time.monotonic() + seconds
         while self.scheduler.active_sequences and time.monotonic() < deadline:
@@ -238,14 +238,14 @@ class Rig:
                 done.set()
 
         self.scheduler.post(work)
-        assert done.wait(30)
+        assert done.wait(120)
         return box[0]
 
     def close(self) -> None:
         self.scheduler.stop()
-        self._thread.join(30)
+        self._thread.join(120)
         if self.scheduler.bridge is not None:
-            assert self.scheduler.bridge.close(10)
+            assert self.scheduler.bridge.close(60)
         if self.ledger is not None:
             self.ledger.close()
 

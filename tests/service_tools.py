@@ -6,11 +6,11 @@ import contextlib
 import io
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
+from daemon import free_port
 
 from omlxd import cli
 from omlxd.service import command, launchd, plan
@@ -111,8 +111,7 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tools:
 
 @pytest.fixture
 def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return str(one.getsockname()[1])
+    return str(free_port())
 
 
 def service(tmp_path: Path, *argv: str, platform: str = "darwin") -> tuple[int, str, str]:

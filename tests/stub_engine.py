@@ -2,10 +2,10 @@
 
 `python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] [--unread] … --fd N`.
 A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
-`sleep:S` (wait), `stop` (SIGSTOP itself), `steps:N` (N tenths of a second of work without
-events), `die` (SIGKILL itself), `fail` (a Failed), `exit:N`, `hang` (no more events),
-`nonsense` (a frame that can't be read), `reserve:N` (ask for cold-tier space, say what came) and
-`want:N` (ask for memory for a prompt, wait for the answer).
+`sleep:S` (wait), `gate` (wait until --notes holds a file of this name), `stop` (SIGSTOP itself),
+`steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
+`exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
+cold-tier space, say what came) and `want:N` (ask for memory for a prompt, wait for the answer).
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
 """
 
@@ -134,6 +134,9 @@ class Stub:
             verb, _, value = word.partition(":")
             if verb == "sleep":
                 time.sleep(float(value))
+            elif verb == "gate":
+                while not (Path(self.args.notes) / "gate").exists():
+                    time.sleep(0.02)
             elif verb == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif verb == "exit":
@@ -156,7 +159,7 @@ class Stub:
             elif verb == "reserve":
                 self.send(wire.Reserve(ticket=message.id, nbytes=int(value)))
                 with self.granted:
-                    self.granted.wait_for(lambda: message.id in self.grants, 10)
+                    self.granted.wait_for(lambda: message.id in self.grants, 60)
                 self.event(message.id, TextDelta(text=str(self.grants[message.id])))
             elif verb == "want":
                 self.send(wire.Wants(ticket=message.id, nbytes=int(value)))

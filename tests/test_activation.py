@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from daemon import PATIENCE_S, free_port
 from test_resolve import make
 
 from omlxd.front import activation
@@ -193,15 +194,10 @@ def serve_command(home: Path, *flags: str) -> tuple[list[str], dict[str, str]]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
     environ |= {
         "PYTHONPATH": str(REPO),
-        "OMLXD_ENGINE_COMMAND": shlex.join([sys.executable, str(STUB), "--load-s", "60"]),
+        "OMLXD_ENGINE_COMMAND": shlex.join([sys.executable, str(STUB), "--load-s", "600"]),
     }
     command = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(home), "--model", str(folder)]
     return [*command, *flags], environ
-
-
-def free_port(family: int = socket.AF_INET) -> int:
-    with socket.create_server(("::1" if family == socket.AF_INET6 else "127.0.0.1", 0), family=family) as one:
-        return one.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -236,13 +232,13 @@ def test_the_first_connection_starts_the_daemon_and_is_answered_before_the_model
     port = free_port()
     with activated(tmp_path, f"127.0.0.1:{port}", flags=("--port", "1")) as (process, said):
         began = time.monotonic()
-        health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=20)
+        health = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
         took = time.monotonic() - began
         print(f"cold accept through socket activation: {took:.3f} s")
         assert health.status_code == 200 and health.json()["models"][0]["state"] == "loading"
         assert f"listening on http://127.0.0.1:{port} (model tiny)" in said.read_text()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @needs_systemd
@@ -253,13 +249,13 @@ def test_both_addresses_of_localhost(tmp_path: Path):
         pytest.skip("no IPv6 here")
     with activated(tmp_path, *addresses) as (process, _):
         for address in addresses:
-            assert httpx.get(f"http://{address}/health", trust_env=False, timeout=20).status_code == 200
+            assert httpx.get(f"http://{address}/health", trust_env=False).status_code == 200
         rebound = httpx.get(
             f"http://{addresses[0]}/v1/models", headers={"host": "evil.example"}, trust_env=False
         )
         assert rebound.status_code == 400
         process.send_signal(signal.SIGTERM)
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @needs_systemd
@@ -267,7 +263,7 @@ def test_a_socket_that_others_can_reach_needs_a_key(tmp_path: Path):
     port = free_port()
     with activated(tmp_path, f"0.0.0.0:{port}") as (process, said):
         socket.create_connection(("127.0.0.1", port)).close()
-        assert process.wait(20) == 2
+        assert process.wait(PATIENCE_S) == 2
         assert "0.0.0.0 can be reached by other machines, so a key is needed" in said.read_text()
 
 
@@ -293,13 +289,13 @@ def test_connections_wait_at_the_managers_socket_while_the_daemon_starts_again(t
 
         first = start()
         try:
-            assert httpx.get(url + "/health", trust_env=False, timeout=20).status_code == 200
+            assert httpx.get(url + "/health", trust_env=False).status_code == 200
             first.send_signal(signal.SIGTERM)
-            assert first.wait(15) == 0
+            assert first.wait(PATIENCE_S) == 0
             waiting = socket.create_connection(kept.getsockname())
             waiting.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             first = start()
-            waiting.settimeout(20)
+            waiting.settimeout(PATIENCE_S)
             assert waiting.recv(1000).startswith(b"HTTP/1.1 200")
             waiting.close()
         finally:
@@ -314,7 +310,7 @@ def test_connections_wait_at_the_managers_socket_while_the_daemon_starts_again(t
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
         made.bind(str(tmp_path / "notify"))
-        made.settimeout(20)
+        made.settimeout(PATIENCE_S)
         yield made
 
 
@@ -331,7 +327,7 @@ def test_readiness_and_the_end_are_told(tmp_path: Path, manager: socket.socket):
         while (said := manager.recv(999)) == b"WATCHDOG=1":
             pass
         assert said == b"STOPPING=1"
-        assert process.wait(15) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.wait()

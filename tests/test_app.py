@@ -136,7 +136,7 @@ async def next_event(lines) -> str:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_starts_before_the_engine_speaks_and_pings(path):
-    engine = FakeEngine([30.0, *HELLO])
+    engine = FakeEngine([300.0, *HELLO])
     async with (
         served(app_of(engine, ping_interval_s=0.05)) as url,
         httpx.AsyncClient(base_url=url) as http,
@@ -148,17 +148,16 @@ async def test_a_stream_starts_before_the_engine_speaks_and_pings(path):
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = answer.aiter_lines()
             first = await next_event(lines)
-            assert clock() - start < 1.0
             assert first == "message_start" if path == "/v1/messages" else json.loads(first)["choices"]
             for _ in range(3):
                 ping = await next_event(lines)
                 assert ping == "ping" if path == "/v1/messages" else json.loads(ping)["choices"][0]
-            assert clock() - start < 2.0
-        await asyncio.wait_for(engine.closed.wait(), 2)
+            assert clock() - start < 200.0, "what came waited for the engine"
+        await asyncio.wait_for(engine.closed.wait(), 60)
 
 
 async def test_progress_does_not_put_pings_off_and_silence_mid_stream_is_pinged():
-    script = [*[step for n in range(20) for step in (Progress(n, 20), 0.01)], TextDelta("a"), 0.12, *HELLO]
+    script = [*[step for n in range(80) for step in (Progress(n, 80), 0.01)], TextDelta("a"), 1.0, *HELLO]
     async with client(app_of(FakeEngine(script), ping_interval_s=0.04, header_grace_s=0.001)) as http:
         text = (await http.post("/v1/messages", json=body("/v1/messages", stream=True))).text
     before, after = text.split('"text_delta","text":"a"')
@@ -170,22 +169,24 @@ async def test_progress_does_not_put_pings_off_and_silence_mid_stream_is_pinged(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_disconnect_closes_the_request_at_once(path, stream):
-    engine = FakeEngine([TextDelta("x"), 30.0, *HELLO])
+    engine = FakeEngine([TextDelta("x"), 300.0, *HELLO])
     async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
         given = body(path, stream=stream)
         if stream:
             async with http.stream("POST", path, json=given) as answer:
                 await next_event(answer.aiter_lines())
         else:
-            with pytest.raises(httpx.ReadTimeout):
-                await http.post(path, json=given, timeout=0.2)
-        await asyncio.wait_for(engine.closed.wait(), 1)
+            asking = asyncio.create_task(http.post(path, json=given))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+        await asyncio.wait_for(engine.closed.wait(), 60)
     assert engine.finished == 0
 
 
 async def test_a_client_gone_before_the_first_event_still_closes_the_request():
     """`http.disconnect` waits in the queue already when the answer begins."""
-    engine = FakeEngine([30.0])
+    engine = FakeEngine([300.0])
     closed = asyncio.Event()
 
     class Stream:
@@ -193,7 +194,7 @@ async def test_a_client_gone_before_the_first_event_still_closes_the_request():
             return self
 
         async def __anext__(self):
-            await asyncio.sleep(30)
+            await asyncio.sleep(300)
 
         async def aclose(self):
             closed.set()
@@ -215,7 +216,7 @@ async def test_a_client_gone_before_the_first_event_still_closes_the_request():
     async def send(message):
         pass
 
-    await asyncio.wait_for(app_of(engine)(scope, receive, send), 2)
+    await asyncio.wait_for(app_of(engine)(scope, receive, send), 60)
     assert closed.is_set()
 
 
@@ -236,7 +237,7 @@ async def test_failures_before_the_first_event(path, stream, error, status, text
         script = [Progress(0, 9), error.as_event()]
     else:
         script = [0.01, error]
-    async with client(app_of(FakeEngine(script), header_grace_s=0.5)) as http:
+    async with client(app_of(FakeEngine(script), header_grace_s=60.0)) as http:
         answer = await http.post(path, json=body(path, stream=stream))
     if path == "/v1/messages" and isinstance(error, Overloaded):
         status = 529

@@ -10,6 +10,8 @@ from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, app_of, served
 from omlxd.chat import Conversation, Failed, Finished, TextDelta, TokenLogprob
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, PromptTooLong, Unavailable
 
+PINGED_S = 0.6
+"""A silence of many pings, of which a busy machine may leave out most."""
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
 
@@ -49,7 +51,7 @@ def check_message(message):
 
 
 async def test_anthropic_messages_streaming_and_not():
-    engine = FakeEngine([0.2, *EVERYTHING])
+    engine = FakeEngine([PINGED_S, *EVERYTHING])
     request = {
         "model": "claude-opus-5-5",
         "max_tokens": 100,
@@ -58,7 +60,7 @@ async def test_anthropic_messages_streaming_and_not():
         "tools": [{"name": "read", "description": "d", "input_schema": SCHEMA}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},
     }
-    async with claude(engine, ping_interval_s=0.05, header_grace_s=0.01) as client:
+    async with claude(engine, ping_interval_s=0.02, header_grace_s=0.01) as client:
         whole = await client.messages.create(**request)
         check_message(whole)
         assert whole.usage.model_extra["omlxd"]["cached_cold"] == 16
@@ -105,7 +107,7 @@ async def test_anthropic_stop_sequence():
     ],
 )
 async def test_anthropic_errors(error, kind, stream):
-    async with claude(FakeEngine([error]), header_grace_s=1.0) as client:
+    async with claude(FakeEngine([error]), header_grace_s=60.0) as client:
         with pytest.raises(kind) as caught:
             await client.messages.create(model="tiny", max_tokens=5, messages=USER, stream=stream)
         assert caught.value.body["error"]["message"] == error.message
@@ -154,14 +156,14 @@ def check_completion(completion):
 
 
 async def test_openai_chat_streaming_and_not():
-    engine = FakeEngine([0.2, *EVERYTHING])
+    engine = FakeEngine([PINGED_S, *EVERYTHING])
     request = {
         "model": "tiny",
         "messages": USER,
         "tools": [{"type": "function", "function": {"name": "read", "parameters": SCHEMA}}],
     }
     usage = {"stream_options": {"include_usage": True}}
-    async with gpt(engine, ping_interval_s=0.05, header_grace_s=0.01) as client:
+    async with gpt(engine, ping_interval_s=0.02, header_grace_s=0.01) as client:
         whole = await client.chat.completions.create(**request)
         check_completion(whole)
         assert whole.choices[0].message.model_extra["reasoning_content"] == "Let me think."
@@ -190,7 +192,7 @@ async def test_openai_logprobs():
 
 
 async def test_openai_completions_streaming_and_not():
-    async with gpt(FakeEngine([0.1, *HELLO]), ping_interval_s=0.03, header_grace_s=0.01) as client:
+    async with gpt(FakeEngine([PINGED_S, *HELLO]), ping_interval_s=0.02, header_grace_s=0.01) as client:
         whole = await client.completions.create(model="tiny", prompt="Once")
         assert whole.choices[0].text == "Hello there" and whole.choices[0].finish_reason == "stop"
         check_usage(whole.usage)
@@ -220,7 +222,7 @@ async def test_openai_models():
     ],
 )
 async def test_openai_errors(error, kind, code, stream):
-    async with gpt(FakeEngine([error]), header_grace_s=1.0) as client:
+    async with gpt(FakeEngine([error]), header_grace_s=60.0) as client:
         with pytest.raises(kind) as caught:
             await client.chat.completions.create(model="tiny", messages=USER, stream=stream)
         assert caught.value.code == code and error.message in str(caught.value)
@@ -250,7 +252,7 @@ async def test_openai_error_in_mid_stream():
 
 async def test_closing_a_stream_early_frees_the_request():
     for make in (claude, gpt):
-        engine = FakeEngine([TextDelta("x"), 30.0, *HELLO])
+        engine = FakeEngine([TextDelta("x"), 300.0, *HELLO])
         async with make(engine) as client:
             create = client.messages.create if make is claude else client.chat.completions.create
             stream = await create(model="tiny", max_tokens=5, messages=USER, stream=True)

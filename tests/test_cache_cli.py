@@ -430,7 +430,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     model = family_model("gemma3_text")
     with Daemon(tmp_path_factory.mktemp("cache-cli"), model=model) as daemon:
         daemon.messages(prose(150), max_tokens=4)
-        time.sleep(0.5)
+        daemon.settled()
         yield daemon
 
 

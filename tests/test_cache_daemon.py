@@ -87,7 +87,8 @@ def running(started: Daemon) -> Daemon:
     """With at least five files that its account knows."""
     before = account(started)["files"]
     started.chat(prose(100, seed=next(SEEDS)))
-    wait_until(lambda: account(started)["files"] == len(files(started)) >= before + 5, 20)
+    settled(started)
+    assert len(files(started)) >= before + 5
     return started
 
 
@@ -97,6 +98,12 @@ def cache_of(daemon: Daemon) -> Path:
 
 def files(daemon: Daemon) -> list[Path]:
     return list(cache_of(daemon).rglob("*.safetensors"))
+
+
+def settled(daemon: Daemon) -> None:
+    """Every block is written, and the account knows of each."""
+    daemon.settled()
+    wait_until(lambda: account(daemon)["files"] == len(files(daemon)))
 
 
 def run(daemon: Daemon, *argv: str) -> int:
@@ -120,7 +127,7 @@ def test_stats_tell_of_the_daemon(running: Daemon, capsys):
 
 def test_clear_goes_through_the_daemon_and_its_account_is_right(running: Daemon, capsys):
     running.chat(prose(100))
-    wait_until(lambda: account(running)["files"] == len(files(running)), 20)
+    settled(running)
     assert run(running, "clear", "--model", "no-such-model", "--yes") == 2
     assert run(running, "clear", "--older-than", "1h", "--yes") == 0
     assert "nothing to remove" in capsys.readouterr().out
@@ -130,8 +137,8 @@ def test_clear_goes_through_the_daemon_and_its_account_is_right(running: Daemon,
     # It serves on, from RAM, and stores again what comes.
     assert own_usage(running.chat(prose(100)))["cached_hot"] > 0
     running.chat(prose(100, seed=5))
-    wait_until(lambda: len(files(running)) >= 4, 20)
-    wait_until(lambda: account(running)["files"] == len(files(running)), 20)
+    settled(running)
+    assert len(files(running)) >= 4
 
 
 def test_bad_files_leave_the_account_too(running: Daemon, capsys):

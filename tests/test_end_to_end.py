@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from daemon import BLOCK, Daemon, body, family_model, own_usage, prose, wait_until
@@ -36,13 +37,13 @@ def one_slot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture
 def gpt(serving: Daemon) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=serving.url + "/v1", api_key="k", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=serving.url + "/v1", api_key="k", max_retries=0, timeout=300) as client:
         yield client
 
 
 @pytest.fixture
 def claude(serving: Daemon) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=serving.url, api_key="k", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=serving.url, api_key="k", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -208,25 +209,35 @@ def test_thinking_is_switched_off(serving: Daemon):
 
 
 def test_others_decode_while_a_long_prompt_prefills(serving: Daemon):
-    events: list[tuple[float, str]] = []
+    """However long: where clients come late on a busy machine, a longer one is still at it."""
+    for words in (2400, 4000, 6000):
+        events = company(serving, prose(words, seed=words))
+        for n in range(7):
+            assert events.count(f"short {n}") > 4
+        if "long" not in events[: -events.count("long")]:
+            return
+    raise AssertionError(f"a short answer came after the long prompt's first token: {events}")
+
+
+def company(daemon: Daemon, long: str) -> list[str]:
+    """Whose text came when, of a long prompt and of seven short ones that come while it is computed."""
+    events: list[str] = []
 
     def ask(name: str, prompt: str, max_tokens: int) -> None:
-        request = body(serving.model, prompt, max_tokens=max_tokens)
-        with serving.stream("/v1/messages", request) as answer:
+        request = body(daemon.model, prompt, max_tokens=max_tokens)
+        with daemon.stream("/v1/messages", request) as answer:
             for line in answer.iter_lines():
                 if line.startswith("event: content_block_delta"):
-                    events.append((time.monotonic(), name))
+                    events.append(name)
 
     with ThreadPoolExecutor(8) as pool:
-        long = pool.submit(ask, "long", prose(2400, seed=40), 4)
-        time.sleep(0.3)
-        short = [pool.submit(ask, f"short {n}", f"{n} short ones", 12) for n in range(7)]
-        for asked in [long, *short]:
+        before = daemon.figure("prompt_tokens_total")
+        first = pool.submit(ask, "long", long, 4)
+        wait_until(lambda: daemon.figure("prompt_tokens_total") > before)
+        others = [pool.submit(ask, f"short {n}", f"{n} short ones", 12) for n in range(7)]
+        for asked in [first, *others]:
             asked.result()
-    first_of_long = min(at for at, name in events if name == "long")
-    assert max(at for at, name in events if name != "long") < first_of_long
-    for n in range(7):
-        assert sum(name == f"short {n}" for _, name in events) > 4
+    return events
 
 
 def test_answers_do_not_depend_on_company(serving: Daemon):
@@ -240,30 +251,33 @@ def test_answers_do_not_depend_on_company(serving: Daemon):
 # --------------------------------------------------------------------------- waiting
 
 
-def test_first_event_comes_at_once(serving: Daemon):
-    took = []
-    for seed in range(50, 53):
-        began = time.monotonic()
-        with serving.stream("/v1/messages", body(serving.model, prose(2500, seed=seed))) as answer:
-            first = next(answer.iter_lines())
-            took.append(time.monotonic() - began)
-            assert first == "event: message_start"
-    assert min(took) < 0.5  # The best of three: others use this machine.
+def test_the_first_event_waits_for_no_engine(serving: Daemon):
+    """It comes though the engine does nothing at all."""
+    engine = serving.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        with serving.stream("/v1/messages", body(serving.model, prose(30, seed=50))) as answer:
+            lines = answer.iter_lines()
+            assert next(lines) == "event: message_start"
+            os.kill(engine, signal.SIGCONT)
+            assert [line for line in lines if line.startswith("event: ")][-1] == "event: message_stop"
+    finally:
+        os.kill(engine, signal.SIGCONT)
 
 
 def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
     with Daemon(tmp_path, wait=False) as daemon:
-        wait_until(lambda: daemon.engines() != [], 20)
+        wait_until(lambda: daemon.engines() != [])
         (engine,) = daemon.engines()
         os.kill(engine, signal.SIGSTOP)  # As slow a load as can be.
         began = time.monotonic()
         with daemon.stream("/v1/messages", body(daemon.model, "hello")) as answer:
             assert daemon.state() == "loading"
             lines = answer.iter_lines()
-            assert next(lines) == "event: message_start" and time.monotonic() - began < 1
+            assert next(lines) == "event: message_start"
             while not next(lines).startswith("event: ping"):
                 pass
-            assert 5 < time.monotonic() - began < 10
+            assert time.monotonic() - began > 5
             os.kill(engine, signal.SIGCONT)
             kinds = [line for line in lines if line.startswith("event: ")]
         assert "event: content_block_delta" in kinds and kinds[-1] == "event: message_stop"
@@ -273,19 +287,18 @@ def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
 
 
 def test_disconnect_in_mid_prefill_frees_the_slot_and_keeps_what_was_computed(one_slot: Daemon):
-    prompt = prose(900)
-    with one_slot.stream("/v1/messages", body(one_slot.model, prompt)) as answer:
-        next(answer.iter_lines())
-        time.sleep(0.7)
-    began = time.monotonic()
-    one_slot.messages("hello", max_tokens=1)
-    freed = time.monotonic() - began
-    began = time.monotonic()
-    usage = own_usage(one_slot.messages(prompt, max_tokens=1))
-    whole = time.monotonic() - began
-    assert usage["cached_hot"] + usage["cached_cold"] >= 512
-    assert usage["computed"] > 500, "the prompt was computed to its end: nothing was interrupted"
-    assert freed < whole / 2 + 1
+    for words in (900, 2000, 4000):  # However late it is noticed, a longer prompt is still at it.
+        prompt = prose(words, seed=words)
+        before = one_slot.figure("prompt_tokens_total")
+        with one_slot.stream("/v1/messages", body(one_slot.model, prompt)) as answer:
+            next(answer.iter_lines())
+            wait_until(lambda before=before: one_slot.figure("prompt_tokens_total") >= before + 600)
+        one_slot.messages("hello", max_tokens=1)
+        usage = own_usage(one_slot.messages(prompt, max_tokens=1))
+        assert usage["cached_hot"] + usage["cached_cold"] >= 512
+        if usage["computed"] > 500:
+            return
+    raise AssertionError("the prompts were computed to their ends: nothing was interrupted")
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -294,18 +307,28 @@ def test_disconnect_in_mid_answer_frees_the_slot_and_keeps_what_was_computed(
 ):
     prompt = prose(80, seed=60 + streaming)
     request = body(one_slot.model, prompt, max_tokens=20_000)
+    before = one_slot.figure("generation_tokens_total")
     if streaming:
         with one_slot.stream("/v1/messages", request) as answer:
             lines = answer.iter_lines()
             for _ in range(200):
                 next(lines)
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            one_slot.post("/v1/messages", request, timeout=1.0)
-    began = time.monotonic()
+        with raw_post(one_slot, "/v1/messages", request):
+            wait_until(lambda: one_slot.figure("generation_tokens_total") > before + 10)
     one_slot.messages("hello", max_tokens=1)
-    assert time.monotonic() - began < 3
+    assert one_slot.figure("generation_tokens_total") < before + 20_000, "it was generated to its end"
     assert own_usage(one_slot.messages(prompt, max_tokens=1))["computed"] <= BLOCK
+
+
+@contextlib.contextmanager
+def raw_post(daemon: Daemon, path: str, content: dict[str, Any]) -> Iterator[None]:
+    """A request whose client hangs up at the end, without having read anything."""
+    sent = json.dumps(content).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2]))) as client:
+        client.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        yield
 
 
 def test_requests_queue_for_the_only_slot(one_slot: Daemon):

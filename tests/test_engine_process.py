@@ -19,6 +19,10 @@ from omlxd.front.engine_process import EngineProcess
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 REPO = str(Path(__file__).resolve().parents[1])
+AT_ONCE_S = 20.0
+"""Far less than what is waited for otherwise, and enough for a machine that does other things."""
+STALL_S = 2.0
+"""Longer than a busy machine keeps a process from running."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +43,7 @@ async def engine(*flags: str, start: bool = True, **options: object) -> AsyncIte
     try:
         yield made
     finally:
-        await asyncio.wait_for(made.close(1.0), 10)
+        await asyncio.wait_for(made.close(1.0), 60)
 
 
 def ask(text: str) -> GenerateRequest:
@@ -50,11 +54,15 @@ async def collect(made: EngineProcess, text: str) -> list[Event]:
     return [event async for event in made.generate(ask(text))]
 
 
+async def rest_of(stream: AsyncIterator[Event]) -> list[Event]:
+    return [event async for event in stream]
+
+
 def words(events: list[Event]) -> list[str]:
     return [event.text for event in events if isinstance(event, TextDelta)]
 
 
-async def until(condition, seconds: float = 5.0) -> None:
+async def until(condition, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -70,9 +78,9 @@ def alive(pid: int) -> bool:
 
 
 async def test_requests_wait_while_loading_and_keep_their_own_events():
-    async with engine("--load-s", "0.4") as made:
+    async with engine("--load-s", "0.2") as made:
         asked = [asyncio.create_task(collect(made, f"a{n} b{n}")) for n in range(5)]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0)  # Each has begun; nothing was heard of the engine yet.
         assert made.state == "loading" and made.in_flight == 5
         for n, events in enumerate(await asyncio.gather(*asked)):
             assert isinstance(events[0], Progress) and isinstance(events[-1], Finished)
@@ -91,7 +99,7 @@ async def test_count_and_stats():
 
 async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
     async with engine() as made:
-        streams = [made.generate(ask(f"w{n} sleep:30 never")) for n in range(3)]
+        streams = [made.generate(ask(f"w{n} sleep:300 never")) for n in range(3)]
         for stream in streams:
             assert isinstance(await anext(stream), Progress)
             assert isinstance(await anext(stream), TextDelta)
@@ -105,14 +113,14 @@ async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
             assert failed.code == "unavailable" and failed.retry_after and "killed" in failed.message
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
-        assert time.monotonic() - killed_at < 1.0
+        assert time.monotonic() - killed_at < AT_ONCE_S
         assert made.state == "restarting" and made.info is not None
         assert words(await collect(made, "again")) == ["again"]
         assert made.pid != first_pid and made.state == "ready"
 
 
 @pytest.mark.parametrize(
-    ("script", "why"), [("exit:7", "status 7"), ("nonsense sleep:9", "frame"), ("die", "kill")]
+    ("script", "why"), [("exit:7", "status 7"), ("nonsense sleep:300", "frame"), ("die", "kill")]
 )
 async def test_every_way_to_die_is_told(script: str, why: str):
     async with engine() as made:
@@ -130,7 +138,7 @@ async def test_counting_fails_cleanly_too():
 
 async def test_closing_a_stream_cancels_it(tmp_path: Path):
     async with engine("--notes", str(tmp_path)) as made:
-        stream = made.generate(ask("one sleep:0.2 two"))
+        stream = made.generate(ask("one sleep:1 two"))
         await anext(stream)
         await stream.aclose()
         with pytest.raises(StopAsyncIteration):
@@ -164,7 +172,7 @@ async def test_a_timeout_between_events_loses_none():
 
 
 async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
-    async with engine("--load-fails", "config.json is missing", hold_s=0.6) as made:
+    async with engine("--load-fails", "config.json is missing", hold_s=50) as made:
         for attempt in (1, 2, 3):
             events = await collect(made, "x")
             assert len(events) == 1 and isinstance(events[0], Failed)
@@ -172,8 +180,8 @@ async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
             assert made.state == ("failed" if attempt == 3 else "restarting")
         with pytest.raises(Unavailable, match=r"config\.json is missing") as caught:
             made.generate(ask("x"))
-        assert caught.value.retry_after == 1
-        await asyncio.sleep(0.7)
+        assert caught.value.retry_after and 1 <= caught.value.retry_after <= 50
+        made._restarts._hold_s = 0.0  # Its time is over.
         assert isinstance((await collect(made, "x"))[0], Failed)
         assert made.state == "failed"
 
@@ -209,10 +217,12 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
 async def test_restarts_wait_longer_and_longer_and_a_success_forgets():
     async with engine(backoff_s=(0.0, 0.4)) as made:
         await collect(made, "die")
-        await collect(made, "die")
+        assert made._restarts.backoff_s == 0.0
         began = time.monotonic()
+        await collect(made, "die")
+        assert made._restarts.backoff_s == 0.4
         assert words(await collect(made, "up")) == ["up"]
-        assert time.monotonic() - began > 0.35
+        assert time.monotonic() - began > 0.4
         assert made._restarts.backoff_s == 0.0
 
 
@@ -241,9 +251,9 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
         await collect(made, "x")
         pid = made.pid
         assert pid
-        running = made.generate(ask("one sleep:5"))
+        running = made.generate(ask("one sleep:300"))
         await anext(running)
-        await made.close(2.0)
+        await made.close(30.0)
         rest = [event async for event in running]
         assert isinstance(rest[-1], Failed) and rest[-1].code == "unavailable"
         assert not alive(pid) and "quit" in (tmp_path / "notes.txt").read_text()
@@ -252,12 +262,12 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
 
 
 async def test_close_while_loading_does_not_wait_for_the_load():
-    began = time.monotonic()
-    async with engine("--load-s", "20") as made:
+    async with engine("--load-s", "300") as made:
         await until(lambda: made.pid)
         pid = made.pid
+        began = time.monotonic()
     assert pid and not alive(pid)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < AT_ONCE_S
 
 
 async def test_a_big_request_passes_and_is_not_held():
@@ -322,9 +332,9 @@ async def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
-    async with engine(stall_s=0.6) as made:
+    async with engine(stall_s=STALL_S) as made:
         assert words(await collect(made, "up")) == ["up"]
-        other = made.generate(ask("one sleep:30"))
+        other = made.generate(ask("one sleep:300"))
         events = await collect(made, "one stop two")
         failed = events[-1]
         assert isinstance(failed, Failed) and "no progress" in failed.message and failed.retry_after
@@ -333,7 +343,7 @@ async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
 
 
 async def test_a_frozen_thread_is_noticed_though_the_engine_answers_pings():
-    async with engine(stall_s=0.5) as made:
+    async with engine(stall_s=STALL_S) as made:
         await collect(made, "up")
         asking = asyncio.create_task(collect(made, "one hang"))
         while not asking.done():
@@ -344,46 +354,59 @@ async def test_a_frozen_thread_is_noticed_though_the_engine_answers_pings():
 
 
 async def test_silent_work_and_idleness_are_no_stall():
-    async with engine(stall_s=0.5) as made:
+    async with engine(stall_s=STALL_S) as made:
         await collect(made, "up")
         pid = made.pid
-        await asyncio.sleep(1.0)
-        assert words(await collect(made, "steps:12 done")) == ["done"]
+        await asyncio.sleep(1.5 * STALL_S)
+        assert words(await collect(made, "steps:30 done")) == ["done"]
         assert made.pid == pid and made.starts == 1
 
 
+async def test_a_front_that_did_not_run_itself_blames_no_engine():
+    """As after a machine slept: what the engine said meanwhile is not read yet."""
+    async with engine(stall_s=STALL_S) as made:
+        await collect(made, "up")
+        working = asyncio.create_task(collect(made, "one steps:40 done"))
+        await until(lambda: made._requests.requests)
+        await asyncio.sleep(0.5)
+        time.sleep(1.5 * STALL_S)
+        assert words(await working) == ["one", "done"] and made.starts == 1
+
+
 async def test_a_load_that_stops_is_ended_and_tried_again(tmp_path: Path):
-    async with engine("--stop-on-load", "--notes", str(tmp_path), stall_s=0.8) as made:
+    async with engine("--stop-on-load", "--notes", str(tmp_path), stall_s=STALL_S) as made:
         failed = (await collect(made, "x"))[-1]
         assert isinstance(failed, Failed) and "no progress" in failed.message
         assert words(await collect(made, "x")) == ["x"]
 
 
 async def test_patience_grows_for_a_machine_that_is_only_slow():
-    async with engine(stall_s=0.4) as made:
+    async with engine(stall_s=1.0) as made:
         await collect(made, "up")
         asked = 0
-        while not isinstance((await collect(made, "one sleep:0.9 two"))[-1], Finished):
+        while not isinstance((await collect(made, "one sleep:2.2 two"))[-1], Finished):
             asked += 1
             assert asked < 4
         assert asked >= 1 and made._restarts.stalls == asked
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
-async def test_whatever_signal_ends_it_every_request_hears_of_it_within_a_second(signal_number: int):
+async def test_whatever_signal_ends_it_every_request_hears_of_it_at_once(signal_number: int):
     """While it loads, before the first event, and in the middle of an answer."""
     async with engine("--load-s", "0.5") as made:
-        waiting = asyncio.create_task(collect(made, "one"))
-        await until(lambda: made.pid)
-        await asyncio.sleep(0.2)
-        for _ in range(2):
-            began = time.monotonic()
+
+        async def killed(stream: AsyncIterator[Event]) -> None:
             assert made.pid
             os.kill(made.pid, signal_number)
-            failed = (await asyncio.wait_for(waiting, 2))[-1]
+            failed = (await asyncio.wait_for(rest_of(stream), AT_ONCE_S))[-1]
             assert isinstance(failed, Failed) and failed.code == "unavailable" and failed.retry_after
-            assert time.monotonic() - began < 1.0
-            await collect(made, "up")
-            waiting = asyncio.create_task(collect(made, "one sleep:9 two"))
-            await asyncio.sleep(0.1)
-        waiting.cancel()
+
+        stream = made.generate(ask("one"))
+        await until(lambda: made.pid)
+        await killed(stream)
+        await collect(made, "up")
+        await killed(made.generate(ask("one sleep:300 two")))
+        await collect(made, "up")
+        stream = made.generate(ask("one sleep:300 two"))
+        assert isinstance(await anext(stream), Progress) and isinstance(await anext(stream), TextDelta)
+        await killed(stream)

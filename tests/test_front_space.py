@@ -65,6 +65,7 @@ def test_what_was_not_written_is_spent_again_and_the_rest_released():
 
 
 def test_a_grant_that_comes_too_late_goes_back(monkeypatch):
+    patience = module.ANSWER_S
     monkeypatch.setattr(module, "ANSWER_S", 0.05)
     front = Front(LEASE_BYTES, silent=True)
     assert not front.space.take(1)
@@ -72,6 +73,7 @@ def test_a_grant_that_comes_too_late_goes_back(monkeypatch):
         front.space.granted(wire.Grant(ticket=reserve.ticket, nbytes=reserve.nbytes))
     assert sum(m.nbytes for m in front.of(wire.Released)) == LEASE_BYTES + 1
     front.silent = False
+    monkeypatch.setattr(module, "ANSWER_S", patience)
     assert front.space.take(1)
 
 

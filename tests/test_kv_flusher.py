@@ -198,19 +198,19 @@ def test_the_last_flush_waits_for_room_in_the_queue_and_meets_its_deadline(tmp_p
     rig.serve(KEYS)
     writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1, threads=2)
     rig.use_writer(writer)
-    assert rig.store.close(20) and on_disk(rig) == [True] * 6
+    assert rig.store.close(60) and on_disk(rig) == [True] * 6
     rig.drop()
 
     rig = Rig(tmp_path / "late", write_back=True)
     rig.serve(KEYS)
     gate = threading.Event()
     store = rig.cold.store
-    rig.cold.store = lambda *a: (gate.wait(10), store(*a))  # type: ignore[method-assign]
+    rig.cold.store = lambda *a: (gate.wait(120), store(*a))  # type: ignore[method-assign]
     writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1, threads=1)
     rig.use_writer(writer)
     assert not rig.store.close(0.05)
     gate.set()
-    assert writer.flush(10) and on_disk(rig) == [True] + [False] * 5, "the root was first"
+    assert writer.flush(60) and on_disk(rig) == [True] + [False] * 5, "the root was first"
     rig.drop()
 
 

@@ -403,9 +403,9 @@ def test_a_closed_writer_takes_nothing_more(rig):
     writer.close()
     assert not writer.submit(KEYS[0], payload_of(HASHES[0]), done.append)
     writer.after_queued(lambda: pytest.fail("closed"))
-    assert writer.flush(10) and done == [True] * 6
+    assert writer.flush(60) and done == [True] * 6
     for thread in writer._threads:
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -435,7 +435,7 @@ def test_flush_meets_its_deadline(rig):
 
     class Slow(LedgerSpace):
         def take(self, nbytes: int) -> bool:
-            gate.wait(10)
+            gate.wait(120)
             return super().take(nbytes)
 
     writer = StoreWriter(rig.cold, Slow(rig.ledger), max_queue_bytes=1 << 20, threads=1)
@@ -453,9 +453,9 @@ def test_flush_meets_its_deadline(rig):
     store.put(table, 0, KEYS[0], payload_of(HASHES[0]))
     began = time.monotonic()
     assert store.close(0.05) is False
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 60  # The gate would keep it for twice that.
     gate.set()
-    assert writer.flush(10), "what was queued is still written"
+    assert writer.flush(60), "what was queued is still written"
     rig.pump()
     table.free()
     rig.check()

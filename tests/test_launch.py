@@ -70,7 +70,7 @@ def launch(tmp_path, daemon):
         whole = {"PATH": str(folder), "HOME": str(tmp_path), "PYTHONPATH": str(REPO)}
         whole |= {"OMLXD_PORT": str(daemon.port), **env}
         command = [sys.executable, "-m", "omlxd", "launch", *words]
-        return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=30, cwd=tmp_path)
+        return subprocess.run(command, env=whole, capture_output=True, text=True, timeout=300, cwd=tmp_path)
 
     return go
 

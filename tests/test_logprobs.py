@@ -69,7 +69,7 @@ def host_logits(host: Host, model, ids: list[int]) -> np.ndarray:
         done.set()
 
     host.engine.scheduler.post(work)
-    assert done.wait(30)
+    assert done.wait(120)
     return box[0]
 
 

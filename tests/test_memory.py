@@ -220,7 +220,7 @@ def test_a_prompt_that_fits_runs_and_one_that_never_can_is_refused(rig: Rig):
 def test_one_that_does_not_fit_waits_while_others_run(rig: Rig):
     memory = Memory(rig, RESERVE + kv(rig, 700) + 1000)
     first = rig.start(PROMPT, 60)
-    assert first.first.wait(20)
+    assert first.first.wait(60)
     memory.available = RESERVE + 1000
     second = rig.start(list(reversed(PROMPT)), 4)
     rig.on_engine(lambda: None)

@@ -217,7 +217,7 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
     engine.values = {"generation_tokens_total": 5.0, "num_requests_running": 1.0}
 
     async def slow():
-        await asyncio.sleep(30)
+        await asyncio.sleep(600)
 
     async with client(app_of(engine)) as http:
         await scrape(http)
@@ -225,7 +225,7 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
         began = time.monotonic()
         # Many at once share one question.
         pages = await asyncio.gather(*(scrape(http) for _ in range(5)))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
         assert all(page("vllm:generation_tokens_total") == 5 for page in pages)
         assert pages[0]("vllm:num_requests_running") == 1
         engine.state, engine.in_flight = "loading", 4
@@ -341,13 +341,14 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
         assert of(before, "vllm:prefix_cache_hits_total") >= 128
         assert 0 < of(before, "vllm:kv_cache_usage_perc") <= 1
         assert of(before, "omlxd_engine_resident_bytes") > 10e6
-        wait_until(lambda: of(page(), "omlxd_kv_files_written_total") >= 3, 20)
-        assert page().plain("omlxd_cold_bytes") > 0
+        daemon.settled()
+        assert of(page(), "omlxd_kv_files_written_total") >= 3
+        wait_until(lambda: page().plain("omlxd_cold_bytes") > 0)
         values = daemon.http.get("/omlxd/status").json()["models"][0]["values"]
         assert set(HELP) <= set(values), "the names that metrics.py describes are the engine's"
         before = page()
         os.kill(daemon.engine_pid(), signal.SIGKILL)
-        wait_until(lambda: daemon.state() != "ready", 10)
+        wait_until(lambda: daemon.state() != "ready")
         dead = page()
         daemon.chat(text)
         after = page()

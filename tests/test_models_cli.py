@@ -21,7 +21,7 @@ def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
         capture_output=True,
         text=True,
         env=environ,
-        timeout=60,
+        timeout=300,
     )
     return done.returncode, done.stdout, done.stderr
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from daemon import BLOCK, demo_model, own_usage, prose, wait_until
+from daemon import BLOCK, PATIENCE_S, demo_model, own_usage, prose, wait_until
 from launchd_standin import Launchd, alive
-from test_activation import fake_launchd, free_port  # noqa: F401 (one is a fixture)
+from test_activation import fake_launchd  # noqa: F401 (a fixture)
 from test_resolve import make
 
 from omlxd.front import pool
@@ -43,7 +43,12 @@ def install(tmp_path: Path, fake_launchd: Path) -> Iterator[Callable[..., Launch
         folder = model or tmp_path / "tiny"
         if not folder.exists():
             make(folder)
-        flags = {"model": str(folder), "port": str(free_port()), "base_path": str(home / ".omlxd")}
+        held = socket.create_server(("127.0.0.1", 0), backlog=128)  # Its port can't be somebody else's.
+        flags = {
+            "model": str(folder),
+            "port": str(held.getsockname()[1]),
+            "base_path": str(home / ".omlxd"),
+        }
         planned = make_plan(flags, log_file=home / "omlxd.log", at_login=at_login)
         plist = tmp_path / "dev.omlxd.serve.plist"
         plist.write_bytes(plistlib.dumps(agent(planned, home / "stdio.log")))
@@ -52,7 +57,7 @@ def install(tmp_path: Path, fake_launchd: Path) -> Iterator[Callable[..., Launch
         import omlxd
 
         extra["PYTHONPATH"] = str(Path(omlxd.__file__).parents[1])
-        made.append(Launchd(plist, home, fake_launchd, extra, **options))  # type: ignore[arg-type]
+        made.append(Launchd(plist, home, fake_launchd, held, extra, **options))  # type: ignore[arg-type]
         made[-1].bootstrap()
         return made[-1]
 
@@ -60,7 +65,6 @@ def install(tmp_path: Path, fake_launchd: Path) -> Iterator[Callable[..., Launch
     for one in made:
         if one.running():
             one.process.kill()  # type: ignore[union-attr]
-        one.job["ExitTimeOut"] = 5
         one.bootout()
 
 
@@ -70,7 +74,9 @@ def url_of(job: Launchd) -> str:
 
 def complete(job: Launchd, prompt: str) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt}
-    return httpx.post(url_of(job) + "/v1/completions", json=body, timeout=30, trust_env=False)
+    answer = httpx.post(url_of(job) + "/v1/completions", json=body, timeout=120, trust_env=False)
+    wait_until(job.running)  # The stand-in knows of it, too.
+    return answer
 
 
 def log_of(job: Launchd) -> str:
@@ -89,9 +95,10 @@ def test_the_first_connection_starts_it_and_it_stays_the_process_that_was_starte
     assert front.rlimit(psutil.RLIMIT_NOFILE)[0] == 4096
     assert front.environ()["PATH"] == "/usr/bin:/bin:/usr/sbin:/sbin"
     assert "LISTEN_FDS" not in front.environ()
-    wait_until(lambda: "omlxd.access" in log_of(job), 10)  # its line follows the answer's last byte
+    wait_until(lambda: "omlxd.access" in log_of(job))  # its line follows the answer's last byte
     assert "omlxd.access" not in job.said()
-    assert job.bootout() < 5 and job.exits == [0] and not job.was_killed
+    job.bootout()
+    assert job.exits == [0] and not job.was_killed
     assert "quit" in (job.home / "notes.txt").read_text()
 
 
@@ -99,20 +106,21 @@ def test_a_clean_end_stays_ended_and_the_next_connection_starts_it_again(install
     job = install()
     assert complete(job, "one").status_code == 200
     job.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: job.exits == [0], 10)
+    wait_until(lambda: job.exits == [0])
     time.sleep(0.5)
     assert len(job.starts) == 1
-    assert complete(job, "two").status_code == 200 and len(job.starts) == 2
+    assert complete(job, "two").status_code == 200
+    wait_until(lambda: len(job.starts) == 2)
 
 
 def test_at_login_a_failure_is_restarted_and_a_clean_end_is_not(install):
     job = install(at_login=True)
-    wait_until(lambda: "listening on" in job.said(), 20)
+    wait_until(lambda: "listening on" in job.said())
     job.process.kill()
-    wait_until(lambda: len(job.starts) == 2, 10)
+    wait_until(lambda: len(job.starts) == 2)
     assert complete(job, "again").status_code == 200
     job.process.send_signal(signal.SIGTERM)
-    wait_until(lambda: job.exits == [-signal.SIGKILL, 0], 10)
+    wait_until(lambda: job.exits == [-signal.SIGKILL, 0])
     time.sleep(0.5)
     assert len(job.starts) == 2
 
@@ -121,7 +129,7 @@ def test_connections_made_while_it_is_down_are_answered_after_the_restart(instal
     job = install()
     assert complete(job, "one").status_code == 200
     job.process.kill()
-    wait_until(lambda: not job.running(), 5)
+    wait_until(lambda: not job.running())
     assert complete(job, "two").status_code == 200
 
 
@@ -131,23 +139,26 @@ def test_with_256_files_at_most_it_serves_on(install):
     address = job.sockets[0].getsockname()
     with contextlib.ExitStack() as idle:
         for _ in range(150):
-            idle.enter_context(contextlib.closing(socket.create_connection(address, timeout=5)))
+            idle.enter_context(contextlib.closing(socket.create_connection(address, timeout=120)))
         assert complete(job, "one").status_code == 200
         # Too many by far: they wait, and the front does not spin meanwhile.
         for _ in range(100):
-            idle.enter_context(contextlib.closing(socket.create_connection(address, timeout=5)))
-        time.sleep(0.5)
+            idle.enter_context(contextlib.closing(socket.create_connection(address, timeout=120)))
         front = psutil.Process(job.process.pid)
-        before = sum(front.cpu_times()[:2])
-        time.sleep(1)
-        assert sum(front.cpu_times()[:2]) - before < 0.4
+
+        def rests() -> bool:
+            before = sum(front.cpu_times()[:2])
+            time.sleep(1)
+            return sum(front.cpu_times()[:2]) - before < 0.4
+
+        wait_until(rests)
         # There are files left for what is no connection: a new engine.
         (engine,) = front.children()
         engine.kill()
-        time.sleep(0.2)
+        wait_until(lambda: "The engine of tiny stopped" in log_of(job), why=lambda: log_of(job))
     assert complete(job, "two").status_code == 200
     log = log_of(job)
-    assert log.count("as many connections are open as files allow") == 1 and "Traceback" not in log
+    assert 0 < log.count("as many connections are open as files allow") < 5 and "Traceback" not in log
 
 
 def test_an_answer_under_way_ends_before_the_process_does(install):
@@ -155,14 +166,14 @@ def test_an_answer_under_way_ends_before_the_process_does(install):
     assert complete(job, "up").status_code == 200
     body = {"model": "tiny", "prompt": "one sleep:0.7 two", "stream": True}
     with httpx.stream(
-        "POST", url_of(job) + "/v1/completions", json=body, timeout=20, trust_env=False
+        "POST", url_of(job) + "/v1/completions", json=body, timeout=120, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if '"text":"one"' in line)
         job.process.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert any("two" in line for line in rest) and "data: [DONE]" in rest
-    wait_until(lambda: job.exits == [0], 10)
+    wait_until(lambda: job.exits == [0])
 
 
 @pytest.mark.slow
@@ -171,18 +182,16 @@ def test_an_answer_that_takes_too_long_is_ended_with_an_error_in_time(install):
     assert complete(job, "up").status_code == 200
     body = {"model": "tiny", "prompt": "one sleep:300 two", "stream": True}
     with httpx.stream(
-        "POST", url_of(job) + "/v1/completions", json=body, timeout=60, trust_env=False
+        "POST", url_of(job) + "/v1/completions", json=body, timeout=120, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if '"text":"one"' in line)
-        began = time.monotonic()
         job.process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line.startswith("data: ")]
     error = json.loads(rest[-1].removeprefix("data: "))["error"]
     assert "shutting down" in error["message"]
-    wait_until(lambda: job.exits == [0], 20)
-    assert time.monotonic() - began < job.job["ExitTimeOut"] / 2
-    assert job.job["ExitTimeOut"] > pool.DRAIN_S
+    wait_until(lambda: job.exits == [0])  # Of its own accord, in launchd's time: PATIENCE_S is no more.
+    assert job.job["ExitTimeOut"] >= PATIENCE_S > 3 * pool.DRAIN_S
 
 
 def test_a_second_sigterm_ends_it_at_once(install):
@@ -190,17 +199,15 @@ def test_a_second_sigterm_ends_it_at_once(install):
     assert complete(job, "up").status_code == 200
     (engine,) = psutil.Process(job.process.pid).children()
     with contextlib.closing(socket.create_connection(job.sockets[0].getsockname())) as raw:
-        body = json.dumps({"model": "tiny", "prompt": "one sleep:30", "stream": True}).encode()
+        body = json.dumps({"model": "tiny", "prompt": "one sleep:600", "stream": True}).encode()
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert raw.recv(100)
         job.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        began = time.monotonic()
+        wait_until(lambda: ": stopping" in log_of(job))
         job.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not job.running(), 5)
-        assert time.monotonic() - began < 2
-    wait_until(lambda: not alive(engine.pid), 5)
+        wait_until(lambda: job.exits == [1])  # Not 0, which comes when the answer has had its time.
+    wait_until(lambda: not alive(engine.pid))
 
 
 def test_what_does_not_end_is_killed_and_leaves_no_engine(install):
@@ -211,7 +218,7 @@ def test_what_does_not_end_is_killed_and_leaves_no_engine(install):
     job.job["ExitTimeOut"] = 0.5
     job.bootout()
     assert job.was_killed
-    wait_until(lambda: not alive(engine.pid), 5)
+    wait_until(lambda: not alive(engine.pid))
 
 
 @pytest.mark.slow
@@ -223,7 +230,7 @@ def test_a_real_model_under_launchd_keeps_its_blocks_through_a_stop_in_mid_answe
         "temperature": 0,
         "messages": [{"role": "user", "content": prose(BLOCK * 2)}],
     }
-    with httpx.Client(base_url=url_of(job), timeout=60, trust_env=False) as http:
+    with httpx.Client(base_url=url_of(job), timeout=300, trust_env=False) as http:
         first = http.post("/v1/messages", json=body).json()
         with http.stream("POST", "/v1/messages", json={**body, "max_tokens": 400, "stream": True}) as answer:
             lines = answer.iter_lines()
@@ -231,10 +238,11 @@ def test_a_real_model_under_launchd_keeps_its_blocks_through_a_stop_in_mid_answe
             job.process.send_signal(signal.SIGTERM)
             rest = list(lines)
         assert any("message_stop" in line or "error" in line for line in rest)
-    wait_until(lambda: job.exits == [0], 30)
-    with httpx.Client(base_url=url_of(job), timeout=60, trust_env=False) as http:
+    wait_until(lambda: job.exits == [0])
+    with httpx.Client(base_url=url_of(job), timeout=300, trust_env=False) as http:
         again = http.post("/v1/messages", json=body).json()
     assert again["content"] == first["content"]
     assert own_usage(again)["cached_cold"] >= BLOCK
-    assert job.bootout() < 15 and job.exits == [0, 0]
+    job.bootout()
+    assert job.exits == [0, 0] and not job.was_killed
     assert re.search(r"omlxd\.front\S*: (stopping|loaded)", log_of(job))

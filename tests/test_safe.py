@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 from app_client import PATHS, body, client, message_of
-from daemon import BLOCK, Daemon, prose
+from daemon import BLOCK, Daemon, prose, wait_until
 from daemon import body as message
 from fake_engine import FakeEngine, app_of
 from test_resolve import make
@@ -87,13 +87,13 @@ async def hypercorn(app: Any, **changes: Any) -> AsyncIterator[int]:
         yield port
     finally:
         stop.set()
-        await asyncio.wait_for(server, 10)
+        await asyncio.wait_for(server, 60)
 
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """All that the server still says before it hangs up, soon."""
     with contextlib.suppress(ConnectionResetError):
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), 60)
     return b""
 
 
@@ -155,8 +155,8 @@ async def test_a_body_that_does_not_come_ends_at_a_deadline(limits: dict[str, fl
 async def test_a_long_answer_is_no_slow_body():
     from omlxd.chat import Finished, TextDelta, Usage
 
-    engine = FakeEngine([TextDelta("a"), 0.6, TextDelta("b"), Finished("stop", Usage())])
-    async with hypercorn(app_of(engine, body_pause_s=0.2, body_total_s=0.3)) as port:
+    engine = FakeEngine([TextDelta("a"), 2.5, TextDelta("b"), Finished("stop", Usage())])
+    async with hypercorn(app_of(engine, body_pause_s=1.5, body_total_s=2.0)) as port:
         async with httpx.AsyncClient(trust_env=False) as http:
             answer = await http.post(
                 f"http://127.0.0.1:{port}/v1/chat/completions", json=body("/v1/chat/completions")
@@ -192,7 +192,7 @@ async def test_nothing_but_plain_http_1(request_: bytes, status: bytes):
     async with hypercorn(app_of(FakeEngine())) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_)
-        said = await asyncio.wait_for(reader.readline(), 10)
+        said = await asyncio.wait_for(reader.readline(), 60)
         assert said.startswith(b"HTTP/1.1 " + status), said
         writer.close()
 
@@ -213,11 +213,9 @@ async def test_connections_that_clients_close_are_closed_at_once():
                 writer.write(b"GET /hea")
             writer.close()
             await writer.wait_closed()
-        for _ in range(100):
-            if front.num_fds() <= before:
-                break
-            await asyncio.sleep(0.02)
-        assert front.num_fds() <= before
+        async with asyncio.timeout(60):
+            while front.num_fds() > before:
+                await asyncio.sleep(0.02)
 
 
 # --------------------------------------------------------------------------- other addresses, other files
@@ -313,7 +311,7 @@ def house(tmp_path_factory: pytest.TempPathFactory):
 def test_no_name_leads_out_of_the_model_dir(house: StubDaemon):
     outside = house.home / "outside"
     names = ["../outside", "tiny/../../outside", str(outside), "org/../tiny", "loop/../../outside"]
-    with httpx.Client(base_url=house.url, timeout=20, trust_env=False) as http:
+    with httpx.Client(base_url=house.url, timeout=120, trust_env=False) as http:
         served = [model["id"] for model in http.get("/v1/models").json()["data"]]
         assert {"tiny", "org/deep"} <= set(served) and not any("outside" in name for name in served)
         for name in names:
@@ -363,8 +361,8 @@ def test_no_words_of_a_conversation_are_in_the_log_of_a_real_engine(daemon: Daem
     ):
         answer = daemon.http.post(path, content=json.dumps(broken).encode())
         assert 400 <= answer.status_code < 500, (path, answer.text)
+    wait_until(lambda: daemon.logged().count("/v1/") >= 11, why=daemon.logged)  # A line follows its answer.
     log = daemon.logged()
-    assert log.count("/v1/") >= 11
     assert [line for line in log.splitlines() if word in line] == []
 
 
@@ -374,7 +372,7 @@ def test_a_path_is_never_a_file(daemon: Daemon, path: str):
         socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])))
     ) as raw:
         raw.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        raw.settimeout(10)
+        raw.settimeout(60)
         said = b""
         while part := raw.recv(4096):
             said += part
@@ -383,7 +381,7 @@ def test_a_path_is_never_a_file(daemon: Daemon, path: str):
 
 def test_what_the_daemon_keeps_is_its_owners_alone(daemon: Daemon):
     daemon.messages(prose(BLOCK * 2), max_tokens=2)
-    assert daemon.stop() == 0
+    daemon.settled()
     base = daemon.home / "omlxd"
     found = [base, *base.rglob("*")]
     assert any(path.suffix == ".safetensors" for path in found)

@@ -16,7 +16,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from daemon import PATIENCE_S, wait_until
 from test_resolve import make
+
+from omlxd.front import serve
 
 REPO = Path(__file__).resolve().parents[1]
 STUB = Path(__file__).with_name("stub_engine.py")
@@ -60,14 +63,14 @@ class Daemon:
 
     def complete(self, prompt: str, **more: object) -> httpx.Response:
         body = {"model": self.model, "prompt": prompt, **more}
-        return httpx.post(self.url + "/v1/completions", json=body, timeout=20, trust_env=False)
+        return httpx.post(self.url + "/v1/completions", json=body, timeout=120, trust_env=False)
 
     def engine_pid(self) -> int:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         assert len(children) == 1, children
         return int(children[0])
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 15) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE_S) -> int:
         self.process.send_signal(number)
         return self.process.wait(timeout)
 
@@ -89,7 +92,7 @@ def start(tmp_path: Path) -> Iterator:
         daemon.log.close()
 
 
-def gone(pid: int, seconds: float = 5) -> bool:
+def gone(pid: int, seconds: float = PATIENCE_S) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -123,10 +126,8 @@ def test_interrupt_stops_it_too(start):
 
 
 def test_stopping_while_loading_is_quick(start):
-    daemon = start(stub="--load-s 60")
-    began = time.monotonic()
+    daemon = start(stub="--load-s 600")
     assert daemon.stop() == 0
-    assert time.monotonic() - began < 5
 
 
 def test_an_answer_under_way_ends_before_the_daemon_does(start):
@@ -136,7 +137,7 @@ def test_an_answer_under_way_ends_before_the_daemon_does(start):
         "POST",
         daemon.url + "/v1/completions",
         json={"model": "tiny", "prompt": "one sleep:0.7 two", "stream": True},
-        timeout=20,
+        timeout=120,
         trust_env=False,
     ) as answer:
         lines = answer.iter_lines()
@@ -144,7 +145,7 @@ def test_an_answer_under_way_ends_before_the_daemon_does(start):
         daemon.process.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert any("two" in line for line in rest) and "data: [DONE]" in rest
-    assert daemon.process.wait(10) == 0
+    assert daemon.process.wait(PATIENCE_S) == 0
     with pytest.raises(httpx.ConnectError):
         daemon.complete("too late")
 
@@ -153,9 +154,8 @@ def test_an_idle_connection_does_not_hold_up_the_end(start):
     daemon = start()
     with httpx.Client(trust_env=False) as client:
         assert client.get(daemon.url + "/health").status_code == 200
-        began = time.monotonic()
-        assert daemon.stop() == 0
-        assert time.monotonic() - began < 3
+        assert daemon.stop() == 0  # Long before its keep-alive time ends.
+        assert serve.KEEP_ALIVE_S > PATIENCE_S
 
 
 @linux
@@ -163,7 +163,7 @@ def test_a_second_signal_ends_it_at_once(start):
     daemon = start()
     daemon.complete("up")
     engine = daemon.engine_pid()
-    body = json.dumps({"model": "tiny", "prompt": "one sleep:30", "stream": True}).encode()
+    body = json.dumps({"model": "tiny", "prompt": "one sleep:600", "stream": True}).encode()
     with contextlib.closing(
         socket.create_connection(("127.0.0.1", int(daemon.url.rpartition(":")[2])))
     ) as raw:
@@ -171,10 +171,8 @@ def test_a_second_signal_ends_it_at_once(start):
         raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert raw.recv(100)
         daemon.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
-        began = time.monotonic()
-        assert daemon.stop() == 1
-        assert time.monotonic() - began < 2
+        wait_until(lambda: "stopping" in daemon.logged())
+        assert daemon.stop() == 1  # Not 0, which comes when the answer has had its time.
     assert gone(engine)
 
 
@@ -196,9 +194,8 @@ def test_a_killed_engine_costs_one_request_and_comes_back(start):
     daemon = start()
     daemon.complete("up")
     engine = daemon.engine_pid()
-    began = time.monotonic()
-    answer = daemon.complete("die")
-    assert answer.status_code == 503 and time.monotonic() - began < 2
+    answer = daemon.complete("one sleep:0.3 die sleep:600")
+    assert answer.status_code == 503
     assert 1 <= int(answer.headers["retry-after"]) <= 60
     assert daemon.complete("again").status_code == 200
     assert daemon.engine_pid() != engine
@@ -219,23 +216,23 @@ def test_a_port_in_use_is_told_with_what_to_do(start):
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         daemon = start("--port", str(port))
-        assert daemon.process.wait(10) == 1
+        assert daemon.process.wait(PATIENCE_S) == 1
         assert f"port {port} on 127.0.0.1 is in use" in daemon.logged() and "--port" in daemon.logged()
         assert daemon.logged().count("\n") == 1
 
 
 def test_an_address_of_another_machine_is_told(start):
     daemon = start("--host", "203.0.113.7", "--api-key", "k")
-    assert daemon.process.wait(10) == 1
+    assert daemon.process.wait(PATIENCE_S) == 1
     assert "203.0.113.7 is no address of this machine" in daemon.logged()
 
 
 def test_a_folder_that_is_no_model_ends_it_with_2(start, tmp_path: Path):
     daemon = start("--model", str(tmp_path), model=False)
-    assert daemon.process.wait(10) == 2
+    assert daemon.process.wait(PATIENCE_S) == 2
     assert daemon.logged() == f"omlxd: --model: {tmp_path} is no model folder: config.json is missing.\n"
     by_variable = start(model=False, env={"OMLXD_MODEL": "./nowhere"})
-    assert by_variable.process.wait(10) == 2
+    assert by_variable.process.wait(PATIENCE_S) == 2
     assert by_variable.logged().startswith("omlxd: OMLXD_MODEL: there is no folder")
 
 
@@ -272,7 +269,7 @@ def test_a_second_daemon_on_one_cache_dir_says_so_and_stops(start, tmp_path: Pat
     first.complete("up")
     (tmp_path / "second").mkdir()
     second = Daemon(tmp_path / "second", "--paged-ssd-cache-dir", str(tmp_path / "c"))
-    assert second.process.wait(15) == 1 and second.url == ""
+    assert second.process.wait(PATIENCE_S) == 1 and second.url == ""
     (line,) = second.logged().splitlines()
     assert line.startswith(f"omlxd: the SSD cache {tmp_path}/c is in use by another omlxd")
     assert f"(process {first.process.pid})" in line and "--if-cache-busy no-ssd" in line
@@ -325,7 +322,7 @@ def test_the_key_is_asked_for_and_never_logged(start):
     headers = {"Authorization": "Bearer s3cret-key"}
     body = {"model": "tiny", "prompt": "a-private-prompt"}
     answer = httpx.post(
-        daemon.url + "/v1/completions", json=body, headers=headers, timeout=20, trust_env=False
+        daemon.url + "/v1/completions", json=body, headers=headers, timeout=120, trust_env=False
     )
     assert answer.status_code == 200
     assert daemon.stop() == 0

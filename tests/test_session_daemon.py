@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from daemon import BLOCK, Daemon, demo_model, own_usage
+from daemon import BLOCK, Daemon, demo_model, own_usage, wait_until
 from templates import QWEN3
 
 TURNS = 3
@@ -58,15 +58,17 @@ def test_a_client_that_keeps_no_thinking_loses_at_most_a_block(stripping, tmp_pa
     with Daemon(tmp_path, model=stripping) as daemon:
         lost = converse(daemon, "one", "reasoning_content")
         assert max(lost) <= BLOCK, lost
+        # The lines follow the answers.
+        wait_until(lambda: "healed=" in daemon.logged(), why=daemon.logged)
         healed = [line for line in daemon.logged().splitlines() if "healed=" in line]
-        assert healed and "sea" not in "".join(healed)
+        assert "sea" not in "".join(healed)
 
 
 def test_without_healing_it_is_computed_again(stripping, tmp_path):
     with Daemon(tmp_path, "--no-healing", model=stripping) as daemon:
         lost = converse(daemon, "one", "reasoning_content")
-        assert "healed=" not in daemon.logged()
         assert sum(lost) > 0
+        assert daemon.stop() == 0 and "healed=" not in daemon.logged()
 
 
 def test_the_clock_ends_a_request_and_the_next_one_is_served(tmp_path):

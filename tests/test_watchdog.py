@@ -27,7 +27,7 @@ def tokens(length: int, seed: int = 7) -> list[int]:
 def test_a_decoding_request_ends(model):
     with Rig(model) as rig:
         output = rig.start(tokens(100), n=100_000)
-        assert output.first.wait(30)
+        assert output.first.wait(120)
         output.sequence.deadline = time.monotonic()
         got = output.tokens()
         assert output.reason == "length" and got
@@ -62,7 +62,7 @@ def test_a_prefill_is_interrupted_between_two_chunks_and_keeps_its_blocks(model)
 def test_a_waiting_request_ends(model):
     with Rig(model, slots=1) as rig:
         first = rig.start(tokens(100), n=100_000)
-        assert first.first.wait(30)
+        assert first.first.wait(120)
         second = rig.start(tokens(60, seed=3), n=5)
         second.sequence.deadline = 0.0
         assert second.tokens() == [] and second.reason == "length"

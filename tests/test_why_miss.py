@@ -318,7 +318,8 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
     with Daemon(tmp_path) as daemon:
         url = ["--url", daemon.url]
         daemon.chat(text)
-        wait_until(lambda: written() >= 5, 20)
+        daemon.settled()
+        assert written() >= 5
         file = tmp_path / "changed.json"
         file.write_text(json.dumps({"path": CHAT, "body": body(daemon.model, changed)}))
         told = why(str(file), *url).explanation
@@ -339,14 +340,15 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         assert "another text stands stored there" in capsys.readouterr().out
         assert cli.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
         assert "no request is kept" in capsys.readouterr().err
-        wait_until(lambda: written() >= 7, 20)
+        daemon.settled()
+        assert written() >= 7
         # A damaged file is removed when it is read, and the daemon remembers it.
         os.kill(daemon.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: daemon.state() != "ready")
         for path in cache.rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(data)
-        wait_until(lambda: daemon.state() != "ready", 10)
         daemon.chat(prose(20, seed=3))
         assert own_usage(daemon.chat(text))["cached_cold"] == 0
         damaged = why("last", *url).explanation

@@ -138,16 +138,21 @@ class EngineLife:
 
         Not by asking it anything: a thread that answers says nothing of the one that computes.
         """
-        changed_at, seen, longest = time.monotonic(), None, 0.0
+        pause, seen = min(5.0, stall_s / 8), None
+        silent = longest = 0.0
+        looked_at = time.monotonic()
         while True:
-            await asyncio.sleep(min(5.0, stall_s / 8))
+            await asyncio.sleep(pause)
             now, state = time.monotonic(), self._progress()
+            # While this process itself did not run (the machine slept, or was busy), it heard nothing.
+            silent += min(now - looked_at, 2 * pause)
+            looked_at = now
             if state is None or state != seen:
                 if state is not None and seen is not None:
-                    longest = max(longest, now - changed_at)
-                changed_at, seen = now, state
-            elif now - changed_at >= max(stall_s, SLOW_CHUNKS * longest):
-                log.error("%s: no progress for %.0f s, it is ended", self._owner.model_id, now - changed_at)
+                    longest = max(longest, silent)
+                silent, seen = 0.0, state
+            elif silent >= max(stall_s, SLOW_CHUNKS * longest):
+                log.error("%s: no progress for %.0f s, it is ended", self._owner.model_id, silent)
                 self.stalled = True
                 self._link.kill()
                 return

@@ -1,0 +1,37 @@
+"""What holds for every test: nothing here depends on how fast or how busy the machine is.
+
+Hypothesis looks at the same examples on each run, so that a change alone can break a test.
+`OMLXD_TEST_RANDOM=1` looks at others each time.
+"""
+
+from __future__ import annotations
+
+import os
+
+import httpx
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+PATIENCE_S = 120.0
+"""Seconds that a test's client waits for an answer: on a busy machine the default of 5 is too few."""
+
+SEARCH = os.environ.get("OMLXD_TEST_RANDOM", "") not in ("", "0")
+
+hypothesis_settings.register_profile(
+    "omlxd",
+    deadline=None,
+    derandomize=not SEARCH,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+hypothesis_settings.load_profile("omlxd")
+
+
+def be_patient() -> None:
+    """Clients that name no timeout of their own get PATIENCE_S. httpx has no setting for it."""
+    default = httpx._config.DEFAULT_TIMEOUT_CONFIG
+    default.connect = default.read = default.write = default.pool = PATIENCE_S
+
+
+be_patient()
