@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from . import mlx_adapter
 from .mlx_adapter import LoadedModel
-from .sampling import BatchSampler, SamplerRow, Told, tell
+from .sampling import NO_TOKEN, BatchSampler, SamplerRow, Told, tell
 from .sequence import Sequence
 
 
@@ -128,7 +128,7 @@ class DecodeBatch:
 def _advance(row: Sequence, token: int) -> None:
     """Tell a row's constraint its newest token; the row alone fails if that can't go on."""
     constraint = row.sampler.constraint
-    if constraint is None:
+    if constraint is None or token == NO_TOKEN:
         return
     constraint.advance(token)
     if constraint.error is not None and not row.cancelled:

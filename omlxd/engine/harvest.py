@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kv.block_table import BlockTable
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter, shelter
@@ -65,6 +66,8 @@ class KVBridge:
         """Offer every full block of the cache that the store has not been offered yet.
 
         tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
+
+        Raises nothing: where there is no memory for copies, nobody's answer fails for it.
         """
         table = sequence.table
         if table is None or not self._layout.groups:
@@ -73,6 +76,21 @@ class KVBridge:
             table.append(sequence.kv_length - table.num_tokens)
         full = sequence.kv_length // self._block
         sequence.hash_output(full, self._block)
+        try:
+            self._offer(sequence, table, full, tensors)
+        except Exception:
+            log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
+        new = max(0, full - sequence.harvested)
+        self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
+        sequence.harvested = max(sequence.harvested, full)  # Those that failed are not tried again.
+
+    def _offer(
+        self,
+        sequence: Sequence,
+        table: BlockTable,
+        full: int,
+        tensors: Callable[[int, int], dict[str, mx.array]],
+    ) -> None:
         for run in self._wanted_runs(sequence, full):
             first, last = run[0] * self._block, (run[-1] + 1) * self._block
             starts = [(index - run[0]) * self._block for index in run]
@@ -80,9 +98,6 @@ class KVBridge:
             for index, payload in zip(run, payloads, strict=True):
                 key = sequence.key(index, self._block)
                 self.store.put(table, index, key, payload, sequence.prompt_length)
-        new = max(0, full - sequence.harvested)
-        self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
-        sequence.harvested = max(sequence.harvested, full)
 
     def harvest_prefilled(self, sequence: Sequence) -> None:
         """As `harvest`, from the sequence's own cache (not yet in a batch)."""
@@ -107,19 +122,22 @@ class KVBridge:
         return runs
 
     def finish(self, sequence: Sequence) -> None:
-        """Give the sequence's references back, its chain made recent in both tiers."""
+        """Give the sequence's references back, its chain made recent in both tiers. Raises nothing."""
         table = sequence.table
         if table is None:
             return
         sequence.table = None
-        used = sequence.hashes[: table.num_full]
-        if self.states is not None:
-            if sequence.tip is not None:
-                self.store.stats.new_state_bytes += sequence.tip[1].nbytes
-            # Before its chain, so the most recent: without it the chain is worth nothing.
-            used = [*self.states.finish(sequence), *used]
+        try:
+            used = sequence.hashes[: table.num_full]
+            if self.states is not None:
+                if sequence.tip is not None:
+                    self.store.stats.new_state_bytes += sequence.tip[1].nbytes
+                # Before its chain, so the most recent: without it the chain is worth nothing.
+                used = [*self.states.finish(sequence), *used]
+            self.store.record_use(used)
+        except Exception:
+            log.exception("request %d: its end is not kept", sequence.id)
         table.free()
-        self.store.record_use(used)
         shelter.let_go(self.store, sequence)
 
     # ----------------------------------------------------------------- out of the store

@@ -185,7 +185,19 @@ class Restore:
             self._post(self._settle)
 
     def _settle(self) -> None:
-        """On the engine thread: the good prefix becomes the sequence's cache."""
+        """On the engine thread: what came becomes the sequence's, or nothing does and it is computed."""
+        try:
+            self._accept()
+        except Exception:  # out of memory, most likely
+            log.exception("restore: can't fill a cache")
+            sequence = self._sequence
+            sequence.cache, sequence.kv_length, sequence.harvested, sequence.resume = None, 0, 0, 0
+            if sequence.table is not None:
+                self._store.cut(sequence.table, 0)
+        self._ready()
+
+    def _accept(self) -> None:
+        """The good prefix becomes the sequence's cache."""
         sequence, table, arrival = self._sequence, self._sequence.table, self._arrival
         assert table is not None
         self._arrival = None
@@ -198,13 +210,7 @@ class Restore:
             sequence.resume = 0
         self._store.cut(table, good)
         if arrival is not None and (good or sequence.resume):
-            try:
-                self._take(arrival, good)
-            except Exception:  # out of memory, most likely: it is computed instead, or fails there
-                log.exception("restore: can't fill a cache")
-                sequence.cache, sequence.kv_length, sequence.harvested, sequence.resume = None, 0, 0, 0
-                self._store.cut(table, 0)
-        self._ready()
+            self._take(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
         for block, fine in zip(self._blocks, self._good, strict=True):

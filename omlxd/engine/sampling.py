@@ -6,12 +6,12 @@ same request gives the same tokens whatever runs beside it. mlx-lm's server, for
 batching as soon as a request has a seed, and calls one sampler a row when parameters differ.
 
 Order of operations, as Hugging Face and vLLM have it: penalties, bias, temperature, then top-k,
-top-p and min-p on the probabilities.
+top-p and min-p on the probabilities. Tokens that are equally likely pass a filter together or not at
+all, as order among them would depend on the batch: so top-k may keep more than k.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,6 +24,12 @@ from ..chat import Sampling
 from .constraint import Constraint
 
 NEG_INF = float("-inf")
+
+COLD = 1e-5
+"""Temperatures below are greedy, as in vLLM: logits divided by one may pass what a float holds."""
+
+NO_TOKEN = -1
+"""Sampled where the model's logits are no numbers: whatever else came of them would look like an answer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,7 +66,7 @@ class RowSampling:
         return cls(
             temperature=pick("temperature"),
             top_p=pick("top_p"),
-            top_k=int(pick("top_k")),
+            top_k=max(0, int(pick("top_k"))),  # -1 is "off" in some models' defaults
             min_p=pick("min_p"),
             repetition_penalty=pick("repetition_penalty"),
             presence_penalty=sampling.presence_penalty,
@@ -71,7 +77,7 @@ class RowSampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature <= 0
+        return self.temperature < COLD
 
     @property
     def filtered(self) -> bool:
@@ -102,7 +108,7 @@ class Penalties:
         self.seen = seen
         self.count = mx.zeros((vocab,))
         bias = mx.zeros((vocab,))
-        if kept := Counter({t: b for t, b in row.logit_bias if 0 <= t < vocab}):
+        if kept := {token: value for token, value in row.logit_bias if 0 <= token < vocab}:
             bias[mx.array(list(kept))] = mx.array(list(kept.values()))
         self._bias = bias
 
@@ -198,11 +204,12 @@ class BatchSampler:
         ranks = [p.top_k for p in params if not p.greedy]
         self._width = max(ranks) if all(k > 0 for k in ranks) else 0
         self._top_k = mx.array([[p.top_k or 1 << 30] for p in params])
-        self._top_p = mx.array([[p.top_p] for p in params])
+        # Above 1 where it is off, or else rounding of the sum would cut the least likely tokens off.
+        self._top_p = mx.array([[p.top_p if p.top_p < 1 else 2.0] for p in params])
         self._min_p = mx.array([[p.min_p] for p in params])
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """logits (rows, vocabulary) → tokens (rows,) int32; lazy."""
+        """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` for logits that hold a NaN."""
         given = logits
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
@@ -210,6 +217,7 @@ class BatchSampler:
             logits = self._mask(logits)
         best = mx.argmax(logits, axis=-1)
         tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
+        tokens = mx.where(mx.any(mx.isnan(given), axis=-1), NO_TOKEN, tokens.astype(mx.int32))
         for index in self._penalised:
             penalties = self.rows[index].penalties
             assert penalties is not None
@@ -255,27 +263,20 @@ class BatchSampler:
         return mx.where(self._greedy[:, 0], best, picked.astype(best.dtype))
 
     def _pick_filtered(self, scaled: mx.array, noise: mx.array) -> mx.array:
-        vocab = scaled.shape[-1]
+        """Each row's filters as the least value that passes them all."""
         log_total = mx.logsumexp(scaled, axis=-1, keepdims=True)
-        if 0 < self._width < vocab:
-            order = mx.argpartition(-scaled, self._width - 1, axis=-1)[:, : self._width]
-            values = mx.take_along_axis(scaled, order, axis=-1)
-            inner = mx.argsort(-values, axis=-1)
-            order = mx.take_along_axis(order, inner, axis=-1)
-        else:
-            order = mx.argsort(-scaled, axis=-1)
-        values = mx.take_along_axis(scaled, order, axis=-1)
-        kept = mx.arange(order.shape[-1])[None] < self._top_k
+        best = mx.topk(scaled, self._width, axis=-1) if 0 < self._width < scaled.shape[-1] else scaled
+        ranked = -mx.sort(-best, axis=-1)
+        rank = mx.arange(ranked.shape[-1])[None]
         # As in Hugging Face and vLLM: top-p sees what top-k left, renormalised.
-        weights = mx.where(kept, mx.exp(values - log_total), 0.0)
-        weights = weights / mx.sum(weights, axis=-1, keepdims=True)
-        before = mx.cumsum(weights, axis=-1) - weights
-        kept = kept & (before < self._top_p) & (weights >= self._min_p * weights[:, :1])
+        kept = rank < self._top_k
+        weights = mx.where(kept, mx.exp(ranked - log_total), 0.0)
+        sums = mx.cumsum(weights, axis=-1)
+        kept = kept & (sums - weights < self._top_p * sums[:, -1:]) & (weights >= self._min_p * weights[:, :1])
         # The best token always stays, whatever rounding does to the sums.
-        kept = kept | (mx.arange(order.shape[-1])[None] == 0)
-        scores = mx.where(kept, values + mx.take_along_axis(noise, order, axis=-1), NEG_INF)
-        rank = mx.argmax(scores, axis=-1, keepdims=True)
-        return mx.take_along_axis(order, rank, axis=-1)[:, 0]
+        kept = kept | (rank == 0)
+        least = mx.min(mx.where(kept, ranked, -NEG_INF), axis=-1, keepdims=True)
+        return mx.argmax(mx.where(scaled >= least, scaled + noise, NEG_INF), axis=-1)
 
     def _noise(self, shape: Sequence[int]) -> mx.array:
         if all(row.params.seed is None for row in self.rows):

@@ -30,7 +30,7 @@ from .inbox import Inbox
 from .mlx_adapter import LoadedModel
 from .prefill_chunk import compute_chunk, last_token_alone
 from .prefill_pacer import PrefillPacer
-from .sampling import Likelihood, sample_one
+from .sampling import NO_TOKEN, Likelihood, sample_one
 from .sequence import Sequence, State, capacity_for
 from .waiting_line import WaitingLine
 from .watchdog import Watchdog
@@ -177,8 +177,8 @@ class Scheduler:
         assert self.bridge is not None
         if not self.bridge.match(sequence):
             return False
-        sequence.state = State.RESTORING
         self.bridge.restore(sequence, lambda: self._restored(sequence))
+        sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
         return True
 
     def _restored(self, sequence: Sequence) -> None:
@@ -275,6 +275,7 @@ class Scheduler:
         return best
 
     def _step(self, batch: DecodeBatch) -> None:
+        rows = list(batch.rows)
         try:
             self.steps += 1
             emitted = batch.step()
@@ -287,8 +288,8 @@ class Scheduler:
                     self._harvest_row(batch, sequence)
         except Exception as error:
             log.exception("decode failed")
-            self._batches.remove(batch)
-            for sequence in list(batch.rows):
+            self._batches = [other for other in self._batches if other is not batch]
+            for sequence in rows:
                 self._fail(sequence, _internal(error))
 
     def _hold_states(self, batch: DecodeBatch) -> None:
@@ -316,6 +317,9 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, token: int) -> bool:
         """Take a sampled token. False: the sequence ends with it."""
+        if token == NO_TOKEN:
+            self._spoiled(sequence)
+            return False
         sequence.tokens.append(token)
         if sequence.cancelled:
             return False
@@ -328,6 +332,15 @@ class Scheduler:
             sequence.sink.finished(sequence, "length")
             return False
         return True
+
+    def _spoiled(self, sequence: Sequence) -> None:
+        """The model's numbers are none: the answer ends here, and nothing more of its KV is kept."""
+        if not sequence.cancelled:
+            sequence.sink.failed(sequence, OmlxdError("the model's logits are not numbers", code="internal"))
+        sequence.tip = None
+        if self.bridge is not None:
+            self.bridge.finish(sequence)
+        sequence.cancelled = True
 
     # ----------------------------------------------------------------- ends
 

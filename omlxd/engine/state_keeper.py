@@ -15,6 +15,7 @@ same prompt is likely to be asked again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -26,6 +27,8 @@ from . import mlx_adapter
 from .mlx_adapter import Cache, StateLayout
 from .payload import MLXPayload, copy_state, read_payload, view_state
 from .sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 SHARE = 0.2
 """Checkpoints at intervals take at most this share of the bytes of the KV between them.
@@ -92,7 +95,10 @@ class StateKeeper:
         if rest or not blocks or (sequence.tip is not None and sequence.tip[0] == blocks):
             return
         sequence.hash_output(blocks, self._block)
-        sequence.tip = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
+        try:
+            sequence.tip = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
+        except Exception:  # No memory for a copy, most likely: nobody's answer fails for it.
+            log.exception("request %d: its state after %d blocks is not kept", sequence.id, blocks)
 
     def _put(self, sequence: Sequence, *, write: bool) -> None:
         assert sequence.tip is not None

@@ -1,0 +1,138 @@
+"""What fails beside the model: copying KV out, starting a restore, numbers that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cold_run import prompt
+from daemon import wait_until
+from families import build_family
+from rig import BLOCK, Rig
+
+from omlxd.chat import Sampling
+from omlxd.engine import harvest as harvest_module
+from omlxd.engine import state_keeper
+from omlxd.engine.restore import Restore
+from omlxd.errors import OmlxdError
+from omlxd.kv.store import KVStore
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3_next", tmp_path_factory.mktemp("model") / "qwen3_next")
+
+
+def no_memory(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("[malloc] Unable to allocate")
+
+
+def nothing_is_held(rig: Rig) -> None:
+    """Every slot and reference is given back."""
+    rig.settle()
+    assert not rig.scheduler._active and not rig.scheduler._batches
+    rig.on_engine(lambda: rig.pool.check({}))
+
+
+@pytest.mark.parametrize("family", ["model", "hybrid"])
+def test_a_copy_that_fails_costs_nobody_an_answer(family: str, request, monkeypatch):
+    folder = request.getfixturevalue(family)
+    prompts = [prompt(150, seed=1), prompt(70, seed=2)]
+    with Rig(folder, reuse=False) as rig:
+        alone = [rig.run(p, 20).got for p in prompts]
+    with Rig(folder) as rig:
+        monkeypatch.setattr(harvest_module, "copy_blocks", no_memory)
+        monkeypatch.setattr(state_keeper, "copy_state", no_memory)
+        running = [rig.start(p, 20) for p in prompts]
+        assert [output.tokens() for output in running] == alone
+        nothing_is_held(rig)
+        monkeypatch.undo()
+        assert rig.run(prompts[0], 20).got == alone[0]
+        assert rig.run(prompts[0], 20).hot == 2 * BLOCK
+
+
+def test_a_copy_that_fails_at_a_cancel_gives_the_slot_back(model: Path, monkeypatch):
+    with Rig(model, slots=2) as rig:
+        stays = rig.start(prompt(30), 600)
+        leaves = rig.start(prompt(100, seed=1), 600)
+        assert stays.first.wait(30) and leaves.first.wait(30)
+        monkeypatch.setattr(harvest_module, "copy_blocks", no_memory)
+        rig.scheduler.cancel(leaves.sequence)
+        wait_until(lambda: leaves.sequence not in rig.scheduler._active, 30)
+        so_far = len(stays.got)
+        wait_until(lambda: len(stays.got) > so_far, 30)
+        rig.scheduler.cancel(stays.sequence)
+        nothing_is_held(rig)
+        assert stays.error is None
+
+
+def test_a_restore_that_can_not_start_fails_its_request_alone(model: Path, tmp_path: Path, monkeypatch):
+    with Rig(model, tmp_path) as rig:
+        rig.run(prompt(200))
+    with Rig(model, tmp_path) as rig:
+        with monkeypatch.context() as patched:
+            patched.setattr(Restore, "start", no_memory)
+            with pytest.raises(OmlxdError, match="Unable to allocate"):
+                rig.start(prompt(200)).tokens()
+        nothing_is_held(rig)
+        assert rig.run(prompt(200)).cold == 3 * BLOCK
+
+
+def test_a_restore_that_can_not_be_settled_is_computed_instead(model: Path, tmp_path: Path, monkeypatch):
+    with Rig(model, tmp_path) as rig:
+        want = rig.run(prompt(200)).got
+    with Rig(model, tmp_path) as rig:
+        with monkeypatch.context() as patched:
+            patched.setattr(Restore, "_keep_or_lose", no_memory)
+            assert rig.run(prompt(200)).got == want
+        nothing_is_held(rig)
+
+
+def test_a_row_that_can_not_be_released_does_not_stop_the_engine(model: Path, monkeypatch):
+    with Rig(model) as rig:
+        with monkeypatch.context() as patched:
+            patched.setattr(KVStore, "record_use", no_memory)
+            rig.start(prompt(100), 5).tokens()
+            wait_until(lambda: not rig.scheduler._active, 30)
+        nothing_is_held(rig)
+        assert len(rig.run(prompt(100), 5).got) == 5
+
+
+class NaNAfter:
+    """A model whose logits are no numbers from its `passes`-th pass on, for prompts with token `mark`."""
+
+    def __init__(self, model: Any, passes: int):
+        self._model, self._left = model, passes
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        self._left -= 1
+        logits = self._model(tokens, cache=cache)
+        return logits if self._left > 0 else logits * float("nan")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7, top_p=0.9, top_k=9)])
+@pytest.mark.parametrize("passes", [1, 9])
+def test_logits_that_are_no_numbers_are_an_error_and_no_answer(
+    model: Path, sampling: Sampling, passes: int
+):
+    with Rig(model) as rig:
+        whole = rig.scheduler._model
+        rig.scheduler._model = NaNAfter(whole, passes)
+        output = rig.start(prompt(60), 40, sampling=sampling)
+        with pytest.raises(OmlxdError, match="not numbers"):
+            output.tokens()
+        assert len(output.got) < 9
+        nothing_is_held(rig)
+        assert rig.pool.num_cached == 0, "what no number comes of is not kept"
+        rig.scheduler._model = whole
+        assert len(rig.run(prompt(60), 5).got) == 5
