@@ -120,11 +120,11 @@ class NaNAfter:
         return getattr(self._model, name)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7, top_p=0.9, top_k=9)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0.0), Sampling(temperature=0.7, top_p=0.9, top_k=9)]
+)
 @pytest.mark.parametrize("passes", [1, 9])
-def test_logits_that_are_no_numbers_are_an_error_and_no_answer(
-    model: Path, sampling: Sampling, passes: int
-):
+def test_logits_that_are_no_numbers_are_an_error_and_no_answer(model: Path, sampling: Sampling, passes: int):
     with Rig(model) as rig:
         whole = rig.scheduler._model
         rig.scheduler._model = NaNAfter(whole, passes)

@@ -9,7 +9,9 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from parsing import READ, call, merged, parse, tokenizer  # noqa: F401 -- a fixture
+from tokenizers_zoo import fast, zoo
 
 from omlxd.chat import ReasoningDelta, TextDelta
 from omlxd.engine.detokenizer import detokenizer
@@ -209,6 +211,17 @@ def test_the_detokenizer_keeps_spaces_and_whole_characters(tokenizer):
         pieces = [text_of.add(token) for token in tokenizer.encode(text)]
         assert "".join(pieces) + text_of.finish() == text
         assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["demo", "unigram-first", "llama"])
+def test_a_token_past_the_tokenizers_vocabulary_is_no_text(kind: str):
+    """Models pad their vocabularies, and nothing keeps one from sampling the padding."""
+    wrapped = TokenizerWrapper(fast(zoo()[kind]), SPMStreamingDetokenizer)
+    text_of = detokenizer(wrapped)
+    one, two = wrapped.encode("a word"), wrapped.encode("b")
+    padded = "".join(map(text_of.add, [*one, len(wrapped), len(wrapped) + 90, *two])) + text_of.finish()
+    text_of = detokenizer(wrapped)
+    assert padded == "".join(map(text_of.add, [*one, *two])) + text_of.finish()
 
 
 def test_half_a_character_at_the_end_is_marked(tokenizer):

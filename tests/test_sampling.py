@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
-from omlxd.engine.sampling import BatchSampler, RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 
 VOCAB = 50
 RNG = np.random.default_rng(3)
@@ -80,6 +80,41 @@ def test_a_seed_gives_the_same_tokens_whatever_runs_beside_it(fields):
     assert len(set(alone.tolist())) > 1
 
 
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_k": 20, "top_p": 0.8}, {"top_p": 0.6}, {}], ids=str)
+@pytest.mark.parametrize("beside", [{"top_k": 40}, {"top_p": 0.5}, {}], ids=str)
+def test_tokens_that_are_equally_likely_do_not_depend_on_the_neighbours_either(fields, beside):
+    """Logits of 16 bits are often equal, and which of them a sort puts first depends on its width."""
+    logits = np.round(np.random.default_rng(0).normal(size=2000) * 8).astype(np.float32) / 4
+    for seed in range(30):
+        own = {"temperature": 1.0, "seed": seed, **fields}
+        alone = draw([row(**own)], logits)[0, 0]
+        assert draw([row(**own), row(temperature=1.0, **beside)], logits)[0, 0] == alone
+
+
+def test_of_equally_likely_tokens_all_pass_a_filter_or_none():
+    logits = np.array([3.0, 2.0, 2.0, 2.0, 1.0], dtype=np.float32)
+    for fields in ({"top_k": 2}, {"top_p": 0.6}):
+        tokens = draw([row(temperature=2.0, **fields)] * 50, logits, steps=10)
+        assert set(tokens.ravel().tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-300, 1e-6])
+def test_a_temperature_near_zero_is_greedy(temperature: float):
+    tokens = draw([row(temperature=temperature), row(temperature=temperature, top_p=0.5)], steps=3)
+    assert set(tokens.ravel().tolist()) == {int(LOGITS.argmax())}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}]
+)
+def test_logits_that_are_no_numbers_give_no_token(fields):
+    broken = LOGITS.copy()
+    broken[7] = np.nan
+    sampler = BatchSampler([row(**fields), row(**fields)])
+    tokens = np.array(sampler(mx.array(np.stack([broken, LOGITS]))))
+    assert tokens[0] == NO_TOKEN and 0 <= tokens[1] < VOCAB
+
+
 @pytest.mark.parametrize("seed", [0, -1, 2**63, 2**70])
 def test_any_integer_is_a_seed(seed):
     draw([row(temperature=1.0, seed=seed)])
@@ -116,3 +151,4 @@ def test_defaults_of_the_model_fill_what_the_request_leaves_open():
     filled = RowSampling.of(Sampling(top_k=5), defaults)
     assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 0.95, 5)
     assert RowSampling.of(Sampling(temperature=0.0), defaults).greedy
+    assert RowSampling.of(Sampling(top_k=-1), defaults).top_k == 0

@@ -42,14 +42,16 @@ class ByteDetokenizer:
 
 
 class WrappedDetokenizer:
-    """mlx-lm's streaming detokenizer."""
+    """mlx-lm's streaming detokenizer. `known`: tokens of the tokenizer's own vocabulary."""
 
-    __slots__ = ("_inner",)
+    __slots__ = ("_inner", "_known")
 
-    def __init__(self, inner: Any):
-        self._inner = inner
+    def __init__(self, inner: Any, known: int):
+        self._inner, self._known = inner, known
 
     def add(self, token: int) -> str:
+        if token >= self._known:  # Padding of the model's vocabulary: sentencepiece's has no entry for it.
+            return ""
         self._inner.add_token(token)
         return self._inner.last_segment
 
@@ -65,7 +67,7 @@ _building = threading.Lock()
 def detokenizer(tokenizer: Any) -> Detokenizer:
     """A fresh one for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
     if not _byte_level(tokenizer):
-        return WrappedDetokenizer(tokenizer.detokenizer)
+        return WrappedDetokenizer(tokenizer.detokenizer, len(tokenizer))
     return ByteDetokenizer(_table(tokenizer))
 
 

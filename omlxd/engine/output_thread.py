@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from ..chat import Event
+from ..chat import Event, Failed
 
 log = logging.getLogger(__name__)
 
@@ -52,4 +52,18 @@ class OutputThread:
                 except queue.Empty:
                     break
             if events:
-                self._send(tuple(events))
+                self._send_all(events)
+
+    def _send_all(self, events: list[tuple[int, Event]]) -> None:
+        """In one frame, or else each event alone: this thread serves everybody, and must not end."""
+        try:
+            self._send(tuple(events))
+            return
+        except Exception:
+            log.exception("a frame of events can't be sent")
+        for id, event in events:
+            try:
+                self._send(((id, event),))
+            except Exception as error:
+                failed = Failed(code="internal", message=f"the answer can't be sent: {type(error).__name__}")
+                self._send(((id, failed),))

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ..chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCallCut, Usage
 from ..errors import OmlxdError
 from .answer import Answer
-from .output_thread import OutputThread
+from .output_thread import OutputThread, Work
 from .sampling import Likelihood
 from .sequence import Sequence
 
@@ -51,6 +51,7 @@ class RequestSink:
         self._ended = False
         self._answer = Answer()
         self._cut = False
+        self._taken = 0
         self.stop: Callable[[], None] = lambda: None
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
@@ -66,11 +67,11 @@ class RequestSink:
         self._output.put(lambda: self._emit([TextDelta(text)]))
 
     def token(self, token: int, told: Likelihood | None) -> None:
-        self._output.put(lambda: self._token(token, told))
+        self._output.put(lambda: self._guarded(lambda: self._token(token, told)))
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         usage = usage_of(sequence)
-        self._output.put(lambda: self._finish(reason, usage))
+        self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage)))
 
     def failed(self, sequence: Sequence, error: OmlxdError) -> None:
         self._output.put(lambda: self._fail(error.as_event()))
@@ -85,23 +86,25 @@ class RequestSink:
             self._cut = self._cut or isinstance(event, ToolCallCut)
         return [(self._id, event) for event in events]
 
-    def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
-        if self._ended:
-            return []
+    def _guarded(self, work: Work) -> list[tuple[int, Event]]:
+        """A request whose output breaks fails: else its client would wait for ever."""
         try:
-            events = self._emit(self._parser.add_token(token, told))
+            return [] if self._ended else work()
         except Exception as error:
             log.exception("request %d: can't parse its output", self._id)
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
+
+    def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
+        self._taken += 1
+        events = self._emit(self._parser.add_token(token, told))
         if self._parser.ended:
             self.stop()
-            events += self._finish("stop", self.usage())
+            # The engine is ahead by now, by as much as this thread happens to be behind.
+            events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
         return events
 
     def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
-        if self._ended:
-            return []
         events = self._emit(self._parser.finish(reason))
         stopped = self._parser.stopped
         if stopped is not None:

@@ -272,7 +272,9 @@ class BatchSampler:
         kept = rank < self._top_k
         weights = mx.where(kept, mx.exp(ranked - log_total), 0.0)
         sums = mx.cumsum(weights, axis=-1)
-        kept = kept & (sums - weights < self._top_p * sums[:, -1:]) & (weights >= self._min_p * weights[:, :1])
+        kept = (
+            kept & (sums - weights < self._top_p * sums[:, -1:]) & (weights >= self._min_p * weights[:, :1])
+        )
         # The best token always stays, whatever rounding does to the sums.
         kept = kept | (rank == 0)
         least = mx.min(mx.where(kept, ranked, -NEG_INF), axis=-1, keepdims=True)

@@ -1,0 +1,119 @@
+"""A request's way out: whatever breaks there, its client hears of an end, and so do all the others."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+
+from omlxd import wire
+from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, Usage
+from omlxd.engine.output_thread import OutputThread
+from omlxd.engine.request_sink import RequestSink
+from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.sequence import Sequence
+
+
+class Parser:
+    """Every token is its number in words; `faulty` names the method that raises."""
+
+    def __init__(self, faulty: str = "", stops_at: int = -1):
+        self.faulty, self.stops_at = faulty, stops_at
+        self.reasoning_tokens = 0
+        self.stopped: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.stopped is not None
+
+    def add_token(self, token: int, told: Any = None) -> list[Event]:
+        if self.faulty == "add_token":
+            raise RuntimeError("no such token")
+        if token == self.stops_at:
+            self.stopped = "stop"
+            return []
+        return [TextDelta(str(token))]
+
+    def finish(self, reason: str) -> list[Event]:
+        if self.faulty == "finish":
+            raise RuntimeError("no end")
+        return []
+
+
+def sequence() -> Sequence:
+    row = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
+    return Sequence(1, [1, 2, 3], 3, bytes(32), [], 10, frozenset(), row)
+
+
+class Line:
+    """Where frames go: encoded, as to the front."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+
+    def send(self, events: tuple[tuple[int, Event], ...]) -> None:
+        wire.encode(wire.Events(events=events))
+        for event in events:
+            self.events.put(event)
+
+    def next(self) -> tuple[int, Event]:
+        return self.events.get(timeout=30)
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@pytest.fixture
+def output(line: Line):
+    output = OutputThread(line.send)
+    yield output
+    output.close(10)
+
+
+@pytest.mark.parametrize("faulty", ["add_token", "finish", "learn", "over"])
+def test_a_request_whose_output_breaks_ends_all_the_same(faulty: str, line: Line, output: OutputThread):
+    ended: list[int] = []
+    sink = RequestSink(1, output, Parser(faulty), lambda: ended.append(1))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    if faulty in ("learn", "over"):
+        setattr(sink, faulty, broken)
+    sink.token(7, None)
+    sink.finished(sequence(), "stop")
+    event = line.next()[1]
+    while not isinstance(event, Failed | Finished):
+        event = line.next()[1]
+    assert isinstance(event, Failed)
+    sink.token(8, None)  # Nothing follows an end.
+    other = RequestSink(2, output, Parser(), lambda: None)
+    other.token(9, None)
+    assert line.next() == (2, TextDelta("9"))
+    assert ended == [1]
+
+
+def test_an_event_that_can_not_be_sent_fails_its_request_and_no_other(line: Line, output: OutputThread):
+    output.put(
+        lambda: [(1, TextDelta("one")), (2, TextDelta("half a pair: \ud800")), (3, TextDelta("three"))]
+    )
+    got = [line.next() for _ in range(3)]
+    assert got[0] == (1, TextDelta("one")) and got[2] == (3, TextDelta("three"))
+    assert got[1][0] == 2 and isinstance(got[1][1], Failed)
+    output.put(lambda: [(1, TextDelta("goes on"))])
+    assert line.next() == (1, TextDelta("goes on"))
+
+
+def test_tokens_behind_a_stop_string_are_not_counted(line: Line, output: OutputThread):
+    """The engine is some steps ahead by the time the stop string is found."""
+    sink = RequestSink(1, output, Parser(stops_at=12), lambda: None)
+    sink.usage = lambda: Usage(prompt_tokens=3, completion_tokens=9)
+    for token in (10, 11, 12, 13, 14):
+        sink.token(token, None)
+    event = line.next()[1]
+    while not isinstance(event, Finished):
+        event = line.next()[1]
+    assert event.reason == "stop_sequence" and event.usage.completion_tokens == 3
