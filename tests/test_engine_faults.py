@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from omlxd.engine import harvest as harvest_module
 from omlxd.engine import state_keeper
 from omlxd.engine.restore import Restore
 from omlxd.errors import OmlxdError
+from omlxd.kv.fs import PosixFileSystem
 from omlxd.kv.store import KVStore
 
 
@@ -136,3 +138,42 @@ def test_logits_that_are_no_numbers_are_an_error_and_no_answer(model: Path, samp
         assert rig.pool.num_cached == 0, "what no number comes of is not kept"
         rig.scheduler._model = whole
         assert len(rig.run(prompt(60), 5).got) == 5
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a family without per-token KV: its prefixes are checkpoints alone."""
+    return build_family("mamba2", tmp_path_factory.mktemp("model") / "mamba2")
+
+
+def test_a_disk_that_fails_is_left_alone_by_checkpoints_too(recurrent: Path, tmp_path: Path):
+    with Rig(recurrent, tmp_path) as rig:
+        rig.run(prompt(200), 5)
+    with Rig(recurrent, tmp_path) as rig:
+        assert rig.store.flusher is not None
+        rig.store.flusher.health.read_failed(OSError(errno.EIO, "Input/output error"))
+        output = rig.run(prompt(200), 5)
+        assert output.cold == 0 and output.sequence.restores == 0
+        rig.store.flusher.health.retry_now()
+        assert rig.run(prompt(200, seed=1)[:100] + prompt(90), 5).cold == 0
+
+
+def test_a_damaged_checkpoint_that_can_not_be_removed_is_written_anew(
+    recurrent: Path, tmp_path: Path, monkeypatch
+):
+    with Rig(recurrent, tmp_path) as rig:
+        rig.run(prompt(200), 5)
+    for file in tmp_path.rglob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    with Rig(recurrent, tmp_path) as rig:
+
+        def denied(self: Any, path: str) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(PosixFileSystem, "unlink", denied)
+            assert rig.run(prompt(200), 5).cold == 0
+    with Rig(recurrent, tmp_path) as rig:
+        assert rig.run(prompt(200), 5).cold == 3 * BLOCK

@@ -282,7 +282,7 @@ def test_a_leftover_that_cannot_be_removed_is_on_the_account_and_goes_first(tmp_
         put(tmp_path, name(number))
     temp, _ = put(tmp_path, f"{name(1)}.77-0.tmp")
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module, "_unlink", lambda path: PermissionError(13, "no", str(path)))
+        patch.setattr(ledger_module, "unlink", lambda path: PermissionError(13, "no", str(path)))
         ledger = Ledger(tmp_path, 10 * PAGE)
         ledger.open()
     account(ledger)
@@ -385,7 +385,7 @@ def test_another_engines_grant_survives_and_its_late_word_counts_once(ledger, tm
 def test_a_file_that_vanishes_during_the_walk_is_no_trouble(ledger, tmp_path, monkeypatch):
     for number in range(5):
         put(tmp_path, f"{NS}/00/{file_name(number)}")
-    entries = ledger_module._entries
+    entries = ledger_module.entries_of
 
     def vanish(folder):
         found = entries(folder)
@@ -393,7 +393,7 @@ def test_a_file_that_vanishes_during_the_walk_is_no_trouble(ledger, tmp_path, mo
             (tmp_path / NS / "00" / file_name(3)).unlink()
         return found
 
-    monkeypatch.setattr(ledger_module, "_entries", vanish)
+    monkeypatch.setattr(ledger_module, "entries_of", vanish)
     assert ledger.reserve(5 * PAGE)
     ledger.engine_gone(5 * PAGE, 77)
     assert ledger.stats().files == 4

@@ -245,7 +245,8 @@ class KVBridge:
     def _promote(self, block: Any, key: Any) -> None:
         payload = None
         try:
-            if self.store.may_promote(self._layout.nbytes(self._block)):
+            # Another request may have brought it meanwhile.
+            if block.payload is None and self.store.may_promote(self._layout.nbytes(self._block)):
                 payload = read_payload(
                     self._layout, self._block, lambda views: self.store.load_into(key, views)
                 )

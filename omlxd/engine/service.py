@@ -57,7 +57,6 @@ class EngineService:
         self._requests = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="request")
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence | None] = {}
-        self._cancelled: set[int] = set()
         self._host: Future[EngineHost] = Future()
         self._engine: threading.Thread | None = None
 
@@ -80,10 +79,12 @@ class EngineService:
         decoder = wire.FrameDecoder(wire.ToEngine)
         deadline_s = ORPHAN_FLUSH_S
         while data := self._receive():
-            for message in decoder.feed(data):
+            messages = iter(decoder.feed(data))
+            for message in messages:
                 if isinstance(message, wire.Quit):
                     # What is written on the way out needs space, and the front's answer has to be read.
-                    threading.Thread(target=self._read_grants, args=(decoder,), daemon=True).start()
+                    rest = list(messages)
+                    threading.Thread(target=self._read_grants, args=(decoder, rest), daemon=True).start()
                     return self._close(message.deadline_s)
                 self._handle(message)
         log.info("the front is gone")
@@ -93,11 +94,15 @@ class EngineService:
         last.start()
         self._close(deadline_s)
 
-    def _read_grants(self, decoder: wire.FrameDecoder) -> None:
-        while data := self._receive():
-            for message in decoder.feed(data):
+    def _read_grants(self, decoder: wire.FrameDecoder, messages: list[Any]) -> None:
+        """`messages`: what came with the `Quit`, behind it."""
+        while True:
+            for message in messages:
                 if isinstance(message, wire.Grant):
                     self._space.granted(message)
+            if not (data := self._receive()):
+                return
+            messages = decoder.feed(data)
 
     def _receive(self) -> bytes:
         try:

@@ -86,9 +86,16 @@ class Checkpoints:
                 if self._store.flusher is not None:
                     self._store.flusher.used(name, len(hashes) * self._store.block_size)
                 return self._found(length, reach)
-            if self._files is not None and self._files.has(name):
+            if self._may_load(name):
                 return self._found(length, reach)
         return self._found(0, reach)
+
+    def _may_load(self, name: BlockHash) -> bool:
+        """Whether a file stands there, on a disk that can be read. Any thread."""
+        flusher = self._store.flusher
+        if self._files is None or (flusher is not None and not flusher.health.may_read()):
+            return False
+        return self._files.has(name)
 
     def _found(self, length: int, reach: int) -> int:
         self.missing += length < reach
@@ -97,7 +104,7 @@ class Checkpoints:
     def stands(self, block_hash: BlockHash) -> bool:
         """Whether a checkpoint stands after that block, in RAM or on disk. Any thread."""
         name = checkpoint_name(block_hash)
-        return self.peek(block_hash) is not None or (self._files is not None and self._files.has(name))
+        return self.peek(block_hash) is not None or self._may_load(name)
 
     def hot(self, block_hash: BlockHash) -> Payload | None:
         """The checkpoint after that block, if it is in RAM; it becomes the most recently used."""
@@ -127,11 +134,14 @@ class Checkpoints:
                 pool.touch([block])
                 pool.free([own])
         flusher = self._store.flusher
-        if write and flusher is not None and self._files is not None and not self._files.has(name):
+        if write and flusher is not None and self._files is not None and self._lacks_file(self._files, name):
             key, tier = self._key(block_hash, position), self._files.at(position)
             flusher.offer(key, payload, block, tier, tokens=position)
         if block is not None:
             pool.free([block])
+
+    def _lacks_file(self, files: CheckpointFiles, name: BlockHash) -> bool:
+        return not files.has(name) or self._store.distrusts(name)
 
     def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
         """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""

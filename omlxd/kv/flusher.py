@@ -58,6 +58,8 @@ class Flusher:
         self._admission: Admission = admission or Always()
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
+        self.on_written: Callable[[BlockHash], None] = lambda block_hash: None
+        """Called on the engine thread with a block whose file is in place."""
         pool.on_leaving = self._leaving
 
     def is_writing(self, block_hash: BlockHash) -> bool:
@@ -128,6 +130,8 @@ class Flusher:
         self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
     ) -> None:
         self._writing.discard(key.block_hash)
+        if in_place:
+            self.on_written(key.block_hash)
         # Not always `block`: that may have been let go, and the same tokens been computed again.
         owner = self._pool.get_cached_block(key.block_hash)
         if owner is not None and in_place:

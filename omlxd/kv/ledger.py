@@ -35,6 +35,7 @@ from pathlib import Path
 
 from .fates import Fates
 from .file_order import FileOrder
+from .folders import entries_of, is_gone, subfolders, unlink
 from .installed import Installed
 from .namespace_file import FILE_NAME
 from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
@@ -79,6 +80,16 @@ class LedgerStats:
     write_budget_used_up: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Gone:
+    """An engine that ended with `outstanding` granted bytes. `tried_at`: monotonic seconds."""
+
+    outstanding: int
+    pid: int
+    namespace: str
+    tried_at: float = float("-inf")
+
+
 class Ledger:
     """`root`: the cache dir. `cap_bytes`: what files and grants may add up to; `writes`: a day's limit."""
 
@@ -98,6 +109,8 @@ class Ledger:
         self._lock_fd = -1
         self._has_stock = False
         self._leftovers_removed = 0
+        self._gone: list[_Gone] = []
+        """Engines that have ended and whose folders could not be read since."""
 
     # ----------------------------------------------------------------- opening and closing
 
@@ -178,16 +191,16 @@ class Ledger:
         temporary file that can't be removed is given as a block file of the greatest age: it takes
         its space, and every eviction tries it again.
         """
-        for namespace in _subfolders(self.root, only):
-            for fan in _subfolders(Path(namespace.path), is_fan_dir):
-                for entry in _entries(fan.path):
+        for namespace in subfolders(self.root, only):
+            for fan in subfolders(Path(namespace.path), is_fan_dir):
+                for entry in entries_of(fan.path):
                     kind = file_kind(entry.name)
                     if not kind or not entry.is_file(follow_symlinks=False):
                         continue
                     is_temp = kind == "temp"
                     if is_temp and dead is not None and temp_owner(entry.name) != dead:
                         continue  # Some living engine is writing it, under its own grant.
-                    if is_temp and _unlink(entry.path) is None:
+                    if is_temp and unlink(entry.path) is None:
                         self._leftovers_removed += 1
                         continue
                     try:
@@ -202,8 +215,11 @@ class Ledger:
 
     def reserve(self, nbytes: int) -> int:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
-        if nbytes <= 0 or nbytes > self.cap or not self._has_stock:
+        if nbytes <= 0 or not self._has_stock:
             return 0
+        self._settle_gone()
+        if self._reserved + nbytes > self.cap:
+            return 0  # What others were granted can't be evicted.
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.
             return 0
         self._evict(self._committed + nbytes - self.cap)
@@ -232,7 +248,7 @@ class Ledger:
     def dropped(self, paths: Iterable[str]) -> None:
         """Files that an engine removed itself, or tried to: one that is there still counts."""
         for path in paths:
-            if not os.path.lexists(self.root / path):
+            if is_gone(self.root / path):
                 self._files.remove(path)
                 self.fates.note(path, "damaged")
 
@@ -244,9 +260,9 @@ class Ledger:
         files = nbytes = 0
         troubles: list[str] = []
         for path in paths:
-            if remove and (error := _unlink(self.root / path)) is not None:
+            if remove and (error := unlink(self.root / path)) is not None:
                 troubles.append(f"{path}: {error.strerror}")
-            elif path in self._files and not os.path.lexists(self.root / path):
+            elif path in self._files and is_gone(self.root / path):
                 nbytes += self._files.remove(path)
                 files += 1
                 self.fates.note(path, "cleared")
@@ -268,18 +284,34 @@ class Ledger:
         """An engine ended holding `outstanding` granted bytes: adopt what it wrote, free the rest.
 
         Its temporary files go, and no others'. `namespace`: what it was loaded as, and
-        wrote to; "" if it was not, and then everything is looked at.
+        wrote to; "" if it was not, and then everything is looked at. Where that can't be read the grant
+        stays, or else the cap would not hold, and it is tried again.
         """
         if namespace:
             self._installed.left(namespace)
             self._judge()
-        if outstanding <= 0:
-            return  # Whatever it wrote it has told.
+        if outstanding > 0:  # Or else it has told whatever it wrote.
+            self._gone.append(_Gone(outstanding, pid, namespace))
+            self._settle_gone()
 
+    def _settle_gone(self) -> None:
+        """Try to settle each engine that is gone, but for those that were tried a moment ago."""
+        now = time.monotonic()
+        for gone in [gone for gone in self._gone if now - gone.tried_at >= JUDGE_S]:
+            gone.tried_at = now
+            try:
+                self._adopt(gone)
+            except OSError as error:
+                log.warning("SSD cache: what engine %d wrote can't be counted yet: %s", gone.pid, error)
+            else:
+                self._gone.remove(gone)
+
+    def _adopt(self, gone: _Gone) -> None:
         def written_to(name: str) -> bool:
-            return name == namespace if namespace else is_namespace_dir(name)
+            return name == gone.namespace if gone.namespace else is_namespace_dir(name)
 
-        for _, path, size in sorted(self._walk(only=written_to, dead=pid)):
+        outstanding = gone.outstanding
+        for _, path, size in sorted(self._walk(only=written_to, dead=gone.pid)):
             if path not in self._files:
                 self.stored([(path, size)])
                 outstanding -= size
@@ -300,7 +332,7 @@ class Ledger:
         limit = min(UNDELETABLE_LIMIT, len(self._files))
         while excess > 0 and stuck < limit and (oldest := self._files.pop_oldest()) is not None:
             path, size = oldest
-            if (error := _unlink(self.root / path)) is not None:
+            if (error := unlink(self.root / path)) is not None:
                 # It still takes its space, so it stays on the account.
                 self._files.add_stuck(path, size)
                 if stuck == 0:
@@ -320,11 +352,11 @@ class Ledger:
     def _remove_folder(self, namespace: str) -> None:
         """What is left of an orphan without files; anything that is not ours keeps its folder."""
         folder = self.root / namespace
-        for fan in _subfolders(folder, is_fan_dir):
+        for fan in subfolders(folder, is_fan_dir):
             with contextlib.suppress(OSError):
                 os.rmdir(fan.path)
-        if [entry.name for entry in _entries(str(folder))] in ([], [FILE_NAME]):
-            _unlink(folder / FILE_NAME)
+        if [entry.name for entry in entries_of(str(folder))] in ([], [FILE_NAME]):
+            unlink(folder / FILE_NAME)
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
 
@@ -342,26 +374,3 @@ class Ledger:
             daily_write_budget_bytes=self._writes.limit,
             write_budget_used_up=int(self._writes.used_up),
         )
-
-
-def _subfolders(folder: Path, ours: Callable[[str], bool]) -> list[os.DirEntry[str]]:
-    return [e for e in _entries(str(folder)) if ours(e.name) and e.is_dir(follow_symlinks=False)]
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-
-
-def _unlink(path: str | Path) -> OSError | None:
-    """None when the file is gone, else why it isn't."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return error
-    return None

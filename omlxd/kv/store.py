@@ -83,6 +83,8 @@ class KVStore:
         self._reader_lock = threading.Lock()
         self._unreadable: set[BlockHash] = set()  # Files that are there, and are worth nothing.
         self.stats = StoreStats()
+        if flusher is not None:
+            flusher.on_written = self._trust
 
     @property
     def writer(self) -> StoreWriter | None:
@@ -147,7 +149,7 @@ class KVStore:
             return True
         if self.flusher is None or block is not None or self.flusher.is_writing(block_hash):
             return False
-        return block_hash in self._unreadable or not self._has_file(block_hash)
+        return self.distrusts(block_hash) or not self._has_file(block_hash)
 
     def put(
         self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload, tokens: int = 0
@@ -160,7 +162,7 @@ class KVStore:
         known = self.pool.get_cached_block(key.block_hash)
         # A block may have been computed again because one before it was lost: its own file is as good as
         # ever. And one that was on disk may have been evicted since: or else it would never be written.
-        on_disk = self._has_file(key.block_hash) and key.block_hash not in self._unreadable
+        on_disk = self._has_file(key.block_hash) and not self.distrusts(key.block_hash)
         if known is not None and known.on_disk and not on_disk:
             self.lose(known)
             known = self.pool.get_cached_block(key.block_hash)
@@ -230,8 +232,8 @@ class KVStore:
             return False
         if self.flusher is not None:
             self.flusher.health.was_read()
+        self._trust(key.block_hash)
         with self._reader_lock:
-            self._unreadable.discard(key.block_hash)
             self.stats.restored += 1
             self.stats.restored_bytes += sum(map(len, buffers))
         return True
@@ -245,6 +247,15 @@ class KVStore:
             if len(self._unreadable) >= UNREADABLE_LIMIT:
                 self._unreadable.clear()
             self._unreadable.add(block_hash)
+
+    def _trust(self, block_hash: BlockHash) -> None:
+        """A file has been written anew, or been read and found right."""
+        with self._reader_lock:
+            self._unreadable.discard(block_hash)
+
+    def distrusts(self, block_hash: BlockHash) -> bool:
+        """Whether a file of that name, if one is there, has proved worth nothing."""
+        return block_hash in self._unreadable
 
     def lose(self, block: Block) -> None:
         """A block's file could not be used. With no hot copy its name is worth nothing."""

@@ -25,6 +25,10 @@ _ONE_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotAD
 """Something is wrong with one path (a folder where the file should be), and not with the disk."""
 
 
+MOST_ACTIONS = 1000
+"""Actions that wait at most. Behind a disk that hangs they would gather without end."""
+
+
 class WritablePayload(Protocol):
     """A payload whose bytes can be read from any thread."""
 
@@ -85,6 +89,7 @@ class StoreWriter:
         self._unsettled: OrderedDict[int, None] = OrderedDict()  # tickets of stores, oldest first
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # (last ticket waited for, action)
         self._jobs = 0  # stores and actions that have not ended
+        self._actions = 0  # those of them that are actions
         self._closed = False
         self.stats = WriterStats()
         self._threads = [
@@ -132,11 +137,15 @@ class StoreWriter:
             return self._room.wait_for(lambda: self.has_room(nbytes), timeout=timeout_s)
 
     def after_queued(self, action: Callable[[], None]) -> None:
-        """Run `action` on a writer thread once every store queued so far is settled; never if closed."""
+        """Run `action` on a writer thread once every store queued so far is settled.
+
+        Never if the writer is closed, or if `MOST_ACTIONS` wait already.
+        """
         with self._lock:
-            if self._closed:
+            if self._closed or self._actions >= MOST_ACTIONS:
                 return
             self._jobs += 1
+            self._actions += 1
             if self._unsettled:
                 self._waiting.append((self._last_ticket, action))
             else:
@@ -166,7 +175,7 @@ class StoreWriter:
             self._settle(job)
         else:
             _guarded(job)
-            self._end_jobs(1)
+            self._end_jobs(actions=1)
 
     def _settle(self, job: _Store) -> None:
         in_place = False
@@ -186,11 +195,12 @@ class StoreWriter:
             due = self._take_due()
         for action in due:
             _guarded(action)
-        self._end_jobs(1 + len(due))
+        self._end_jobs(stores=1, actions=len(due))
 
-    def _end_jobs(self, count: int) -> None:
+    def _end_jobs(self, stores: int = 0, actions: int = 0) -> None:
         with self._idle:
-            self._jobs -= count
+            self._jobs -= stores + actions
+            self._actions -= actions
             if self._jobs == 0:
                 self._idle.notify_all()
 

@@ -1,0 +1,98 @@
+"""The cold tier's account where something goes wrong: grants, unreadable folders, a disk that hangs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kv_fakes import Rig
+
+import omlxd.kv.ledger as ledger_module
+from omlxd.kv.ledger import Ledger
+from omlxd.kv.store_writer import MOST_ACTIONS, StoreWriter
+
+PAGE = 4096
+NS = "a" * 32
+
+
+def put(ledger: Ledger, number: int, pages: int = 1) -> tuple[str, int]:
+    path = f"{NS}/{number % 256:02x}/{number:064x}.safetensors"
+    full = ledger.root / path
+    full.parent.mkdir(parents=True, exist_ok=True)
+    full.write_bytes(b"x" * (pages * PAGE))
+    return path, pages * PAGE
+
+
+@pytest.fixture
+def ledger(tmp_path: Path):
+    ledger = Ledger(tmp_path, 10 * PAGE)
+    ledger.open()
+    yield ledger
+    ledger.close()
+
+
+def disk_fails(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_nothing_is_evicted_for_a_grant_that_can_not_be_given(ledger: Ledger):
+    """What others were granted can't be evicted: files would go, and the grant be refused all the same."""
+    for number in range(4):
+        assert ledger.reserve(PAGE)
+        ledger.stored([put(ledger, number)])
+    assert ledger.reserve(5 * PAGE) == 5 * PAGE
+    assert ledger.reserve(6 * PAGE) == 0
+    assert ledger.stats().files == 4 and ledger.stats().evicted_files == 0
+    assert ledger.reserve(5 * PAGE) == 5 * PAGE, "what does fit is granted, and evicts for it"
+    assert ledger.stats().files == 0
+
+
+def test_a_dead_engines_grant_comes_back_once_its_folder_can_be_read(ledger: Ledger, monkeypatch):
+    monkeypatch.setattr(ledger_module, "JUDGE_S", 0.0)
+    ledger.engine_loaded(NS, str(ledger.root))
+    assert ledger.reserve(6 * PAGE)
+    put(ledger, 1)  # Written, and not told.
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", disk_fails)
+        ledger.engine_gone(6 * PAGE, 4242, NS)
+        assert ledger.stats().reserved == 6 * PAGE, "the cap holds, whatever it wrote"
+        assert ledger.reserve(5 * PAGE) == 0
+    assert ledger.reserve(5 * PAGE) == 5 * PAGE
+    stats = ledger.stats()
+    assert (stats.reserved, stats.bytes_used) == (5 * PAGE, PAGE)
+
+
+@pytest.mark.parametrize("ask", ["dropped", "forget"])
+def test_a_file_that_can_not_be_looked_at_still_counts(ledger: Ledger, monkeypatch, ask: str):
+    assert ledger.reserve(PAGE)
+    ledger.stored([put(ledger, 1)])
+    path, _ = put(ledger, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "lstat", disk_fails)
+        ledger.dropped([path]) if ask == "dropped" else ledger.forget([path], remove=False)
+    assert ledger.stats().bytes_used == PAGE
+    (ledger.root / path).unlink()
+    ledger.dropped([path]) if ask == "dropped" else ledger.forget([path], remove=False)
+    assert ledger.stats().bytes_used == 0
+
+
+def test_a_disk_that_hangs_gathers_a_bounded_number_of_uses(tmp_path: Path):
+    """Every request has its chain made recent behind the stores: not without end, if these never end."""
+    rig = Rig(tmp_path)
+    hangs = threading.Event()
+    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20)
+    ran: list[int] = []
+    for _ in range(2):
+        writer.after_queued(lambda: hangs.wait(30) and None)
+    for number in range(MOST_ACTIONS + 50):
+        writer.after_queued(lambda number=number: ran.append(number))
+    hangs.set()
+    assert writer.flush(30)
+    assert MOST_ACTIONS - 2 <= len(ran) <= MOST_ACTIONS
+    writer.after_queued(lambda: ran.append(-1))
+    assert writer.flush(30) and ran[-1] == -1
+    writer.close()
