@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from . import early_stop  # noqa: F401  (before whatever takes time)
+
+# isort: split
 import argparse
 import importlib
 import os

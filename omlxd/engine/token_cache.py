@@ -129,14 +129,16 @@ class TokenCache:
             return False
         self._backend.no_truncation()
         self._backend.no_padding()
-        words = [
-            f"{one}{token}{two}"
-            for token in sorted(self._cutting)[:8]
-            for one in _PROBE_WORDS
-            for two in _PROBE_WORDS
-        ]
-        texts = ["".join(words), *words]
-        return all(self._pieces_alone(text) == self._whole(text, False) for text in texts)
+        tokens = sorted(self._cutting)[:8]
+        words = [[f"{one}{token}{two}" for one in _PROBE_WORDS for two in _PROBE_WORDS] for token in tokens]
+        texts = ["".join(itertools.chain(*words)), *words[0]]
+        if any(self._pieces_alone([text]) != [self._whole(text, False)] for text in texts):
+            return False
+        # transformers' own `encode` asks the backend; for all others we ask it too, in one call.
+        others = list(itertools.chain(*words[1:]))
+        with self._encoding:
+            whole = self._backend.encode_batch(others, add_special_tokens=False)
+        return self._pieces_alone(others) == [one.ids for one in whole]
 
     def _joins(self) -> bool:
         """Whether pieces of a text, cut within a word, read as the text did."""
@@ -145,9 +147,11 @@ class TokenCache:
         # Some decoders drop the space before the first word.
         return [text.strip() for text in decoded] == ["".join(pieces) for pieces in texts]
 
-    def _pieces_alone(self, text: str) -> list[int]:
-        encoded = self._backend.encode_batch_fast(self._split(text), add_special_tokens=False)
-        return [id for one in encoded for id in one.ids]
+    def _pieces_alone(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each of `texts`, each of its pieces tokenised as a text of its own."""
+        cut = [self._split(text) for text in texts]
+        encoded = iter(self._backend.encode_batch_fast([*itertools.chain(*cut)], add_special_tokens=False))
+        return [[id for _ in pieces for id in next(encoded).ids] for pieces in cut]
 
     # ----------------------------------------------------------------- remembering
 

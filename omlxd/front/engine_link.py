@@ -86,7 +86,11 @@ class EngineLink:
             raise
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            process.kill()
+            raise
         return cls(process, reader, writer)
 
     @property

@@ -5,8 +5,9 @@ connections are taken from the first moment; the model loads behind them. A serv
 have opened them already (activation.py).
 
 Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
-flushes its blocks and quits, exit 0. A second signal ends everything at once. SIGHUP reads the
-configuration again (reload.py), unless a terminal's end sent it: then it is a SIGTERM.
+flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
+end. A second signal ends everything at once. SIGHUP reads the configuration again (reload.py), unless
+a terminal's end sent it: then it is a SIGTERM.
 """
 
 from __future__ import annotations
@@ -131,6 +132,9 @@ async def _serve(
         reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
     busy = await pool.cold.claim()
+    if stop.is_set():
+        await pool.cold.close()
+        return 0
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
         print(f"omlxd: {_what_to_do(busy)}", file=sys.stderr)
         await pool.cold.close()
@@ -138,6 +142,10 @@ async def _serve(
     pool.start()
     # On a thread, so that the engine is started meanwhile: its imports take five times as long.
     await asyncio.to_thread(_import_http)
+    if stop.is_set():
+        notify.stopping()
+        await pool.close()
+        return 0
     from hypercorn.asyncio import serve as run_hypercorn
 
     from .app import create_app

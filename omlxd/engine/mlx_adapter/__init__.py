@@ -9,9 +9,12 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `mx.load` of a file-like object allocates each array and has the object fill it (blank.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
-  `as_linear` of its embedding.
+  `as_linear` of its embedding;
+- transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
+  (lean_imports.py; tests/test_lean_imports.py).
 """
 
+from . import lean_imports  # noqa: F401  (before whatever imports transformers)
 from .batch_kv import EvenBatchKVCache, round_up
 from .batches import extend, keep_rows, merge, row_states, row_tensors
 from .blank import blank_arrays
