@@ -139,6 +139,9 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
     """`auto`, `none`, `required`, or `named:<tool>`."""
+    allowed_tools: tuple[str, ...] = ()
+    """Names of the tools that may be called, with `auto` and `required`; the prompt lists all the same.
+    Empty: all."""
     parallel_calls: bool = True
     """False: the answer ends with its first call."""
     thinking: bool | None = None

@@ -17,7 +17,6 @@ from parsing import tokenizer  # noqa: F401 -- a fixture
 from omlxd.chat import Tool, ToolCall, ToolCallDelta
 from omlxd.engine.constraint import ConstraintCompiler
 from omlxd.engine.output import OutputParser
-from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 
 SCHEMA = {
@@ -94,19 +93,6 @@ def test_what_the_grammar_writes_the_parser_reads(tokenizer, name):
             jsonschema_rs.validate(schema, json.loads(event.arguments))
             read += event.name == "Read"
     assert read
-
-
-@pytest.mark.parametrize(
-    "name", ["pythonic", "gemma4", "function_gemma", "minicpm5", "muse_spark", "kimi_k3"]
-)
-def test_the_other_spellings_are_refused(tokenizer, name):
-    compiler = ConstraintCompiler(spelled(tokenizer, name), demo.VOCAB)
-    with pytest.raises(InvalidRequest, match=f"tool_choice: calls in this model's format .{name}."):
-        compiler.compile(chat(tools=TOOLS, tool_choice="required"), thinking=False)
-    strict = (Tool("Stop", "", {"type": "object"}, strict=True),)
-    with pytest.raises(InvalidRequest, match="tools that are not strict"):
-        compiler.compile(chat(tools=strict), thinking=False)
-    assert compiler.compile(chat(tools=TOOLS), thinking=False) is None
 
 
 @pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "minimax_m2"])

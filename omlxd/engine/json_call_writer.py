@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .call_writer import MAX_HEAD, Properties
-from .tool_calls import NAME, coerce, json_text, kinds_of
+from .tool_calls import NAME, coerce, json_text, kinds_of, loads
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
@@ -147,7 +147,7 @@ class JsonWriter:
         if end is None:
             return False
         try:
-            value = json.loads(self._text[:end], strict=False)
+            value = loads(self._text[:end])
             told = json_text(coerce(value, self._types.get(self._key)))
         except (ValueError, RecursionError):
             return self._die()

@@ -1,22 +1,28 @@
 """The text of a tool call into a name and typed arguments.
 
-Four spellings are read here, because they can be told by their looks and their values can be typed
+These spellings are read here, because they can be told by their looks and their values can be typed
 by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM, LongCat),
-`<function=name><parameter=k>v</parameter></function>` (Qwen coder) and `<atem:invoke name="name">`
-(Muse Spark). All others go to the parser that mlx-lm found for the model. Text that makes no sense
-gives None, never an exception: it is then shown.
+`<function=name><parameter=k>v</parameter></function>` (Qwen coder), the tags with quoted names of
+Muse Spark, MiniMax and MiniCPM5, Gemma's `call:name{k:v}` (gemma_calls.py) and Python's
+`[name(k=v)]` (pythonic_calls.py). All others go to the parser that mlx-lm found for the model. Text that
+makes no sense gives None, never an exception: it is then shown.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..chat import Tool
+from .gemma_calls import gemma_calls
+from .pythonic_calls import pythonic_calls
+from .schema_branches import Unenforceable, branches, resolved
 from .shaping import shape_tools
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
@@ -24,9 +30,37 @@ _FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
 _ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
 _ARG_PAIR = re.compile(r"<(longcat_|)arg_key>(.*?)</\1arg_key>\s*<\1arg_value>(.*?)</\1arg_value>", re.DOTALL)
-_INVOKE = re.compile(r'\s*<atem:invoke\b[^>]*?\bname="([^"]+)"[^>]*>')
-_ATEM = re.compile(r'\s*<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>(.*?)</atem:parameter>', re.DOTALL)
-_INVOKED = re.compile(r"\s*</atem:invoke>")
+
+
+@dataclass(slots=True, frozen=True)
+class _Tags:
+    """Tags with quoted names: of a call, of a parameter and its value (text between CDATA's marks
+    stands for itself), of a call's end."""
+
+    call: re.Pattern[str]
+    parameter: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+_TAGS = {
+    "<atem:invoke": _Tags(
+        re.compile(r'\s*<atem:invoke\b[^>]*?\bname="([^"]+)"[^>]*>'),
+        re.compile(r'\s*<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>(.*?)</atem:parameter>', re.DOTALL),
+        re.compile(r"\s*</atem:invoke>"),
+    ),
+    "<invoke": _Tags(
+        re.compile(r'\s*<invoke\s+name="([^"]+)"\s*>'),
+        re.compile(r'\s*<parameter\s+name="([^"]+)"\s*>(.*?)</parameter>', re.DOTALL),
+        re.compile(r"\s*</invoke>"),
+    ),
+    '"': _Tags(  # MiniCPM5's: its first and last tag are the marks of a call
+        re.compile(r'(?:\s*<function\s+name=)?"([^"]+)"\s*>'),
+        re.compile(
+            r'\s*<param\s+name="([^"]+)"\s*>(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|(.*?))</param>', re.DOTALL
+        ),
+        re.compile(r"\s*(?:</function>|$)"),
+    ),
+}
 
 _Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
@@ -64,8 +98,12 @@ class ToolCallReader:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if text.startswith("<function="):
             return (self._function,)
-        if text.startswith("<atem:invoke"):
-            return (self._invokes,)
+        if any(text.startswith(begins) for begins in _TAGS):
+            return (self._tagged, self._json, self._by_mlx_lm)
+        if text.startswith("call:"):
+            return (gemma_calls, self._by_mlx_lm)
+        if text.startswith("["):
+            return (self._json, pythonic_calls, self._by_mlx_lm)
         if _ARG_KEY.search(text):
             return (self._arg_pairs, self._json)
         if text in self._tools:  # a call without arguments, where those would have tags
@@ -90,7 +128,7 @@ class ToolCallReader:
     # ----------------------------------------------------------------- spellings
 
     def _json(self, text: str) -> list[_Call] | None:
-        value = json.loads(text, strict=False)  # models write raw newlines into strings
+        value = loads(text)
         return [_call_of(item) for item in (value if isinstance(value, list) else [value])]
 
     def _function(self, text: str) -> list[_Call] | None:
@@ -120,20 +158,23 @@ class ToolCallReader:
         arguments = {key: typed_text(value, types.get(key), key in types) for key, value in pairs.items()}
         return [(name.strip(), arguments)]
 
-    def _invokes(self, text: str) -> list[_Call] | None:
+    def _tagged(self, text: str) -> list[_Call] | None:
+        tags = next(tags for begins, tags in _TAGS.items() if text.startswith(begins))
         calls: list[_Call] = []
         at = 0
-        while invoke := _INVOKE.match(text, at):
+        while invoke := tags.call.match(text, at):
             at = invoke.end()
             types = self.properties(invoke[1])
             arguments = {}
-            while parameter := _ATEM.match(text, at):
+            while parameter := tags.parameter.match(text, at):
                 at = parameter.end()
-                key, value = parameter[1], parameter[2]
-                if len(value) > 1 and value.startswith("\n") and value.endswith("\n"):
+                key = parameter[1]
+                value = parameter[parameter.lastindex or 2]
+                bare = len(value) > 1 and not parameter.groupdict().get("data")
+                if bare and value.startswith("\n") and value.endswith("\n"):
                     value = value[1:-1]  # those belong to the tags
                 arguments[key] = typed_text(value, types.get(key), key in types)
-            if (end := _INVOKED.match(text, at)) is None:
+            if (end := tags.end.match(text, at)) is None:
                 return None
             at = end.end()
             calls.append((invoke[1], arguments))
@@ -148,6 +189,15 @@ class ToolCallReader:
         if any(set(call[1]) == {"raw"} and "raw" not in self.properties(call[0]) for call in calls):
             return None
         return calls
+
+
+def loads(text: str) -> Any:
+    """JSON as models write it: raw newlines in strings, numbers beyond all bounds. Raises ValueError."""
+    return json.loads(text, strict=False, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 
 
 _HALF = re.compile("[\ud800-\udfff]")
@@ -190,15 +240,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """What a `$ref` into the same schema names."""
-    for _ in range(8):  # they may lead to others, and in a circle
-        ref = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(ref, str) or not ref.startswith("#/"):
-            break
-        found: Any = root
-        for step in ref[2:].split("/"):
-            found = found.get(step) if isinstance(found, dict) else None
-        schema = found
+    """A parameter's schema with what it refers to in its place."""
+    schema = resolved(schema, root)
+    if isinstance(schema, dict) and any(word in schema for word in ("anyOf", "oneOf", "allOf")):
+        with contextlib.suppress(Unenforceable):
+            return {"anyOf": branches(schema, root, strict=False)}
     return schema
 
 
@@ -211,8 +257,9 @@ def kinds_of(schema: Any) -> set[str]:
     for branch in ("anyOf", "oneOf"):
         for choice in schema.get(branch) or ():
             kinds |= kinds_of(choice)
-    if not kinds and isinstance(schema.get("enum"), list):
-        kinds = {kind for value in schema["enum"] for kind in _KINDS if _is(value, {kind})}
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not kinds and isinstance(values, list):
+        kinds = {kind for value in values for kind in _KINDS if _is(value, {kind})}
     return kinds & _KINDS.keys()
 
 
@@ -243,7 +290,7 @@ def typed_text(text: str, schema: Any, known: bool) -> Any:
 
 def _literal(text: str, kinds: set[str], default: Any) -> Any:
     """`text` as a JSON (or Python) literal of one of `kinds`, else `default`."""
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (loads, ast.literal_eval):
         try:
             value = parse(text)
         except Exception:

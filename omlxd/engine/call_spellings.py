@@ -1,0 +1,211 @@
+"""How models spell tool calls, as their own templates teach it and mlx-lm's parsers read it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from .value_grammar import PYTHON_WORDS, ValueSpelling
+
+
+@dataclass(slots=True, frozen=True)
+class JsonCalls:
+    """`section`, then calls of `before NAME between ARGUMENTS after` parted by `part`, then `end`."""
+
+    section: str
+    before: str
+    between: str
+    after: str
+    end: str
+    part: str = ""
+    quoted: bool = True
+    """The name stands in a JSON string."""
+    never: tuple[str, ...] = ()
+    """Texts that no string may hold: the parser looks for them first."""
+
+
+@dataclass(slots=True, frozen=True)
+class TagCalls:
+    """`before NAME named`, then for each parameter `key KEY keyed VALUE valued`, then `after`.
+
+    close    begins `valued` but for space: bare text ends before it
+    never    texts that no value may hold: they would end the call
+    section  stands before the first call, `end` behind the last
+    tail     stands behind `close`
+    typed    `keyed` tells the value's type, for `%s` in it
+    cdata    begins and ends text that `plain` doesn't match
+    """
+
+    before: str
+    named: str
+    key: str
+    keyed: str
+    close: str
+    after: str
+    pad: str = ""
+    tail: str = ""
+    part: str = "\n"
+    never: tuple[str, ...] = ()
+    section: str = ""
+    end: str = ""
+    typed: bool = False
+    plain: str = ""
+    cdata: tuple[str, str] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class ValueCalls:
+    """`before NAME`, then `KEY VALUE` parted by commas between `opens` and `closes`; calls in a section.
+
+    python  `=` stands between a key and its value
+    """
+
+    section: str
+    before: str
+    opens: str
+    closes: str
+    end: str
+    values: ValueSpelling
+    part: str = ""
+    python: bool = False
+
+
+Spelling = JsonCalls | TagCalls | ValueCalls
+
+HERMES = JsonCalls("", '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "", part="\n")
+_GLM = TagCalls(
+    "<tool_call>",
+    "",
+    "<arg_key>",
+    "</arg_key><arg_value>",
+    "</arg_value>",
+    "</tool_call>",
+    never=("</tool_call>",),
+)
+
+SPELLINGS: dict[str, Spelling] = {
+    "": HERMES,
+    "json_tools": HERMES,
+    "mistral": JsonCalls("[TOOL_CALLS][", '{"name": ', ', "arguments": ', "}", "]", part=", "),
+    "mistral[ARGS]": JsonCalls("", "[TOOL_CALLS]", "[ARGS]", "", "", quoted=False),
+    "kimi_k2": JsonCalls(
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        quoted=False,
+        never=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+    ),
+    "qwen3_coder": TagCalls(
+        "<tool_call>\n<function=",
+        ">\n",
+        "<parameter=",
+        ">\n",
+        "</parameter>",
+        "</function>\n</tool_call>",
+        pad="\n",
+        never=("</tool_call>",),
+    ),
+    "glm47": _GLM,
+    "laguna": _GLM,
+    "longcat": TagCalls(
+        "<longcat_tool_call>",
+        "",
+        "<longcat_arg_key>",
+        "</longcat_arg_key><longcat_arg_value>",
+        "</longcat_arg_value>",
+        "</longcat_tool_call>",
+        never=("</longcat_tool_call>",),
+    ),
+    "minimax_m2": TagCalls(
+        '<minimax:tool_call>\n<invoke name="',
+        '">\n',
+        '<parameter name="',
+        '">',
+        "</parameter>",
+        "</invoke>\n</minimax:tool_call>",
+        never=("</minimax:tool_call>",),
+        tail="\n",
+    ),
+    "muse_spark": TagCalls(
+        '<atem:invoke name="',
+        '">\n',
+        '<atem:parameter name="',
+        '">',
+        "</atem:parameter>",
+        "</atem:invoke>\n",
+        never=("</atem:function_calls>",),
+        tail="\n",
+        part="",
+        section="<atem:function_calls>\n",
+        end="</atem:function_calls>",
+    ),
+    "minicpm5": TagCalls(
+        '<function name="',
+        '">',
+        '<param name="',
+        '">',
+        "</param>",
+        "</function>",
+        never=("</function>",),
+        plain=r"([^<&\n]*)",
+        cdata=("<![CDATA[", "]]>"),
+    ),
+    "kimi_k3": TagCalls(
+        '<|open|>call tool="',
+        '" index="1"<|sep|>',
+        '<|open|>argument key="',
+        '" type="%s"<|sep|>',
+        "<|close|>argument<|sep|>",
+        "<|close|>call<|sep|>",
+        never=("<|open|>", "<|close|>call", "<|close|>tools"),
+        part="",
+        section="<|open|>tools<|sep|>",
+        end="<|close|>tools<|sep|>",
+        typed=True,
+    ),
+    "pythonic": ValueCalls(
+        "<|tool_call_start|>[",
+        "",
+        "(",
+        ")",
+        "]<|tool_call_end|>",
+        ValueSpelling(words=PYTHON_WORDS, never=("<|tool_call_end|>",)),
+        part=", ",
+        python=True,
+    ),
+    "gemma4": ValueCalls(
+        "",
+        "<|tool_call>call:",
+        "{",
+        "}<tool_call|>",
+        "",
+        ValueSpelling('<|"|>', spaces=False, never=("<tool_call|>", "\x00")),
+    ),
+    "function_gemma": ValueCalls(
+        "",
+        "<start_function_call>call:",
+        "{",
+        "}<end_function_call>",
+        "",
+        ValueSpelling("<escape>", spaces=False, never=("<end_function_call>",)),
+    ),
+}
+
+
+def spelling_name(tokenizer: Any) -> str:
+    """The name of a model's spelling, as in mlx_lm.tool_parsers; "": none is known, ours is taught."""
+    parser = tokenizer.tool_parser
+    name = parser.__module__.rpartition(".")[2] if parser is not None else ""
+    return "mistral[ARGS]" if name == "mistral" and "[ARGS]" in str(tokenizer.chat_template) else name
+
+
+def unreadable(spelling: Spelling, name: str, tool: bool) -> bool:
+    """Whether the format can't hold `name`, of a tool or else of a parameter."""
+    if isinstance(spelling, ValueCalls) and spelling.python:
+        return re.fullmatch(r"[A-Za-z_][\w.-]*" if tool else r"[^\W\d]\w*", name) is None
+    if isinstance(spelling, TagCalls):
+        return re.search(r"[<>\"&\n]|^\s|\s$|^$", name) is not None
+    return False
