@@ -77,6 +77,11 @@ def all_loopback(sockets: list[socket.socket]) -> bool:
     return all(_is_loopback(one.getsockname()[0]) for one in sockets)
 
 
+def addresses_of(sockets: list[socket.socket]) -> list[str]:
+    """The addresses of `sockets`, without ports."""
+    return [one.getsockname()[0] for one in sockets]
+
+
 def _is_loopback(host: str) -> bool:
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 

@@ -34,7 +34,7 @@ from ..keys import keys_path
 from ..models.catalog import default_model
 from ..models.resolve import check_folder
 from .key_ring import KeyRing
-from .listening import CannotListen, all_loopback, for_asyncio, open_sockets, url_of
+from .listening import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, url_of
 from .logs import Logs
 from .notify import Notifier
 
@@ -154,10 +154,10 @@ async def _serve(
 
     # The Host check goes by what we listen on, which a service manager may have chosen.
     http = HttpSettings(
-        host="127.0.0.1" if loopback else settings.host,
+        host="127.0.0.1" if loopback else "0.0.0.0",
         keys=keys,
         cors_origins=settings.cors_origin,
-        allowed_hosts=settings.allowed_host,
+        allowed_hosts=(*settings.allowed_host, settings.host, *addresses_of(sockets)),
     )
     app = create_app(pool, http, admin_routes(pool))
     server = asyncio.create_task(
