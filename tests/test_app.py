@@ -75,12 +75,55 @@ async def test_count_tokens():
     assert engine.counted == [engine.requests[0].prompt]
 
 
-@pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/nothing", "/nothing", "/v1/models/"])
+@pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/nothing", "/nothing"])
 async def test_no_such_path(path):
     async with client(app_of(FakeEngine())) as http:
         answer = await http.get(path)
-        assert answer.status_code in (400, 404)
-        assert message_of(path, answer)
+        assert answer.status_code == 404
+        assert message_of(path, answer) == f"GET {path}: there is no such path."
+        assert answer.json()["error"].get("code") is None  # "model_not_found" would mislead.
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/chat/completions/", "but /v1/chat/completions;"),
+        ("//v1/chat/completions", "but /v1/chat/completions;"),
+        ("/chat/completions", "but /v1/chat/completions;"),
+        ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
+        ("/v1/embeddings", "it computes no embeddings"),
+        ("/v1/audio/speech", "it neither hears nor speaks"),
+        ("/api/chat", "GET /v1/models lists its models"),
+    ],
+)
+async def test_a_path_that_nearly_is_one_or_is_elsewhere(path, words):
+    async with client(app_of(FakeEngine())) as http:
+        answer = await http.post(http.base_url.copy_with(raw_path=path.encode()), json={})
+        assert answer.status_code == 404
+        assert words in answer.json()["error"]["message"]
+
+
+async def test_the_list_of_models_with_a_slash():
+    async with client(app_of(FakeEngine())) as http:
+        assert (await http.get("/v1/models/")).json() == (await http.get("/v1/models")).json()
+
+
+async def test_a_packed_body_is_told_to_be_unpacked():
+    async with client(app_of(FakeEngine())) as http:
+        packed = {"content-encoding": "gzip"}
+        answer = await http.post("/v1/messages", content=b"\x1f\x8b", headers=packed)
+        assert answer.status_code == 415
+        assert "send the body as it is" in message_of("/v1/messages", answer)
+        plain = {"content-encoding": "identity"}
+        assert (await http.post("/v1/messages", json=body("/v1/messages"), headers=plain)).status_code == 200
+
+
+async def test_a_method_of_any_length_is_told_and_logged_short(caplog):
+    caplog.set_level("INFO", "omlxd.access")
+    async with client(app_of(FakeEngine())) as http:
+        answer = await http.request("X" * 5000, "/v1/models")
+        assert answer.status_code == 405 and len(answer.text) < 300
+    assert "X" * 20 in caplog.text and "X" * 21 not in caplog.text
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])

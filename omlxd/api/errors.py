@@ -5,13 +5,14 @@
 | invalid_request   | 400       | invalid_request_error | invalid_request_error |                         |
 | prompt_too_long   | 400       | invalid_request_error | invalid_request_error | context_length_exceeded |
 | authentication    | 401       | authentication_error  | invalid_request_error | invalid_api_key         |
-| not_found         | 404       | not_found_error       | invalid_request_error | model_not_found         |
+| not_found         | 404       | not_found_error       | invalid_request_error | see below               |
 | request_too_large | 413       | request_too_large     | invalid_request_error | request_too_large       |
 | overloaded        | 503 (529) | overloaded_error      | server_error          | overloaded              |
 | unavailable       | 503       | overloaded_error      | server_error          | unavailable             |
 | internal          | 500       | api_error             | server_error          | internal_error          |
 
-A `previous_response_id` that is not found has the OpenAI code `previous_response_not_found`.
+A model that is not found has the OpenAI code `model_not_found`, a `previous_response_id`
+`previous_response_not_found`, anything else (a path, say) none.
 
 `unavailable` is an `overloaded_error` to Anthropic clients because Claude Code then retries as a
 stream, which is pinged; after an `api_error` it retries without streaming, which can't be.
@@ -37,12 +38,16 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
     "invalid_request": (400, "invalid_request_error", "invalid_request_error", None),
     "prompt_too_long": (400, "invalid_request_error", "invalid_request_error", "context_length_exceeded"),
     "authentication": (401, "authentication_error", "invalid_request_error", "invalid_api_key"),
-    "not_found": (404, "not_found_error", "invalid_request_error", "model_not_found"),
+    "not_found": (404, "not_found_error", "invalid_request_error", None),
     "request_too_large": (413, "request_too_large", "invalid_request_error", "request_too_large"),
     "overloaded": (503, "overloaded_error", "server_error", "overloaded"),
     "unavailable": (503, "overloaded_error", "server_error", "unavailable"),
     "internal": (500, "api_error", "server_error", "internal_error"),
 }
+
+
+_MISSING = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
+"""Parameter that names what is not found → OpenAI's code."""
 
 
 class _AnthropicDetail(msgspec.Struct):
@@ -82,8 +87,8 @@ def protocol_of(path: str) -> Protocol:
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
-    if error.code == "not_found" and error.param == "previous_response_id":
-        openai_code = "previous_response_not_found"
+    if error.code == "not_found":
+        openai_code = _MISSING.get(error.param)
     if protocol == "anthropic":
         return AnthropicError(_AnthropicDetail(anthropic_type, error.message), request_id)
     return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))

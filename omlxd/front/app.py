@@ -100,7 +100,7 @@ def _layers(settings: HttpSettings) -> list[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "request-id", "retry-after"],
                 # Browsers ask for this before a page of the web may reach an address of this machine.
@@ -156,6 +156,8 @@ class _Routes:
         return _json(model_list(self._engines.models(), self._created))
 
     async def model(self, request: Request) -> Response:
+        if not request.path_params["id"]:
+            return await self.models(request)
         engine = self._engines.resolve(request.path_params["id"])
         return _json(model_entry(engine, self._created))
 

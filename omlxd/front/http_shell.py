@@ -14,19 +14,22 @@ from typing import NoReturn
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..api.errors import http_error, protocol_of
 from ..errors import OmlxdError, Overloaded, RequestTooLarge
 from .http_settings import HttpSettings
-from .request_trace import RequestTrace, begin
+from .request_trace import METHOD_CHARS, RequestTrace, begin
 from .slow_reader import TooSlow
+from .unknown_paths import advice
 
 log = logging.getLogger(__name__)
 
 
 class RouteError(OmlxdError):
-    """No such path (404), or not with this method (405), or a body that does not come (408).
+    """No such path (404), or not with this method (405), or a body that does not come (408), or is packed
+    (415).
 
     `allow`: the methods that there are.
     """
@@ -40,11 +43,12 @@ class RouteError(OmlxdError):
 def raise_route_error(request: Request, error: Exception) -> NoReturn:
     """Starlette's exception handler: its own 404 and 405 become ours."""
     assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
+    what = f"{request.method[:METHOD_CHARS]} {request.url.path[:200]}"
     if error.status_code == 405:
         allow = (error.headers or {}).get("Allow", "")
         raise RouteError(f"{what}: this path takes {allow}.", 405, allow)
-    raise RouteError(f"{what}: there is no such path.", error.status_code)
+    served = {route.path for route in request.app.routes if isinstance(route, Route)}
+    raise RouteError(f"{what}: {advice(request.url.path[:200], served)}.", error.status_code)
 
 
 class Shell:
@@ -120,8 +124,11 @@ class _Body:
         self._complete = False
 
     def check_announced(self, scope: Scope) -> None:
-        """Raises RequestTooLarge from the Content-Length alone."""
+        """Raises RequestTooLarge and RouteError from the headers alone."""
         for name, value in scope["headers"]:
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                packed = value[:40].decode("latin-1")
+                raise RouteError(f"Content-Encoding: send the body as it is, not as {packed!r}.", 415)
             if name == b"content-length" and value.isdigit() and int(value[:20]) > self._limit:
                 raise self._too_large()
 

@@ -15,6 +15,7 @@ from ..chat import Usage
 log = logging.getLogger("omlxd.access")
 
 _SCOPE_KEY = "omlxd.trace"
+METHOD_CHARS = 20
 POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
 """Asked again and again by programs that watch: at info they would fill the log."""
 
@@ -92,7 +93,7 @@ def _printable(text: str) -> str:
 
 def begin(scope: Any) -> RequestTrace:
     """A trace for this ASGI scope, kept in it."""
-    trace = scope[_SCOPE_KEY] = RequestTrace(method=scope["method"], path=scope["path"])
+    trace = scope[_SCOPE_KEY] = RequestTrace(method=scope["method"][:METHOD_CHARS], path=scope["path"])
     return trace
 
 
