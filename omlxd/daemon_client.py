@@ -70,9 +70,11 @@ def fetch(
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     # No proxy of the environment's may stand before the loopback.
-    proxies = [urllib.request.ProxyHandler({})] if is_loopback(urlsplit(url).hostname or "") else []
+    handlers: list[urllib.request.BaseHandler] = [_StaysHere()]
+    if is_loopback(urlsplit(url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.build_opener(*proxies).open(request, timeout=seconds) as answer:
+        with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as answer:
             return msgspec.json.decode(answer.read(), type=type)
     except urllib.error.HTTPError as error:
         with error:
@@ -86,10 +88,21 @@ def fetch(
         raise DaemonError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
     except ValueError:  # What HTTP can't carry in a header, a line break say.
         raise DaemonError(f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces.") from None
-    except (OSError, http.client.HTTPException):
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            raise DaemonError(
+                f"{url} does not answer within {seconds:.0f} s; see its log, or `omlxd status` later."
+            ) from None
         raise NoDaemon(
             f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."
         ) from None
+
+
+class _StaysHere(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: the key would go along. Such an answer is an error by its status."""
+
+    def redirect_request(self, *args: object) -> None:
+        return None
 
 
 class _Told(msgspec.Struct):

@@ -45,6 +45,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
                 file=sys.stderr,
             )
     else:
-        for key in read_keys(path):
+        for key in (keys := read_keys(path)):
             print(f"{key.created}  {key.name}")
+        if not keys:
+            print("There is no key; `omlxd key add NAME` makes one.", file=sys.stderr)
     return 0

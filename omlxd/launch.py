@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 
@@ -155,7 +155,8 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     deadline = time.monotonic() + LOADING_S
     told = False
     while True:
-        model = _chosen(fetch(url, key, "/v1/models", _Models).data, name)
+        models = fetch(url, key, "/v1/models", _Models).data
+        model = _chosen(models, name) or _called(url, key, name or "", models)
         if model.max_input_tokens is not None or model.omlxd.state not in ("loading", "restarting"):
             return Target(url, key, model.id, model.max_input_tokens)
         if time.monotonic() > deadline:
@@ -166,16 +167,22 @@ def find_target(url: str, key: str, name: str | None) -> Target:
         time.sleep(0.5)
 
 
-def _chosen(models: Sequence[_Model], name: str | None) -> _Model:
+def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
+    """None: no model's own name is `name`."""
     if not models:
         raise LaunchError("The daemon serves no model.")
     if name is None:
-        return models[0]
-    for model in models:
-        if name in (model.id, model.id.rpartition("/")[2]):
-            return model
-    there_are = ", ".join(model.id for model in models)
-    raise LaunchError(f"There is no model {name!r} there; the models are: {there_are}.")
+        return next((model for model in models if model.omlxd.state in ("ready", "loading")), models[0])
+    return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
+
+
+def _called(url: str, key: str, name: str, models: Sequence[_Model]) -> _Model:
+    """The model that the daemon knows by an alias. Raises LaunchError."""
+    try:
+        return fetch(url, key, "/v1/models/" + quote(name), _Model)
+    except DaemonError:
+        there_are = ", ".join(model.id for model in models)
+        raise LaunchError(f"There is no model {name!r} there; the models are: {there_are}.") from None
 
 
 # --------------------------------------------------------------------------- the command
@@ -193,7 +200,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.allow_abbrev = False
     parser.add_argument("agent", choices=list(AGENTS), help="which agent; it is looked for on the PATH")
     parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
-    parser.add_argument("--model", metavar="NAME", help="default: the first one that the daemon serves")
+    parser.add_argument(
+        "--model", metavar="NAME", help="default: the first one that is loaded, else the first one"
+    )
     parser.add_argument(
         "--print-env", action="store_true", help='print shell commands instead: eval "$(omlxd launch …)"'
     )

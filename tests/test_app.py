@@ -103,6 +103,16 @@ async def test_a_path_that_nearly_is_one_or_is_elsewhere(path, words):
         assert words in answer.json()["error"]["message"]
 
 
+async def test_a_responses_prompt_is_counted_as_it_would_be_served():
+    engine = FakeEngine(tokens=321)
+    async with client(app_of(engine)) as http:
+        given = {"model": "tiny", "input": "hi", "instructions": "s"}
+        answer = await http.post("/v1/responses/input_tokens", json=given)
+        assert answer.json() == {"object": "response.input_tokens", "input_tokens": 321}
+        await http.post("/v1/responses", json=given)
+    assert engine.counted == [engine.requests[0].prompt]
+
+
 async def test_the_list_of_models_with_a_slash():
     async with client(app_of(FakeEngine())) as http:
         assert (await http.get("/v1/models/")).json() == (await http.get("/v1/models")).json()

@@ -137,7 +137,8 @@ def test_nonsense_is_refused_by_flag_variable_and_line(name: str, text: str, tmp
     [
         ("[serve]\nporrt = 1\n", "line 2 (porrt)", "did you mean port?"),
         ("[serve]\nhot_cache_size = 1\n", "line 2", "hot-cache-max-size"),
-        ("port = 1\n", "line 1 (port)", "[serve]"),
+        ("port = 1\n", "line 1 (port)", "put [serve] before it"),
+        ('[model."a/b"]\nttl = 1\n', "line 1 (model)", "did you mean models?"),
         ("[server]\nport = 1\n", "line 1", "did you mean serve?"),
         ("[serve]\nport = 1\nport = 2\n", "line 3", ""),
         ("[serve]\nno_cache = true\nno-cache = true\n", "line 3", "twice"),

@@ -38,6 +38,7 @@ def test_the_command(tmp_path: Path):
     status, out, _ = run(home, "add", "laptop")
     key = out.strip()
     assert status == 0 and KEY_PATTERN.fullmatch(key)
+    assert run(tmp_path, "list") == (0, "", "There is no key; `omlxd key add NAME` makes one.\n")
     assert run(home, "add", "laptop")[0] == 2
     assert run(home, "add", "no spaces")[0] == 2
     second = run(home, "add", "phone")[1].strip()

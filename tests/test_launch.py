@@ -36,6 +36,11 @@ class FakeDaemon:
                 pass
 
             def do_GET(self):
+                if self.path == "/v1/models/by%20alias":
+                    self.send_response(200)
+                    self.end_headers()
+                    self.wfile.write(json.dumps(entry("org/other", 200_000)).encode())
+                    return
                 ok = not daemon.key or self.headers.get("authorization") == f"Bearer {daemon.key}"
                 data = daemon.answers.pop(0) if len(daemon.answers) > 1 else daemon.answers[0]
                 body = data if isinstance(data, bytes) else json.dumps({"data": data}).encode()
@@ -103,6 +108,17 @@ def test_another_model_address_and_key(launch, daemon):
     assert env["ANTHROPIC_MODEL"] == "org/other"
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "200000"
     assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "32000"
+
+
+def test_a_model_is_called_by_an_alias(launch, daemon):
+    _, env = given(launch("claude", "--model", "by alias"))
+    assert env["ANTHROPIC_MODEL"] == "org/other" and env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "200000"
+
+
+def test_one_that_is_loaded_goes_before_one_that_cannot_be(launch, daemon):
+    daemon.answers = [[entry("a/half", state="failed"), entry("org/tiny")]]
+    _, env = given(launch("claude"))
+    assert env["ANTHROPIC_MODEL"] == "org/tiny"
 
 
 def test_codex_gets_flags_that_are_toml(launch, daemon):

@@ -70,6 +70,9 @@ def test_without_a_daemon(tmp_path: Path):
     assert status == 0 and "org/big" in out and "installed" in out and "no daemon" in problem
     status, out, _ = run("show", "big", "--json", *flags, env=env)
     assert status == 0 and json.loads(out)["source"] == "model-dir"
+    (tmp_path / "models" / "org" / "big" / "tokenizer.json").unlink()
+    status, out, _ = run("show", "big", *flags, env=env)
+    assert status == 0 and "tokenizer.json or tokenizer.model is missing" in out and "--model:" not in out
     status, _, problem = run("show", "other", *flags, env=env)
     assert status == 1 and "no model 'other'" in problem
     status, _, problem = run("load", "big", "--url", "http://127.0.0.1:9", env=env)

@@ -251,6 +251,22 @@ async def test_aliases_of_the_file_and_of_the_owner(tmp_path: Path):
             again.resolve("mine")
 
 
+async def test_a_model_that_is_not_whole_names_no_flag_that_nobody_gave(tmp_path: Path):
+    make(tmp_path / "models" / "half")
+    (tmp_path / "models" / "half" / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "models" / "half" / "model.safetensors.index.json").unlink(missing_ok=True)
+    async with pool(tmp_path) as made:
+        failed = (await ask(made, "half"))[-1]
+        assert isinstance(failed, Failed) and "Copy or download it again." in failed.message
+        assert "--model" not in failed.message
+
+
+async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
+    async with pool(tmp_path, "a") as made:
+        made.alias("b", "a")
+    assert (tmp_path / "models.json").stat().st_mode & 0o777 == 0o600
+
+
 async def test_the_folders_are_looked_at_again_only_for_a_name_that_nobody_knows(tmp_path: Path, monkeypatch):
     async with pool(tmp_path, "org/a") as made:
         looks: list[bool] = []

@@ -195,6 +195,9 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     text = capsys.readouterr().out
     assert "very-secret" not in out + text
     assert "--block-size" in text and "100 GB" in text and "auto" in text
+    told = dict(line.split()[:2] for line in text.splitlines())
+    assert told["--memory-limit"] == "auto" and told["--log-file-size"] == "10"
+    assert "--model-ttl" in text and " 1 h " in text and " 2 min " in text
     assert cli.main(["config", "show", "--port", "banana"]) == 2
     assert cli.main(["config"]) == 2
 

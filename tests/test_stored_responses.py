@@ -44,5 +44,6 @@ async def test_items_come_in_pages():
         assert [item["id"] for item in page["data"]] == ["item_0", "fc_1"] and page["has_more"]
         page = (await http.get(f"{path}?order=asc&limit=2&after=fc_1")).json()
         assert page["first_id"] == page["last_id"] == "item_2" and not page["has_more"]
+        assert (await http.get(f"{path.removesuffix('/input_items')}?stream=true")).status_code == 400
         for wrong in ("0", "101", "x", "²"):
             assert (await http.get(f"{path}?limit={wrong}")).status_code == 400

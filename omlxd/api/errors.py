@@ -88,7 +88,7 @@ def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> Anthro
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
     if error.code == "not_found":
-        openai_code = _MISSING.get(error.param)
+        openai_code = _MISSING.get(error.param or "")
     if protocol == "anthropic":
         return AnthropicError(_AnthropicDetail(anthropic_type, error.message), request_id)
     return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))

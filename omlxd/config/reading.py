@@ -76,10 +76,15 @@ def _read_file(path: Path | None) -> tuple[dict[str, tuple[str, str]], dict[str,
         raise ConfigError(f"{path}: {error}.", param=str(path)) from error
     for table, entries in tables.items():
         if table not in ("serve", "models") or not isinstance(entries, dict):
-            hint = closest(table, ["serve", "models", *BY_NAME]) if table not in ("serve", "models") else ""
+            place = _place(path, source, table)
+            if table.replace("-", "_") in BY_NAME and not isinstance(entries, dict):
+                raise ConfigError(
+                    f"{place}: {table!r} stands in no table; put [serve] before it.", param=table
+                )
+            hint = closest(table, ["serve", "models"]) if table not in ("serve", "models") else ""
             raise ConfigError(
-                f"{_place(path, source, table)}: {table!r} is unknown{hint}; settings stand under [serve], "
-                'those of one model under [models."its name"].',
+                f"{place}: {table!r} is unknown{hint}; settings stand under [serve], those of one model "
+                'under [models."its name"].',
                 param=table,
             )
     values: dict[str, tuple[str, str]] = {}

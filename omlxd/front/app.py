@@ -20,7 +20,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
 from ..api.body import with_timeout
 from ..api.keep_alive import keep_alive_of
@@ -37,7 +36,7 @@ from .model_list import model_entry, model_list
 from .recent_requests import RecentRequests
 from .request_trace import trace_of
 from .response_store import ResponseStore
-from .responses import responses_dialect
+from .responses import InputTokens, responses_dialect
 from .slow_reader import PacedApp
 from .stored_responses import StoredResponses
 from .why_miss import Explaining
@@ -66,6 +65,7 @@ def create_app(
             Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
             Route("/v1/responses/{id}", routes.stored.get),
             Route("/v1/responses/{id}", routes.stored.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", routes.stored.items),
@@ -147,10 +147,16 @@ class _Routes:
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:
-        parsed = anthropic.parse(await request.body(), request.headers)
+        return _json(TokenCount(await self._count(request, ANTHROPIC)))
+
+    async def input_tokens(self, request: Request) -> Response:
+        return _json(InputTokens(await self._count(request, self._responses)))
+
+    async def _count(self, request: Request, dialect: Dialect) -> int:
+        parsed = dialect.parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
-        return _json(TokenCount(await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)))
+        return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
 
     async def models(self, request: Request) -> Response:
         return _json(model_list(self._engines.models(), self._created))

@@ -75,8 +75,9 @@ class ModelBook:
     def _write(self) -> None:
         temporary = self._path.with_name(self._path.name + ".new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(self._book)))
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self._book)))
             os.replace(temporary, self._path)
         except OSError as error:
             log.warning("%s can't be written, so this is forgotten at the end: %s", self._path, error)

@@ -26,6 +26,7 @@ from ..api.openai_responses_body import Response
 from .admin import DaemonStatus, Readiness
 from .cache_admin import Forget, Forgotten
 from .model_list import ModelEntry, ModelList
+from .responses import InputTokens
 from .stored_responses import Deleted, ItemList
 from .why_miss import RecentList, WhyMiss, WhyMissBody
 
@@ -63,6 +64,7 @@ OPERATIONS = (
     Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=True),
     Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=True),
     Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=True),
+    Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
     Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
     Operation("get", "/v1/responses/{id}/input_items", "OpenAI: the input of a response", answer=ItemList),

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from ..config import Settings
-from ..errors import InvalidRequest, NotFound, NotNow
+from ..errors import InvalidRequest, ModelError, NotFound, NotNow
 from ..kv.fates import Fate
 from ..kv.ledger import LedgerStats
 from ..models.catalog import Catalog, InstalledModel
@@ -332,7 +332,12 @@ class EnginePool:
         spec = engine.installed.spec
         if engine is not self._first and engine.folder is not None:
             spec = str(engine.folder)
-        engine.folder = await resolve_model(spec, self._settings.base_path)
+        try:
+            engine.folder = await resolve_model(spec, self._settings.base_path)
+        except ModelError as error:
+            if engine is self._first:
+                raise
+            raise ModelError(error.message.removeprefix("--model: ")) from error  # No flag named this one.
         return engine.folder
 
     async def _make_room(self, engine: ModelEngine) -> None:

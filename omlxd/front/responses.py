@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 
+import msgspec
+
 from ..api import openai_responses
 from ..api.body import ParsedRequest
 from ..api.openai_responses import ResponsesRequest
@@ -27,6 +29,13 @@ def responses_dialect(store: ResponseStore) -> Dialect:
     return Dialect(
         lambda body, headers: openai_responses.parse(body, headers, store.messages), encoder, collector
     )
+
+
+class InputTokens(msgspec.Struct):
+    """Of a request that was not made."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 def _id() -> str:

@@ -35,6 +35,8 @@ class StoredResponses:
         self._store = store
 
     async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream", "").lower() in ("true", "1"):
+            raise InvalidRequest("stream: a stored response is told whole; leave stream out", param="stream")
         return _json(self._find(request).response)
 
     async def delete(self, request: Request) -> Response:

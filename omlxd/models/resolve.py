@@ -108,7 +108,9 @@ async def _run_builder(module: str, argument: str) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
     if not folder.exists():
-        raise ModelError(f"--model: there is no folder {folder}.")
+        raise ModelError(
+            f"--model: there is no folder {folder}; give a model's folder, or a hub id as ORG/NAME."
+        )
     if not folder.is_dir():
         raise ModelError(f"--model: {folder} is a file; give the folder that holds config.json.")
     try:
@@ -166,7 +168,10 @@ def _check_weights(path: Path) -> None:
             raise ModelError(f"--model: {path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise ModelError(f"--model: {path} is truncated or no safetensors file ({size} bytes).")
+            raise ModelError(
+                f"--model: {path} is truncated or no safetensors file ({size} bytes). "
+                "Copy or download it again."
+            )
         header = file.read(length)
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])

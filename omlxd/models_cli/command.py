@@ -23,7 +23,7 @@ from ..models.messages import (
     Unloaded,
     UnloadModel,
 )
-from .offline import installed
+from .offline import installed, why_broken
 from .text import as_page, as_table
 
 T = TypeVar("T")
@@ -111,6 +111,7 @@ def _show(args: argparse.Namespace) -> int:
                 f"There is no model {args.model!r} on this machine; there are: {', '.join(names) or 'none'}."
             ) from None
         found = matching[0]
+        found.trouble = why_broken(found)
         if not args.json:
             print(f"no daemon: {error.message}", file=sys.stderr)
     _say(args, found, lambda: as_page(found))

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..config import Settings
+from ..errors import ModelError
 from ..models.catalog import Catalog, default_model
 from ..models.footprint import footprint
 from ..models.messages import InstalledStatus
+from ..models.resolve import check_folder
+
+
+def why_broken(model: InstalledStatus) -> str:
+    """Why its folder can't be loaded, as far as its files tell; "" if they tell nothing."""
+    if model.folder is None:
+        return ""
+    try:
+        check_folder(Path(model.folder))
+    except ModelError as error:
+        return error.message.removeprefix("--model: ")
+    return ""
 
 
 def installed(settings: Settings) -> list[InstalledStatus]:

@@ -9,10 +9,15 @@ from pathlib import Path
 import msgspec
 
 from ..config import OPTIONS, Settings, load_settings
+from ..durations import spoken
 from ..sizes import human
 from .status import table
 
-_BYTES = ("paged_ssd_cache_max_size", "hot_cache_max_size")
+_BYTES = (
+    *("paged_ssd_cache_max_size", "hot_cache_max_size", "memory_limit"),
+    *("ssd_cache_daily_write_budget", "log_file_size"),
+)
+_TIMES = ("model_ttl", "stall_timeout", "request_timeout")
 
 
 class Shown(msgspec.Struct):
@@ -79,9 +84,13 @@ def _told(row: Shown) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if row.name in _BYTES:
-        return "auto" if value is None else f"{human(int(str(value)))}" if value else "0"
+        if not value:
+            return "auto" if value is None else "off" if row.name == "memory_limit" else "0"
+        return human(int(str(value)))
     if isinstance(value, list):
         return " ".join(value) or "-"
+    if row.name in _TIMES:
+        return spoken(float(value)) if isinstance(value, (int, float)) and value else "0"
     return "-" if value in (None, "") else str(value)
 
 

@@ -1,0 +1,50 @@
+"""What commands say of a daemon that does not answer as it should."""
+
+import http.server
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from omlxd.daemon_client import DaemonError, NoDaemon, fetch
+from omlxd.front.admin import DaemonStatus
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_one_that_is_slow_is_not_told_to_be_started(silent: str):
+    with pytest.raises(DaemonError, match="does not answer within 1 s") as caught:
+        fetch(silent, "", "/omlxd/status", DaemonStatus, seconds=1.0)
+    assert not isinstance(caught.value, NoDaemon)
+
+
+def test_none_at_all_is(silent: str):
+    with pytest.raises(NoDaemon, match="Nothing answers"):
+        fetch("http://127.0.0.1:1", "", "/omlxd/status", DaemonStatus)
+
+
+def test_a_key_follows_no_redirect(silent: str):
+    asked: list[str | None] = []
+
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Authorization"])
+            self.send_response(302)
+            self.send_header("Location", f"http://localhost:{self.server.server_port}/steal")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(DaemonError, match="status 302; is it omlxd"):
+            fetch(f"http://127.0.0.1:{server.server_port}", "s3cret", "/omlxd/status", DaemonStatus)
+        server.shutdown()
+    assert asked == ["Bearer s3cret"]
