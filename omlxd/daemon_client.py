@@ -101,7 +101,7 @@ def fetch(
 class _StaysHere(urllib.request.HTTPRedirectHandler):
     """Goes nowhere else: the key would go along. Such an answer is an error by its status."""
 
-    def redirect_request(self, *args: object) -> None:
+    def redirect_request(self, req, fp, code, msg, headers, newurl) -> None:
         return None
 
 

@@ -36,7 +36,7 @@ def test_a_key_follows_no_redirect(silent: str):
         def do_GET(self) -> None:
             asked.append(self.headers["Authorization"])
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{self.server.server_port}/steal")
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/steal")
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:

@@ -37,6 +37,9 @@ BILLING_PREFIX = "x-anthropic-billing-header:"
 """Claude Code's first system line. Its suffix changes with every conversation and compaction."""
 
 
+MAX_USER_ID = 4096
+"""Characters of `metadata.user_id` that are looked into; Claude Code's has 200."""
+
 # --------------------------------------------------------------------------- the body
 
 
@@ -203,6 +206,8 @@ def _session(headers: Mapping[str, str], metadata: _Metadata | None) -> str:
     named = session_header(headers, "x-claude-code-session-id", "x-claude-code-agent-id")
     if named or metadata is None or not metadata.user_id:
         return named
+    if len(metadata.user_id) > MAX_USER_ID:
+        return metadata.user_id[:200]
     try:
         user = msgspec.json.decode(metadata.user_id, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -16,6 +16,7 @@ import msgspec
 
 from ..chat import GenerateRequest, ImagePart, Struct
 from ..errors import InvalidRequest
+from .body_shape import check_nested, check_shape
 
 MAX_DEPTH = 64
 """Levels of nesting in free-form JSON (tool schemas, arguments). msgspec's own limit is Python's
@@ -50,6 +51,7 @@ _MISSING = re.compile(r"^Object missing required field `(.*?)`$")
 
 def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
     """`body` as the decoder's type. Raises InvalidRequest, whatever the bytes are."""
+    check_shape(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -128,6 +130,7 @@ def json_object(text: str, param: str) -> dict[str, Any]:
     """A JSON object given as text; "" is an empty one."""
     if not text.strip():
         return {}
+    check_nested(text, param)
     try:
         value = _any_decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

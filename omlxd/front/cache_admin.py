@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from ..api.body_shape import check_shape
 from ..errors import InvalidRequest, Unavailable
 from ..kv.paths import is_block_path
 from .engines import Engines
@@ -27,6 +28,7 @@ class Forgotten(msgspec.Struct):
 
 async def forget(engines: Engines, body: bytes) -> Forgotten:
     """Raises OmlxdError."""
+    check_shape(body)
     try:
         asked = msgspec.json.decode(body, type=Forget)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from ..api.body_shape import check_shape
 from ..errors import InvalidRequest, NotFound
 from ..wire import Explanation
 from .engines import Engines
@@ -76,6 +77,7 @@ class Explaining:
 
     async def why(self, body: bytes) -> WhyMiss:
         """Raises OmlxdError."""
+        check_shape(body)
         try:
             asked = msgspec.json.decode(body or b"{}", type=WhyMissBody)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
