@@ -24,8 +24,8 @@ CHILD = Path(__file__).with_name("kv_store_loop.py")
 KNOWN = {key.block_hash: key for first in range(40) for key in chain([first, *range(1, 24)])}
 
 
-def killed_run(root: Path, seed: int, seconds: float) -> int:
-    """Run the child and kill it `seconds` after it is ready. Requests that it finished."""
+def killed_run(root: Path, seed: int, requests: int, seconds: float) -> int:
+    """Run the child and kill it `seconds` after its first `requests`. Requests that it finished."""
     child = subprocess.Popen(
         [sys.executable, str(CHILD), str(root), str(CAP), str(seed)],
         stdout=subprocess.PIPE,
@@ -34,6 +34,7 @@ def killed_run(root: Path, seed: int, seconds: float) -> int:
     assert child.stdout is not None
     try:
         assert child.stdout.readline() == b"ready\n"
+        assert child.stdout.read(requests) == b"." * requests
         time.sleep(seconds)
         assert child.poll() is None, "the child ended by itself"
     finally:
@@ -41,7 +42,7 @@ def killed_run(root: Path, seed: int, seconds: float) -> int:
         output = child.stdout.read()
         child.wait()
         child.stdout.close()
-    return output.count(b".")
+    return requests + output.count(b".")
 
 
 def verify(root: Path) -> int:
@@ -67,7 +68,7 @@ def rounds(root: Path, count: int) -> None:
     dice = random.Random(count)
     requests = found = 0
     for number in range(count):
-        requests += killed_run(root, number, dice.uniform(0, 0.12))
+        requests += killed_run(root, number, dice.randrange(6), dice.uniform(0, 0.05))
         found = verify(root)
     assert requests > count and found > CAP // 3, "the rounds did too little to prove anything"
 

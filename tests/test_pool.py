@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -333,6 +334,28 @@ async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path:
         assert pid and place(pid) != place(os.getpid())
         await asking
         assert place(pid) == place(os.getpid())
+
+
+async def test_who_waits_for_a_change_keeps_nobody_else_from_running(tmp_path: Path):
+    """Whatever happened before it waits, and whether or not anybody has taken note of it."""
+    async with pool(tmp_path, "a") as made:
+        for keeper in made._keepers:
+            keeper.cancel()
+        deadline = time.monotonic() + 0.5
+
+        async def waits() -> int:
+            looks = 0
+            while await made.change_before(deadline):
+                looks += 1
+            return looks
+
+        made._note_change()
+        others = 0
+        waiting = asyncio.create_task(waits())
+        while not waiting.done():
+            await asyncio.sleep(0)
+            others += 1
+        assert waiting.result() < others
 
 
 async def test_many_at_once_over_few_places(tmp_path: Path):

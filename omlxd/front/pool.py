@@ -62,7 +62,7 @@ class EnginePool:
             daily_writes=settings.ssd_cache_daily_write_budget,
         )
         self._engines: dict[str, ModelEngine] = {}
-        self._changed = asyncio.Event()
+        self._change = asyncio.Event()
         self._making_room = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
         self._guard = MemoryGuard(
@@ -188,7 +188,7 @@ class EnginePool:
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
         """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
         engine.keep_alive = seconds
-        self._changed.set()
+        self._note()
 
     def pin(self, model_name: str, pinned: bool) -> ModelEngine:
         """Remembered between runs. Raises OmlxdError."""
@@ -197,7 +197,7 @@ class EnginePool:
             raise InvalidRequest(f"{engine.model_id} is pinned by the configuration file; unpin it there.")
         engine.pinned = pinned
         self.book.set_pinned(engine.model_id, pinned)
-        self._changed.set()
+        self._note()
         return engine
 
     def alias(self, alias: str, model_name: str | None) -> None:
@@ -234,7 +234,7 @@ class EnginePool:
         for name in settings.models:
             if not any(name in (id, basename(id)) for id in self._engines):
                 log.warning("settings of %r are for a model that is not here", name)
-        self._changed.set()
+        self._note()
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""
@@ -252,8 +252,13 @@ class EnginePool:
 
     # ----------------------------------------------------------------- going
 
+    def _note(self) -> None:
+        """Wake whoever waits for a change; whoever waits from now on waits for the next one."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
     def _note_change(self) -> None:
-        self._changed.set()
+        self._note()
         for engine in self._engines.values():
             if engine.state in ("unloaded", "restarting", "failed"):
                 engine.admitted = False
@@ -265,7 +270,7 @@ class EnginePool:
     async def _keep(self) -> None:
         """Let models go that were idle for their time."""
         while True:
-            self._changed.clear()
+            change = self._change
             now, next_at = time.monotonic(), math.inf
             for engine in self._engines.values():
                 if engine.expires_at <= now:
@@ -274,7 +279,7 @@ class EnginePool:
                 next_at = min(next_at, engine.expires_at)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if math.isinf(next_at) else max(0.0, next_at - now)):
-                    await self._changed.wait()
+                    await change.wait()
 
     def _let_go(self, engine: ModelEngine) -> asyncio.Task[bool]:
         self._forget_wishes(engine)
@@ -369,8 +374,8 @@ class EnginePool:
     async def change_before(self, deadline: float) -> bool:
         """Wait until something changes; False: the deadline came first."""
         left = deadline - time.monotonic()
-        # The keeper clears the event too, so it is polled as well.
+        # Looked at now and then as well: the owner may let a pinned model go, which is no change of state.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(0.2, max(0.0, left))):
-                await self._changed.wait()
+                await self._change.wait()
         return left > 0
