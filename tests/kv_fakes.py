@@ -19,13 +19,14 @@ from omlxd.kv.block import Block
 from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.block_table import BlockTable
-from omlxd.kv.cold_tier import ColdTier, TempLeft
+from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.flusher import Flusher
 from omlxd.kv.fs import FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
+from omlxd.kv.placing import TempLeft
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter, WritablePayload

@@ -18,10 +18,10 @@ from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, ToolCallDe
 from omlxd.chat import ToolResultPart as Result
 from omlxd.engine.answer import Answer
 from omlxd.engine.harmony import CONTROLS
-from omlxd.engine.healing import Scope
 from omlxd.engine.output import OutputParser
 from omlxd.engine.prompt import PromptPipeline
 from omlxd.engine.sampling import Likelihood
+from omlxd.engine.turn import Scope
 from omlxd.models import demo
 
 TAGS = re.compile("(" + "|".join(map(re.escape, CONTROLS)) + ")")

@@ -23,8 +23,9 @@ from kv_fakes import (
     temps_in,
 )
 
-from omlxd.kv.cold_tier import ColdTier, TempLeft
+from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.fs import PosixFileSystem
+from omlxd.kv.placing import TempLeft
 
 KEY = lone_key(0)
 

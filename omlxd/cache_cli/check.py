@@ -51,13 +51,13 @@ def check(
     delete_bad: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Verify `sample[0]` of every `sample[1]` block files, another choice each time; `say` each bad one.
+    """Verify `sample[0]` of every `sample[1]` blocks and records, others each time; `say` each bad one.
 
     Misplaced entries are bad too, whatever the sample. Raises FileNotFoundError without a cache dir.
     """
     outcome, chosen = Outcome(), list[Found]()
     for found in inventory.walk(root, list(inventory.namespaces(root))):
-        if found.kind == "block":
+        if found.kind in ("block", "record"):
             chosen.append(found)
         elif found.kind == "misplaced":
             outcome.bad.append(_misplaced(root, found, delete_bad))
@@ -91,7 +91,10 @@ def _verify(
         path = f"{root}/{found.path}"
         try:
             seen = os.lstat(path)
-            verdict = verifier.verify(path, found.namespace, found.name)
+            if found.kind == "record":
+                verdict = verifier.verify_record(path, found.name)
+            else:
+                verdict = verifier.verify(path, found.namespace, found.name)
         except FileNotFoundError:
             outcome.gone += 1
             continue

@@ -51,14 +51,14 @@ def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str
 
 
 def plan(root: Path, folders: Mapping[str, NamespaceInfo | None], older_than_s: float | None) -> Plan:
-    """Everything of omlxd's in `folders`, or only block files not used for `older_than_s` seconds."""
+    """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds."""
     planned = Plan(folders, whole=older_than_s is None)
     before = time.time() - (older_than_s or 0)
     for found in inventory.walk(root, list(folders)):
         if older_than_s is None:
-            if found.kind in ("block", "temporary"):
+            if found.kind in ("block", "record", "temporary"):
                 planned.files.append(found)
-        elif found.kind == "block" and found.used < before:
+        elif found.kind in ("block", "record") and found.used < before:
             planned.files.append(found)
     # A prefix is used by whoever goes on from it, so what is older lies after what is newer in a chain.
     planned.files.sort(key=lambda found: found.used)

@@ -18,7 +18,7 @@ import msgspec
 from ..config import OPTIONS, Settings, load_settings
 from ..daemon_client import DaemonError
 from ..errors import ConfigError
-from ..kv.paths import is_block_path
+from ..kv.paths import is_stored_path
 from ..sizes import human
 from . import inventory, stats, through_daemon, why_miss
 from .check import Outcome, check, summary
@@ -135,7 +135,7 @@ def _check(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 def _tell_daemon(args: argparse.Namespace, settings: Settings, root: Path, outcome: Outcome) -> None:
     """What was removed under a daemon leaves its account."""
-    gone = [bad.path for bad in outcome.bad if bad.removed and is_block_path(bad.path)]
+    gone = [bad.path for bad in outcome.bad if bad.removed and is_stored_path(bad.path)]
     if not gone:
         return
     try:
@@ -167,7 +167,7 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     else:
         planned = plan(root, chosen, args.older_than)
         # Temporary files are being written.
-        planned.files = [found for found in planned.files if found.kind == "block"]
+        planned.files = [found for found in planned.files if found.kind != "temporary"]
     if not planned.files:
         print("nothing to remove")
         return 0

@@ -16,6 +16,7 @@ from typing import Literal
 from ..kv.namespace_file import FILE_NAME, NamespaceInfo, read_namespace
 from ..kv.paths import (
     NAMESPACE_HEX,
+    RECORD_SUFFIX,
     SUFFIX,
     TEMP_SUFFIX,
     disk_bytes,
@@ -24,10 +25,11 @@ from ..kv.paths import (
     is_namespace_dir,
 )
 
-Kind = Literal["block", "temporary", "misplaced", "stranger"]
+Kind = Literal["block", "record", "temporary", "misplaced", "stranger"]
 """block       a file where a block's file lies, of a name that a block's file has
+record      likewise, of a record (kv/record_file.py)
 temporary   left by a crash, or being written by a daemon
-misplaced   of a block's suffix, but no file that a store would look for: elsewhere, a link, a folder
+misplaced   of such a suffix, but no file that a store would look for: elsewhere, a link, a folder
 stranger    anything else; never removed
 """
 
@@ -48,8 +50,8 @@ class Found:
 
     @property
     def name(self) -> str:
-        """The hash, in hex, of a block."""
-        return self.path[-len(SUFFIX) - 64 : -len(SUFFIX)]
+        """The hash, in hex, of a block or a record."""
+        return self.path.rpartition("/")[2][:64]
 
     @property
     def disk(self) -> int:
@@ -86,8 +88,10 @@ def _found(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
     kind: Kind = "stranger"
     if name.endswith(TEMP_SUFFIX) and is_file:
         kind = "temporary"
-    elif name.endswith(SUFFIX):
-        kind = "block" if is_file and file_kind(name) == "block" and name[:2] == fan else "misplaced"
+    elif name.endswith((SUFFIX, RECORD_SUFFIX)):
+        kind = "misplaced"
+        if is_file and name[:2] == fan and (named := file_kind(name)) in ("block", "record"):
+            kind = "block" if named == "block" else "record"
     yield Found(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))
 
 

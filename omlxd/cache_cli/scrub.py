@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..kv.namespace_file import NamespaceInfo
-from ..kv.paths import is_block_path
+from ..kv.paths import is_stored_path
 from ..sizes import human
 from . import inventory
 from .check import check, summary
@@ -42,7 +42,7 @@ def scrub(
     say(summary(outcome))
     good = not outcome.bad
     if daemon is not None:
-        gone = [bad.path for bad in outcome.bad if bad.removed and is_block_path(bad.path)]
+        gone = [bad.path for bad in outcome.bad if bad.removed and is_stored_path(bad.path)]
         daemon.forget(gone, remove=False)
     try:
         with exclusive(root):
@@ -89,7 +89,7 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None, say: Callable[[str
         if daemon is None:
             files, nbytes, troubles = remove(root, planned)
         else:
-            blocks = [found.path for found in planned.files if found.kind == "block"]
+            blocks = [found.path for found in planned.files if found.kind != "temporary"]
             files, nbytes, troubles = daemon.forget(blocks, remove=True)
     except DaemonRuns as error:
         say(f"orphans stay: {error}")

@@ -27,6 +27,7 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     """One model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a file.
 
     model_id, model_type, model_path  "" where the folder has no description
+    records  answers as they were generated, for turns that clients send back in another shape
     """
 
     namespace: str
@@ -40,6 +41,8 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     token_bytes: int = 0
     checkpoints: int = 0
     checkpoint_bytes: int = 0
+    records: int = 0
+    record_bytes: int = 0
     oldest_use: float | None = None
     newest_use: float | None = None
 
@@ -79,11 +82,11 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
     kinds: dict[tuple[str, int], str] = {}
     verifier = Verifier()
     for found in inventory.walk(root, list(known)):
-        if found.kind != "block":
+        if found.kind not in ("block", "record"):
             others[found.kind].append(found)
             continue
         of_size = (found.namespace, found.size)
-        if of_size not in kinds:
+        if found.kind == "block" and of_size not in kinds:
             with contextlib.suppress(OSError):
                 kinds[of_size] = verifier.kind(f"{root}/{found.path}")
         _count(rows[found.namespace], found, kinds.get(of_size, ""))
@@ -119,7 +122,10 @@ def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
 def _count(row: NamespaceStats, found: Found, kind: str) -> None:
     row.files += 1
     row.bytes += found.disk
-    if kind == CHECKPOINT:
+    if found.kind == "record":
+        row.records += 1
+        row.record_bytes += found.disk
+    elif kind == CHECKPOINT:
         row.checkpoints += 1
         row.checkpoint_bytes += found.disk
     else:
@@ -135,8 +141,8 @@ def _count(row: NamespaceStats, found: Found, kind: str) -> None:
 def as_text(stats: CacheStats, now: float | None = None) -> str:
     """A table, and what there is to say around it."""
     now = time.time() if now is None else now
-    head = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "OLDEST USE", "NEWEST USE")
-    rows = [head, *(_row(row, now) for row in stats.namespaces)]
+    what = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "RECORDS")
+    rows = [(*what, "OLDEST USE", "NEWEST USE"), *(_row(row, now) for row in stats.namespaces)]
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
     lines.append(f"total: {human(stats.bytes)} in {stats.files} files; cap: {cap}")
@@ -180,6 +186,7 @@ def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
         str(row.files),
         str(row.token_blocks),
         str(row.checkpoints),
+        str(row.records),
         ago(row.oldest_use, now),
         ago(row.newest_use, now),
     )

@@ -25,8 +25,9 @@ from ..kv.checkpoints import checkpoint_name
 from ..kv.fs import PosixFileSystem, read_all
 from ..kv.hashing import hash_blocks
 from ..kv.layout import ITEM_BYTES, Group, KVLayout
+from ..kv.record_file import RecordError, checked
 
-TOKENS = "tokens"
+TOKENS, RECORD = "tokens", "record"
 MOST_HEADER = 64 << 20
 """Bytes. A header is some 100 bytes a tensor; a length beyond this is no length."""
 
@@ -76,6 +77,17 @@ class Verifier:
             return Verdict(str(error))
         finally:
             self._fs.close(fd)
+
+    def verify_record(self, path: str, name: str) -> Verdict:
+        """Look at all of a record. `name`: what its path says, in hex. Raises OSError."""
+        fd = self._fs.open_read(path)
+        try:
+            checked(self._fs, fd, bytes.fromhex(name))
+        except RecordError as error:
+            return Verdict(str(error))
+        finally:
+            self._fs.close(fd)
+        return Verdict("", RECORD)
 
     def kind(self, path: str) -> str:
         """`tokens`, `checkpoint`, or "" for a file whose header can't be read. Raises OSError."""

@@ -4,6 +4,7 @@
 |-----------------------------------|------------------------------------------------------------------|
 | prompt_turns_healed               | an echo would have had other tokens than were generated          |
 | prompt_turns_not_healed_<reason>  | and they could not be put back (healing.py)                      |
+| prompt_turn_records_bad           | a remembered turn's file failed its check (turn_files.py)         |
 | prompt_canonical_rejected         | a conversation goes on as before, and its tokens do not          |
 | prompt_control_tokens_exposed     | somebody's control tokens are read as such: the text can't be cut |
 | kv_checkpoint_missing             | blocks are cached further than the deepest checkpoint             |

@@ -20,6 +20,15 @@ import xxhash
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
 _MEMO = "fingerprints.json"
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer*",
+    "vocab.*",
+    "*.tiktoken",
+)
 
 
 def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
@@ -33,6 +42,17 @@ def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
         digests = dict(zip(files, pool.map(lambda file: _digest(file, memo), files), strict=True))
     _write_memo(memo_dir, memo, [(_identity(file), digest) for file, digest in digests.items()])
     return {file.name: digest for file, digest in digests.items()}
+
+
+def tokenizer_fingerprint(model: Path) -> bytes:
+    """16 bytes, of every file that decides what a token id means. Raises OSError as reads do."""
+    state = xxhash.xxh3_128()
+    files = {file for pattern in TOKENIZER_FILES for file in model.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        data = file.read_bytes()
+        state.update(f"{file.name} {len(data)}\n".encode())
+        state.update(data)
+    return state.digest()
 
 
 def _identity(file: Path) -> str:

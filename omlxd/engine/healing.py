@@ -13,22 +13,22 @@ So the model sees nothing that it did not write itself, or that the client did n
 the client has edited is rendered as the client sent it. Turns that ended by themselves are remembered
 alone: not those cut off by a limit, a stop string or a client that went away.
 
-In memory only. After a restart an old conversation is healed from its next turn on; what comes
-before is computed once more where its template strips thinking, and is found in the cold tier where
-it doesn't.
+What is known of a place is also written beside the KV (turn_files.py), and read when a conversation
+comes back to it: so a session outlives its engine. A place that is to be answered loses its file before
+the answer is begun, and gets it again with the answer: no crash leaves one that an answer has overtaken.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from .canonical import Digest
+from .turn import Place, PrefixDigest, Turn
 
 MOST_BYTES = 32 << 20
 """Of remembered turns: about eight million generated tokens."""
@@ -43,92 +43,154 @@ template                 the template's text can't be told apart around it
 too_long                 the prompt would no longer fit
 """
 
-_TURN_BYTES = 400
-"""What a turn costs beside its tokens."""
+MOST_ANSWERS = 16
+"""Of one place: a question that is asked again and again."""
+
+_PLACE_BYTES, _TURN_BYTES = 300, 300
+"""What a place costs, and a turn beside its tokens."""
 
 
-class PrefixDigest:
-    """Digest of a growing list of token ids."""
+class Files(Protocol):
+    """Where places are kept beyond this process: TurnFiles (turn_files.py)."""
 
-    __slots__ = ("_state",)
+    def load(self, place: Place) -> dict[Digest, Turn] | None:
+        """Turns by answer, none where there is no file; None: it can't be told now."""
+        ...
 
-    def __init__(self, tokens: Sequence[int] = ()):
-        self._state = hashlib.blake2b(digest_size=16)
-        self.add(tokens)
+    def save(self, place: Place, turns: Mapping[Digest, Turn], done: Callable[[bool], None]) -> bool:
+        """Write them later; `done(in place?)` on another thread. False, and no `done`: not taken."""
+        ...
 
-    def add(self, tokens: Sequence[int]) -> PrefixDigest:
-        self._state.update(array("I", tokens).tobytes())
-        return self
+    def remove(self, place: Place) -> None: ...
 
-    def copy(self) -> PrefixDigest:
-        other = PrefixDigest.__new__(PrefixDigest)
-        other._state = self._state.copy()
-        return other
-
-    @property
-    def value(self) -> Digest:
-        return self._state.digest()
+    def used(self, places: Sequence[Place]) -> None:
+        """Later: they are the most recently used."""
+        ...
 
 
-@dataclass(slots=True, frozen=True)
-class Turn:
-    """A turn that the model wrote.
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of one place.
 
-    prompt         digest of the tokens it was generated from, `prompt_length` of them
-    tokens         what was generated, without the token that ended the turn
-    whole          digest of both
-    thought        digest of its thinking; None: it had none
+    turns    by answer, the newest last; None: two conversations without a name gave the same answer there,
+             and it was not generated alike
+    begun    answers that were begun there; one if its file was found
+    version  raised by whatever its file must follow
+    on_disk  its file is in place, and holds `turns`; unsaved: it is to be written again
     """
 
-    prompt: Digest
-    prompt_length: int
-    tokens: array[int]
-    whole: Digest
-    thought: Digest | None
+    turns: dict[Digest, Turn | None] = field(default_factory=dict)
+    begun: int = 0
+    version: int = 0
+    on_disk: bool = False
+    unsaved: bool = False
 
     @property
-    def length(self) -> int:
-        """Tokens of the prompt and the turn."""
-        return self.prompt_length + len(self.tokens)
-
-
-class Scope(NamedTuple):
-    """Whose turns: `session` as the client named it, "" where it didn't; `salt` of its cache.
-
-    A sub-agent's session is a scope of its own: `name/agent`.
-    """
-
-    session: str = ""
-    salt: str = ""
-
-
-@dataclass(slots=True, frozen=True)
-class Place:
-    """Where a turn stands. `implicit`: the session's name is made of its first messages."""
-
-    scope: tuple[str, str]
-    before: Digest
-    implicit: bool = False
+    def nbytes(self) -> int:
+        return _PLACE_BYTES + sum(map(_cost, self.turns.values()))
 
 
 class TurnMemory:
-    """Turns by place and answer, the least recently used dropped first. Thread-safe.
+    """Turns by place and answer, the least recently used place dropped first. Thread-safe.
 
-    refusals  reason → turns that were not healed
+    healed   turns put back; refusals: reason → turns that were not
+    unknown  turns at whose place nothing is known to have been generated
     """
 
-    def __init__(self, max_bytes: int = MOST_BYTES):
+    def __init__(self, max_bytes: int = MOST_BYTES, files: Files | None = None):
         self._max_bytes = max_bytes
+        self._files = files
         self._lock = threading.Lock()
-        self._turns: OrderedDict[tuple[tuple[str, str], Digest, Digest], Turn | None] = OrderedDict()
-        self._answers: Counter[tuple[tuple[str, str], Digest]] = Counter()
+        self._places: OrderedDict[tuple[tuple[str, str], Digest], Known] = OrderedDict()
+        self._writing: dict[tuple[tuple[str, str], Digest], Known] = {}
         self._bytes = 0
         self.healed = 0
+        self.unknown = 0
         self.refusals: Counter[str] = Counter()
 
     @property
     def nbytes(self) -> int:
         return self._bytes
+
+    def __len__(self) -> int:
+        """Places."""
+        return len(self._places)
+
+    # ----------------------------------------------------------------- before an answer
+
+    def find(self, place: Place, answer: Digest, thought: Digest | None) -> Turn | str:
+        """The turn, or why there is none; "" where nothing was generated there. May read a file."""
+        known = self._known(place)
+        with self._lock:
+            if answer not in known.turns:
+                self.unknown += not known.turns
+                return "edited" if known.turns else ""
+            turn = known.turns[answer]
+        if turn is None:
+            return "ambiguous"
+        if thought is not None and thought != turn.thought:
+            return "thinking_edited"
+        return turn
+
+    def _known(self, place: Place) -> Known:
+        with self._lock:
+            if (known := self._held(place)) is not None:
+                return known
+        if self._files is None or (stored := self._files.load(place)) is None:
+            return Known()
+        with self._lock:
+            known = self._held(place)
+            if known is None:
+                # A place that has no file is noted too, so that it is looked for once.
+                known = Known(dict(stored), begun=bool(stored), on_disk=bool(stored))
+                self._add(place, known)
+            return known
+
+    def _held(self, place: Place) -> Known | None:
+        """What is known of `place` without reading; it is the most recently used then. Under the lock."""
+        known = self._places.get(place.key)
+        if known is not None:
+            self._places.move_to_end(place.key)
+        elif (known := self._writing.get(place.key)) is not None:
+            self._add(place, known)
+        return known
+
+    def begin(self, place: Place) -> None:
+        """An answer will be generated at `place`. May read and remove a file."""
+        if self._files is None:
+            return
+        known = self._known(place)
+        with self._lock:
+            if (held := self._held(place)) is not None:
+                known = held
+            else:  # It couldn't be told whether there is a file.
+                known.on_disk = True
+                self._add(place, known)
+            known.begun += 1
+            known.version += 1
+            known.unsaved = False
+            overtaken, known.on_disk = known.on_disk, False
+        if overtaken:
+            self._files.remove(place)
+
+    def used(self, places: Sequence[Place]) -> None:
+        """Turns of these places are part of a prompt."""
+        if self._files is None:
+            return
+        with self._lock:
+            known = [(place, self._places.get(place.key)) for place in places]
+        filed = [place for place, one in known if one is not None and one.on_disk]
+        if filed:
+            self._files.used(filed)
+
+    def count(self, healed: int, refused: Sequence[str]) -> None:
+        """Note what became of a prompt's turns."""
+        if healed or refused:
+            with self._lock:
+                self.healed += healed
+                self.refusals.update(refused)
+
+    # ----------------------------------------------------------------- after it
 
     def remember(
         self,
@@ -138,56 +200,62 @@ class TurnMemory:
         prompt: Sequence[int],
         generated: Sequence[int],
     ) -> None:
-        """`generated` without the token that ended the turn."""
+        """`generated` without the token that ended the turn. Reads and writes nothing itself."""
         digest = PrefixDigest(prompt)
         before = digest.value
         turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value, thought)
-        key = (place.scope, place.before, answer)
         with self._lock:
-            known = self._turns.get(key)
-            if key not in self._turns:
-                self._answers[key[:2]] += 1
-            elif place.implicit and (known is None or known.whole != turn.whole):
-                # Two conversations that look the same to the last word: nothing tells whose it is.
-                self._put(key, None)
-                return
-            self._put(key, turn)
-            while self._bytes > self._max_bytes:
-                self._drop()
+            known = self._held(place) or Known()
+            if place.key in self._places:
+                self._bytes -= self._places.pop(place.key).nbytes
+            _put(known, place, answer, turn)
+            known.version += 1
+            known.unsaved = True
+            self._save(place, known)
+            self._add(place, known)
 
-    def _put(self, key: tuple[tuple[str, str], Digest, Digest], turn: Turn | None) -> None:
-        if key in self._turns:
-            self._bytes -= _cost(self._turns.pop(key))
-        self._turns[key] = turn
-        self._bytes += _cost(turn)
+    def _save(self, place: Place, known: Known) -> None:
+        """Have the place written, once what is being written of it is in place. Under the lock."""
+        # Which of two answers a conversation without a name goes on with is not for a crash to decide.
+        told_apart = not place.implicit or known.begun < 2
+        turns = {answer: turn for answer, turn in known.turns.items() if turn is not None}
+        if self._files is None or place.key in self._writing or not told_apart or not turns:
+            return
+        known.unsaved, version = False, known.version
+        if self._files.save(place, turns, lambda done: self._saved(place, known, version, done)):
+            self._writing[place.key] = known
 
-    def _drop(self) -> None:
-        key, turn = self._turns.popitem(last=False)
-        self._bytes -= _cost(turn)
-        self._answers[key[:2]] -= 1
-        if self._answers[key[:2]] <= 0:
-            del self._answers[key[:2]]
-
-    def find(self, place: Place, answer: Digest, thought: Digest | None) -> Turn | str:
-        """The turn, or why there is none; "" where nothing was generated at this place."""
-        key = (place.scope, place.before, answer)
+    def _saved(self, place: Place, known: Known, version: int, in_place: bool) -> None:
         with self._lock:
-            if key not in self._turns:
-                return "edited" if self._answers[key[:2]] else ""
-            self._turns.move_to_end(key)
-            turn = self._turns[key]
-        if turn is None:
-            return "ambiguous"
-        if thought is not None and thought != turn.thought:
-            return "thinking_edited"
-        return turn
+            overtaken = known.version != version
+            known.on_disk = in_place and not overtaken
+        if in_place and overtaken and self._files is not None:
+            self._files.remove(place)
+        with self._lock:
+            del self._writing[place.key]
+            if known.unsaved:
+                self._save(place, known)
 
-    def count(self, healed: int, refused: Sequence[str]) -> None:
-        """Note what became of a prompt's turns."""
-        if healed or refused:
-            with self._lock:
-                self.healed += healed
-                self.refusals.update(refused)
+    def _add(self, place: Place, known: Known) -> None:
+        """The most recently used place from now on; others go to make room."""
+        self._places[place.key] = known
+        self._bytes += known.nbytes
+        while self._bytes > self._max_bytes:
+            _, oldest = self._places.popitem(last=False)
+            self._bytes -= oldest.nbytes
+
+
+def _put(known: Known, place: Place, answer: Digest, turn: Turn) -> None:
+    """Add a turn to what is known of `place`, as its newest."""
+    clash = False
+    if place.implicit and answer in known.turns:
+        # Two conversations that look the same to the last word: nothing tells whose it is.
+        earlier = known.turns[answer]
+        clash = earlier is None or earlier.whole != turn.whole
+    known.turns.pop(answer, None)
+    known.turns[answer] = None if clash else turn
+    if len(known.turns) > MOST_ANSWERS:
+        del known.turns[next(iter(known.turns))]
 
 
 def _cost(turn: Turn | None) -> int:

@@ -27,7 +27,6 @@ from .constraint import Constraint, ConstraintCompiler
 from .correctness import Correctness
 from .explain import Explainer
 from .figures import figures_of
-from .healing import Place, Scope
 from .mlx_adapter import Quantisation
 from .model_store import ModelStore
 from .output import OutputParser, prepare
@@ -38,6 +37,7 @@ from .sampling import RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .sessions import Lineage, Sessions, Standing, lineage_of
+from .turn import Place, Scope
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,10 @@ class EngineHost:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
         self.prompts = PromptPipeline(
-            self.loaded.tokenizer, healing=load.prompts.healing, hoist_system=load.prompts.hoist_system
+            self.loaded.tokenizer,
+            healing=load.prompts.healing,
+            hoist_system=load.prompts.hoist_system,
+            files=self._store.turns,
         )
         self._sessions = Sessions()
         self._correctness = Correctness(load.cache.block_size)
@@ -169,6 +172,7 @@ class EngineHost:
         sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
+        self.prompts.begin(rendered.place)
         self.scheduler.submit(sequence)
         return sequence
 

@@ -19,17 +19,19 @@ from ..kv.cold_tier import ColdTier
 from ..kv.flusher import Flusher
 from ..kv.hashing import BlockHash, namespace_of
 from ..kv.namespace_file import describe_namespace
+from ..kv.record_file import RecordFiles
 from ..kv.space import Space
 from ..kv.store import KVStore
 from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
-from .fingerprint import weight_fingerprints
+from .fingerprint import tokenizer_fingerprint, weight_fingerprints
 from .flush_clock import FlushClock
 from .harvest import KVBridge
 from .hot_budget import HotBudget
 from .mlx_adapter import LoadedModel
 from .staging import transport
 from .state_keeper import StateKeeper
+from .turn_files import TurnFiles
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class ModelStore:
 
     namespace  32 bytes: of whatever decides what stored KV means; zeros for a model without a layout
     bridge     to the store; None: not open
+    turns      where remembered turns are kept; None: not open, or no cold tier
     """
 
     def __init__(self, load: wire.Load, loaded: LoadedModel):
@@ -56,6 +59,7 @@ class ModelStore:
         self._settings = load.cache
         self._clock: FlushClock | None = None
         self.bridge: KVBridge | None = None
+        self.turns: TurnFiles | None = None
         self.namespace = self._namespace(Path(load.model_path))
 
     def open(self, space: Space, post: Post) -> KVBridge:
@@ -135,6 +139,12 @@ class ModelStore:
                 post,
                 admission_of(settings.admission),
                 settings.write_back,
+            )
+            self.turns = TurnFiles(
+                RecordFiles(Path(settings.cold_dir), self.namespace),
+                flusher.writer,
+                space,
+                tokenizer_fingerprint(Path(self._load.model_path)),
             )
         self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
         store = KVStore(

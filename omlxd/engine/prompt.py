@@ -16,10 +16,12 @@ from typing import Any
 from ..chat import Conversation, RawPrompt
 from .answer import Answer
 from .canonical import Digest, answer_of, chain_of, opening
-from .healing import REASONS, Place, PrefixDigest, Scope, Turn, TurnMemory
+from .healing import REASONS, TurnMemory
 from .rendering import Renderer, Text
 from .splicing import Splicer
 from .token_cache import TokenCache
+from .turn import Place, PrefixDigest, Scope, Turn
+from .turn_files import TurnFiles
 
 HOIST_BY_ITSELF = True
 """What `--hoist-system auto` means. Claude Code sends the folder, the tools it may load and the date as a
@@ -69,15 +71,24 @@ class PromptPipeline:
     traits  what its template takes
     notes   sentences for the load log: what is rendered in another way than the client sent it
     memory  turns as they were generated; None: `healing` is off
+    files   where they are kept beyond this process; None: nowhere
     """
 
-    def __init__(self, tokenizer: Any, *, healing: bool = True, hoist_system: str = "auto"):
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        healing: bool = True,
+        hoist_system: str = "auto",
+        files: TurnFiles | None = None,
+    ):
         self._tokenizer = tokenizer
         self.tokens = TokenCache(tokenizer)
         hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
         self._renderer = Renderer(tokenizer, marking=self.tokens.joins, hoist=hoist)
         self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
-        self.memory = TurnMemory() if healing else None
+        self.memory = TurnMemory(files=files) if healing else None
+        self._files = files
         self.traits = self._renderer.traits
         self.notes = self._renderer.notes()
         if healing and not self._splicer.able:
@@ -118,6 +129,11 @@ class PromptPipeline:
         """What the template makes of `prompt`. Raises InvalidRequest."""
         return self._renderer.text(prompt).plain
 
+    def begin(self, place: Place | None) -> None:
+        """A turn will be generated at `place`."""
+        if place is not None and self.memory is not None:
+            self.memory.begin(place)
+
     def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
         """Remember a turn that ended by itself: `generated` from `prompt`, `answer` sent of it."""
         if place is not None and self.memory is not None:
@@ -133,6 +149,9 @@ class PromptPipeline:
             values["prompt_turns_healed_total"] = self.memory.healed
             for reason in REASONS:
                 values[f"prompt_turns_not_healed_{reason}_total"] = self.memory.refusals[reason]
+            values["prompt_turns_unknown_total"] = self.memory.unknown
+            if self._files is not None:
+                values |= self._files.figures()
         return values
 
     def _encode(self, text: Text) -> list[int]:
@@ -161,6 +180,7 @@ class PromptPipeline:
         places = [Place(rendered.session, before, implicit) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
         rendered = replace(rendered, place=places[-1])
+        memory.used([places[index] for index in turns])
         if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
             spliced = self._splicer.splice(prompt, text, turns)
             refused += spliced.refused

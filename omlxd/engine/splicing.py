@@ -32,10 +32,10 @@ from msgspec.structs import replace
 
 from ..chat import Conversation, Message, Part, TextPart, ToolCallPart, ToolResultPart
 from ..errors import InvalidRequest
-from .healing import PrefixDigest, Turn
 from .marks import unused_marks
 from .rendering import Renderer, Text, special_tokens
 from .token_cache import TokenCache
+from .turn import PrefixDigest, Turn
 
 _MOST_TRIES = 8
 """Renderings of one prompt, each without the turn that didn't fit the one before."""

@@ -6,13 +6,13 @@ import msgspec
 
 from ..api.body_shape import check_shape
 from ..errors import InvalidRequest, Unavailable
-from ..kv.paths import is_block_path
+from ..kv.paths import is_stored_path
 from .engines import Engines
 
 
 class Forget(msgspec.Struct):
-    """`paths`: of block files, relative to the cache dir. `remove`: take those away that are there;
-    else only those that are gone already leave the account."""
+    """`paths`: of block files and records, relative to the cache dir. `remove`: take those away that are
+    there; else only those that are gone already leave the account."""
 
     paths: list[str]
     remove: bool = False
@@ -34,8 +34,10 @@ async def forget(engines: Engines, body: bytes) -> Forgotten:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"This is no list of files: {error}.") from None
     for path in asked.paths:
-        if not is_block_path(path):
-            raise InvalidRequest(f"paths: {path[:200]!r} is no block's file in the cache dir.", param="paths")
+        if not is_stored_path(path):
+            raise InvalidRequest(
+                f"paths: {path[:200]!r} is no block or record in the cache dir.", param="paths"
+            )
     done = await engines.cold_forget(asked.paths, asked.remove)
     if done is None:
         raise Unavailable("This daemon has no SSD cache.")

@@ -8,8 +8,6 @@ Methods do I/O on the calling thread and may run on any number of threads at onc
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +15,8 @@ from pathlib import Path
 from .block_file import BlockFileError, BlockFormat, BlockKey
 from .fs import FileSystem, PosixFileSystem
 from .hashing import BlockHash
-from .paths import TEMP_SUFFIX, block_path, disk_bytes
-
-
-class TempLeft(OSError):
-    """A store failed and its temporary file can't be removed either: it still takes its space."""
+from .paths import block_path, disk_bytes
+from .placing import put_in_place
 
 
 class ColdTier:
@@ -31,7 +26,6 @@ class ColdTier:
         self.root = str(root)
         self.format = format
         self._fs: FileSystem = fs or PosixFileSystem()
-        self._temp_names = itertools.count()
 
     @property
     def bytes_per_block(self) -> int:
@@ -51,27 +45,11 @@ class ColdTier:
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Put a block's file in place. Raises OSError, leaving nothing behind, or else TempLeft."""
-        target = self._full(key.block_hash)
-        temp = f"{target}.{os.getpid()}-{next(self._temp_names)}{TEMP_SUFFIX}"
-        try:
-            fd = self._fs.open_new(temp)
-        except FileNotFoundError:
-            self._fs.make_folder(os.path.dirname(target))
-            fd = self._fs.open_new(temp)
-        try:
-            try:
-                self.format.write(self._fs, fd, key, buffers)
-            finally:
-                self._fs.close(fd)
-            self._fs.rename(temp, target)
-        except BaseException as cause:
-            try:
-                self._fs.unlink(temp)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise TempLeft(error.errno, f"{cause}; {temp} stays", temp) from cause
-            raise
+        put_in_place(
+            self._fs,
+            self._full(key.block_hash),
+            lambda fd: self.format.write(self._fs, fd, key, buffers),
+        )
 
     def load(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Read a block into `buffers`. Raises FileNotFoundError, OSError, or BlockFileError.

@@ -7,10 +7,10 @@ written never passes the cap, temporary files included (a temporary file is writ
 grant). Files become *used* when the engine says they are in place; an engine that dies takes its
 grant with it, and what it wrote without saying so is found by a walk.
 
-Counted are block files and temporary files, each in whole pages of 4 KiB. Not counted is what goes
-with them: the folders (257 of them a namespace at most, a page each on most file systems: about
-1 MiB), and a few files of a page: the lock, each namespace's description, the fingerprints of
-weights, the day's writes. An orphan's folder goes with its last file.
+Counted are block files, records (record_file.py) and temporary files, each in whole pages of 4 KiB.
+Not counted is what goes with them: the folders (257 of them a namespace at most, a page each on most
+file systems: about 1 MiB), and a few files of a page: the lock, each namespace's description, the
+fingerprints of weights, the day's writes. An orphan's folder goes with its last file.
 
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
@@ -39,6 +39,7 @@ from .folders import entries_of, is_gone, subfolders, unlink
 from .installed import Installed
 from .namespace_file import FILE_NAME
 from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
+from .record_file import MOST_AGE_S
 from .write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
@@ -181,7 +182,9 @@ class Ledger:
         only: Callable[[str], bool] = is_namespace_dir,
         dead: int | None = None,
     ) -> Iterable[tuple[int, str, int]]:
-        """(mtime in ns, relative path, bytes on disk) of every block file, and removes temporary files.
+        """(mtime in ns, relative path, bytes on disk) of every block file and record.
+
+        Removes temporary files, and records that nobody has used for `MOST_AGE_S`.
 
         only  namespaces to look into
         dead  the process whose temporary files go; None: everybody's
@@ -207,6 +210,9 @@ class Ledger:
                         stat = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # A living engine has removed it since it was listed.
+                    too_old = kind == "record" and stat.st_mtime < time.time() - MOST_AGE_S
+                    if too_old and _unlink(entry.path) is None:
+                        continue
                     path = f"{namespace.name}/{fan.name}/{entry.name}"
                     yield 0 if is_temp else stat.st_mtime_ns, path, disk_bytes(stat.st_size)
                 between()
@@ -255,7 +261,8 @@ class Ledger:
     def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
         """Files that the owner wants gone (`remove`), or that may be gone already: (files, bytes, troubles).
 
-        An engine takes one that it counts on for a miss. Block files alone, relative to the cache dir.
+        An engine takes one that it counts on for a miss. Block files and records alone, relative to the
+        cache dir.
         """
         files = nbytes = 0
         troubles: list[str] = []

@@ -1,6 +1,7 @@
 """Where a block's file lies: `<namespace>/<hh>/<hash>.safetensors`, relative to the cache dir.
 
 The path is the index: given a hash, nothing must be scanned to know whether the block is there.
+Records (record_file.py) lie among the blocks, under a suffix of their own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 from .hashing import BlockHash
 
 SUFFIX = ".safetensors"
+RECORD_SUFFIX = ".record"
 TEMP_SUFFIX = ".tmp"
 LOCK_NAME = ".lock"
 WRITES_NAME = "writes.json"
@@ -21,7 +23,8 @@ _ALLOCATION = 4096
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 _FILE = re.compile(
-    rf"[0-9a-f]{{64}}{re.escape(SUFFIX)}(?P<temp>\.(?P<owner>[0-9]+)-[0-9]+{re.escape(TEMP_SUFFIX)})?"
+    rf"[0-9a-f]{{64}}(?P<suffix>{re.escape(SUFFIX)}|{re.escape(RECORD_SUFFIX)})"
+    rf"(?P<temp>\.(?P<owner>[0-9]+)-[0-9]+{re.escape(TEMP_SUFFIX)})?"
 )
 
 
@@ -30,8 +33,16 @@ def namespace_dir(namespace: BlockHash) -> str:
 
 
 def block_path(namespace: BlockHash, block_hash: BlockHash) -> str:
-    name = block_hash.hex()
-    return f"{namespace_dir(namespace)}/{name[:2]}/{name}{SUFFIX}"
+    return _path(namespace, block_hash, SUFFIX)
+
+
+def record_path(namespace: BlockHash, name: BlockHash) -> str:
+    return _path(namespace, name, RECORD_SUFFIX)
+
+
+def _path(namespace: BlockHash, digest: BlockHash, suffix: str) -> str:
+    name = digest.hex()
+    return f"{namespace_dir(namespace)}/{name[:2]}/{name}{suffix}"
 
 
 def is_namespace_dir(name: str) -> bool:
@@ -44,9 +55,11 @@ def is_fan_dir(name: str) -> bool:
 
 
 def file_kind(name: str) -> str:
-    """`block`, `temp`, or "" for a file that the cold tier never wrote and must leave alone."""
+    """`block`, `record`, `temp`, or "" for a file that omlxd never wrote and must leave alone."""
     match = _FILE.fullmatch(name)
-    return "" if match is None else "temp" if match["temp"] else "block"
+    if match is None:
+        return ""
+    return "temp" if match["temp"] else "block" if match["suffix"] == SUFFIX else "record"
 
 
 def temp_owner(name: str) -> int | None:
@@ -57,12 +70,21 @@ def temp_owner(name: str) -> int | None:
 
 def is_block_path(path: str) -> bool:
     """Whether `path`, relative to the cache dir, is where a block's file lies."""
+    return _is_path_of(path, ("block",))
+
+
+def is_stored_path(path: str) -> bool:
+    """Whether `path`, relative to the cache dir, is where a block's file or a record lies."""
+    return _is_path_of(path, ("block", "record"))
+
+
+def _is_path_of(path: str, kinds: tuple[str, ...]) -> bool:
     parts = path.split("/")
     return (
         len(parts) == 3
         and is_namespace_dir(parts[0])
         and is_fan_dir(parts[1])
-        and file_kind(parts[2]) == "block"
+        and file_kind(parts[2]) in kinds
         and parts[2].startswith(parts[1])
     )
 

@@ -16,7 +16,9 @@ from typing import Protocol
 
 from .block_file import BlockKey
 from .cold_health import ColdHealth
-from .cold_tier import ColdTier, TempLeft
+from .cold_tier import ColdTier
+from .hashing import BlockHash
+from .placing import TempLeft
 from .space import Space
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,23 @@ class WritablePayload(Protocol):
         ...
 
 
+class Target(Protocol):
+    """Where a store goes: a cold tier, or a record (record_file.py)."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes on disk that the store takes."""
+        ...
+
+    def path_of(self, block_hash: BlockHash) -> str:
+        """Path relative to the cache dir."""
+        ...
+
+    def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Raises OSError, leaving nothing behind, or else TempLeft."""
+        ...
+
+
 @dataclass(slots=True)
 class WriterStats:
     """Since the start. A store ends as exactly one of these."""
@@ -60,7 +79,7 @@ class _Store:
     key: BlockKey
     payload: WritablePayload
     done: Done
-    tier: ColdTier
+    tier: Target
     is_probe: bool
 
 
@@ -102,12 +121,10 @@ class StoreWriter:
     def queued_bytes(self) -> int:
         return self._queued_bytes
 
-    def submit(
-        self, key: BlockKey, payload: WritablePayload, done: Done, tier: ColdTier | None = None
-    ) -> bool:
+    def submit(self, key: BlockKey, payload: WritablePayload, done: Done, tier: Target | None = None) -> bool:
         """Queue a store. `done(in place?)` runs on a writer thread. False, and no `done`: not taken.
 
-        tier  where to, if not to the writer's own cold tier (another format in the same folder)
+        tier  where to, if not to the writer's own cold tier (another format, or a record)
         """
         with self._lock:
             if self._closed:

@@ -1,0 +1,150 @@
+"""Records: small files that belong to a namespace beside its blocks, each whole and checked.
+
+    16 bytes   FORMAT
+    16 bytes   xxh3-128 of name and payload
+    payload    whatever its owner wants; this room knows nothing of it
+
+As with blocks, the path is the index and the digest vouches for the bytes: a flip anywhere, another
+record's file or another version's is an error, and the file goes. A record is small (`MOST_BYTES`), and
+is read at once. It takes its page of the cold tier's cap, is evicted like a block, and goes with its
+namespace; one that nobody has used for `MOST_AGE_S` goes when the ledger takes stock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from .block_file import BlockKey
+from .fs import FileSystem, PosixFileSystem, read_all, write_all
+from .hashing import BlockHash
+from .paths import disk_bytes, record_path
+from .placing import put_in_place
+
+FORMAT = b"omlxd-record-1\0\0"
+HEAD_BYTES = 32
+MOST_BYTES = 1 << 20
+"""A file longer than this is no record."""
+MOST_AGE_S = 30 * 86400.0
+
+
+class RecordError(Exception):
+    """The file is not what its name says."""
+
+
+class RecordFiles:
+    """The records of one namespace under `root`, the cache dir. I/O on the calling thread, whichever it is.
+
+    A name is a digest of 32 bytes.
+    """
+
+    def __init__(self, root: Path, namespace: BlockHash, fs: FileSystem | None = None):
+        self._root = str(root)
+        self._namespace = namespace
+        self.fs: FileSystem = fs or PosixFileSystem()
+
+    def path_of(self, name: BlockHash) -> str:
+        """Path relative to the cache dir."""
+        return record_path(self._namespace, name)
+
+    def full(self, name: BlockHash) -> str:
+        return f"{self._root}/{self.path_of(name)}"
+
+    def load(self, name: BlockHash) -> bytes:
+        """The payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
+        path = self.full(name)
+        fd = self.fs.open_read(path)
+        try:
+            return checked(self.fs, fd, name)
+        except RecordError:
+            with contextlib.suppress(OSError):
+                self.fs.unlink(path)
+            raise
+        finally:
+            with contextlib.suppress(OSError):
+                self.fs.close(fd)
+
+    def remove(self, name: BlockHash) -> bool:
+        """False: it isn't gone. Raises nothing."""
+        try:
+            self.fs.unlink(self.full(name))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        return True
+
+    def touch(self, names: Sequence[BlockHash]) -> None:
+        """Make records the most recently used, the last one the most."""
+        now = time.time_ns() - len(names) * 1000
+        for index, name in enumerate(names):
+            with contextlib.suppress(OSError):
+                self.fs.touch(self.full(name), now + index * 1000)
+
+    def record(self, name: BlockHash, payload: bytes) -> Record:
+        return Record(self, name, payload)
+
+
+class Record:
+    """One that is to be written: a payload for a StoreWriter, and the tier that it goes to."""
+
+    def __init__(self, files: RecordFiles, name: BlockHash, payload: bytes):
+        self._files = files
+        self._data = FORMAT + _digest(name, payload) + payload
+        self.key = BlockKey(name, b"", ())
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether it has a payload."""
+        return len(self._data) > HEAD_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._data)
+
+    def buffers(self) -> Sequence[memoryview]:
+        return [memoryview(self._data)]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes on disk."""
+        return disk_bytes(len(self._data))
+
+    def path_of(self, block_hash: BlockHash) -> str:
+        return self._files.path_of(block_hash)
+
+    def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
+        """Put it in place. Raises OSError as `put_in_place` does."""
+        fs = self._files.fs
+
+        def write(fd: int) -> None:
+            if write_all(fs, fd, buffers) != len(self._data):
+                raise OSError("short write")
+
+        put_in_place(fs, self._files.full(key.block_hash), write)
+
+
+def checked(fs: FileSystem, fd: int, name: BlockHash) -> bytes:
+    """The payload of the open record `name`. Raises RecordError, or OSError as reads do."""
+    size = fs.size(fd)
+    if not HEAD_BYTES <= size <= MOST_BYTES:
+        raise RecordError(f"{size} bytes are no record")
+    data = bytearray(size)
+    if read_all(fs, fd, [memoryview(data)]) != size:
+        raise RecordError("ends early")
+    head, payload = bytes(data[:HEAD_BYTES]), bytes(data[HEAD_BYTES:])
+    if head[: len(FORMAT)] != FORMAT:
+        raise RecordError("has another format")
+    if head[len(FORMAT) :] != _digest(name, payload):
+        raise RecordError("fails its digest")
+    return payload
+
+
+def _digest(name: BlockHash, payload: bytes) -> bytes:
+    state = xxhash.xxh3_128(name)
+    state.update(payload)
+    return state.digest()

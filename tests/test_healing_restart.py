@@ -1,0 +1,151 @@
+"""A session that goes on after its engine, or the daemon, was killed: its whole prefix is on the SSD.
+
+The template strips old thinking and the client keeps none, so the prefix ends at the first answer
+unless its tokens are put back, which only their record still knows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon import BLOCK, Daemon, demo_model, own_usage, prose, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from templates import QWEN3
+
+from omlxd.cli import main
+
+SESSION = "a-session-with-a-name"
+
+
+@pytest.fixture(scope="module")
+def stripping(tmp_path_factory) -> Path:
+    """The demo model with Qwen3's template."""
+    folder = tmp_path_factory.mktemp("models") / "stripping"
+    shutil.copytree(demo_model(), folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": QWEN3}))
+    (folder / "omlxd_demo.json").unlink()
+    return folder
+
+
+def cache_of(daemon: Daemon) -> Path:
+    return daemon.home / "omlxd" / "cache"
+
+
+def records(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.record"))
+
+
+def ask(daemon: Daemon, messages: list[dict[str, Any]], seed: int = 0, n: int = 4, session: str = SESSION):
+    asked = {"model": daemon.model, "messages": messages, "max_tokens": n, "seed": seed}
+    answer = daemon.post("/v1/chat/completions", asked, headers={"session-id": session})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def counter(daemon: Daemon, name: str) -> float:
+    families = text_string_to_metric_families(daemon.http.get("/metrics").text)
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+@dataclass
+class Lived:
+    """A session of one turn, and what is left of its daemon.
+
+    known      tokens of the turn's prompt and answer
+    messages   with the second question, the answer echoed without its thinking
+    restarted  the second answer's usage, of an engine that was killed meanwhile
+    """
+
+    home: Path
+    model: Path
+    known: int
+    messages: list[dict[str, Any]]
+    restarted: dict[str, Any]
+
+    def copy(self, folder: Path) -> Path:
+        shutil.copytree(self.home, folder / "home", ignore=shutil.ignore_patterns("log-*"))
+        return folder / "home"
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory, stripping: Path) -> Lived:
+    home = tmp_path_factory.mktemp("lived") / "home"
+    with Daemon(home, model=stripping) as daemon:
+        messages = [{"role": "user", "content": prose(40)}]
+        for seed in range(1, 30):
+            answer = ask(daemon, messages, seed, 1500)
+            choice = answer["choices"][0]
+            if choice["finish_reason"] == "stop" and choice["message"].get("reasoning_content"):
+                break
+        else:
+            pytest.fail("no turn ended by itself")
+        known = answer["usage"]["total_tokens"]
+        wait_until(lambda: len(records(cache_of(daemon))) == 1, 20)
+        wait_until(lambda: counter(daemon, "omlxd_kv_store_queue_bytes") == 0, 20)
+        wait_until(lambda: counter(daemon, "omlxd_kv_unwritten_blocks") == 0, 20)
+        messages += [
+            {"role": "assistant", "content": choice["message"]["content"]},
+            {"role": "user", "content": "Go on."},
+        ]
+        pid = daemon.engine_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: pid not in daemon.engines(), 20)
+        restarted = own_usage(ask(daemon, messages))
+        daemon.kill()
+    return Lived(home, stripping, known, messages, restarted)
+
+
+def lost(lived: Lived, usage: dict[str, Any]) -> int:
+    """Tokens of the first turn that the second one's prompt got from nowhere."""
+    return lived.known - usage["cached_hot"] - usage["cached_cold"]
+
+
+def test_an_engine_that_was_killed(lived: Lived):
+    assert lived.restarted["cached_hot"] == 0 and lost(lived, lived.restarted) <= BLOCK, lived
+
+
+def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
+    with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
+        stranger = own_usage(ask(daemon, lived.messages, session="another"))
+        assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
+        assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0
+        assert counter(daemon, "omlxd_prompt_turns_unknown_total") == 1
+        usage = own_usage(ask(daemon, lived.messages))
+        assert lost(lived, usage) <= BLOCK and usage["cached_cold"] > stranger["cached_cold"], usage
+        assert lost(lived, stranger) > BLOCK, stranger
+        assert counter(daemon, "omlxd_prompt_turns_healed_total") == 1
+        assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 0
+
+
+def test_a_damaged_record_heals_nothing(lived: Lived, tmp_path: Path):
+    home = lived.copy(tmp_path)
+    (record,) = records(home)
+    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    with Daemon(home, model=lived.model) as daemon:
+        assert lost(lived, own_usage(ask(daemon, lived.messages))) > BLOCK
+        assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 1
+        assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
+        assert not record.exists()
+
+
+def test_what_clears_a_models_kv_clears_its_records(lived: Lived, tmp_path: Path, capsys):
+    cache = lived.copy(tmp_path) / "omlxd" / "cache"
+    assert main(["cache", "stats", "--json", "--paged-ssd-cache-dir", str(cache)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["namespaces"]
+    assert row["records"] == 1 and row["record_bytes"] % 4096 == 0
+    assert main(["cache", "check", "--paged-ssd-cache-dir", str(cache)]) == 0
+    (record,) = records(cache)
+    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    assert main(["cache", "check", "--paged-ssd-cache-dir", str(cache)]) == 1
+    assert f"{record.name}: fails its digest" in capsys.readouterr().out
+    words = ["--model", row["model_id"], "--yes", "--paged-ssd-cache-dir", str(cache)]
+    assert main(["cache", "clear", *words]) == 0
+    assert not records(cache) and not list(cache.rglob("*.safetensors"))
