@@ -17,20 +17,23 @@ from typing import Any
 import pytest
 from daemon import BLOCK, Daemon, demo_model, own_usage, prose, wait_until
 from prometheus_client.parser import text_string_to_metric_families
-from templates import QWEN3
+from templates import QWEN3_THINKING
 
 from omlxd.cli import main
+from omlxd.models import demo
 
 SESSION = "a-session-with-a-name"
+THINK_END = demo.VOCAB - 3
+"""The id of `</think>`, which the demo model must be talked into."""
 
 
 @pytest.fixture(scope="module")
 def stripping(tmp_path_factory) -> Path:
-    """The demo model with Qwen3's template."""
+    """The demo model with the template of a Qwen3 that always thinks."""
     folder = tmp_path_factory.mktemp("models") / "stripping"
     shutil.copytree(demo_model(), folder)
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": QWEN3}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": QWEN3_THINKING}))
     (folder / "omlxd_demo.json").unlink()
     return folder
 
@@ -43,11 +46,27 @@ def records(folder: Path) -> list[Path]:
     return list(folder.rglob("*.record"))
 
 
-def ask(daemon: Daemon, messages: list[dict[str, Any]], seed: int = 0, n: int = 4, session: str = SESSION):
-    asked = {"model": daemon.model, "messages": messages, "max_tokens": n, "seed": seed}
+def ask(
+    daemon: Daemon, messages: list[dict[str, Any]], session: str = SESSION, **more: Any
+) -> dict[str, Any]:
+    asked = {"model": daemon.model, "messages": messages, "max_tokens": 4, **more}
     answer = daemon.post("/v1/chat/completions", asked, headers={"session-id": session})
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def thoughtful_turn(daemon: Daemon, messages: list[dict[str, Any]]) -> tuple[dict[str, Any], int]:
+    """(an answer that thinks, says something and ends by itself; blocks of it and of those that didn't)."""
+    blocks = 0
+    for seed in range(1, 30):
+        answer = ask(daemon, messages, max_tokens=1500, seed=seed, logit_bias={str(THINK_END): 4})
+        usage, choice = answer["usage"], answer["choices"][0]
+        shared = usage["prompt_tokens"] // BLOCK
+        blocks = (blocks or shared) + usage["total_tokens"] // BLOCK - shared
+        thinks = choice["message"].get("reasoning_content")
+        if choice["finish_reason"] == "stop" and thinks and usage["completion_tokens"] > 2 * BLOCK:
+            return answer, blocks
+    pytest.fail("no such turn")
 
 
 def counter(daemon: Daemon, name: str) -> float:
@@ -80,24 +99,16 @@ def lived(tmp_path_factory, stripping: Path) -> Lived:
     home = tmp_path_factory.mktemp("lived") / "home"
     with Daemon(home, model=stripping) as daemon:
         messages = [{"role": "user", "content": prose(40)}]
-        for seed in range(1, 30):
-            answer = ask(daemon, messages, seed, 1500)
-            choice = answer["choices"][0]
-            if choice["finish_reason"] == "stop" and choice["message"].get("reasoning_content"):
-                break
-        else:
-            pytest.fail("no turn ended by itself")
+        answer, blocks = thoughtful_turn(daemon, messages)
         known = answer["usage"]["total_tokens"]
         wait_until(lambda: len(records(cache_of(daemon))) == 1, 20)
-        wait_until(lambda: counter(daemon, "omlxd_kv_store_queue_bytes") == 0, 20)
-        wait_until(lambda: counter(daemon, "omlxd_kv_unwritten_blocks") == 0, 20)
+        wait_until(lambda: len(list(cache_of(daemon).rglob("*.safetensors"))) >= blocks, 20)
         messages += [
-            {"role": "assistant", "content": choice["message"]["content"]},
+            {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
             {"role": "user", "content": "Go on."},
         ]
-        pid = daemon.engine_pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: pid not in daemon.engines(), 20)
+        os.kill(daemon.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: counter(daemon, "omlxd_engine_restarts_total") == 1, 20)
         restarted = own_usage(ask(daemon, messages))
         daemon.kill()
     return Lived(home, stripping, known, messages, restarted)
@@ -114,7 +125,7 @@ def test_an_engine_that_was_killed(lived: Lived):
 
 def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
     with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
-        stranger = own_usage(ask(daemon, lived.messages, session="another"))
+        stranger = own_usage(ask(daemon, lived.messages, "another"))
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0
         assert counter(daemon, "omlxd_prompt_turns_unknown_total") == 1
