@@ -94,6 +94,7 @@ class Session:
         self.prompts.begin(self.rendered.place)
         if ended:
             self.prompts.learn(self.rendered.place, answer, self.rendered.tokens, generated)
+        self.prompts.end(self.rendered.place)
         self.produced = self.rendered.tokens + generated
         return answer
 

@@ -72,18 +72,18 @@ class Files(Protocol):
 class Known:
     """What is known of one place.
 
-    turns    by answer, the newest last; None: two conversations without a name gave the same answer there,
-             and it was not generated alike
-    begun    answers that were begun there; one if its file was found
-    version  raised by whatever its file must follow
-    on_disk  its file is in place, and holds `turns`; unsaved: it is to be written again
+    turns      by answer, the newest last; None: two conversations without a name gave the same answer there,
+               and it was not generated alike
+    begun      answers that were begun there, one if its file was found; answering: that have not ended
+    on_disk    its file is in place, and holds `turns`; unsaved: it is to be written; writing: it is being
     """
 
     turns: dict[Digest, Turn | None] = field(default_factory=dict)
     begun: int = 0
-    version: int = 0
+    answering: int = 0
     on_disk: bool = False
     unsaved: bool = False
+    writing: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,8 @@ class TurnMemory:
         self._files = files
         self._lock = threading.Lock()
         self._places: OrderedDict[tuple[tuple[str, str], Digest], Known] = OrderedDict()
-        self._writing: dict[tuple[tuple[str, str], Digest], Known] = {}
+        self._busy: dict[tuple[tuple[str, str], Digest], Known] = {}
+        """Places that are being answered or written: not forgotten meanwhile, whatever is dropped."""
         self._bytes = 0
         self.healed = 0
         self.unknown = 0
@@ -151,12 +152,12 @@ class TurnMemory:
         known = self._places.get(place.key)
         if known is not None:
             self._places.move_to_end(place.key)
-        elif (known := self._writing.get(place.key)) is not None:
+        elif (known := self._busy.get(place.key)) is not None:
             self._add(place, known)
         return known
 
     def begin(self, place: Place) -> None:
-        """An answer will be generated at `place`. May read and remove a file."""
+        """An answer will be generated at `place`; `end` must follow. May read and remove a file."""
         if self._files is None:
             return
         known = self._known(place)
@@ -167,9 +168,10 @@ class TurnMemory:
                 known.on_disk = True
                 self._add(place, known)
             known.begun += 1
-            known.version += 1
-            known.unsaved = False
+            known.answering += 1
+            self._busy[place.key] = known
             overtaken, known.on_disk = known.on_disk, False
+            known.unsaved = known.unsaved or overtaken
         if overtaken:
             self._files.remove(place)
 
@@ -209,32 +211,43 @@ class TurnMemory:
             if place.key in self._places:
                 self._bytes -= self._places.pop(place.key).nbytes
             _put(known, place, answer, turn)
-            known.version += 1
             known.unsaved = True
-            self._save(place, known)
             self._add(place, known)
+            self._save(place, known)
+
+    def end(self, place: Place) -> None:
+        """An answer that was begun is over, remembered or not. Reads and writes nothing itself."""
+        if self._files is None:
+            return
+        with self._lock:
+            known = self._busy[place.key]
+            known.answering -= 1
+            self._save(place, known)
 
     def _save(self, place: Place, known: Known) -> None:
-        """Have the place written, once what is being written of it is in place. Under the lock."""
+        """Have the place written if it must be and may be: not while it is answered. Under the lock."""
         # Which of two answers a conversation without a name goes on with is not for a crash to decide.
         told_apart = not place.implicit or known.begun < 2
         turns = {answer: turn for answer, turn in known.turns.items() if turn is not None}
-        if self._files is None or place.key in self._writing or not told_apart or not turns:
-            return
-        known.unsaved, version = False, known.version
-        if self._files.save(place, turns, lambda done: self._saved(place, known, version, done)):
-            self._writing[place.key] = known
+        if self._files is not None and not known.answering and not known.writing:
+            if known.unsaved and told_apart and turns:
+                known.unsaved = False
+                known.writing = self._files.save(place, turns, lambda done: self._saved(place, known, done))
+            if known.writing:
+                self._busy[place.key] = known
+            else:
+                self._busy.pop(place.key, None)
 
-    def _saved(self, place: Place, known: Known, version: int, in_place: bool) -> None:
+    def _saved(self, place: Place, known: Known, in_place: bool) -> None:
         with self._lock:
-            overtaken = known.version != version
+            overtaken = in_place and (known.unsaved or known.answering > 0)
             known.on_disk = in_place and not overtaken
-        if in_place and overtaken and self._files is not None:
+            known.unsaved = known.unsaved or overtaken
+        if overtaken and self._files is not None:
             self._files.remove(place)
         with self._lock:
-            del self._writing[place.key]
-            if known.unsaved:
-                self._save(place, known)
+            known.writing = False
+            self._save(place, known)
 
     def _add(self, place: Place, known: Known) -> None:
         """The most recently used place from now on; others go to make room."""

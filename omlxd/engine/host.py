@@ -149,7 +149,12 @@ class EngineHost:
             reasoning=rendered.reasoning,
             one_call=not getattr(request.prompt, "parallel_calls", True),
         )
-        sink = RequestSink(id, self._output, parser, end)
+
+        def over() -> None:
+            self.prompts.end(rendered.place)
+            end()
+
+        sink = RequestSink(id, self._output, parser, over)
         sequence = Sequence(
             id=id,
             tokens=tokens,
@@ -182,6 +187,11 @@ class EngineHost:
         if lineage is not None and not sequence.timed_out:
             self._sessions.end(lineage, sequence.prompt_length // self._settings.block_size)
         self._correctness.note(sequence, rendered, standing)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """The client of `sequence` has gone away."""
+        self.scheduler.cancel(sequence)
+        sequence.sink.abandon()
 
     def _learn(self, place: Place | None, sequence: Sequence, answer: Answer) -> None:
         """A turn has ended by itself: later prompts get it as it was generated."""

@@ -130,9 +130,14 @@ class PromptPipeline:
         return self._renderer.text(prompt).plain
 
     def begin(self, place: Place | None) -> None:
-        """A turn will be generated at `place`."""
+        """A turn will be generated at `place`; `end` must follow."""
         if place is not None and self.memory is not None:
             self.memory.begin(place)
+
+    def end(self, place: Place | None) -> None:
+        """It was, or it will not be."""
+        if place is not None and self.memory is not None:
+            self.memory.end(place)
 
     def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
         """Remember a turn that ended by itself: `generated` from `prompt`, `answer` sent of it."""

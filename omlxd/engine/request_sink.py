@@ -36,7 +36,7 @@ class Parser(Protocol):
 
 
 class RequestSink:
-    """The scheduler's `Sink` for one request. `end()` is called once, after the last event.
+    """The scheduler's `Sink` for one request. `end()` is called once, after the last event or `abandon`.
 
     stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
     over()   once, when it ends otherwise than by failing or its client's going away
@@ -76,7 +76,17 @@ class RequestSink:
     def failed(self, sequence: Sequence, error: OmlxdError) -> None:
         self._output.put(lambda: self._fail(error.as_event()))
 
+    # ----------------------------------------------------------------- any thread
+
+    def abandon(self) -> None:
+        """The client has gone away: nobody hears what is still to come."""
+        self._output.put(self._abandon)
+
     # ----------------------------------------------------------------- output thread
+
+    def _abandon(self) -> list[tuple[int, Event]]:
+        self._close()
+        return []
 
     def _emit(self, events: list[Event]) -> list[tuple[int, Event]]:
         if self._ended:

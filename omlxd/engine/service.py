@@ -191,7 +191,7 @@ class EngineService:
             if wanted:
                 self._sequences[message.id] = sequence
         if not wanted:  # cancelled meanwhile, or already over
-            host.scheduler.cancel(sequence)
+            host.cancel(sequence)
 
     def _count(self, message: wire.Count) -> None:
         try:
@@ -222,7 +222,7 @@ class EngineService:
         with self._lock:
             sequence = self._sequences.pop(id, None)
         if sequence is not None:
-            self._host.result().scheduler.cancel(sequence)
+            self._host.result().cancel(sequence)
 
     def _forget(self, id: int) -> None:
         with self._lock:
