@@ -211,7 +211,7 @@ class Ledger:
                     except FileNotFoundError:
                         continue  # A living engine has removed it since it was listed.
                     too_old = kind == "record" and stat.st_mtime < time.time() - MOST_AGE_S
-                    if too_old and _unlink(entry.path) is None:
+                    if too_old and unlink(entry.path) is None:
                         continue
                     path = f"{namespace.name}/{fan.name}/{entry.name}"
                     yield 0 if is_temp else stat.st_mtime_ns, path, disk_bytes(stat.st_size)
