@@ -1,7 +1,7 @@
 """No engine outlives its front: the end of the socket alone ends it, whatever it is doing.
 
-Linux would also end it by a signal when its parent dies; here the parent lives on and only closes
-the socket, which is all that other systems offer.
+Linux would also end it by a signal when its parent dies; in the first tests the parent lives on and only
+closes the socket, which is all that other systems offer. In the last ones a daemon is killed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
-from daemon import BLOCK, REPO, demo_model, prose
+from daemon import BLOCK, READY_S, REPO, Daemon, demo_model, own_usage, prose, wait_until
+from dying import BASE, CAP, MOMENTS, Asking, Dying
 
 from omlxd import wire
 from omlxd.chat import GenerateRequest, Progress, RawPrompt, Sampling, TextDelta
@@ -127,3 +129,34 @@ def test_while_nobody_reads_what_it_sends(engine: Engine):
         engine.generate(id, 4, 2000)
     time.sleep(1.0)
     engine.hang_up()
+
+
+# --------------------------------------------------------------------------- SIGKILL for the daemon
+
+
+@pytest.mark.parametrize(
+    ("moment", "deaf"),
+    [
+        *(pytest.param(moment, False, id=moment) for moment in ("loading", "prefill", "decode")),
+        pytest.param("writing", False, id="writing", marks=pytest.mark.slow),
+        *(pytest.param(moment, True, id=f"{moment}-deaf", marks=pytest.mark.slow) for moment in MOMENTS),
+    ],
+)
+def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str, deaf: bool):
+    """The engine's own thread stands still meanwhile, as in a kernel that hangs; `deaf`: to SIGTERM, too."""
+    dying = Dying(tmp_path, deaf=deaf)
+    with dying.daemon as daemon:
+        dying.stop_at(moment)
+        Asking(daemon, BASE if moment == "decode" else prose(400, seed=5), stream=True)
+        wait_until(dying.stands, READY_S, daemon.logged)
+        engine = psutil.Process(dying.engine())
+        assert engine.is_running() and engine.pid in [child.pid for child in daemon.front().children()]
+        daemon.kill()  # Fails if its engine outlives it.
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    (dying.folder / "there").unlink()
+    with Daemon(tmp_path, "--paged-ssd-cache-max-size", str(CAP)) as daemon:
+        dying.daemon = daemon
+        again = daemon.messages(BASE, max_tokens=20)
+        assert own_usage(again)["cached_cold"] > 0 and again["content"] == dying.base["content"]
+        wait_until(dying.settled, 30)
+        assert dying.all_on_disk() <= CAP and daemon.stop() == 0

@@ -1,0 +1,65 @@
+"""An engine dies at an exact moment, by each signal: what its requests get, what comes after, and what it
+leaves on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from daemon import PATIENCE_S, READY_S, own_usage, prose, wait_until
+from dying import BASE, CAP, MOMENTS, Asking, Dying
+
+from omlxd.kv.paths import TEMP_SUFFIX
+
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM")
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dying]:
+    made = Dying(tmp_path_factory.mktemp("dying"))
+    with made.daemon:
+        yield made
+
+
+def dies(dying: Dying, moment: str, signal: str) -> None:
+    seed = MOMENTS.index(moment) * 4 + SIGNALS.index(signal) + 1
+    dying.stop_at(moment)
+    asked = [Asking(dying.daemon, BASE if moment == "decode" else prose(700, seed), stream=True)]
+    wait_until(dying.stands, READY_S, dying.daemon.logged)
+    asked.append(Asking(dying.daemon, prose(50, seed), stream=False))
+    wait_until(lambda: dying.in_flight() >= 2, 30, dying.daemon.logged)
+    engine = dying.engine()
+    assert dying.on_disk(TEMP_SUFFIX) or moment != "writing"
+    assert dying.all_on_disk() <= CAP
+
+    died = dying.die_by(signal)
+    for one in asked:
+        one.join(PATIENCE_S)
+        assert "killed" in one.error if signal == "SIGKILL" else signal in one.error, one.error
+    took = max(one.ended for one in asked) - died
+    print(f"{moment} {signal}: told after {took:.3f} s")
+    assert took < 10  # A second, but for what else this machine does.
+    assert dying.all_on_disk() <= CAP
+
+    again = dying.daemon.messages(BASE, max_tokens=20)
+    assert again["content"] == dying.base["content"]
+    assert own_usage(again)["cached_cold"] > 0 and own_usage(again)["cached_hot"] == 0
+    (now,) = dying.status()["models"]
+    assert now["state"] == "ready" and now["pid"] != engine
+    wait_until(dying.settled, 30, lambda: f"{dying.status()['cold']} {dying.all_on_disk()}")
+    assert dying.daemon.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("moment", "signal"),
+    [("loading", "SIGABRT"), ("prefill", "SIGSEGV"), ("decode", "SIGTERM"), ("writing", "SIGKILL")],
+)
+def test_a_death(dying: Dying, moment: str, signal: str):
+    dies(dying, moment, signal)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("signal", SIGNALS)
+def test_every_death(dying: Dying, moment: str, signal: str):
+    dies(dying, moment, signal)
