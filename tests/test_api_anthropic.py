@@ -216,6 +216,17 @@ def test_tool_choice(choice, expected):
     tools = [{"name": "f", "input_schema": SCHEMA}, {"type": "web_search_20250305", "name": "web_search"}]
     assert conversation(tools=tools, tool_choice=choice).tool_choice == expected
     assert refused(tools=tools, tool_choice={"type": "tool", "name": "g"}).param == "tool_choice.name"
+    later = [*tools, {"name": "later", "input_schema": SCHEMA, "defer_loading": True}]
+    error = refused(tools=later, tool_choice={"type": "tool", "name": "later"})
+    assert error.param == "tool_choice.name" and "deferred" in error.message
+
+
+@pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}])
+def test_one_call_at_most_if_calls_may_not_be_parallel(choice):
+    tools = [{"name": "f", "input_schema": SCHEMA}]
+    assert conversation(tools=tools, tool_choice=choice).parallel_calls
+    one = conversation(tools=tools, tool_choice={**choice, "disable_parallel_tool_use": True})
+    assert not one.parallel_calls and one.tools == conversation(tools=tools).tools
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,27 @@ def test_tools_and_choice(choice, expected):
     assert got.tool_choice == expected
 
 
+def allowed(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_some_tools_are_allowed_and_all_stay_in_the_prompt(mode):
+    tools = [TOOL, {"type": "function", "function": {"name": "g"}}]
+    got = conversation(tools=tools, tool_choice=allowed("g", mode=mode))
+    assert (got.tool_choice, got.allowed_tools) == (mode, ("g",))
+    assert got.tools == conversation(tools=tools).tools
+    assert refused(tools=tools, tool_choice=allowed("h", mode=mode)).param == "tool_choice"
+    assert refused(tools=tools, tool_choice=allowed(mode=mode)).param == "tool_choice"
+    assert refused(tools=tools, tool_choice=allowed("g", mode="some")).param == "tool_choice"
+
+
+def test_verbosity_is_told_to_the_template():
+    assert conversation(verbosity="low").template_args == {"verbosity": "low"}
+    assert refused(verbosity="loud").param == "verbosity"
+
+
 @pytest.mark.parametrize(
     ("body", "thinking", "args"),
     [

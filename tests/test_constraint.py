@@ -240,3 +240,16 @@ def test_an_answer_of_a_schema_or_a_call(host: Host):
         if not calls_of(events):
             jsonschema_rs.validate(BOUNDED, json.loads(text_of(events)))
     assert kinds == {True, False}
+
+
+def test_allowed_tools_leave_the_prompt_as_it_was(host: Host):
+    """Only which tool may be called changes, so that the prefix is found in the cache."""
+    long = "Tell me what to do. " * 60
+    how: Any = {"tools": (READ, BASH), "temperature": 1.0, "max_tokens": 300}
+    before = finished(host.ask(chat(long, **how, seed=1))).usage
+    for seed in range(3):
+        events = host.ask(chat(long, **how, seed=seed, tool_choice="required", allowed_tools=("Bash",)))
+        usage = finished(events).usage
+        assert usage.prompt_tokens == before.prompt_tokens and usage.cached_tokens > before.prompt_tokens // 2
+        if finished(events).reason == "tool_calls":
+            assert {call.name for call in calls_of(events)} == {"Bash"}

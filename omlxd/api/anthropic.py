@@ -341,4 +341,12 @@ class _Tools:
             raise InvalidRequest(
                 f"tool_choice.name: there is no tool {given.name!r}", param="tool_choice.name"
             )
-        return f"named:{given.name}" if any(tool.name == given.name for tool in self.listed) else "auto"
+        if any(tool.name == given.name for tool in self.listed):
+            return f"named:{given.name}"
+        if given.name in self._known:
+            raise InvalidRequest(
+                f"tool_choice.name: {given.name!r} is deferred, so the model is not told of it at first and "
+                "it can't be forced",
+                param="tool_choice.name",
+            )
+        return "auto"

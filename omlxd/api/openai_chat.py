@@ -26,7 +26,8 @@ from ..chat import (
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments
 from .dialects import effort_of, thinking_of
-from .openai_fields import CommonBody, Limit, answer_format, limit_of, sampling, session
+from .openai_fields import CommonBody, Limit, Verbosity, answer_format, limit_of, sampling, session
+from .openai_tool_choice import tool_choice
 
 RESERVED_TEMPLATE_ARGS = frozenset(
     {
@@ -102,20 +103,11 @@ class _Tool(msgspec.Struct):
     function: _Function
 
 
-class _NamedFunction(msgspec.Struct):
-    name: str
-
-
-class _NamedTool(msgspec.Struct):
-    type: Literal["function"]
-    function: _NamedFunction
-
-
 class ChatBody(CommonBody, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: Limit | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Union[str, _NamedTool, None] = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     functions: Any = None
     modalities: list[str] | None = None
@@ -124,6 +116,7 @@ class ChatBody(CommonBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: Verbosity | None = None
 
 
 _decoder = msgspec.json.Decoder(ChatBody)
@@ -142,11 +135,16 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     if request.modalities not in (None, [], ["text"]):
         raise InvalidRequest("modalities: only text is supported", param="modalities")
     tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools or []))
+    names = {tool.name for tool in tools}
+    choice, allowed = tool_choice(
+        request.tool_choice, names, lambda given: [given.called] if given.called in names else None
+    )
     thinking, template_args = _thinking(request)
     conversation = Conversation(
         messages=tuple(_message(message, f"messages.{i}") for i, message in enumerate(request.messages)),
         tools=tools,
-        tool_choice=_tool_choice(request.tool_choice, tools),
+        tool_choice=choice,
+        allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
         thinking=thinking,
         template_args=template_args,
@@ -191,6 +189,8 @@ def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
     effort = effort_of(request)
     if effort:
         args.setdefault("reasoning_effort", effort)
+    if request.verbosity:
+        args.setdefault("verbosity", request.verbosity)
     if asked is None:
         asked = thinking_of(request)
     if asked is None and effort:
@@ -202,23 +202,6 @@ def _tool(tool: _Tool, param: str) -> Tool:
     function = tool.function
     schema = free_json(function.parameters or {}, f"{param}.function.parameters")
     return Tool(function.name, function.description or "", schema, strict=bool(function.strict))
-
-
-def _tool_choice(given: str | _NamedTool | None, tools: tuple[Tool, ...]) -> str:
-    if given is None or given == "auto" or given == "none":
-        return "none" if given == "none" else "auto"
-    if isinstance(given, str) and given != "required":
-        raise InvalidRequest(
-            f"tool_choice: {given[:40]!r} is none of auto, none, required", param="tool_choice"
-        )
-    if not tools:
-        raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-    if isinstance(given, str):
-        return "required"
-    name = given.function.name
-    if all(tool.name != name for tool in tools):
-        raise InvalidRequest(f"tool_choice: there is no tool {name!r}", param="tool_choice")
-    return f"named:{name}"
 
 
 def _message(message: _Message, param: str) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Union
+from typing import Annotated, Literal, Union
 
 import msgspec
 
@@ -18,6 +18,8 @@ MAX_CHOICES = 8
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 Limit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
 """Tokens of an answer at most. -1, as LM Studio's and llama.cpp's users write it, is no limit."""
+Verbosity = Literal["low", "medium", "high"]
+"""How long an answer should be: told to chat templates, as `verbosity`; most know nothing of it."""
 _Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 _Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]

@@ -7,7 +7,7 @@ fields are ignored. Tools that would run on OpenAI's side are left out: Codex al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -15,9 +15,10 @@ from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, session_header
-from .openai_fields import CommonBody, Count, answer_format, limit_of, sampling, session
+from .openai_fields import CommonBody, Count, Verbosity, answer_format, limit_of, sampling, session
 from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
+from .openai_tool_choice import tool_choice
 
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -32,6 +33,7 @@ class _Reasoning(msgspec.Struct):
 
 class _Text(msgspec.Struct):
     format: ResponseFormat | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponsesBody(CommonBody, kw_only=True):
@@ -51,6 +53,11 @@ class ResponsesBody(CommonBody, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -78,6 +85,11 @@ class RequestEcho(Struct, frozen=True, omit_defaults=False):
     top_logprobs: int
     top_p: float | None
     user: str | None
+    text: dict[str, Any]
+    max_tool_calls: int | None
+    safety_identifier: str | None
+    prompt_cache_retention: str | None
+    service_tier: str
 
 
 class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
@@ -109,15 +121,19 @@ def parse(
     messages = _before(request, history) + _messages(request, tools)
     if not messages:
         raise InvalidRequest("input: at least one item is required", param="input")
+    choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     effort = request.reasoning.effort if request.reasoning else None
+    verbosity = request.text.verbosity if request.text else None
+    told = {"reasoning_effort": effort, "verbosity": verbosity}
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
     conversation = Conversation(
         messages=system + messages,
         tools=tools.listed,
-        tool_choice=_tool_choice(request.tool_choice, tools),
+        tool_choice=choice,
+        allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
         thinking=None if effort is None else effort != "none",
-        template_args={} if effort is None else {"reasoning_effort": effort},
+        template_args={name: word for name, word in told.items() if word is not None},
     )
     max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")
     return ResponsesRequest(
@@ -133,7 +149,7 @@ def parse(
             ),
         ),
         names=tools.names,
-        echo=_echo(request, tools),
+        echo=_echo(request, tools, body),
         messages=messages,
         items=_items(body),
         sealed=SEALED in (request.include or ()),
@@ -171,43 +187,6 @@ def _refuse(request: ResponsesBody) -> None:
         raise InvalidRequest("prompt: prompt templates are not kept here; use input", param="prompt")
 
 
-class _NamedTool(msgspec.Struct):
-    type: str
-    name: str | None = None
-    namespace: str | None = None
-
-
-def _tool_choice(given: Any, tools: ResponseTools) -> str:
-    if given is None or given in ("auto", "none"):
-        return given or "auto"
-    if given == "required":
-        if not tools.listed:
-            raise InvalidRequest("tool_choice: there are no tools to choose from", param="tool_choice")
-        return given
-    try:
-        named = msgspec.convert(given, _NamedTool)
-    except msgspec.ValidationError:
-        named = None
-    if named is None or named.type not in ("function", "custom"):
-        shown = given.get("type") if isinstance(given, dict) else given
-        told = repr(shown[:40]) if isinstance(shown, str) else "this"
-        raise InvalidRequest(
-            f"tool_choice: {told} can't be enforced by this server; auto, none, required and a function "
-            "or custom tool of the request can",
-            param="tool_choice",
-        )
-    called = tools.flat_name(named.namespace or "", named.name or "")
-    if called not in tools.names:
-        raise InvalidRequest(
-            f"tool_choice: there is no tool {(named.name or '')[:100]!r}", param="tool_choice"
-        )
-    return f"named:{called}"
-
-
-def _tool_choice_echo(given: Any) -> Any:
-    return "auto" if given is None else given
-
-
 def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:
     if request.previous_response_id is None:
         return ()
@@ -234,7 +213,17 @@ def _session(request: ResponsesBody, headers: Mapping[str, str]) -> str:
     return f"{named}/{thread}" if named and thread and thread != named else named or thread
 
 
-def _echo(request: ResponsesBody, tools: ResponseTools) -> RequestEcho:
+class _GivenText(msgspec.Struct):
+    text: dict[str, Any] | None = None
+
+
+def _text_echo(body: bytes) -> dict[str, Any]:
+    """`text` as the client gave it, its format told in any case."""
+    given = msgspec.json.decode(body, type=_GivenText).text or {}
+    return {"format": {"type": "text"}} | {name: value for name, value in given.items() if value is not None}
+
+
+def _echo(request: ResponsesBody, tools: ResponseTools, body: bytes) -> RequestEcho:
     reasoning = request.reasoning or _Reasoning()
     parallel = request.parallel_tool_calls
     return RequestEcho(
@@ -247,9 +236,14 @@ def _echo(request: ResponsesBody, tools: ResponseTools) -> RequestEcho:
         reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
         store=request.store is not False,
         temperature=request.temperature,
-        tool_choice=_tool_choice_echo(request.tool_choice),
+        tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=tools.echo,
         top_logprobs=request.top_logprobs or 0,
         top_p=request.top_p,
         user=request.user,
+        text=_text_echo(body),
+        max_tool_calls=request.max_tool_calls,
+        safety_identifier=request.safety_identifier,
+        prompt_cache_retention=request.prompt_cache_retention,
+        service_tier="default",
     )

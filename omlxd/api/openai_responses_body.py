@@ -104,14 +104,6 @@ class Incomplete(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class _TextFormat(_Tagged, tag="text"):
-    pass
-
-
-class _TextConfig(msgspec.Struct):
-    format: _TextFormat = msgspec.field(default_factory=_TextFormat)
-
-
 class Response(msgspec.Struct, kw_only=True):
     """`created_at` and `completed_at`: Unix seconds. The fields after `usage` repeat the request."""
 
@@ -139,8 +131,12 @@ class Response(msgspec.Struct, kw_only=True):
     top_logprobs: int
     top_p: float | None
     user: str | None
+    text: dict[str, Any]
+    max_tool_calls: int | None
+    safety_identifier: str | None
+    prompt_cache_retention: str | None
+    service_tier: str
     background: bool = False
-    text: _TextConfig = msgspec.field(default_factory=_TextConfig)
     truncation: Literal["disabled"] = "disabled"
 
 

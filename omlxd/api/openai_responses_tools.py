@@ -18,6 +18,7 @@ from ..chat import Struct, Tool
 from ..errors import InvalidRequest
 from .body import RAW_INPUT as CUSTOM_INPUT
 from .body import free_json, stable_json
+from .openai_tool_choice import ToolGiven
 
 MAX_NAME_CHARS = 256
 
@@ -71,6 +72,13 @@ class ResponseTools:
     def flat_name(self, namespace: str, name: str) -> str:
         """What the model calls a tool, also one that this request doesn't offer."""
         return self._flat.get((namespace, name)) or _joined(namespace, name)
+
+    def called_by(self, given: ToolGiven) -> list[str] | None:
+        """What the model calls the tools that a choice means; None: there is no such tool."""
+        if given.type == "namespace":
+            return [flat for flat, told in self.names.items() if told.namespace == given.called] or None
+        flat = self.flat_name(given.namespace or "", given.called)
+        return [flat] if flat in self.names else None
 
     def _add(self, fields: dict[str, Any], namespace: str, param: str, found: bool) -> None:
         if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
