@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from cold_run import prompt
 from families import FAMILIES, TOKEN_KV, build_family
 from family_configs import CONFIGS
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.payload import Landing, copy_blocks, join_blocks, read_payload
@@ -143,3 +146,26 @@ def test_logits_of_the_last_position_are_those_of_the_whole(family: str, folders
     last = mlx_adapter.load(folder).model(tokens)
     assert last.shape == (1, 1, whole.shape[-1])
     assert mx.allclose(last[0, 0], whole[0, -1], rtol=1e-4, atol=1e-4).item()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3n", "qwen3_4bit"])
+def test_weights_and_tokenizer_read_side_by_side_are_those_of_mlx_lm(family: str, folders):
+    ours = mlx_adapter.load(folders(family))
+    model, tokenizer, config = mlx_load(str(folders(family)), return_config=True)  # type: ignore[misc]
+    mlx_adapter.last_position_only(model)
+    assert ours.config == config
+    assert ours.tokenizer.eos_token_ids == tokenizer.eos_token_ids
+    assert type(ours.tokenizer._tokenizer) is type(tokenizer._tokenizer)
+    assert ours.tokenizer.get_vocab() == tokenizer.get_vocab()
+    theirs = dict(tree_flatten(model.parameters()))
+    read = dict(tree_flatten(ours.model.parameters()))
+    assert read.keys() == theirs.keys()
+    assert all(mx.array_equal(read[name], theirs[name]) for name in theirs)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_told(folders, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(folders("llama"), broken)
+    (broken / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        mlx_adapter.load(broken)

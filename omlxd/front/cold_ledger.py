@@ -85,6 +85,11 @@ class ColdLedger:
                 return error
             await asyncio.sleep(RETRY_S)
 
+    @property
+    def folder(self) -> str:
+        """The cache dir, unless there is to be none or it is known that it can't be used; then ""."""
+        return str(self._root) if self._ledger is not None else ""
+
     async def open(self) -> str:
         """The cache dir once it is locked and found writable; "" if it can't be used.
 
@@ -238,6 +243,10 @@ class Account:
         self._pid = pid
         self._namespace = ""
         self._outstanding = 0  # Only the ledger's thread reads or writes it.
+
+    async def folder(self) -> str:
+        """See `ColdLedger.open`."""
+        return await self._owner.open()
 
     def handle(self, message: LedgerMessage) -> None:
         """Settle `message` in its turn; a `Reserve` is answered by a `Grant`, refusals too."""

@@ -9,8 +9,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-import msgspec
 import psutil
+from msgspec.structs import replace
 
 from .. import wire
 from ..errors import OmlxdError
@@ -120,8 +120,11 @@ class EngineLife:
         """The engine is up and says what memory there is: have it load, unless that can't be."""
         load = self._load
         try:
+            if load.cache.cold_dir and self._account is not None:
+                cold_dir = await self._account.folder()
+                load = self._load = replace(load, cache=replace(load.cache, cold_dir=cold_dir))
             if self._guard is not None:
-                load = msgspec.structs.replace(load, budget=await self._guard(device))
+                load = replace(load, budget=await self._guard(device))
         except OmlxdError as error:
             self.refused = error
             self._link.kill()

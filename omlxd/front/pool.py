@@ -296,7 +296,9 @@ class EnginePool:
     # ----------------------------------------------------------------- coming
 
     async def _prepare(self, engine: ModelEngine) -> Load:
-        folder, cold_dir = await asyncio.gather(self._folder(engine), self.cold.open())
+        # A disk may take long to show that it can be written: meanwhile the engine starts (engine_life.py).
+        in_background(self._open_cold())
+        folder = await self._folder(engine)
         self._guard.check_ever(engine)
         await self._make_room(engine)
         settings, own = self._settings, engine.settings
@@ -311,7 +313,7 @@ class EnginePool:
                 block_size=own.block_size or settings.block_size,
                 initial_blocks=settings.initial_cache_blocks,
                 hot_max_bytes=0 if no_cache else settings.hot_cache_max_size,
-                cold_dir="" if no_cache else cold_dir,
+                cold_dir="" if no_cache else self.cold.folder,
                 admission=settings.ssd_cache_admission,
                 write_back=settings.hot_cache_write == "back",
                 kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
@@ -327,6 +329,9 @@ class EnginePool:
                 else own.request_timeout,
             ),
         )
+
+    async def _open_cold(self) -> None:
+        await self.cold.open()
 
     async def _folder(self, engine: ModelEngine):
         """Found, built or downloaded. What was found once is not asked of the hub again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load as mlx_load
+from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...errors import ModelError
@@ -55,7 +56,7 @@ def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
     possible, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model, tokenizer, config = mlx_load(str(path), return_config=True)  # type: ignore[misc]
+    model, tokenizer, config = _read(path)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -74,6 +75,20 @@ def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
         kv_reuse=obstacle,
         batchable=is_batchable(cache),
     )
+
+
+def _read(path: Path) -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
+    """Model, tokenizer and config, as mlx-lm's own `load` gives them.
+
+    The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
+    computes without Python's lock. Modules of models are imported by this thread, before: they may
+    hold arrays, and MLX's streams are a thread's own.
+    """
+    model, config = mlx_load_model(path, lazy=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:
+        tokenizer = aside.submit(mlx_load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))
+        mx.eval(model.parameters())
+        return model, tokenizer.result(), config
 
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:
