@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 from daemon import wait_until
 
 from omlxd import wire
+from omlxd.engine import service as service_module
 from omlxd.engine.service import EngineService
 from omlxd.engine.space import LEASE_BYTES
 
@@ -36,3 +39,48 @@ def test_a_grant_that_arrives_with_the_quit_is_not_lost(ends: tuple[socket.socke
     service.run()
     asks.join(10)
     assert taken == [True]
+
+
+class Idle:
+    """A host whose scheduler does as it is told."""
+
+    def __init__(self, *_: Any) -> None:
+        self.info = wire.ModelInfo("m", "", 0, 0, 0, 0, "", "", 64, "cpu")
+        self.scheduler = self
+        self.steps = 0
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        self.stopped.wait(60)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+    def close(self, deadline_s: float) -> None:
+        pass
+
+
+def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.socket], monkeypatch):
+    """A long tool call, a restore: an engine that seems to do nothing is ended by the front."""
+    ours, engines = ends
+    monkeypatch.setattr(service_module, "EngineHost", Idle)
+    monkeypatch.setattr(service_module, "PULSE_S", 0.01)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    service = EngineService(engines)
+    threading.Thread(target=service.run, daemon=True).start()
+    ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
+    decoder = wire.FrameDecoder(wire.ToFront)
+    ours.settimeout(30)
+
+    def next_of(kind: type) -> Any:
+        while True:
+            for message in decoder.feed(ours.recv(1 << 16)):
+                if isinstance(message, kind):
+                    return message
+
+    next_of(wire.Loaded)
+    host = cast(Idle, service._host.result(30))
+    for steps in (3, 7):
+        host.steps = steps
+        assert next_of(wire.Alive).steps == steps
+    ours.sendall(wire.encode(wire.Quit(deadline_s=1.0)))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import queue
+from pathlib import Path
 from typing import Any
 
 import pytest
+from daemon import wait_until
+from host import Host, chat
+from msgspec.structs import replace
 
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, Usage
@@ -13,6 +18,7 @@ from omlxd.engine.output_thread import OutputThread
 from omlxd.engine.request_sink import RequestSink
 from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
+from omlxd.models import demo
 
 
 class Parser:
@@ -117,3 +123,21 @@ def test_tokens_behind_a_stop_string_are_not_counted(line: Line, output: OutputT
     while not isinstance(event, Finished):
         event = line.next()[1]
     assert event.reason == "stop_sequence" and event.usage.completion_tokens == 3
+
+
+def test_a_request_that_is_over_is_freed_without_the_collector(tmp_path: Path):
+    """A prompt of 96k tokens is 4 MB of integers, and the collector looks once in hundreds of requests."""
+    host = Host(demo.build_demo(tmp_path / "demo"))
+
+    def held() -> int:
+        return sum(type(thing) is Sequence and thing.session == "freed" for thing in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(4):
+            host.ask(replace(chat(f"Hello {number}", max_tokens=3), session="freed"))
+        wait_until(lambda: not held(), 30)
+    finally:
+        gc.enable()
+        host.close()

@@ -52,10 +52,10 @@ class RequestSink:
         self._answer = Answer()
         self._cut = False
         self._taken = 0
-        self.stop: Callable[[], None] = lambda: None
+        self.stop: Callable[[], None] = _nothing
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
-        self.over: Callable[[], None] = lambda: None
+        self.over: Callable[[], None] = _nothing
 
     # ----------------------------------------------------------------- engine thread
 
@@ -141,6 +141,13 @@ class RequestSink:
         if not self._ended:
             self._ended = True
             self._end()
+            # They hold the request, which holds this sink: its tokens would wait for the collector.
+            self.stop = self.over = _nothing
+            self.learn, self.usage = None, Usage
+
+
+def _nothing() -> None:
+    pass
 
 
 def usage_of(sequence: Sequence) -> Usage:

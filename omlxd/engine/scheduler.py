@@ -348,7 +348,7 @@ class Scheduler:
         sequence.cancelled = True
         if sequence.state is State.WAITING:
             self._waiting.leave(sequence)
-            sequence.state = State.DONE
+            self._over(sequence)
         elif sequence.state is State.PREFILLING:
             self._release(sequence)
         elif sequence.state is State.DECODING:
@@ -365,10 +365,7 @@ class Scheduler:
                 if self.bridge.states is not None:
                     self.bridge.states.at_boundary(sequence, lambda: mlx_adapter.state_tensors(cache))
             self.bridge.finish(sequence)
-        sequence.cache = None
-        sequence.state = State.DONE
-        if sequence in self._active:
-            self._active.remove(sequence)
+        self._over(sequence)
 
     def _fail(self, sequence: Sequence, error: OmlxdError) -> None:
         if sequence.state is State.DONE:
@@ -381,8 +378,13 @@ class Scheduler:
         sequence.cache = None
         if self.bridge is not None:
             self.bridge.finish(sequence)
-        sequence.state = State.DONE
         self._waiting.leave(sequence)
+        self._over(sequence)
+
+    def _over(self, sequence: Sequence) -> None:
+        """Nothing of it is held any more; its sink, which holds it, is let go."""
+        sequence.cache = sequence.tip = sequence.sink = None
+        sequence.state = State.DONE
         if sequence in self._active:
             self._active.remove(sequence)
 

@@ -156,6 +156,7 @@ class EngineService:
         gc.freeze()
         self._send(wire.Loaded(info=host.info))
         self._host.set_result(host)
+        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         try:
             host.scheduler.run()
         except BaseException:
@@ -239,6 +240,10 @@ class EngineService:
         host.scheduler.stop()
         if self._engine is not None:
             self._engine.join(deadline_s)
+            if self._engine.is_alive():
+                # In a long chunk: the store is still its own, and the deadline is over.
+                log.warning("the engine is still computing: what it has not stored is lost")
+                return
         self._output.close(1.0)
         host.close(max(0.0, end - time.monotonic()))
         self._space.release_all()

@@ -29,6 +29,9 @@ from .prompt import RenderedPrompt
 MOST_BLOCKS = 100_000
 """Block hashes over all branches: about 10 MB, or sixty prompts of 96k tokens."""
 
+OWN_WEIGHT = 8
+"""Blocks that a session counts for beside its own."""
+
 MOST_BRANCHES = 16
 """Of one session. A hundred sub-agents that are over are of no use to anybody."""
 
@@ -90,6 +93,8 @@ class Standing:
 class _Session:
     branches: list[Branch] = field(default_factory=list)
     """The most recently used last."""
+    weight: int = 0
+    """Blocks, and something for itself, so that a flood of tiny ones is bounded too."""
 
 
 class Sessions:
@@ -99,6 +104,7 @@ class Sessions:
         self._most_blocks = most_blocks
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
+        self._weight = 0
         self.rejected = 0
         self.sheltered = 0
 
@@ -131,15 +137,14 @@ class Sessions:
                 session.branches.remove(old)
             session.branches.append(new)
             del session.branches[:-MOST_BRANCHES]
+            self._weight -= session.weight
+            session.weight = OWN_WEIGHT + sum(len(branch.hashes) for branch in session.branches)
+            self._weight += session.weight
             self._trim()
 
     def _trim(self) -> None:
-        while len(self._sessions) > 1 and self._blocks() > self._most_blocks:
-            self._sessions.popitem(last=False)
-
-    def _blocks(self) -> int:
-        # A session's own weight beside its hashes, so that a flood of tiny ones is bounded too.
-        return sum(8 + sum(len(b.hashes) for b in s.branches) for s in self._sessions.values())
+        while len(self._sessions) > 1 and self._weight > self._most_blocks:
+            self._weight -= self._sessions.popitem(last=False)[1].weight
 
     def figures(self) -> dict[str, float]:
         with self._lock:
