@@ -391,3 +391,17 @@ def test_keys_of_what_waits_are_small(tmp_path: Path):
     assert list(entry.key.tokens) == tokens and entry.key.tokens.itemsize == 4  # type: ignore[union-attr]
     assert entry.key.block_hash == hash_blocks(NAMESPACE, tokens, BLOCK)[0]
     rig.drop()
+
+
+def test_a_store_begun_before_the_one_that_failed_does_not_turn_the_tier_on(caplog):
+    """Two writers on a disk that fills: each small file that still fits would else say that it works."""
+    now = [0.0]
+    health = ColdHealth(lambda: now[0])
+    health.store_failed(OSError(errno.ENOSPC, "No space left on device"))
+    health.stored()
+    assert not health.stores_on and not health.is_on and health.may_store() == "no"
+    now[0] = PAUSE_S
+    assert health.may_store() == "probe"
+    health.stored()
+    assert health.stores_on and health.is_on
+    assert [record.message[:13] for record in caplog.records] == ["cold tier off", "cold tier on:"]

@@ -22,6 +22,10 @@ OVERTAKE = 4
 """A prompt with this many times less to compute goes before one that has begun."""
 
 
+PATIENCE = 16
+"""Times that a prompt is overtaken in a row: then it gets a chunk, or short ones could starve it."""
+
+
 class PrefillPacer:
     """`rate`: tokens a second, measured over the chunks so far; 0 before the first."""
 
@@ -33,7 +37,12 @@ class PrefillPacer:
         """The one that has begun, else the first come; a much shorter one goes before either."""
         current = min(ready, key=lambda s: (s.kv_length == 0, s.arrival))
         shortest = min(ready, key=lambda s: s.remaining_prefill)
-        return shortest if shortest.remaining_prefill * OVERTAKE <= current.remaining_prefill else current
+        short = shortest.remaining_prefill * OVERTAKE <= current.remaining_prefill
+        if short and current.overtaken < PATIENCE:
+            current.overtaken += 1
+            return shortest
+        current.overtaken = 0
+        return current
 
     def next_stop(self, sequence: Sequence, *, decoding: bool) -> int:
         """Where the next chunk of `sequence` ends. The last one begins at its last boundary."""

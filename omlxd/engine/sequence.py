@@ -53,6 +53,7 @@ class Sequence:
     harvested      blocks that the store has been offered
     max_new        tokens to generate at most
     resume         blocks after which a checkpoint stands that the match ends at
+    overtaken      chunks of other prompts that went before its own, in a row
     fork           blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
@@ -78,6 +79,7 @@ class Sequence:
     kv_length: int = 0
     harvested: int = 0
     resume: int = 0
+    overtaken: int = 0
     fork: int = 0
     tip: tuple[int, MLXPayload] | None = None
     restores: int = 0

@@ -65,10 +65,13 @@ class ColdHealth:
             return "probe"
 
     def stored(self) -> None:
-        if self._stores_until is not None:
-            with self._lock:
-                self._stores_until, self._probing = None, False
-            self._back()
+        if self._stores_until is None:
+            return
+        with self._lock:
+            if not self._probing:
+                return  # Begun before the one that failed: it would turn the tier on and off in turn.
+            self._stores_until, self._probing = None, False
+        self._back()
 
     def store_failed(self, error: OSError) -> None:
         with self._lock:

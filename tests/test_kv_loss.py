@@ -1,0 +1,137 @@
+"""Blocks that are lost: damaged, gone or unreadable files, and what is served and counted then."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from kv_fakes import (
+    BLOCK,
+    Rig,
+    bytes_of,
+    chain,
+    empty_payload,
+    lone_key,
+    payload_of,
+)
+
+KEYS = chain(range(24))
+HASHES = [key.block_hash for key in KEYS]
+
+
+@pytest.fixture
+def rig(tmp_path: Path):
+    rig = Rig(tmp_path)
+    yield rig
+    rig.drop()
+
+
+def all_bytes(keys=KEYS) -> list[bytes]:
+    return [bytes_of(key.block_hash) for key in keys]
+
+
+def hot(rig: Rig, keys=KEYS) -> list[bool]:
+    return [
+        (b := rig.pool.get_cached_block(k.block_hash)) is not None and b.payload is not None for k in keys
+    ]
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove", "symlink", "folder"])
+def test_a_lost_block_is_a_miss_once_and_whole_again_after(tmp_path, damage, known):
+    """`known`: the pool believes that the file is there."""
+    rig = Rig(tmp_path, hot=0)
+    rig.serve(KEYS)
+    if known:
+        assert rig.restore(KEYS) == all_bytes()
+    path = tmp_path / rig.cold.path_of(HASHES[3])
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 4
+    path.unlink()
+    match damage:
+        case "flip":
+            path.write_bytes(raw)
+        case "truncate":
+            path.write_bytes(raw[:-1])
+        case "empty":
+            path.write_bytes(b"")
+        case "symlink":
+            path.symlink_to(tmp_path / rig.cold.path_of(HASHES[2]))
+        case "folder":
+            path.mkdir()
+    assert rig.restore(KEYS) == all_bytes()[:3]
+    corrupt, lost = rig.store.stats.corrupt, rig.store.stats.lost
+    if damage in ("flip", "truncate", "empty"):
+        assert (corrupt, lost) == (1, 0)
+    else:
+        assert corrupt + lost == known
+    rig.check()
+    table = rig.compute(KEYS, matched=3)
+    table.free()
+    rig.settle()
+    if damage == "folder":
+        path.rmdir()
+        rig.serve(KEYS)
+    assert rig.restore(KEYS) == all_bytes()
+    rig.check()
+    rig.drop()
+
+
+def test_losing_a_file_keeps_the_hot_copy(rig, tmp_path):
+    rig.serve(KEYS)
+    block = rig.pool.get_cached_block(HASHES[0])
+    rig.store.lose(block)
+    assert block.payload is not None and not block.on_disk
+    assert rig.restore(KEYS) == all_bytes()
+    rig.check()
+
+
+def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
+    rig.serve(KEYS)
+    rig.hot = 0
+    rig.store.trim_hot()
+    table = rig.store.new_table()
+    rig.store.extend_match(table, HASHES, 6)
+    twin = table.fork()
+    rig.store.lose(table.blocks[5])
+    assert table.blocks[5].num_tokens == BLOCK and table.blocks[5].block_hash is None
+    rig.pool.check({b.block_id: 2 for b in table.blocks})
+    table.free()
+    twin.free()
+    rig.check()
+
+
+def test_promoting_into_a_full_hot_tier_evicts_another(tmp_path):
+    rig = Rig(tmp_path, hot=1)
+    rig.serve(KEYS[:2])
+    rig.restore(KEYS[:2])
+    rig.check()
+    block = rig.pool.get_cached_block(HASHES[1])
+    if block is None:
+        table = rig.store.new_table()
+        rig.store.extend_match(table, HASHES, 2)
+        block = table.blocks[1]
+        table.free()
+    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
+    assert block.block_hash == HASHES[1] and hot(rig, KEYS[:2]) == [False, True]
+    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
+    rig.store.promote(block, HASHES[0], payload_of(HASHES[0]))
+    assert block.payload.tobytes() == bytes_of(HASHES[1])
+    rig.check()
+    rig.drop()
+
+
+def test_readers_count_their_losses_exactly(rig):
+    rig.serve(KEYS)
+
+    def miss() -> None:
+        for _ in range(200):
+            assert not rig.store.load_into(lone_key(77), empty_payload().buffers())
+
+    threads = [threading.Thread(target=miss) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert rig.store.stats.lost == 800
