@@ -377,6 +377,8 @@ def test_health_lets_one_store_try_at_a_time(caplog):
     health.read_failed(OSError(errno.EIO, "dead"))
     health.store_failed(failed)
     assert not health.may_read()
+    now[0] = 3 * PAUSE_S
+    assert health.may_store() == "probe"
     health.stored()
     assert not health.is_on, "reads have not worked yet"
     health.was_read()

@@ -13,7 +13,6 @@ from kv_fakes import (
     chain,
     empty_payload,
     lone_key,
-    payload_of,
 )
 
 KEYS = chain(range(24))
@@ -29,12 +28,6 @@ def rig(tmp_path: Path):
 
 def all_bytes(keys=KEYS) -> list[bytes]:
     return [bytes_of(key.block_hash) for key in keys]
-
-
-def hot(rig: Rig, keys=KEYS) -> list[bool]:
-    return [
-        (b := rig.pool.get_cached_block(k.block_hash)) is not None and b.payload is not None for k in keys
-    ]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -100,26 +93,6 @@ def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
     table.free()
     twin.free()
     rig.check()
-
-
-def test_promoting_into_a_full_hot_tier_evicts_another(tmp_path):
-    rig = Rig(tmp_path, hot=1)
-    rig.serve(KEYS[:2])
-    rig.restore(KEYS[:2])
-    rig.check()
-    block = rig.pool.get_cached_block(HASHES[1])
-    if block is None:
-        table = rig.store.new_table()
-        rig.store.extend_match(table, HASHES, 2)
-        block = table.blocks[1]
-        table.free()
-    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
-    assert block.block_hash == HASHES[1] and hot(rig, KEYS[:2]) == [False, True]
-    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
-    rig.store.promote(block, HASHES[0], payload_of(HASHES[0]))
-    assert block.payload.tobytes() == bytes_of(HASHES[1])
-    rig.check()
-    rig.drop()
 
 
 def test_readers_count_their_losses_exactly(rig):

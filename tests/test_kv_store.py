@@ -210,6 +210,26 @@ def test_no_cold_tier_at_all():
     pool.check({})
 
 
+def test_promoting_into_a_full_hot_tier_evicts_another(tmp_path):
+    rig = Rig(tmp_path, hot=1)
+    rig.serve(KEYS[:2])
+    rig.restore(KEYS[:2])
+    rig.check()
+    block = rig.pool.get_cached_block(HASHES[1])
+    if block is None:
+        table = rig.store.new_table()
+        rig.store.extend_match(table, HASHES, 2)
+        block = table.blocks[1]
+        table.free()
+    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
+    assert block.block_hash == HASHES[1] and hot(rig, KEYS[:2]) == [False, True]
+    rig.store.promote(block, HASHES[1], payload_of(HASHES[1]))
+    rig.store.promote(block, HASHES[0], payload_of(HASHES[0]))
+    assert block.payload.tobytes() == bytes_of(HASHES[1])
+    rig.check()
+    rig.drop()
+
+
 # --------------------------------------------------------------------- putting
 
 

@@ -44,12 +44,6 @@ def all_bytes(keys=KEYS) -> list[bytes]:
     return [bytes_of(key.block_hash) for key in keys]
 
 
-def hot(rig: Rig, keys=KEYS) -> list[bool]:
-    return [
-        (b := rig.pool.get_cached_block(k.block_hash)) is not None and b.payload is not None for k in keys
-    ]
-
-
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):
     rig = Rig(tmp_path, hot=0, max_queue_bytes=3 * LAYOUT.nbytes(BLOCK))
     rig.compute(KEYS).free()
