@@ -10,6 +10,7 @@ from fake_engine import FakeEngine, app_of
 
 from omlxd.api import anthropic, openai_chat
 from omlxd.api.body_shape import MOST_CONTAINERS, check_shape
+from omlxd.chat import Conversation
 from omlxd.errors import InvalidRequest
 
 MB = 10**6
@@ -43,8 +44,8 @@ def test_json_within_texts_is_bounded_for_all_of_them_together():
     text = json.dumps([[]] * 60_000)
     call = {"type": "function", "function": {"name": "a", "arguments": text}}
     few = {"messages": [{"role": "assistant", "tool_calls": [call] * 2}]}
-    (message,) = openai_chat.parse(json.dumps(few).encode()).generate.prompt.messages
-    assert len(message.parts) == 2
+    prompt = openai_chat.parse(json.dumps(few).encode()).generate.prompt
+    assert isinstance(prompt, Conversation) and len(prompt.messages[0].parts) == 2
     many = {"messages": [{"role": "assistant", "tool_calls": [call] * 50}], "guided_json": text}
     with pytest.raises(InvalidRequest, match="guided_json: too much JSON within"):
         openai_chat.parse(json.dumps(many).encode())

@@ -36,13 +36,14 @@ def test_a_key_follows_no_redirect(silent: str):
         def do_GET(self) -> None:
             asked.append(self.headers["Authorization"])
             self.send_response(302)
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/steal")
+            self.send_header("Location", f"http://localhost:{port}/steal")
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        port = server.server_port
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(DaemonError, match="status 302; is it omlxd"):
             fetch(f"http://127.0.0.1:{server.server_port}", "s3cret", "/omlxd/status", DaemonStatus)
