@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
 
 from omlxd import cli
+from omlxd.api import openai_chat
 from omlxd.cache_cli.why_miss import as_text, read_request
 from omlxd.chat import GenerateRequest, RawPrompt
 from omlxd.engine.explain import Explainer
@@ -209,6 +211,26 @@ def test_recent_requests_are_bounded():
     assert recent.find(traces[1].id) is None and recent.find(traces[3].id).trace is traces[3]
     assert recent.find().trace is traces[4] and recent.find(session="s1").trace is traces[3]
     assert recent.find(session="s9") is None and recent.find().reached == -1
+
+
+def test_recent_requests_hold_no_more_memory_than_is_said():
+    recent = RecentRequests()
+    held = json.dumps([[]] * 20_000)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": ["T"]}).replace(
+        '"T"', json.dumps({"type": "function", "function": {"name": "f", "parameters": {"a": "P"}}})
+    )
+    body = body.replace('"P"', held)
+    tracemalloc.start()
+    try:
+        for _ in range(6):
+            request = openai_chat.parse(body.encode()).generate
+            recent.add("m", request, RequestTrace("POST", CHAT), len(body))
+        del request
+        assert tracemalloc.get_traced_memory()[0] < 3 << 20
+    finally:
+        tracemalloc.stop()
+    kept = recent.find()
+    assert kept is not None and kept.request == openai_chat.parse(body.encode()).generate
 
 
 async def test_the_last_requests_and_why():

@@ -9,22 +9,35 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from ..chat import GenerateRequest
 from .request_trace import RequestTrace
 
 MOST, MOST_BYTES = 64, 8 << 20
-"""Requests, and bytes of their bodies; as structs they take about twice that."""
+"""Requests, and bytes of them. They are kept encoded: as objects they may take thirty times as much."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 
 @dataclass(slots=True, frozen=True)
 class RecentRequest:
-    """`model_id`: the engine's; `nbytes`: of its body; `began`: seconds since 1970."""
+    """`model_id`: the engine's; `encoded`: the request; `began`: seconds since 1970.
+
+    size  bytes that count for it: of its body, or of itself where that is more
+    """
 
     model_id: str
-    request: GenerateRequest
+    session: str
+    encoded: bytes
+    size: int
     trace: RequestTrace
-    nbytes: int
     began: float
+
+    @property
+    def request(self) -> GenerateRequest:
+        return _decoder.decode(self.encoded)
 
     @property
     def reached(self) -> int:
@@ -41,19 +54,27 @@ class RecentRequests:
         self._kept: OrderedDict[str, RecentRequest] = OrderedDict()
 
     def add(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
+        """`nbytes`: of its body."""
         if nbytes > self._most_bytes:
             return
-        self._kept[trace.id] = RecentRequest(model_id, request, trace, nbytes, time.time())
-        self._held += nbytes
+        try:
+            encoded = _encoder.encode(request)
+        except (ValueError, OverflowError, RecursionError, TypeError):
+            return  # No engine will take it either, and it is refused for that.
+        size = max(nbytes, len(encoded))
+        if size > self._most_bytes:
+            return
+        self._kept[trace.id] = RecentRequest(model_id, request.session, encoded, size, trace, time.time())
+        self._held += size
         while len(self._kept) > self._most or self._held > self._most_bytes:
-            self._held -= self._kept.popitem(last=False)[1].nbytes
+            self._held -= self._kept.popitem(last=False)[1].size
 
     def find(self, id: str = "", session: str = "") -> RecentRequest | None:
         """The request of that id, else the newest of that session, else the newest."""
         if id:
             return self._kept.get(id)
         for kept in reversed(self._kept.values()):
-            if not session or kept.request.session == session:
+            if not session or kept.session == session:
                 return kept
         return None
 

@@ -119,7 +119,7 @@ def _line(each: RecentRequest) -> RequestLine:
     return RequestLine(
         id=each.trace.id,
         model=each.model_id,
-        session=each.request.session,
+        session=each.session,
         path=each.trace.path,
         began=each.began,
         prompt_tokens=usage.prompt_tokens if usage else 0,
