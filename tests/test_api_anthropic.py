@@ -4,6 +4,7 @@ import base64
 import itertools
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,15 @@ def test_string_and_list_content_are_equal():
 )
 def test_billing_header_is_dropped(system):
     assert conversation(system=system).messages[0] == Message("system", (TextPart("Be good"),))
+
+
+def test_many_billing_headers_take_no_longer_than_their_text():
+    began = time.monotonic()
+    (system, _) = conversation(system="x-anthropic-billing-header: a\n" * 300_000 + "Be good").messages
+    assert system.parts == (TextPart("Be good"),)
+    assert (
+        time.monotonic() - began < 10
+    )  # Each was once cut off what was left: minutes of a front that hangs.
 
 
 def test_a_system_of_nothing_but_billing_is_no_message():

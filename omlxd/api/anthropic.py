@@ -8,6 +8,7 @@ billing header, `cache_control`, redacted thinking.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
@@ -216,10 +217,12 @@ def _session(headers: Mapping[str, str], metadata: _Metadata | None) -> str:
     return (session if isinstance(session, str) and session else metadata.user_id)[:200]
 
 
+_BILLING = re.compile(rf"(?:{BILLING_PREFIX}[^\n]*+\n*+)*+")
+
+
 def _without_billing(text: str) -> str:
-    while text.startswith(BILLING_PREFIX):
-        text = text.partition("\n")[2].lstrip("\n")
-    return text
+    found = _BILLING.match(text)
+    return text[found.end() :] if found else text
 
 
 def _texts(blocks: str | list[_Text]) -> list[str]:
