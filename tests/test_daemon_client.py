@@ -46,6 +46,8 @@ def test_a_key_follows_no_redirect(silent: str):
         port = server.server_port
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(DaemonError, match="status 302; is it omlxd"):
-            fetch(f"http://127.0.0.1:{server.server_port}", "s3cret", "/omlxd/status", DaemonStatus)
+            fetch(
+                f"http://127.0.0.1:{server.server_port}", "s3cret", "/omlxd/status", DaemonStatus, seconds=60
+            )
         server.shutdown()
     assert asked == ["Bearer s3cret"]

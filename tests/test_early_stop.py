@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from daemon import demo_model, wait_until
+from daemon import PATIENCE_S, demo_model, wait_until
 from test_serve import REPO
 
 pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="/proc tells which signals are caught")
@@ -40,11 +40,11 @@ class Started:
 
     def wait_for_first_line(self) -> None:
         """Python by itself catches SIGINT, but not SIGTERM."""
-        wait_until(lambda: self.process.poll() is not None or _catches(self.process.pid, signal.SIGTERM), 30)
+        wait_until(lambda: self.process.poll() is not None or _catches(self.process.pid, signal.SIGTERM))
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_S)
 
     def said(self) -> str:
         return self._says.read_text()
@@ -97,7 +97,7 @@ def test_a_daemon_that_starts_ends_in_order(start, tmp_path, number, moment):
     time.sleep(moment)
     assert daemon.end(number) == 0, daemon.said()
     assert "Traceback" not in daemon.said()
-    wait_until(lambda: not daemon.left(), 20, lambda: f"left: {daemon.left()}")
+    wait_until(lambda: not daemon.left(), why=lambda: f"left: {daemon.left()}")
     assert not [*tmp_path.rglob("*.sock"), *tmp_path.rglob(".probe")]
 
 
@@ -111,7 +111,7 @@ before = set(sys.modules)
 import omlxd.cli
 print(*loaded[-1] - before)
 """
-    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True)
     assert set(done.stdout.split()) <= {"omlxd", "omlxd.cli", "omlxd.early_stop", "__future__"}
 
 
@@ -124,7 +124,7 @@ import omlxd.cli
 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
-    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"]
 
 
@@ -137,5 +137,5 @@ import omlxd.cli
 print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
 print(signal.getsignal(signal.SIGTERM) is omlxd.cli.early_stop._end)
 """
-    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"]

@@ -62,9 +62,9 @@ def test_a_copy_that_fails_costs_nobody_an_answer(family: str, request, monkeypa
 
 def test_a_copy_that_fails_at_a_cancel_gives_the_slot_back(model: Path, monkeypatch):
     with Rig(model, slots=2) as rig:
-        stays = rig.start(prompt(30), 600)
-        leaves = rig.start(prompt(100, seed=1), 600)
-        assert stays.first.wait(30) and leaves.first.wait(30)
+        stays = rig.start(prompt(30), 6000)
+        leaves = rig.start(prompt(100, seed=1), 6000)
+        assert stays.first.wait(60) and leaves.first.wait(60)
         monkeypatch.setattr(harvest_module, "copy_blocks", no_memory)
         rig.scheduler.cancel(leaves.sequence)
         wait_until(lambda: leaves.sequence not in rig.scheduler._active, 30)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
+from daemon import PATIENCE_S
 from test_activation import serve_command
 from test_serve import start  # noqa: F401
 
@@ -18,9 +19,7 @@ HAND_OVER = (
 
 
 def status(url: str, host: str, **headers: str) -> int:
-    return httpx.get(
-        url + "/v1/models", headers={"host": host, **headers}, trust_env=False, timeout=30
-    ).status_code
+    return httpx.get(url + "/v1/models", headers={"host": host, **headers}, trust_env=False).status_code
 
 
 def test_the_address_that_it_was_told_to_listen_on_is_a_name_of_it(start):  # noqa: F811
@@ -47,4 +46,4 @@ def test_a_managers_socket_that_others_can_reach_is_called_by_any_name(tmp_path:
             assert status(url, "my-mac.local") == 401
         finally:
             process.terminate()
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0

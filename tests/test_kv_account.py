@@ -87,11 +87,11 @@ def test_a_disk_that_hangs_gathers_a_bounded_number_of_uses(tmp_path: Path):
     writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20)
     ran: list[int] = []
     for _ in range(2):
-        writer.after_queued(lambda: hangs.wait(30) and None)
+        writer.after_queued(lambda: hangs.wait(120) and None)
     for number in range(MOST_ACTIONS + 50):
         writer.after_queued(lambda number=number: ran.append(number))
     hangs.set()
-    assert writer.flush(30)
+    assert writer.flush(60)
     assert MOST_ACTIONS - 2 <= len(ran) <= MOST_ACTIONS
     writer.after_queued(lambda: ran.append(-1))
     assert writer.flush(30) and ran[-1] == -1

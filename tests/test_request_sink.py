@@ -64,7 +64,7 @@ class Line:
             self.events.put(event)
 
     def next(self) -> tuple[int, Event]:
-        return self.events.get(timeout=30)
+        return self.events.get(timeout=60)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def line() -> Line:
 def output(line: Line):
     output = OutputThread(line.send)
     yield output
-    output.close(10)
+    output.close(60)
 
 
 @pytest.mark.parametrize("faulty", ["add_token", "finish", "learn", "over"])

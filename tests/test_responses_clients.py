@@ -49,9 +49,9 @@ def check_response(response):
 
 
 async def test_the_sdk_streaming_and_not():
-    engine = FakeEngine([0.2, *EVERYTHING])
+    engine = FakeEngine([0.6, *EVERYTHING])
     request = {"model": "tiny", "input": "u", "tools": [READ], "instructions": "Be brief."}
-    async with gpt(engine, ping_interval_s=0.05, header_grace_s=0.01) as client:
+    async with gpt(engine, ping_interval_s=0.02, header_grace_s=0.01) as client:
         check_response(await client.responses.create(**request))
         events = [event async for event in await client.responses.create(**request, stream=True)]
         check_response(events[-1].response)
@@ -99,7 +99,7 @@ async def test_the_sdk_goes_on_with_previous_response_id():
     ],
 )
 async def test_the_sdk_sees_errors_as_such(error, kind, stream):
-    async with gpt(FakeEngine([error]), header_grace_s=1.0) as client:
+    async with gpt(FakeEngine([error]), header_grace_s=60.0) as client:
         with pytest.raises(kind, match=error.message):
             await client.responses.create(model="tiny", input="u", stream=stream)
 
@@ -114,7 +114,7 @@ async def test_the_sdk_sees_an_error_in_mid_stream():
 
 
 async def test_a_client_that_goes_away_frees_the_request():
-    engine = FakeEngine([TextDelta("x"), 30.0, *HELLO])
+    engine = FakeEngine([TextDelta("x"), 300.0, *HELLO])
     async with gpt(engine) as client:
         stream = await client.responses.create(model="tiny", input="u", stream=True)
         async for event in stream:

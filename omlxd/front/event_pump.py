@@ -64,7 +64,8 @@ class EventPump:
                 async with asyncio.timeout(timeout):
                     await self._arrived.wait()
             except TimeoutError:
-                return []
+                if not self._waiting:  # They may have come in the same moment.
+                    return []
         events = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
         self._unread -= sum(map(_size, events))
         if not self._waiting:
