@@ -14,11 +14,12 @@ from daemon import demo_model
 REPO = Path(__file__).resolve().parents[1]
 
 NOT_NEEDED = {
-    *("torch", "tensorflow", "jax", "scipy", "sklearn", "pandas", "PIL", "datasets", "accelerate"),
-    *("llguidance", "openai_harmony", "mlx_vlm", "rich", "starlette", "hypercorn", "pytest"),
-    *("mlx_lm.server", "mlx_lm.tuner", "transformers.modeling_utils", "transformers.pipelines"),
-    *("transformers.trainer", "transformers.image_utils", "huggingface_hub.inference._client"),
+    *("llguidance", "openai_harmony", "mlx_vlm", "rich", "prometheus_client", "starlette", "hypercorn"),
+    *("mlx_lm.server", "mlx_lm.tuner", "mlx_lm.evaluate", "huggingface_hub.inference._client"),
+    *("transformers.modeling_utils", "transformers.pipelines", "transformers.trainer"),
+    *("transformers.image_utils", "transformers.processing_utils"),
 }
+"""Of what is installed with omlxd."""
 
 SERVES_ONE = """
 import json, socket, sys, threading
