@@ -14,6 +14,7 @@ from kv_fakes import Rig
 import omlxd.kv.ledger as ledger_module
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.store_writer import MOST_ACTIONS, StoreWriter
+from omlxd.kv.write_budget import WriteBudget
 
 PAGE = 4096
 NS = "a" * 32
@@ -64,6 +65,20 @@ def test_a_dead_engines_grant_comes_back_once_its_folder_can_be_read(ledger: Led
     assert ledger.reserve(5 * PAGE) == 5 * PAGE
     stats = ledger.stats()
     assert (stats.reserved, stats.bytes_used) == (5 * PAGE, PAGE)
+
+
+def test_what_was_granted_yesterday_and_is_written_today_counts_today(tmp_path: Path):
+    days = ["2026-01-30"]
+    ledger = Ledger(tmp_path, 100 * PAGE, WriteBudget(tmp_path, 10 * PAGE, today=lambda: days[-1]))
+    ledger.open()
+    assert ledger.reserve(6 * PAGE)
+    days.append("2026-01-31")
+    assert ledger.reserve(4 * PAGE) and not ledger.reserve(PAGE)
+    ledger.stored([put(ledger, 1, pages=2)])
+    ledger.released(4 * PAGE)
+    assert ledger.stats().written_today_bytes == 2 * PAGE
+    assert not ledger.reserve(5 * PAGE) and ledger.reserve(4 * PAGE)
+    ledger.close()
 
 
 @pytest.mark.parametrize("ask", ["dropped", "forget"])

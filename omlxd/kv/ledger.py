@@ -98,6 +98,7 @@ class Ledger:
         self.root = root
         self.cap = cap_bytes
         self._writes = writes or WriteBudget(root)
+        self._writes.outstanding = lambda: self._reserved
         self._written = 0
         self._files = FileOrder()
         self._installed = Installed(root)
@@ -248,8 +249,8 @@ class Ledger:
 
     def released(self, nbytes: int) -> None:
         """Granted bytes that will not be written."""
-        self._reserved = max(0, self._reserved - nbytes)
         self._writes.give_back(nbytes)
+        self._reserved = max(0, self._reserved - nbytes)
 
     def dropped(self, paths: Iterable[str]) -> None:
         """Files that an engine removed itself, or tried to: one that is there still counts."""

@@ -42,7 +42,10 @@ def _today() -> str:
 
 
 class WriteBudget:
-    """`root`: the cache dir; `limit`: bytes a day, 0 for no limit (they are counted all the same)."""
+    """`root`: the cache dir; `limit`: bytes a day, 0 for no limit (they are counted all the same).
+
+    outstanding  bytes granted and neither written nor given back: they count for the day that begins
+    """
 
     def __init__(
         self, root: Path, limit: int = 0, fs: FileSystem | None = None, today: Callable[[], str] = _today
@@ -55,6 +58,7 @@ class WriteBudget:
         self._spent = 0
         self._saved = 0
         self._told = False
+        self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
         """Take up what this day has had so far. Never raises OSError."""
@@ -122,7 +126,7 @@ class WriteBudget:
 
     def _turn_the_page(self) -> None:
         if (today := self._today()) != self._day:
-            self._day, self._spent, self._saved, self._told = today, 0, 0, False
+            self._day, self._spent, self._saved, self._told = today, self.outstanding(), 0, False
 
     # ----------------------------------------------------------------- the file
 
