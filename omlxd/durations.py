@@ -8,6 +8,8 @@ import re
 from .errors import ConfigError
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+MOST_CHARS = 64
+"""A client may send any text, and looking for units takes the square of its length."""
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _WHOLE = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+)")
 
@@ -18,7 +20,7 @@ def duration(value: str | float) -> float:
     Raises ValueError for what is no length of time.
     """
     text = str(value).strip().lower()
-    if not _WHOLE.fullmatch(text):
+    if len(text) > MOST_CHARS or not _WHOLE.fullmatch(text):
         raise ValueError(text)
     if text.startswith("-"):
         return math.inf

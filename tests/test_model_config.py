@@ -105,6 +105,13 @@ def test_lengths_of_time():
     ] * 2
 
 
+@pytest.mark.parametrize("text", ["1" * 10**6, "1" * 10**6 + "m", "1m" * 10**6, "9" * 65])
+def test_a_length_of_time_is_short_itself(text: str):
+    # Reading it took the square of its length, and a client could hang the daemon with one.
+    with pytest.raises(ValueError):
+        duration(text)
+
+
 def test_keep_alive_of_a_body():
     from omlxd.api.keep_alive import keep_alive_of
 
