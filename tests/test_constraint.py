@@ -83,6 +83,7 @@ def test_filters_and_penalties_stay_within_the_grammar(host: Host, temperature: 
         chat(
             format=JSON,
             temperature=temperature,
+            seed=1,
             top_k=5,
             top_p=0.5,
             repetition_penalty=1.3,

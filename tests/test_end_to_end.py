@@ -151,7 +151,12 @@ def test_an_answer_held_to_a_schema(gpt: openai.OpenAI, claude: anthropic.Anthro
     named: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     thoughtless: Any = {"enable_thinking": False}
     told = gpt.chat.completions.create(
-        model="claude-x", messages=USER, response_format=named, extra_body=thoughtless, max_tokens=200
+        model="claude-x",
+        messages=USER,
+        response_format=named,
+        extra_body=thoughtless,
+        max_tokens=200,
+        temperature=0,
     )
     assert set(json.loads(told.choices[0].message.content or "")) == {"colour", "many"}
     message = claude.messages.create(
@@ -159,6 +164,7 @@ def test_an_answer_held_to_a_schema(gpt: openai.OpenAI, claude: anthropic.Anthro
         max_tokens=200,
         messages=USER,
         thinking={"type": "disabled"},
+        extra_body={"temperature": 0},
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
     (text,) = message.content
@@ -169,6 +175,7 @@ def test_an_answer_held_to_a_schema(gpt: openai.OpenAI, claude: anthropic.Anthro
         max_tokens=300,
         messages=USER,
         thinking={"type": "disabled"},
+        extra_body={"temperature": 0},
         tools=[tool],
         tool_choice={"type": "tool", "name": "paint", "disable_parallel_tool_use": True},
     )
