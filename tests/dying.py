@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import sys
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cold_files import settled
 from daemon import Daemon, body, prose, wait_until
-
-from omlxd.kv.paths import SUFFIX, TEMP_SUFFIX, disk_bytes
 
 CAP = 4_000_000
 MOMENTS = ("loading", "prefill", "decode", "writing")
@@ -38,7 +36,7 @@ class Dying:
         )
         self.home, self.cache = home, home / "omlxd" / "cache"
         self.base = self.daemon.messages(BASE, max_tokens=20)
-        wait_until(self.settled, 30)
+        wait_until(lambda: settled(self.daemon))
 
     def stop_at(self, moment: str) -> None:
         """The engine will stand still when it is there; a load is begun anew."""
@@ -73,27 +71,6 @@ class Dying:
         """Requests that the engine has been sent since `stop_at`, or that wait until it is loaded."""
         (model,) = self.status()["models"]
         return len(list(self.folder.glob("asked-*"))) + model.get("waiting", 0)
-
-    def on_disk(self, suffix: str) -> int:
-        """Bytes of the files of that kind, in whole pages."""
-        total = 0
-        for path in self.cache.rglob(f"*{suffix}"):
-            with contextlib.suppress(FileNotFoundError):  # Evicted, or renamed, meanwhile.
-                total += disk_bytes(path.stat().st_size)
-        return total
-
-    def all_on_disk(self) -> int:
-        """At least what lies there: what is renamed meanwhile may not be counted."""
-        return self.on_disk(SUFFIX) + self.on_disk(TEMP_SUFFIX)
-
-    def settled(self) -> bool:
-        """No grant is open, no temporary file is left, and the account is what lies there."""
-        cold = self.status()["cold"]
-        return (
-            not cold.get("reserved")
-            and self.on_disk(TEMP_SUFFIX) == 0
-            and cold.get("bytes", 0) == self.on_disk(SUFFIX) > 0
-        )
 
 
 class Asking(threading.Thread):

@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cold_files import all_on_disk, on_disk, settled, unsettled
 from daemon import PATIENCE_S, READY_S, own_usage, prose, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
-
-from omlxd.kv.paths import TEMP_SUFFIX
 
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM")
 
@@ -29,8 +28,8 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     asked.append(Asking(dying.daemon, prose(50, seed), stream=False))
     wait_until(lambda: dying.in_flight() >= 2, 30, dying.daemon.logged)
     engine = dying.engine()
-    assert dying.on_disk(TEMP_SUFFIX) or moment != "writing"
-    assert dying.all_on_disk() <= CAP
+    assert on_disk(dying.cache, temporary=True) or moment != "writing"
+    assert all_on_disk(dying.cache) <= CAP
 
     died = dying.die_by(signal)
     for one in asked:
@@ -39,14 +38,14 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
     took = max(one.ended for one in asked) - died
     print(f"{moment} {signal}: told after {took:.3f} s")
     assert took < 10  # A second, but for what else this machine does.
-    assert dying.all_on_disk() <= CAP
+    assert all_on_disk(dying.cache) <= CAP
 
     again = dying.daemon.messages(BASE, max_tokens=20)
     assert again["content"] == dying.base["content"]
     assert own_usage(again)["cached_cold"] > 0 and own_usage(again)["cached_hot"] == 0
     (now,) = dying.status()["models"]
     assert now["state"] == "ready" and now["pid"] != engine
-    wait_until(dying.settled, 30, lambda: f"{dying.status()['cold']} {dying.all_on_disk()}")
+    wait_until(lambda: settled(dying.daemon), why=lambda: unsettled(dying.daemon))
     assert dying.daemon.process.poll() is None
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 
 from omlxd import wire
 from omlxd.engine import space as module
-from omlxd.engine.service import EngineService
 from omlxd.engine.space import LEASE_BYTES, FrontSpace
 
 
@@ -108,21 +106,3 @@ def test_what_happens_to_files_is_told():
         wire.Dropped(files=("a/c",)),
         wire.Touched(files=("x", "y")),
     ]
-
-
-def test_a_grant_that_comes_in_one_piece_with_the_order_to_quit_is_taken():
-    """What is written on the way out waits for it: lost, an unload took 30 s, and a stop lost blocks."""
-    front, engine = socket.socketpair()
-    with front, engine:
-        service = EngineService(engine)
-        taken: list[bool] = []
-        writer = threading.Thread(target=lambda: taken.append(service._space.take(5)), daemon=True)
-        writer.start()
-        front.settimeout(20)
-        decoder = wire.FrameDecoder(wire.ToFront)
-        (asked,) = decoder.feed(front.recv(1 << 16))
-        grant = wire.Grant(ticket=asked.ticket, nbytes=asked.nbytes)
-        front.sendall(wire.encode(wire.Quit(deadline_s=1.0)) + wire.encode(grant))
-        service.run()
-        writer.join(15)
-        assert taken == [True]

@@ -25,7 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from soak import MODELS, Daemon, build_models
+from soaking.own_daemon import MODELS, Daemon, build_models
 
 A, B = MODELS
 TOKENS = 200

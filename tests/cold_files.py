@@ -1,0 +1,46 @@
+"""What of a daemon's SSD cache lies on the disk, and whether its account says the same."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from daemon import Daemon
+
+from omlxd.kv.paths import disk_bytes, file_kind
+
+
+def on_disk(cache: Path, *, temporary: bool = False) -> int:
+    """Bytes of the files that the account counts, in whole pages; or of the unfinished ones alone."""
+    total = 0
+    for path in cache.rglob("*"):
+        if (kind := file_kind(path.name)) and (kind == "temp") == temporary:
+            with contextlib.suppress(FileNotFoundError):  # Evicted, or renamed, meanwhile.
+                total += disk_bytes(path.stat().st_size)
+    return total
+
+
+def all_on_disk(cache: Path) -> int:
+    """At least what lies there: what is renamed meanwhile may not be counted."""
+    return on_disk(cache) + on_disk(cache, temporary=True)
+
+
+def settled(daemon: Daemon) -> bool:
+    """No grant is open, no temporary file is left, and the account is what lies there.
+
+    Under a cap of less than `LEASE_BYTES`: else an engine holds the rest of its lease.
+    """
+    cache = daemon.home / "omlxd" / "cache"
+    cold = daemon.http.get("/omlxd/status").json()["cold"]
+    return (
+        not cold.get("reserved")
+        and on_disk(cache, temporary=True) == 0
+        and cold.get("bytes", 0) == on_disk(cache) > 0
+    )
+
+
+def unsettled(daemon: Daemon) -> str:
+    """Why not, for a test that fails."""
+    cache = daemon.home / "omlxd" / "cache"
+    counted = daemon.http.get("/omlxd/status").json()["cold"]
+    return f"{counted}; on disk {on_disk(cache)}, unfinished {on_disk(cache, temporary=True)}"

@@ -1,0 +1,91 @@
+"""`omlxd serve` over two models in a folder of its own, which may be a small file system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+
+REPO = Path(__file__).resolve().parents[2]
+MODELS = ("first", "second")
+STALL_S = 4
+ANSWER_S = 60.0
+
+
+class Daemon:
+    """`answer_s`: how long anybody waits for an answer."""
+
+    def __init__(self, home: Path, ttl: str, answer_s: float = ANSWER_S):
+        self.home = home
+        self.answer_s = answer_s
+        self.cache = home / "cache"
+        self._log = (home / "log.txt").open("a")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+        flags = ["--model-dir", str(home / "models"), "--base-path", str(home), "--port", "0"]
+        flags += ["--paged-ssd-cache-dir", str(self.cache), "--paged-ssd-cache-max-size", "200MB"]
+        flags += ["--hot-cache-max-size", "50MB", "--model-ttl", ttl, "--stall-timeout", f"{STALL_S}s"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "omlxd", "serve", *flags],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        found = re.search(r"listening on (http://\S+)", self.process.stdout.readline())
+        if not found:
+            raise RuntimeError(f"the daemon did not start: see {home / 'log.txt'}")
+        self.url = found[1]
+        self.front = psutil.Process(self.process.pid)
+
+    def engines(self) -> list[psutil.Process]:
+        found = []
+        for child in self.front.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "omlxd.engine" in child.cmdline():
+                    found.append(child)
+        return found
+
+    def post(self, path: str, content: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=content, timeout=self.answer_s, trust_env=False)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        try:
+            return self.process.wait(40)
+        finally:
+            self.process.kill()
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self._log.close()
+
+
+def build_models(folder: Path) -> None:
+    """The demo model twice; another context makes the second one another namespace."""
+    for name, context in zip(MODELS, (32768, 16384), strict=True):
+        target = folder / name
+        if target.exists():
+            continue
+        command = [sys.executable, "-m", "omlxd.models.demo", str(target)]
+        subprocess.run(command, check=True, cwd=REPO, stdout=subprocess.DEVNULL)
+        config = json.loads((target / "config.json").read_text())
+        config["max_position_embeddings"] = context
+        (target / "config.json").write_text(json.dumps(config))
+
+
+def mount_small(folder: Path) -> bool:
+    """A file system of 80 MB at `folder`, where this user may."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=10).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
