@@ -74,12 +74,14 @@ class Tool(Struct, frozen=True):
     """A tool that the model may call. `parameters` is a JSON schema.
 
     strict  a call's arguments must be as the schema says, or the request is refused
+    input_grammar  of the text that is its one parameter, `input`, in Lark's syntax; "": any text
     """
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
+    input_grammar: str = ""
 
 
 # --------------------------------------------------------------------------- a request

@@ -30,13 +30,13 @@ CLOSERS = (
 
 
 class Walker:
-    """Walks of one tokenizer. `ends`: its tokens that end a turn."""
+    """Walks of one tokenizer. `odd`: texts to be tried; `closers`: those that bring it to an end."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, odd: tuple[str, ...] = ODD, closers: tuple[str, ...] = CLOSERS):
         self._tokenizer = tokenizer
         self._ends = sorted(tokenizer.eos_token_ids)
-        self._odd = [tokenizer.encode(text, add_special_tokens=False) for text in ODD]
-        self._closers = [tokenizer.encode(text, add_special_tokens=False) for text in CLOSERS]
+        self._odd = [tokenizer.encode(text, add_special_tokens=False) for text in odd]
+        self._closers = [tokenizer.encode(text, add_special_tokens=False) for text in closers]
 
     def walk(self, constraint: Constraint, seed: int, free: int = 60, limit: int = 1500) -> list[int] | None:
         """Tokens up to the turn's end: `free` of any kind, then what closes is preferred; None: cut off."""

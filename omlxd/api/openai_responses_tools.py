@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ..chat import Struct, Tool
 from ..errors import InvalidRequest
+from .answer_format import MAX_GRAMMAR_CHARS
 from .body import RAW_INPUT as CUSTOM_INPUT
 from .body import free_json, stable_json
 from .openai_tool_choice import ToolGiven
@@ -102,7 +103,7 @@ class ResponseTools:
         self.names[flat] = told
         if found or tool.defer_loading:  # listing it later would change the prompt's head
             return
-        self._listed[flat] = _custom(flat, tool) if told.custom else _function(flat, tool)
+        self._listed[flat] = _custom(flat, tool, param) if told.custom else _function(flat, tool)
 
     def _name_for(self, namespace: str, name: str) -> str:
         """The same tool again keeps its name (the later one stands); another gets one of its own."""
@@ -145,15 +146,38 @@ def _function(flat: str, tool: _Given) -> Tool:
     return Tool(flat, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
 
 
-def _custom(flat: str, tool: _Given) -> Tool:
-    """A custom tool takes text, maybe of a grammar; the model is told the grammar, nothing more."""
+class _Format(msgspec.Struct):
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str = ""
+
+
+def _custom(flat: str, tool: _Given, param: str) -> Tool:
+    """A custom tool takes text, maybe of a grammar: the model is told it, and held to it."""
+    param = f"{param}.format"
+    try:
+        format = msgspec.convert(tool.format or {}, _Format)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
+    if format.type == "grammar" and (
+        not format.syntax or not 0 < len(format.definition) <= MAX_GRAMMAR_CHARS
+    ):
+        raise InvalidRequest(
+            f"{param}: a grammar needs a syntax (lark or regex) and a definition of at most "
+            f"{MAX_GRAMMAR_CHARS} characters",
+            param=param,
+        )
     described = tool.description or ""
     if tool.format is not None and tool.format.get("type") not in (None, "text"):
         described = f"{described}\n\nFormat of the input: {stable_json(tool.format)}".strip()
+    text: dict[str, Any] = {"type": "string"}
+    if format.syntax == "regex":
+        text["pattern"] = f"^(?:{format.definition})$"
     schema = {
         "type": "object",
-        "properties": {CUSTOM_INPUT: {"type": "string"}},
+        "properties": {CUSTOM_INPUT: text},
         "required": [CUSTOM_INPUT],
         "additionalProperties": False,
     }
-    return Tool(flat, described, schema)
+    lark = format.definition if format.syntax == "lark" else ""
+    return Tool(flat, described, schema, strict=format.syntax == "regex", input_grammar=lark)

@@ -18,7 +18,8 @@ from typing import Any
 
 from ..chat import Tool
 from ..errors import InvalidRequest
-from .call_spellings import SPELLINGS, JsonCalls, TagCalls, ValueCalls, unreadable
+from .call_inputs import INPUT, input_term, json_input
+from .call_spellings import SPELLINGS, JsonCalls, Spelling, TagCalls, ValueCalls, unreadable
 from .schema_branches import Unenforceable, branches
 from .value_grammar import (
     Check,
@@ -39,6 +40,8 @@ class CallGrammar:
 
     A tool that isn't strict and whose name the format can't hold is left out, as no call of it could
     be read; with no other left, that is an error.
+
+    inputs  grammars that the rules name by `@`
     """
 
     def __init__(self, spelling: str, tools: Sequence[Tool], literal: Literal, check: Check, param: str):
@@ -53,6 +56,7 @@ class CallGrammar:
         self._literal = literal
         self._check = check
         self._skip = 0
+        self.inputs: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
         self._tools = [tool for tool in tools if not unreadable(found, tool.name, tool=True)]
         for tool in tools:
@@ -82,6 +86,9 @@ class CallGrammar:
         rules = [f"call: {' | '.join(names)}"]
         self._terminals.clear()
         for pair in zip(names, self._tools, strict=True):
+            if pair[1].input_grammar:
+                rules.append(self._input_call(spelling, *pair))
+                continue
             match spelling:
                 case JsonCalls():
                     rules += self._json_call(spelling, *pair)
@@ -117,6 +124,30 @@ class CallGrammar:
 
     def _rules(self, rule: str, root: dict[str, Any], values: ValueSpelling, strict: bool) -> ValueRules:
         return ValueRules(rule, root, values, self._literal, self._check, strict, self._terminals)
+
+    # ----------------------------------------------------------------- one text of a grammar
+
+    def _input_call(self, spelling: Spelling, rule: str, tool: Tool) -> str:
+        """A call of a tool whose one parameter is a text of a grammar."""
+        literal = self._literal
+        bare = isinstance(spelling, TagCalls) or (isinstance(spelling, ValueCalls) and not spelling.python)
+        text = input_term(tool, self.inputs, escaped=not bare)
+        before = literal(self._opened(spelling.before))
+        match spelling:
+            case JsonCalls():
+                name = plain(json.dumps(tool.name, ensure_ascii=False) if spelling.quoted else tool.name)
+                told = f"{name} {literal(spelling.between)} {json_input(text)} {literal(spelling.after)}"
+            case TagCalls():
+                begin, end = spelling.cdata or ("", "")
+                value = f"{literal(begin)} {text} {literal(end + spelling.pad)}"
+                close = literal(spelling.close + spelling.pad + spelling.tail)
+                given = self._between(spelling, INPUT, "string", f"{value} {close}")
+                told = f"{literal(tool.name + spelling.named)} {given} {literal(spelling.after)}"
+            case ValueCalls():
+                mark = literal(spelling.values.quote) if bare else plain('"')
+                given = f"{plain(INPUT + ('=' if spelling.python else ':'))} {mark} {text} {mark}"
+                told = f"{plain(tool.name + spelling.opens)} {given} {literal(spelling.closes)}"
+        return f"{rule}: {before} {told}"
 
     # ----------------------------------------------------------------- one JSON object
 

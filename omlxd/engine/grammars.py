@@ -44,7 +44,7 @@ class Wanted:
         chat = request.prompt if isinstance(request.prompt, Conversation) else None
         tools, forced = _tools_of(chat)
         limited = chat is not None and 0 < len(tools) < len(chat.tools)
-        if request.format is None and not forced and not limited and not any(tool.strict for tool in tools):
+        if request.format is None and not forced and not limited and not any(map(_is_held, tools)):
             return None
         choice = "tool_choice" if forced or limited else "tools"
         return cls(
@@ -56,6 +56,11 @@ class Wanted:
             chat=chat is not None,
             param=request.format.param if request.format and not forced else choice,
         )
+
+
+def _is_held(tool: Tool) -> bool:
+    """Whether a call of it must be as the tool says even where no call is forced."""
+    return tool.strict or bool(tool.input_grammar)
 
 
 def _tools_of(chat: Conversation | None) -> tuple[Sequence[Tool], bool]:
@@ -115,13 +120,14 @@ class Grammars:
     def _calls(self, wanted: Wanted) -> str:
         calls = CallGrammar(self._spelling, wanted.tools, self._literal, self._why_not, wanted.param)
         if not wanted.forced and wanted.format is None:
-            return self._free_text(calls)
+            return _packed(self._free_text(calls), calls.inputs)
         rules = calls.rules(wanted.many)
         if wanted.forced:
-            return f"start: calls\n{rules}"
+            return _packed(f"start: calls\n{rules}", calls.inputs)
         assert wanted.format is not None
         self._checked_schema(wanted.format)
-        return f"start: calls | answer\nanswer: {json_term(wanted.format.schema)}\n{rules}"
+        answer = f"answer: {json_term(wanted.format.schema)}"
+        return _packed(f"start: calls | answer\n{answer}\n{rules}", calls.inputs)
 
     def _free_text(self, calls: CallGrammar) -> str:
         """Any text, and calls in it that are as the grammar has them."""
@@ -134,12 +140,12 @@ class Grammars:
     def _messages(self, wanted: Wanted) -> str:
         messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, wanted.thought)
         if wanted.forced:
-            return messages.forced()
+            return _packed(messages.forced(), messages.inputs)
         if wanted.format is None:
-            return messages.free()
+            return _packed(messages.free(), messages.inputs)
         if wanted.tools or wanted.format.kind == "json":
             self._checked_schema(wanted.format)
-            return messages.answer(json_term(wanted.format.schema))
+            return _packed(messages.answer(json_term(wanted.format.schema)), messages.inputs)
         inner = self._answer(wanted.format)
         answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
         whole = {"name": "messages", "lark_grammar": messages.answer("@answer")}
@@ -167,6 +173,14 @@ class Grammars:
             id = self._controls.get(piece)
             terms.append(json.dumps(piece, ensure_ascii=False) if id is None else f"<[{id}]>")
         return " ".join(terms)
+
+
+def _packed(grammar: str, inputs: Mapping[str, str]) -> str:
+    """A grammar and those that it names by `@`."""
+    if not inputs:
+        return grammar
+    others = [{"name": name, "lark_grammar": text} for name, text in inputs.items()]
+    return json.dumps({"grammars": [{"name": "calls", "lark_grammar": grammar}, *others]})
 
 
 def _grammar_of(format: AnswerFormat) -> str:

@@ -74,6 +74,8 @@ def text_regex(schema: dict[str, Any]) -> str:
     body = _ANY_TEXT if not least and most is None else f"(?s:.){{{least},{'' if most is None else most}}}"
     if (pattern := schema.get("pattern")) is None:
         return body
+    if body == _ANY_TEXT and pattern.startswith("^(?:") and pattern.endswith(")$"):
+        return pattern[1:-1].replace("/", r"\/")
     if body != _ANY_TEXT:
         raise Unenforceable("pattern beside a length, of a text that is written without quotes")
     whole = pattern.removeprefix("^") if pattern.startswith("^") else f"{_ANY_TEXT}({pattern})"
