@@ -10,7 +10,7 @@ import pytest
 from families import build_family
 from host import Host, chat, finished, raw, text_of
 
-from omlxd.chat import AnswerFormat, ReasoningDelta, Tool, ToolCall
+from omlxd.chat import AnswerFormat, Failed, ReasoningDelta, Tool, ToolCall
 from omlxd.errors import InvalidRequest
 
 BOUNDED: dict[str, Any] = {
@@ -155,6 +155,28 @@ def test_grammars_that_are_none_are_refused(host: Host, format: AnswerFormat):
 
 
 # --------------------------------------------------------------------------- thinking
+
+
+TOO_MUCH = (
+    AnswerFormat("choice", choices=tuple("x" * 20 + str(i) for i in range(9000)), param="guided_choice"),
+    AnswerFormat("json", schema={"$ref": "#"}, param="guided_json"),
+    AnswerFormat("regex", text=".*" * 200 + "x", param="guided_regex"),
+    AnswerFormat(
+        "lark",
+        text="start: a0\n" + "".join(f"a{i}: a{i + 1} a{i + 1}\n" for i in range(200)) + 'a200: "x"\n',
+        param="guided_grammar",
+    ),
+)
+
+
+@pytest.mark.parametrize("format", TOO_MUCH, ids=[each.param for each in TOO_MUCH])
+def test_a_grammar_that_fails_on_the_way_is_the_clients_and_no_text_of_the_answer_is_told(
+    host: Host, format: AnswerFormat, caplog
+):
+    failed = host.ask(chat(format=format, max_tokens=8))[-1]
+    assert isinstance(failed, Failed) and failed.code == "invalid_request", failed
+    assert "give a simpler one" in failed.message and "<state>" not in failed.message
+    assert "<state>" not in caplog.text and "Tokens:" not in caplog.text
 
 
 def test_thinking_is_free_and_the_answer_after_it_is_not(host: Host):

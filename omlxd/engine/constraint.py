@@ -118,7 +118,7 @@ class Constraint:
     def _fail(self) -> None:
         reason = brief(self._matcher.get_error())
         log.warning("a grammar failed: %s", reason)
-        self.error = OmlxdError(f"the answer's grammar grew too complex to go on: {reason}")
+        self.error = InvalidRequest(f"the answer's format can't be held to; give a simpler one: {reason}")
 
 
 class _Facts:

@@ -211,4 +211,5 @@ def _lark(text: str) -> str:
 
 
 def brief(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """llguidance's words on one line, without its account of the state, which holds the answer's text."""
+    return " ".join(text.partition("<state>")[0].split())[:300]
