@@ -102,6 +102,21 @@ def test_a_request_whose_output_breaks_ends_all_the_same(faulty: str, line: Line
     assert ended == [1]
 
 
+def test_what_nobody_hears_any_more_ends_once(line: Line, output: OutputThread):
+    ended: list[int] = []
+    sink = RequestSink(1, output, Parser(), lambda: ended.append(1))
+    sink.token(7, None)
+    assert line.next() == (1, TextDelta("7"))
+    sink.abandon()
+    sink.token(8, None)
+    sink.abandon()
+    sink.finished(sequence(), "stop")
+    other = RequestSink(2, output, Parser(), lambda: None)
+    other.token(9, None)
+    assert line.next() == (2, TextDelta("9"))
+    assert ended == [1]
+
+
 def test_an_event_that_can_not_be_sent_fails_its_request_and_no_other(line: Line, output: OutputThread):
     output.put(
         lambda: [(1, TextDelta("one")), (2, TextDelta("half a pair: \ud800")), (3, TextDelta("three"))]
