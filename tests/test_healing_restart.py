@@ -126,13 +126,14 @@ def test_an_engine_that_was_killed(lived: Lived):
 def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
     with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
         stranger = own_usage(ask(daemon, lived.messages, "another"))
+        # A scrape may show what was last known: so first what is no longer zero.
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_unknown_total") == 1, 20)
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0
-        assert counter(daemon, "omlxd_prompt_turns_unknown_total") == 1
         usage = own_usage(ask(daemon, lived.messages))
         assert lost(lived, usage) <= BLOCK and usage["cached_cold"] > stranger["cached_cold"], usage
         assert lost(lived, stranger) > BLOCK, stranger
-        assert counter(daemon, "omlxd_prompt_turns_healed_total") == 1
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_healed_total") == 1, 20)
         assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 0
 
 
@@ -142,7 +143,7 @@ def test_a_damaged_record_heals_nothing(lived: Lived, tmp_path: Path):
     record.write_bytes(record.read_bytes()[:-1] + b"?")
     with Daemon(home, model=lived.model) as daemon:
         assert lost(lived, own_usage(ask(daemon, lived.messages))) > BLOCK
-        assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 1
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turn_records_bad_total") == 1, 20)
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert not record.exists()
 
