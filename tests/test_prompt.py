@@ -294,6 +294,16 @@ def test_a_broken_template_is_no_crash(folder):
         pipeline(folder, "{{ messages[7].content.nothing() }}").render(Conversation((say("user", "Hi"),)))
 
 
+def test_what_a_template_says_of_a_conversation_is_not_logged(folder, caplog):
+    caplog.set_level("INFO")
+    template = (
+        "{% if messages[0].role == 'user' %}{{ raise_exception('no: ' ~ messages[0].content) }}{% endif %}"
+    )
+    with pytest.raises(InvalidRequest, match="my secret"):
+        pipeline(folder, template).render(Conversation((say("user", "my secret"),)))
+    assert "refused a conversation" in caplog.text and "my secret" not in caplog.text
+
+
 def test_switches_that_keep_thinking_are_set(folder):
     template = (
         "{%- if preserve_thinking %}KEPT{% endif %}{% if clear_thinking is defined %}{{ clear_thinking }}"

@@ -146,7 +146,8 @@ class Renderer:
         try:
             return self.apply(messages, tools, **arguments)
         except Exception as error:  # a template raises what it likes, and it is the client's input
-            log.info("the chat template refused a conversation: %r", error)
+            # Its words may be the conversation's.
+            log.info("the chat template refused a conversation: %s", type(error).__name__)
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error
