@@ -106,6 +106,7 @@ class CallGrammar:
 
     def _held(self, make: Callable[..., list[str]], spelling: Any, rule: str, tool: Tool) -> list[str]:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
+        make = _whole(make)
         try:
             return make(spelling, rule, tool, True)
         except Unenforceable as problem:
@@ -282,6 +283,18 @@ class CallGrammar:
         before = self._literal(self._opened(spelling.before)) + " " + plain(tool.name + spelling.opens)
         members = rules.members(pairs)
         return [f"{rule}: {before} {members} {self._literal(spelling.closes)}", *rules.rules]
+
+
+def _whole(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """`make`, for which a schema whose words have values of the wrong types is unenforceable too."""
+
+    def made(*given: Any) -> list[str]:
+        try:
+            return make(*given)
+        except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+            raise Unenforceable("what is no JSON schema") from error
+
+    return made
 
 
 def enforceable(tool: Tool, check: Check) -> dict[str, Any]:

@@ -62,7 +62,10 @@ def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, 
 
     strict  raises Unenforceable for what can't be enforced; else that is passed over
     """
-    found = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
+    try:
+        found = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
+    except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+        raise Unenforceable("what is no JSON schema") from error
     if len(found) > MAX_BRANCHES:
         raise Unenforceable("more alternatives than can be told apart")
     return found

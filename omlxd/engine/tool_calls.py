@@ -253,9 +253,11 @@ def kinds_of(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")
-    kinds = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else set()
+    named = given if isinstance(given, list) else [given]
+    kinds = {kind for kind in named if isinstance(kind, str)}
     for branch in ("anyOf", "oneOf"):
-        for choice in schema.get(branch) or ():
+        choices = schema.get(branch)
+        for choice in choices if isinstance(choices, list) else ():
             kinds |= kinds_of(choice)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not kinds and isinstance(values, list):
