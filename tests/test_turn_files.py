@@ -8,6 +8,8 @@ from array import array
 from pathlib import Path
 
 import pytest
+from families import build_family
+from host import Host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -119,6 +121,16 @@ def test_nothing_is_written_where_no_writer_takes_it(tmp_path: Path):
     say(memory, ME, [5])
     assert found(memory) == [5] and files.counts["dropped"] == 1 and not files_in(tmp_path)
     rig.ledger.close()
+
+
+def test_without_an_ssd_tier_there_are_no_records(tmp_path: Path):
+    host = Host(build_family("qwen3", tmp_path))
+    try:
+        figures = host.engine.stats()
+    finally:
+        host.close()
+    assert "prompt_turns_healed_total" in figures
+    assert not [name for name in figures if name.startswith("prompt_turn_records")]
 
 
 def test_no_text_of_a_conversation_is_in_a_record(rig: Rig, tmp_path_factory):
