@@ -294,7 +294,7 @@ def test_openai_forms_agree(events):
     ],
 )
 def test_error_shapes(code: ErrorCode, anthropic, openai):
-    error = OmlxdError("so it is", code=code, param="p")
+    error = OmlxdError("so it is", code=code, param="model")
     answer = http_error(error, "anthropic", "req_1")
     assert (answer.status, json.loads(answer.body)) == (
         anthropic[0],
@@ -303,7 +303,7 @@ def test_error_shapes(code: ErrorCode, anthropic, openai):
     answer = http_error(error, "openai", "req_1")
     assert (answer.status, json.loads(answer.body)) == (
         openai[0],
-        {"error": {"message": "so it is", "type": openai[1], "param": "p", "code": openai[2]}},
+        {"error": {"message": "so it is", "type": openai[1], "param": "model", "code": openai[2]}},
     )
 
 
