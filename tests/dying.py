@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from cold_files import settled
+from cold_files import settled, unsettled
 from daemon import Daemon, body, prose, wait_until
 
 CAP = 4_000_000
@@ -35,8 +35,12 @@ class Dying:
             env={"OMLXD_ENGINE_COMMAND": shlex.join([*program, "omlxd.engine"])},
         )
         self.home, self.cache = home, home / "omlxd" / "cache"
-        self.base = self.daemon.messages(BASE, max_tokens=20)
-        wait_until(lambda: settled(self.daemon))
+        try:
+            self.base = self.daemon.messages(BASE, max_tokens=20)
+            wait_until(lambda: settled(self.daemon), why=lambda: unsettled(self.daemon))
+        except BaseException:
+            self.daemon.close()
+            raise
 
     def stop_at(self, moment: str) -> None:
         """The engine will stand still when it is there; a load is begun anew."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cold_files import all_on_disk, settled
+from cold_files import all_on_disk, settled, unsettled
 from daemon import BLOCK, READY_S, REPO, Daemon, demo_model, own_usage, prose, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 
@@ -158,5 +158,5 @@ def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str
     with Daemon(tmp_path, "--paged-ssd-cache-max-size", str(CAP)) as daemon:
         again = daemon.messages(BASE, max_tokens=20)
         assert own_usage(again)["cached_cold"] > 0 and again["content"] == dying.base["content"]
-        wait_until(lambda: settled(daemon))
+        wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
         assert all_on_disk(dying.cache) <= CAP and daemon.stop() == 0
