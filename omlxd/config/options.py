@@ -244,8 +244,9 @@ OPTIONS: tuple[Option, ...] = (
         help="cache blocks made ready at start; more are made on demand",
     ),
     # A turn recomputes up to a block, so small is better until files are slow to read. Files to arrays as a
-    # share of plain reads, blocks of 64, 128 and 256 of an 8B shape, 2 virtual CPUs (tools/bench/restore.py):
-    # 1 thread 1.09, .92, .95; 2 threads .83, .92, .93; page cache dropped, all of them above 1.4.
+    # share of plain reads, an 8B shape, 2 virtual CPUs, page cache warm (tools/bench/restore.py): of 64, six
+    # runs, 1 thread .85 to 1.09, 2 threads .70 to .85, median .83; of 128 and 256, one run, 1 thread .92 and
+    # .95, 2 threads .92 and .93. Page cache dropped, all of them above 1.4.
     Option(
         name="block_size",
         default="64",

@@ -44,8 +44,8 @@ def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
 
     One arena for all threads: an I/O thread that allocates a prefix's arrays would take an arena of its
     own, whose memory lies worse. Files to arrays with it and without, three runs of tools/bench/restore.py
-    in turn, GB/s: 1 thread 10.2, 9.2, 9.9 against 8.5, 4.7, 4.4; 2 threads 13.0, 8.1, 12.9 against 8.7, 6.9,
-    6.2.
+    in turn on a busy machine, GB/s: 1 thread 10.2, 9.2, 9.9 against 8.5, 4.7, 4.4; 2 threads 13.0, 8.1, 12.9
+    against 8.7, 6.9, 6.2.
     """
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", **own}
 
