@@ -339,3 +339,13 @@ class Rig:
         """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""
         self.ledger._has_stock = False  # A crash saves no sums.
         self.ledger.close()
+
+
+KEYS = chain(range(24))
+"""Six blocks, for tests that need no particular ones."""
+HASHES = [key.block_hash for key in KEYS]
+
+
+def all_bytes(keys: Sequence[BlockKey] = KEYS) -> list[bytes]:
+    """What the payloads of `keys` hold."""
+    return [bytes_of(key.block_hash) for key in keys]

@@ -1,11 +1,10 @@
 """The official `openai` and `anthropic` clients against the app on real sockets."""
 
-import contextlib
-
 import anthropic
 import openai
 import pytest
-from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, app_of, served
+from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine
+from sdk_clients import claude, gpt
 
 from omlxd.chat import Conversation, Failed, Finished, TextDelta, TokenLogprob
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, PromptTooLong, Unavailable
@@ -14,24 +13,6 @@ PINGED_S = 0.6
 """A silence of many pings, of which a busy machine may leave out most."""
 USER = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
-
-
-@contextlib.asynccontextmanager
-async def claude(engine, **settings):
-    async with (
-        served(app_of(engine, **settings)) as url,
-        anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client,
-    ):
-        yield client
-
-
-@contextlib.asynccontextmanager
-async def gpt(engine, **settings):
-    async with (
-        served(app_of(engine, **settings)) as url,
-        openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
-    ):
-        yield client
 
 
 # --------------------------------------------------------------------------- anthropic

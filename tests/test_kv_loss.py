@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from kv_fakes import (
     BLOCK,
+    HASHES,
+    KEYS,
     Rig,
-    bytes_of,
-    chain,
+    all_bytes,
     empty_payload,
     lone_key,
 )
-
-KEYS = chain(range(24))
-HASHES = [key.block_hash for key in KEYS]
 
 
 @pytest.fixture
@@ -24,10 +22,6 @@ def rig(tmp_path: Path):
     rig = Rig(tmp_path)
     yield rig
     rig.drop()
-
-
-def all_bytes(keys=KEYS) -> list[bytes]:
-    return [bytes_of(key.block_hash) for key in keys]
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -9,8 +9,11 @@ import pytest
 from kv_fakes import (
     BLOCK,
     FILE_DISK_BYTES,
+    HASHES,
+    KEYS,
     LAYOUT,
     Rig,
+    all_bytes,
     bytes_of,
     chain,
     files_in,
@@ -21,19 +24,12 @@ from kv_fakes import (
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.store import KVStore
 
-KEYS = chain(range(24))
-HASHES = [key.block_hash for key in KEYS]
-
 
 @pytest.fixture
 def rig(tmp_path: Path):
     rig = Rig(tmp_path)
     yield rig
     rig.drop()
-
-
-def all_bytes(keys=KEYS) -> list[bytes]:
-    return [bytes_of(key.block_hash) for key in keys]
 
 
 def hot(rig: Rig, keys=KEYS) -> list[bool]:

@@ -13,10 +13,13 @@ from faulty_fs import Fault, FaultyFileSystem
 from kv_fakes import (
     BLOCK,
     FILE_DISK_BYTES,
+    HASHES,
+    KEYS,
     LAYOUT,
     ArrayPayload,
     ManualWriter,
     Rig,
+    all_bytes,
     bytes_of,
     chain,
     files_in,
@@ -29,19 +32,12 @@ from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter
 
-KEYS = chain(range(24))
-HASHES = [key.block_hash for key in KEYS]
-
 
 @pytest.fixture
 def rig(tmp_path: Path):
     rig = Rig(tmp_path)
     yield rig
     rig.drop()
-
-
-def all_bytes(keys=KEYS) -> list[bytes]:
-    return [bytes_of(key.block_hash) for key in keys]
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):

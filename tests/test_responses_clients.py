@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import openai
 import pytest
 from daemon import BLOCK, Daemon, prose
-from fake_engine import EVERYTHING, HELLO, FakeEngine, app_of, served
+from fake_engine import EVERYTHING, HELLO, FakeEngine
 from openai.types.responses import (
     ResponseFunctionToolCall,
     ResponseOutputMessage,
@@ -17,21 +15,13 @@ from responses import (
     AGENTS,
     READ,
 )
+from sdk_clients import gpt
 
 from omlxd.chat import (
     Failed,
     TextDelta,
 )
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, PromptTooLong
-
-
-@contextlib.asynccontextmanager
-async def gpt(engine, **settings):
-    async with (
-        served(app_of(engine, **settings)) as url,
-        openai.AsyncOpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
-    ):
-        yield client
 
 
 def check_response(response):
