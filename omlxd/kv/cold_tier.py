@@ -16,7 +16,7 @@ from .block_file import BlockFileError, BlockFormat, BlockKey
 from .fs import FileSystem, PosixFileSystem
 from .hashing import BlockHash
 from .paths import block_path, disk_bytes
-from .placing import put_in_place
+from .placing import put_in_place, read_in_place
 
 
 class ColdTier:
@@ -56,19 +56,12 @@ class ColdTier:
 
         A file that fails its check is removed before BlockFileError is raised.
         """
-        path = self._full(key.block_hash)
-        fd = self._fs.open_read(path)
-        try:
-            self.format.read(self._fs, fd, key, buffers)
-        except BlockFileError:
-            with contextlib.suppress(OSError):
-                self._fs.unlink(path)
-            raise
-        finally:
-            # Closing what was only read can't lose anything, and must not hide why a file was removed:
-            # the account would keep it.
-            with contextlib.suppress(OSError):
-                self._fs.close(fd)
+        read_in_place(
+            self._fs,
+            self._full(key.block_hash),
+            lambda fd: self.format.read(self._fs, fd, key, buffers),
+            BlockFileError,
+        )
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make files the most recently used, the last one the most: pass leaves first."""

@@ -23,7 +23,7 @@ from .block_file import BlockKey
 from .fs import FileSystem, PosixFileSystem, read_all, write_all
 from .hashing import BlockHash
 from .paths import disk_bytes, record_path
-from .placing import put_in_place
+from .placing import put_in_place, read_in_place
 
 FORMAT = b"omlxd-record-1\0\0"
 HEAD_BYTES = 32
@@ -56,17 +56,7 @@ class RecordFiles:
 
     def load(self, name: BlockHash) -> bytes:
         """The payload. Raises FileNotFoundError, OSError, or RecordError once the bad file is removed."""
-        path = self.full(name)
-        fd = self.fs.open_read(path)
-        try:
-            return checked(self.fs, fd, name)
-        except RecordError:
-            with contextlib.suppress(OSError):
-                self.fs.unlink(path)
-            raise
-        finally:
-            with contextlib.suppress(OSError):
-                self.fs.close(fd)
+        return read_in_place(self.fs, self.full(name), lambda fd: checked(self.fs, fd, name), RecordError)
 
     def remove(self, name: BlockHash) -> bool:
         """False: it isn't gone. Raises nothing."""
