@@ -76,7 +76,22 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
         return 1
     _allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
-    return asyncio.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+    try:
+        return asyncio.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+    finally:
+        _let_go_of_a_lost_terminal()
+
+
+def _let_go_of_a_lost_terminal() -> None:
+    """What a closed window did not take must not turn the exit status into Python's 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
 
 
 def _hangup_means_reload() -> bool:
