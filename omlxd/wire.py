@@ -89,6 +89,7 @@ class Load(Struct, frozen=True, tag="load"):
 
     guard   prompts wait for memory, and are refused where there will be none
     budget  what it may hold at first
+    seed    where its random numbers begin; None: anywhere
     """
 
     model_path: str
@@ -99,6 +100,7 @@ class Load(Struct, frozen=True, tag="load"):
     guard: bool = True
     budget: Budget = Budget()
     prompts: PromptSettings = PromptSettings()
+    seed: int | None = None
 
 
 class Generate(Struct, frozen=True, tag="generate"):

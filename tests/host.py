@@ -26,14 +26,18 @@ from omlxd.engine.output_thread import OutputThread
 
 
 class Host:
-    """`model`: a folder. `ask` waits for a request's events, `send` doesn't."""
+    """`model`: a folder; `seed`: as Load has it. `ask` waits for a request's events, `send` doesn't."""
 
-    def __init__(self, model: Path, slots: int = 8):
+    def __init__(self, model: Path, slots: int = 8, seed: int | None = 0):
         self._ids = itertools.count(1)
         self._events: dict[int, queue.SimpleQueue[Event]] = {}
         self._ready = threading.Event()
         load = wire.Load(
-            model_path=str(model), model_id="tiny", cache=wire.CacheSettings(), max_concurrent=slots
+            model_path=str(model),
+            model_id="tiny",
+            cache=wire.CacheSettings(),
+            max_concurrent=slots,
+            seed=seed,
         )
 
         def run() -> None:

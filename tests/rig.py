@@ -136,6 +136,7 @@ class Rig:
         self.scheduler.run()
 
     def _build(self) -> None:
+        mx.random.seed(0)
         self.loaded = loaded = mlx_adapter.load(self.model_path, self.kv)
         self.recorder = Recorder(loaded.model)
         if self._record:

@@ -52,7 +52,7 @@ def test_defaults(tmp_path: Path):
     assert got.paged_ssd_cache_max_size == 100 * 10**9
     assert got.hot_cache_max_size is None
     assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, 8)
-    assert got.no_cache is False and got.log_level == "info"
+    assert got.no_cache is False and got.seed is None and got.log_level == "info"
     assert got.sources["port"] == "default" and got.sources["base_path"] == "--base-path"
 
 
@@ -111,6 +111,8 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("kv_group_size", "48"),
         ("block_size", "8"),
         ("max_concurrent_requests", "0"),
+        ("seed", "-1"),
+        ("seed", "anything"),
         ("log_level", "loud"),
         ("host", ""),
         ("host", "a b"),

@@ -79,6 +79,7 @@ class Lived:
     """A session of one turn, and what is left of its daemon.
 
     known      tokens of the turn's prompt and answer
+    record     name of the turn's record
     messages   with the second question, the answer echoed without its thinking
     restarted  the second answer's usage, of an engine that was killed meanwhile
     """
@@ -86,12 +87,18 @@ class Lived:
     home: Path
     model: Path
     known: int
+    record: str
     messages: list[dict[str, Any]]
     restarted: dict[str, Any]
 
     def copy(self, folder: Path) -> Path:
-        shutil.copytree(self.home, folder / "home", ignore=shutil.ignore_patterns("log-*"))
-        return folder / "home"
+        """The home as it was, without the second answer's record: its kill may have come before that."""
+        home = folder / "home"
+        shutil.copytree(self.home, home, ignore=shutil.ignore_patterns("log-*"))
+        for path in records(home):
+            if path.name != self.record:
+                path.unlink()
+        return home
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +108,18 @@ def lived(tmp_path_factory, stripping: Path) -> Lived:
         messages = [{"role": "user", "content": prose(40)}]
         answer, blocks = thoughtful_turn(daemon, messages)
         known = answer["usage"]["total_tokens"]
-        wait_until(lambda: len(records(cache_of(daemon))) == 1, 20)
-        wait_until(lambda: len(list(cache_of(daemon).rglob("*.safetensors"))) >= blocks, 20)
+        wait_until(lambda: len(records(cache_of(daemon))) == 1)
+        (record,) = records(cache_of(daemon))
+        wait_until(lambda: len(list(cache_of(daemon).rglob("*.safetensors"))) >= blocks)
         messages += [
             {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
             {"role": "user", "content": "Go on."},
         ]
         os.kill(daemon.engine_pid(), signal.SIGKILL)
-        wait_until(lambda: counter(daemon, "omlxd_engine_restarts_total") == 1, 20)
+        wait_until(lambda: counter(daemon, "omlxd_engine_restarts_total") == 1)
         restarted = own_usage(ask(daemon, messages))
         daemon.kill()
-    return Lived(home, stripping, known, messages, restarted)
+    return Lived(home, stripping, known, record.name, messages, restarted)
 
 
 def lost(lived: Lived, usage: dict[str, Any]) -> int:
@@ -127,13 +135,13 @@ def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
     with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
         stranger = own_usage(ask(daemon, lived.messages, "another"))
         # A scrape may show what was last known: so first what is no longer zero.
-        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_unknown_total") == 1, 20)
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_unknown_total") == 1)
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0
         usage = own_usage(ask(daemon, lived.messages))
         assert lost(lived, usage) <= BLOCK and usage["cached_cold"] > stranger["cached_cold"], usage
         assert lost(lived, stranger) > BLOCK, stranger
-        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_healed_total") == 1, 20)
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turns_healed_total") == 1)
         assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 0
 
 
@@ -143,7 +151,7 @@ def test_a_damaged_record_heals_nothing(lived: Lived, tmp_path: Path):
     record.write_bytes(record.read_bytes()[:-1] + b"?")
     with Daemon(home, model=lived.model) as daemon:
         assert lost(lived, own_usage(ask(daemon, lived.messages))) > BLOCK
-        wait_until(lambda: counter(daemon, "omlxd_prompt_turn_records_bad_total") == 1, 20)
+        wait_until(lambda: counter(daemon, "omlxd_prompt_turn_records_bad_total") == 1)
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert not record.exists()
 

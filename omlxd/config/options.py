@@ -22,6 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded_models   0: as many as memory allows
     models              what the file says under `[models."id"]`, by the id, or alias, as written there
     request_timeout     seconds; 0: no limit
+    seed                None: another one at each load
     log_file            None: standard error
     cors_origin         origins of pages that may read answers; "*" is any
     allowed_host        further names that a Host header may hold
@@ -53,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     no_cache: bool
     max_concurrent_requests: int
     request_timeout: float = 0.0
+    seed: int | None = None
     hoist_system: str = "auto"
     no_healing: bool = False
     log_level: str
@@ -291,6 +293,14 @@ OPTIONS: tuple[Option, ...] = (
         parse=parsers.limit,
         help="longest that a request may take, as 600 (seconds) or 1h; its answer then ends as one that "
         "is too long; 0: no limit",
+    ),
+    Option(
+        name="seed",
+        default="random",
+        metavar="N",
+        parse=parsers.seed,
+        help="where a model's random numbers begin when it is loaded, for requests without a seed of "
+        "their own: the same requests in the same order then get the same answers; random: anywhere",
     ),
     Option(
         name="hoist_system",

@@ -86,6 +86,14 @@ def integer(low: int, high: int) -> Callable[[str, str, Mapping[str, Any]], int]
     return parse
 
 
+def seed(text: str, param: str, _: Mapping[str, Any]) -> int | None:
+    if text == "random":
+        return None
+    if not re.fullmatch(r"\d{1,18}", text):
+        raise ConfigError(f"{param}: {text!r} is neither a whole number nor `random`.", param=param)
+    return int(text)
+
+
 def whole_of(*numbers: int) -> Callable[[str, str, Mapping[str, Any]], int]:
     def parse(text: str, param: str, _: Mapping[str, Any]) -> int:
         if text not in map(str, numbers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,8 @@ class EngineHost:
         want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
         mx.set_cache_limit(MLX_CACHE_BYTES)
+        # Of this thread, which is the one that samples: MLX's own begin with the time of day.
+        mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._settings = load.cache
         self._path = load.model_path
         self._output = output
