@@ -275,6 +275,14 @@ def test_prompts(prompt, expected):
     assert completion(prompt=prompt).generate.prompt == expected
 
 
+def test_several_prompts():
+    asked = completion(prompt=["a", "b", [1, 2]], n=2, echo=True)
+    assert asked.generate.prompt == RawPrompt("a", echo=True)
+    assert asked.more_prompts == (RawPrompt("b", echo=True), RawPrompt(tokens=(1, 2), echo=True))
+    assert (asked.n, asked.answers) == (2, 6)
+    assert completion(prompt=["a"] * 128).answers == 128
+
+
 def test_completion_options():
     parsed = completion(
         prompt="a", echo=True, stream=True, stream_options={"include_usage": True}, max_tokens=3
@@ -293,8 +301,12 @@ def test_completion_options():
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [""]}, "prompt"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [[1], [-2]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [["a"], ["b"]]}, "prompt"),
+        ({"prompt": ["a"] * 129}, "prompt"),
+        ({"prompt": ["a"] * 43, "n": 3}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [True]}, "prompt"),

@@ -6,9 +6,11 @@ import json
 import pytest
 from app_client import body, client, message_of
 from fake_engine import USAGE, FakeEngine, app_of, served
+from sdk_clients import gpt
 
-from omlxd.chat import Failed, Finished, Progress, TextDelta, ToolCall, Usage
+from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta, ToolCall, Usage
 from omlxd.errors import Overloaded
+from omlxd.front.choices import AT_ONCE
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 
@@ -132,3 +134,93 @@ async def test_a_client_that_goes_away_cancels_them_all():
         async with asyncio.timeout(60):
             while engine.open:
                 await asyncio.sleep(0.02)
+
+
+# --------------------------------------------------------------------------- several prompts
+
+
+class Echoing(FakeEngine):
+    """Says its prompt and its seed. `prompts` are told of each other by their usage."""
+
+    def __init__(self):
+        super().__init__()
+        self.running = self.most = 0
+
+    async def generate(self, request):
+        self.requests.append(request)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        prompt = request.prompt
+        said = prompt.text or ",".join(map(str, prompt.tokens))
+        try:
+            await asyncio.sleep(0.01)
+            yield TextDelta(f"{said}/{request.sampling.seed}")
+            usage = Usage(prompt_tokens=10 * len(said), cached_hot=1, completion_tokens=1, reasoning_tokens=1)
+            yield Finished("length" if said == "b" else "stop", usage)
+        finally:
+            self.running -= 1
+
+
+async def test_each_prompt_has_its_answers():
+    async with gpt(Echoing()) as client:
+        answer = await client.completions.create(
+            model="tiny", prompt=["a", "b", "long"], n=2, seed=7, max_tokens=5
+        )
+    assert [(one.index, one.text, one.finish_reason) for one in answer.choices] == [
+        (0, "a/7", "stop"),
+        (1, "a/8", "stop"),
+        (2, "b/7", "length"),
+        (3, "b/8", "length"),
+        (4, "long/7", "stop"),
+        (5, "long/8", "stop"),
+    ]
+    # A prompt counts once, each answer by itself.
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (10 + 10 + 40, 6)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert answer.usage.total_tokens == 66
+
+
+async def test_prompts_of_token_ids_streamed():
+    engine = Echoing()
+    async with gpt(engine) as client:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=[[1, 2], [3]],
+            echo=True,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        texts, reasons, usages = {}, {}, []
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+            if chunk.usage:
+                usages.append(chunk.usage)
+    assert texts == {0: "1,2/None", 1: "3/None"} and reasons == {0: "stop", 1: "stop"}
+    assert [usage.completion_tokens for usage in usages] == [2]
+    asked = sorted((request.prompt for request in engine.requests), key=lambda prompt: prompt.tokens)
+    assert asked == [RawPrompt(tokens=(1, 2), echo=True), RawPrompt(tokens=(3,), echo=True)]
+
+
+async def test_a_long_list_of_prompts_leaves_room_for_others():
+    engine = Echoing()
+    async with client(app_of(engine)) as http:
+        prompts = [f"p{number}" for number in range(64)]
+        given = {"model": "tiny", "prompt": prompts, "n": 2}
+        answer = (await http.post("/v1/completions", json=given)).json()
+        assert [choice["text"] for choice in answer["choices"]] == [
+            f"{prompt}/None" for prompt in prompts for _ in range(2)
+        ]
+        assert engine.most == AT_ONCE
+        refused = await http.post("/v1/completions", json={**given, "n": 3})
+    assert refused.status_code == 400
+    assert "64 prompts with 3 answers each are more than 128" in message_of("/v1/completions", refused)
+
+
+async def test_a_prompt_that_fails_fails_the_request():
+    engine = Choosing([TextDelta("a"), Finished("stop", USAGE)], [Overloaded("full")])
+    async with client(app_of(engine)) as http:
+        answer = await http.post("/v1/completions", json=body("/v1/completions") | {"prompt": ["a", "b"]})
+    assert answer.status_code == 503 and engine.open == 0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..chat import GenerateRequest, ImagePart, Struct
+from ..chat import GenerateRequest, ImagePart, RawPrompt, Struct
 from ..errors import InvalidRequest
 from .body_shape import check_nested, check_shape
 
@@ -34,7 +34,8 @@ class ParsedRequest(Struct, frozen=True):
     """What a protocol made of a body.
 
     model          as the client spelled it; "" when absent
-    n              answers wanted
+    n              answers wanted to each prompt
+    more_prompts   answered side by side with that of `generate`, all else being the same
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always tell it)
     """
 
@@ -43,6 +44,12 @@ class ParsedRequest(Struct, frozen=True):
     generate: GenerateRequest
     include_usage: bool = False
     n: int = 1
+    more_prompts: tuple[RawPrompt, ...] = ()
+
+    @property
+    def answers(self) -> int:
+        """Choices of the answer: `n` of the first prompt, then `n` of the next."""
+        return self.n * (1 + len(self.more_prompts))
 
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")

@@ -1,6 +1,7 @@
 """OpenAI's legacy completions: a body into a `GenerateRequest`, events into chunks or a completion.
 
-The prompt goes to the model as it is, with no template. Token ids are accepted in place of text.
+The prompt goes to the model as it is, with no template. Token ids are accepted in place of text, and
+several prompts in place of one: the choices of the first come first.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from .openai_fields import (
 
 DEFAULT_MAX_TOKENS = 16
 """What OpenAI documents for this endpoint."""
+MAX_ANSWERS = 128
+"""Of one request: prompts times `n`. A few run at a time."""
 
 
 class CompletionsBody(CommonBody, kw_only=True):
@@ -59,11 +62,12 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise InvalidRequest("logprobs: log-probabilities of the prompt are not supported", param="logprobs")
     given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     max_tokens = limit_of(given, "max_tokens")
+    prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
-            prompt=_prompt(request.prompt, bool(request.echo)),
+            prompt=prompt,
             sampling=sampling(request, max_tokens, request.logprobs),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",
@@ -71,22 +75,33 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
+        more_prompts=tuple(more),
     )
 
 
+def _prompts(given: Any, echo: bool, n: int) -> list[RawPrompt]:
+    """Of a text or a list of token ids: one; of a list of texts, or of such lists: each of them."""
+    several = isinstance(given, list) and given and all(isinstance(one, (str, list)) for one in given)
+    prompts = given if several else [given]
+    if len(prompts) * n > MAX_ANSWERS:
+        raise InvalidRequest(
+            f"prompt: {len(prompts)} prompts with {n} answers each are more than {MAX_ANSWERS} answers; send "
+            "them in several requests",
+            param="prompt",
+        )
+    return [_prompt(one, echo) for one in prompts]
+
+
 def _prompt(given: Any, echo: bool) -> RawPrompt:
-    """A text, a list of one text, a list of token ids, or a list of one such list."""
-    if isinstance(given, list) and len(given) > 1 and not all(map(_is_token, given)):
-        raise InvalidRequest("prompt: one text or one list of token ids is needed", param="prompt")
-    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
-        given = given[0]
     if not given and isinstance(given, (str, list)):
         raise InvalidRequest("prompt: it must not be empty", param="prompt")
     if isinstance(given, str):
         return RawPrompt(text=given, echo=echo)
     if isinstance(given, list) and all(map(_is_token, given)):
         return RawPrompt(tokens=tuple(given), echo=echo)
-    raise InvalidRequest("prompt: a text or a list of token ids is needed", param="prompt")
+    raise InvalidRequest(
+        "prompt: a text or a list of token ids is needed, or a list of several of either", param="prompt"
+    )
 
 
 def _is_token(value: Any) -> bool:

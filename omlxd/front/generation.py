@@ -64,16 +64,16 @@ ANTHROPIC = Dialect(
 OPENAI_CHAT = Dialect(
     openai_chat.parse,
     lambda parsed, request_id: OpenAIChatStream(
-        _id("chatcmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.n
+        _id("chatcmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),
-    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.n),
+    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers),
 )
 OPENAI_COMPLETIONS = Dialect(
     openai_completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
-        _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.n
+        _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),
-    lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.n),
+    lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
 )
 
 
