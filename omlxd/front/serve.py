@@ -6,7 +6,8 @@ have opened them already (activation.py).
 
 Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
 flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
-end. A second signal ends everything at once. SIGHUP reads the configuration again (reload.py), unless
+end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
+the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
 a terminal's end sent it: then it is a SIGTERM.
 """
 
@@ -25,7 +26,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import __version__
 from ..config import Settings
@@ -54,7 +55,9 @@ END_S = 3.0
 
 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
-    """Serve until told to stop; returns the exit status. Raises ConfigError for what can't be right.
+    """Serve until told to stop, and end the process; returns its exit status (1) if it can't listen.
+
+    Raises ConfigError for what can't be right.
 
     read  the settings as flags, variables and file say now, for SIGHUP
     """
@@ -76,10 +79,22 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
         return 1
     _allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
-    try:
-        return asyncio.run(_serve(settings, sockets, keys, logs, read if reloads else None))
-    finally:
-        _let_go_of_a_lost_terminal()
+    with asyncio.Runner() as runner:
+        try:
+            status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
+        finally:
+            _let_go_of_a_lost_terminal()
+        _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process, all having ended in order.
+
+    A loop that closes gives its signals back to the system, and Python's own end those that it has left:
+    from then on a second SIGTERM would be the exit status. And neither waits here for a thread.
+    """
+    logging.shutdown()
+    os._exit(status)
 
 
 def _let_go_of_a_lost_terminal() -> None:
