@@ -38,6 +38,10 @@ def be_patient() -> None:
 
 be_patient()
 
+for name in ("http_proxy", "https_proxy", "all_proxy"):  # All that is asked is on the loopback.
+    os.environ.pop(name, None)
+    os.environ.pop(name.upper(), None)
+
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:

@@ -139,7 +139,34 @@ class Daemon:
 
     def figure(self, name: str) -> float:
         """One of the engine's own figures, as it is at this moment."""
-        return self.http.get("/omlxd/status").json()["models"][0]["values"][name]
+        return self.figures()[name]
+
+    def figures(self) -> dict[str, float]:
+        """All of them, said by the engine after this was called: it may be slow to answer."""
+        found: dict[str, float] = {}
+
+        def fresh() -> bool:
+            model = self.http.get("/omlxd/status").json()["models"][0]
+            found.clear()
+            found.update(model["values"])
+            return model["state"] == "ready" and not model.get("values_age_s")
+
+        wait_until(fresh, why=self.logged)
+        return found
+
+    def metrics(self) -> str:
+        """The page of /metrics, with what the engine says of itself at this moment."""
+        pages: list[str] = []
+        stale = re.compile(r"^omlxd_engine_figures_age_seconds\S* (?!0\.0$)", re.M)
+
+        def fresh() -> bool:
+            answer = self.http.get("/metrics")
+            assert answer.status_code == 200, answer.text
+            pages.append(answer.text)
+            return not stale.search(answer.text)
+
+        wait_until(fresh, why=self.logged)
+        return pages[-1]
 
     def settled(self) -> None:
         """Return once nothing runs in the engine, and no block is on its way to disk."""
@@ -149,7 +176,9 @@ class Daemon:
             "kv_unwritten_blocks",
             "kv_store_queue_bytes",
         )
-        wait_until(lambda: not any(map(self.figure, names)), why=self.logged)
+        # Twice: what is between two of these places at one look is in one of them at the next.
+        for _ in range(2):
+            wait_until(lambda: not any(map(self.figures().__getitem__, names)), why=self.logged)
 
     def state(self) -> str:
         return self.http.get("/health").json()["models"][0]["state"]

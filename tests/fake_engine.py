@@ -68,6 +68,13 @@ INFO = ModelInfo(
 )
 
 
+async def silence(seconds: float) -> None:
+    """A sleep of many short ones: where the machine stands still for a while, only one of them is over."""
+    count = max(1, min(100, int(seconds / 0.01)))
+    for _ in range(count):
+        await asyncio.sleep(seconds / count)
+
+
 class FakeEngine:
     def __init__(self, script: Sequence[Step] = HELLO, model_id: str = "org/tiny", tokens: int = 42):
         self.model_id = model_id
@@ -104,7 +111,7 @@ class FakeEngine:
                     ended = True
                     raise step
                 if isinstance(step, (int, float)):
-                    await asyncio.sleep(step)
+                    await silence(step)
                     continue
                 ended = isinstance(step, Finished)
                 yield step
@@ -175,11 +182,12 @@ async def served(app: Any) -> AsyncIterator[str]:
     config.graceful_timeout = 0.2
     sockets = config.create_sockets()
     config.create_sockets = lambda: sockets  # type: ignore[method-assign]
-    port = sockets.insecure_sockets[0].getsockname()[1]
+    (listening,) = sockets.insecure_sockets
+    listening.listen()  # Who comes before the server runs, waits.
+    port = listening.getsockname()[1]
     stop = asyncio.Event()
     server = asyncio.create_task(serve(app, config, shutdown_trigger=stop.wait))
     try:
-        await asyncio.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:
         stop.set()

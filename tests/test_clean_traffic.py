@@ -59,7 +59,7 @@ def replay() -> ModuleType:
 
 
 def counters(daemon: Daemon) -> Iterator[tuple[str, dict[str, str], float]]:
-    for family in text_string_to_metric_families(daemon.http.get("/metrics").text):
+    for family in text_string_to_metric_families(daemon.metrics()):
         if family.type == "counter":
             yield from ((sample.name, sample.labels, sample.value) for sample in family.samples)
 
@@ -71,7 +71,6 @@ def total(daemon: Daemon, name: str) -> float:
 def assert_no_trouble(daemon: Daemon, requests: int, tier: str, tokens: int) -> None:
     """After `requests` that found `tokens` or more in `tier`."""
     wait_until(lambda: total(daemon, "vllm:request_success_total") == requests, 30)
-    # A scrape may show what was last known of an engine: so first what is no longer zero.
     wait_until(lambda: total(daemon, f"omlxd_prefix_cache_hits_{tier}_total") >= tokens, 30)
     page = list(counters(daemon))
     assert set(KNOWN) <= {name for name, _, _ in page}

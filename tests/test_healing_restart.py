@@ -70,7 +70,7 @@ def thoughtful_turn(daemon: Daemon, messages: list[dict[str, Any]]) -> tuple[dic
 
 
 def counter(daemon: Daemon, name: str) -> float:
-    families = text_string_to_metric_families(daemon.http.get("/metrics").text)
+    families = text_string_to_metric_families(daemon.metrics())
     return sum(sample.value for family in families for sample in family.samples if sample.name == name)
 
 
@@ -134,7 +134,6 @@ def test_an_engine_that_was_killed(lived: Lived):
 def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
     with Daemon(lived.copy(tmp_path), model=lived.model) as daemon:
         stranger = own_usage(ask(daemon, lived.messages, "another"))
-        # A scrape may show what was last known: so first what is no longer zero.
         wait_until(lambda: counter(daemon, "omlxd_prompt_turns_unknown_total") == 1)
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0

@@ -220,7 +220,7 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
         await asyncio.sleep(600)
 
     async with client(app_of(engine)) as http:
-        await scrape(http)
+        assert (await scrape(http))("omlxd_engine_figures_age_seconds") == 0
         engine.stats = slow
         began = time.monotonic()
         # Many at once share one question.
@@ -228,6 +228,10 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
         assert time.monotonic() - began < 60
         assert all(page("vllm:generation_tokens_total") == 5 for page in pages)
         assert pages[0]("vllm:num_requests_running") == 1
+        # These are of the look before, and whoever looks can tell.
+        assert all(page("omlxd_engine_figures_age_seconds") > 0 for page in pages)
+        (model,) = (await http.get("/omlxd/status")).json()["models"]
+        assert model["values_age_s"] > 0 and model["values"]["generation_tokens_total"] == 5
         engine.state, engine.in_flight = "loading", 4
         page = await scrape(http)
         assert page("vllm:num_requests_running") == 0 and page("vllm:num_requests_waiting") == 4
@@ -324,9 +328,7 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
     with Daemon(tmp_path) as daemon:
 
         def page() -> Scrape:
-            answer = daemon.http.get("/metrics")
-            assert answer.status_code == 200
-            return Scrape(answer.text)
+            return Scrape(daemon.metrics())
 
         def of(page: Scrape, name: str) -> float:
             return page(name, model_name=daemon.model)
@@ -344,8 +346,7 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
         daemon.settled()
         assert of(page(), "omlxd_kv_files_written_total") >= 3
         wait_until(lambda: page().plain("omlxd_cold_bytes") > 0)
-        values = daemon.http.get("/omlxd/status").json()["models"][0]["values"]
-        assert set(HELP) <= set(values), "the names that metrics.py describes are the engine's"
+        assert set(HELP) <= set(daemon.figures()), "the names that metrics.py describes are the engine's"
         before = page()
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         wait_until(lambda: daemon.state() != "ready")

@@ -26,6 +26,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     trouble   why it can't serve, a sentence
     resident  bytes of the engine process
     values    the engine's counters and gauges, counters over all its processes
+    values_age_s  how old they are: the engine is too busy to answer at once; 0: they are of this moment
     """
 
     id: str
@@ -43,6 +44,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     running: int = 0
     waiting: int = 0
     values: dict[str, float] = {}
+    values_age_s: float = 0.0
 
 
 class ColdStatus(msgspec.Struct, kw_only=True):
@@ -129,6 +131,7 @@ def _status(engine: Engine, figures: EngineFigures | None) -> ModelStatus:
         running=figures.running,
         waiting=figures.waiting,
         values={**figures.totals, **figures.gauges},
+        values_age_s=figures.age_s,
     )
     if info is not None:
         status.weight_bytes, status.kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token

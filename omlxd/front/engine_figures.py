@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class EngineFigures:
     starts    engine processes started so far; deaths: those of them that ended by themselves
     resident  bytes of the engine process; 0 without one
     running, waiting  requests; those that wait for a load are among the waiting
+    age_s     seconds since a ready engine said the values; 0: it has just done so
     """
 
     model_id: str
@@ -38,11 +40,14 @@ class EngineFigures:
     resident: int = 0
     running: int = 0
     waiting: int = 0
+    age_s: float = 0.0
     totals: dict[str, float] = field(default_factory=dict)
     gauges: dict[str, float] = field(default_factory=dict)
     life: int = 0
     """The process (its number among `starts`) that `last` is of."""
     last: dict[str, float] = field(default_factory=dict)
+    said_at: float = field(default_factory=time.monotonic)
+    """When the engine last said something; before that, since when it has been looked at."""
 
     def total(self, name: str) -> float:
         return self.totals.get(name, 0.0)
@@ -91,8 +96,12 @@ class FiguresOf:
         if engine.state == "ready":
             with contextlib.suppress(TimeoutError):
                 answer = await asyncio.wait_for(engine.stats(), ANSWER_S)
+        figures.age_s = 0.0
         if answer is not None:
             figures.take(answer.values, life)
+            figures.said_at = time.monotonic()
+        elif engine.state == "ready":
+            figures.age_s = max(0.001, time.monotonic() - figures.said_at)
         figures.state, figures.starts, figures.deaths = engine.state, engine.starts, engine.deaths
         if engine.state != "ready":
             figures.gauges = {}

@@ -148,11 +148,16 @@ class _Polled(Collector):
         starts = self._counter("omlxd_engine_starts_total", "Engine processes started.")
         restarts = self._counter("omlxd_engine_restarts_total", "Engine processes that ended by themselves.")
         resident = self._gauge("omlxd_engine_resident_bytes", "Resident memory of the engine process.")
+        age = self._gauge(
+            "omlxd_engine_figures_age_seconds", "Since the engine said its values; 0: for this scrape."
+        )
         for each in self._figures:
             starts.add_metric([each.model_id], each.starts)
             restarts.add_metric([each.model_id], each.deaths)
             resident.add_metric([each.model_id], each.resident)
-        yield from (starts, restarts, resident)
+            if each.state:
+                age.add_metric([each.model_id], each.age_s)
+        yield from (starts, restarts, resident, age)
 
     def _of_vllm(self) -> Iterator[Metric]:
         running = self._gauge("vllm:num_requests_running", "Requests that prefill or decode.")
