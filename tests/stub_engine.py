@@ -6,6 +6,7 @@ A raw prompt is its script: words joined by spaces, each sent as a text delta, b
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
 `exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
 cold-tier space, say what came) and `want:N` (ask for memory for a prompt, wait for the answer).
+`--load-gate FILE` and `--quit-gate FILE` have loading and the end wait for such a file, too.
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
 """
 
@@ -52,6 +53,11 @@ class Stub:
             with (Path(self.args.notes) / "notes.txt").open("a") as file:
                 file.write(text + "\n")
 
+    def wait_for(self, gate: str) -> None:
+        """Until the test has made the file of this name, in --notes."""
+        while gate and not (Path(self.args.notes) / gate).exists():
+            time.sleep(0.02)
+
     def run(self) -> None:
         total, available = (int(float(size) * 1e6) for size in self.args.device.split(","))
         self.send(wire.Device(backend="none", total=total, available=available))
@@ -91,6 +97,7 @@ class Stub:
         elif isinstance(message, wire.Quit):
             self.note("quit")
             time.sleep(self.args.quit_s)
+            self.wait_for(self.args.quit_gate)
             sys.exit(0)
 
     def load(self, message: wire.Load) -> None:
@@ -101,6 +108,7 @@ class Stub:
             self.note("stopping")
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(args.load_s)
+        self.wait_for(args.load_gate)
         if args.load_fails:
             self.send(wire.LoadFailed(message=args.load_fails))
             sys.exit(1)
@@ -135,8 +143,7 @@ class Stub:
             if verb == "sleep":
                 time.sleep(float(value))
             elif verb == "gate":
-                while not (Path(self.args.notes) / "gate").exists():
-                    time.sleep(0.02)
+                self.wait_for("gate")
             elif verb == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             elif verb == "exit":
@@ -175,11 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--load-s", type=float, default=0)
+    parser.add_argument("--load-gate", default="", help="a file in --notes that loading waits for")
     parser.add_argument("--device", default="16000,16000", help="MB in all, MB available")
     parser.add_argument("--stop-on-load", action="store_true", help="stop in the middle of the first load")
     parser.add_argument("--load-peak", default="0", help="MB that loading took at most")
     parser.add_argument("--memory", default="0,0", help="MB of weights and KV, MB of the hot tier")
     parser.add_argument("--quit-s", type=float, default=0)
+    parser.add_argument("--quit-gate", default="", help="a file in --notes that its end waits for")
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
     parser.add_argument("--notes", default="")

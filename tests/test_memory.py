@@ -137,7 +137,7 @@ async def test_two_that_load_at_once_count_each_other(tmp_path: Path):
     for name in ("a", "b"):
         heavy(tmp_path / "models" / name, 500)
     async with pool(tmp_path, memory_limit="1300MB", stub="--memory 500,0 --load-s 0.4") as made:
-        made._guard._wait_s = 5.0
+        made._guard._wait_s = 60.0
         answers = await asyncio.gather(ask(made, "a"), ask(made, "b"))
         assert all(isinstance(events[-1], Finished) for events in answers)
         assert sorted(states(made).values()) == ["ready", "unloaded"]

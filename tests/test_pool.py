@@ -119,14 +119,17 @@ async def test_the_least_recently_used_one_goes_when_there_are_too_many(tmp_path
 
 async def test_a_model_in_use_never_goes_and_the_newcomer_waits_or_is_told(tmp_path: Path):
     async with pool(tmp_path, "a", "b", max_loaded_models="1") as made:
-        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one sleep:3 two")))
+        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one gate two")))
         await anext(busy)
         refused = (await ask(made, "b"))[-1]
         assert isinstance(refused, Failed) and refused.code == "unavailable"
         assert "1 of 1 models are loaded" in refused.message and refused.retry_after
         assert states(made) == {"a": "ready", "b": "unloaded"}
         made._room_wait_s = 60.0
-        events, rest = await asyncio.gather(ask(made, "b"), collect(busy))
+        asking = asyncio.create_task(ask(made, "b"))
+        await asyncio.sleep(0)  # It has begun, and waits.
+        (tmp_path / "gate").touch()
+        events, rest = await asyncio.gather(asking, collect(busy))
         assert isinstance(events[-1], Finished) and isinstance(rest[-1], Finished)
         assert states(made) == {"a": "unloaded", "b": "ready"}
 
@@ -174,21 +177,25 @@ async def test_what_the_owner_loads_stays(tmp_path: Path):
 
 async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path):
     async with pool(tmp_path, "a") as made:
-        asking = asyncio.create_task(ask(made, "a", "one sleep:2 two"))
+        asking = asyncio.create_task(ask(made, "a", "one gate two"))
         await until(lambda: made.resolve("a").state == "ready")
         assert not await made.unload("a")
+        (tmp_path / "gate").touch()
         assert words(await asking) == ["one", "two"]
         await until(lambda: made.resolve("a").state == "unloaded")
 
 
 async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Path):
-    async with pool(tmp_path, "a", stub="--quit-s 0.6") as made:
+    async with pool(tmp_path, "a", stub="--quit-gate may-quit") as made:
         await ask(made, "a")
         engine = made.resolve("a")
         first = engine.pid
         going = asyncio.create_task(made.unload("a"))
         await until(lambda: engine.state == "unloading")
-        answers = await asyncio.gather(ask(made, "a", "x"), ask(made, "a", "y"))
+        asked = [asyncio.create_task(ask(made, "a", text)) for text in ("x", "y")]
+        await asyncio.sleep(0)  # They have begun, and wait.
+        (tmp_path / "may-quit").touch()
+        answers = await asyncio.gather(*asked)
         assert [words(events) for events in answers] == [["x"], ["y"]]
         assert await going and first and not alive(first) and engine.process.loads == 2
 
@@ -325,13 +332,16 @@ async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path:
     def place(pid: int) -> tuple[int, int]:
         return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
 
-    async with pool(tmp_path, "a", "b", stub="--load-s 0.5") as made:
-        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one sleep:2 two")))
+    async with pool(tmp_path, "a", "b", stub="--load-gate may-load") as made:
+        (tmp_path / "may-load").touch()
+        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one gate two")))
         await anext(busy)
+        (tmp_path / "may-load").unlink()
         asking = asyncio.create_task(ask(made, "b"))
         await until(lambda: made.resolve("b").pid)
         pid = made.resolve("b").pid
         assert pid and place(pid) != place(os.getpid())
+        (tmp_path / "may-load").touch()
         await asking
         assert place(pid) == place(os.getpid())
 

@@ -164,13 +164,15 @@ def test_with_256_files_at_most_it_serves_on(install):
 def test_an_answer_under_way_ends_before_the_process_does(install):
     job = install()
     assert complete(job, "up").status_code == 200
-    body = {"model": "tiny", "prompt": "one sleep:0.7 two", "stream": True}
+    body = {"model": "tiny", "prompt": "one gate two", "stream": True}
     with httpx.stream(
         "POST", url_of(job) + "/v1/completions", json=body, timeout=120, trust_env=False
     ) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if '"text":"one"' in line)
         job.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ": stopping" in log_of(job))
+        (job.home / "gate").touch()
         rest = list(lines)
     assert any("two" in line for line in rest) and "data: [DONE]" in rest
     wait_until(lambda: job.exits == [0])

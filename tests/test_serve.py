@@ -108,10 +108,11 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_it_answers_before_the_model_has_loaded_and_stops_in_order(start):
-    daemon = start(stub="--load-s 1.0")
+    daemon = start(stub="--load-gate may-load")
     assert re.fullmatch(r"omlxd \S+ listening on http://127\.0\.0\.1:\d+ \(model tiny\)\n", daemon.first_line)
     health = httpx.get(daemon.url + "/health", trust_env=False)
     assert health.status_code == 200 and health.json()["models"][0]["state"] == "loading"
+    (daemon.home / "may-load").touch()
     answer = daemon.complete("hello there")
     assert answer.status_code == 200 and answer.json()["choices"][0]["text"].split() == ["hellothere"]
     assert daemon.stop() == 0
@@ -136,13 +137,15 @@ def test_an_answer_under_way_ends_before_the_daemon_does(start):
     with httpx.stream(
         "POST",
         daemon.url + "/v1/completions",
-        json={"model": "tiny", "prompt": "one sleep:0.7 two", "stream": True},
+        json={"model": "tiny", "prompt": "one gate two", "stream": True},
         timeout=120,
         trust_env=False,
     ) as answer:
         lines = answer.iter_lines()
         assert next(line for line in lines if '"text":"one"' in line)
         daemon.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ": stopping" in daemon.logged())
+        (daemon.home / "gate").touch()
         rest = list(lines)
     assert any("two" in line for line in rest) and "data: [DONE]" in rest
     assert daemon.process.wait(PATIENCE_S) == 0
