@@ -78,10 +78,7 @@ SERVER_TOOLS: list[dict[str, Any]] = [
     {"type": "web_fetch_20250910", "name": "web_fetch", "citations": {"enabled": True}},
     {"type": "code_execution_20250825", "name": "code_execution"},
     {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
-    {"type": "bash_20250124", "name": "bash"},
-    {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "max_characters": 9},
     {"type": "computer_20250124", "name": "computer", "display_width_px": 1, "display_height_px": 1},
-    {"type": "memory_20250818", "name": "memory"},
     {"type": "mcp_toolset", "mcp_server_name": "x"},
     {"type": "of_the_future_20301231", "name": "later", "whatever": [1]},
 ]

@@ -3,13 +3,14 @@
 Lenient where Claude Code needs it and where leniency can't mislead: unknown fields are ignored,
 `system` may stand inside `messages`, consecutive messages of one role stay as they are. Transport
 noise that carries no meaning for the model is dropped, so that it can't break a prefix: the
-billing header, `cache_control`, redacted thinking.
+billing header, `cache_control`, redacted thinking. A field that would change what the model knows, and
+can't be served, is refused by name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
@@ -18,20 +19,42 @@ from ..chat import (
     AnswerFormat,
     Conversation,
     GenerateRequest,
+    ImagePart,
     Message,
     Part,
     Role,
     Sampling,
     TextPart,
     ThinkingPart,
-    Tool,
     ToolCallPart,
     ToolResultPart,
 )
 from ..errors import InvalidRequest
 from .answer_format import ResponseFormat, format_of, only
-from .anthropic_server_blocks import FROM_SERVER, FromServer
-from .body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, free_json, session_header, stable_json, stops
+from .anthropic_blocks import (
+    AnyBlock,
+    Base64Source,
+    BrowserState,
+    Compaction,
+    ContainerUpload,
+    Document,
+    Image,
+    RedactedThinking,
+    SearchResult,
+    Text,
+    Thinking,
+    ToolAddition,
+    ToolChange,
+    ToolParam,
+    ToolReference,
+    ToolRemoval,
+    ToolResult,
+    ToolUse,
+)
+from .anthropic_documents import browser_state_text, document_text, search_result_text
+from .anthropic_server_blocks import FROM_SERVER
+from .anthropic_tools import ToolChoice, Tools
+from .body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, free_json, session_header, stops
 from .body import image as image_part
 
 BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -44,86 +67,22 @@ MAX_USER_ID = 4096
 # --------------------------------------------------------------------------- the body
 
 
-class _Block(msgspec.Struct, tag_field="type"):
-    pass
-
-
-class _Text(_Block, tag="text"):
-    text: str
-
-
-class _Thinking(_Block, tag="thinking"):
-    thinking: str
-    signature: str | None = None
-
-
-class _RedactedThinking(_Block, tag="redacted_thinking"):
-    pass
-
-
-class _ToolUse(_Block, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class _ToolReference(_Block, tag="tool_reference"):
-    tool_name: str
-
-
-class _Base64Source(_Block, tag="base64"):
-    data: str
-    media_type: str
-
-
-class _UrlSource(_Block, tag="url"):
-    pass
-
-
-class _FileSource(_Block, tag="file"):
-    pass
-
-
-class _Image(_Block, tag="image"):
-    source: Union[_Base64Source, _UrlSource, _FileSource]
-
-
-class _ToolResult(_Block, tag="tool_result"):
-    tool_use_id: str
-    content: Union[str, list[Union[_Text, _Image, _ToolReference]], None] = None
-    is_error: bool | None = None
-
-
-_AnyBlock = Union[_Text, _Thinking, _RedactedThinking, _ToolUse, _Image, _ToolResult, FromServer]
-
-
 class _Message(msgspec.Struct):
+    """`content` may be absent from a system message that only sets something."""
+
     role: Literal["user", "assistant", "system"]
-    content: Union[str, list[_AnyBlock]]
-
-
-class _Tool(msgspec.Struct):
-    name: str | None = None
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    defer_loading: bool | None = None
-    strict: bool | None = None
-
-
-class _ToolChoice(msgspec.Struct):
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
+    content: Union[str, list[AnyBlock], None] = None
+    clear_at: str | None = None
 
 
 class _OutputConfig(msgspec.Struct):
     format: ResponseFormat | None = None
-    effort: str | None = None
 
 
 class _ThinkingConfig(msgspec.Struct):
-    type: Literal["enabled", "adaptive", "disabled"]
+    """`between_tools` is no thinking either, at Anthropic too."""
+
+    type: Literal["enabled", "adaptive", "disabled", "between_tools"]
 
 
 class _Metadata(msgspec.Struct):
@@ -133,19 +92,22 @@ class _Metadata(msgspec.Struct):
 class MessagesBody(msgspec.Struct):
     messages: list[_Message]
     model: str | None = None
-    system: Union[str, list[_Text], None] = None
+    system: Union[str, list[Text], None] = None
     stream: bool | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _ToolChoice | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
     metadata: _Metadata | None = None
     output_config: _OutputConfig | None = None
     output_format: ResponseFormat | None = None
+    thread: Any = None
+    compaction: Any = None
+    container: Any = None
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -159,16 +121,21 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     request = decode(_decoder, body)
     if not request.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    tools = _Tools(request.tools or [])
+    _refuse_server_state(request)
+    shown = list(_shown(request.messages))
+    tools = Tools(request.tools or [], (change for _, message in shown for change in _changes(message)))
     messages = [_system(request.system)] if request.system else []
-    for index, message in enumerate(request.messages):
+    for index, message in shown:
         messages.extend(_messages(message, tools, f"messages.{index}"))
+    tool_choice, allowed_tools = tools.choice(request.tool_choice)
+    thinking = request.thinking
     conversation = Conversation(
         messages=tuple(message for message in messages if message is not None),
         tools=tools.listed,
-        tool_choice=tools.choice(request.tool_choice),
+        tool_choice=tool_choice,
+        allowed_tools=allowed_tools,
         parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
-        thinking=None if request.thinking is None else request.thinking.type != "disabled",
+        thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
     )
     return ParsedRequest(
         model=request.model or "",
@@ -181,6 +148,22 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             format=_format(request),
         ),
     )
+
+
+_NO_SERVER_STATE = {
+    "thread": "no conversation is kept here; leave it out and send all of the conversation in messages",
+    "compaction": "conversations are not summarised here; leave it out and ask for a summary in a message",
+    "container": "skills run in containers at Anthropic; leave them out and describe them in system",
+}
+"""Field → why a request with it can't be answered: the model would miss what the client thinks it has."""
+
+
+def _refuse_server_state(request: MessagesBody) -> None:
+    skills = isinstance(request.container, dict) and request.container.get("skills")
+    given = {"thread": request.thread, "compaction": request.compaction, "container": skills or None}
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidRequest(f"{name}: {_NO_SERVER_STATE[name]}", param=name)
 
 
 def _format(request: MessagesBody) -> AnswerFormat | None:
@@ -225,25 +208,65 @@ def _without_billing(text: str) -> str:
     return text[found.end() :] if found else text
 
 
-def _texts(blocks: str | list[_Text]) -> list[str]:
-    return [blocks] if isinstance(blocks, str) else [block.text for block in blocks]
-
-
-def _system(system: str | list[_Text]) -> Message | None:
-    kept = [text for text in map(_without_billing, _texts(system)) if text]
+def _system(system: str | list[Text]) -> Message | None:
+    texts = [system] if isinstance(system, str) else [block.text for block in system]
+    kept = [text for text in map(_without_billing, texts) if text]
     return Message("system", tuple(map(TextPart, kept))) if kept else None
 
 
+# --------------------------------------------------------------------------- messages
+
+
+def _shown(messages: list[_Message]) -> Iterator[tuple[int, _Message]]:
+    """The messages that the model is shown, with their places in the request.
+
+    Nothing before the last summary; no system message that was to be shown for a turn that is over.
+    """
+    last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
+    first, block = _last_compaction(messages)
+    for index, message in enumerate(messages[first:], first):
+        if message.role == "system" and message.clear_at == "next_user_message" and index < last_user:
+            continue
+        if index == first and block and not isinstance(message.content, str | None):
+            message = _Message(message.role, message.content[block:], message.clear_at)
+        yield index, message
+
+
+def _last_compaction(messages: list[_Message]) -> tuple[int, int]:
+    """(message, block) of the last summary; (0, 0) where there is none."""
+    for index in range(len(messages) - 1, -1, -1):
+        content = messages[index].content
+        if isinstance(content, list):
+            for place in range(len(content) - 1, -1, -1):
+                block = content[place]
+                if isinstance(block, Compaction) and block.content:
+                    return index, place
+    return 0, 0
+
+
+def _changes(message: _Message) -> Iterator[ToolChange]:
+    for block in message.content if isinstance(message.content, list) else ():
+        if isinstance(block, ToolAddition | ToolRemoval):
+            yield block
+        elif isinstance(block, Compaction):
+            yield from block.tool_changes or ()
+
+
+_BOTH = (Text, Compaction, *FROM_SERVER)
 _ALLOWED: dict[str, tuple[type, ...]] = {
-    "user": (_Text, _Image, _ToolResult),
-    "assistant": (_Text, _Thinking, _RedactedThinking, _ToolUse, *FROM_SERVER),
-    "system": (_Text,),
+    "user": (*_BOTH, Image, Document, SearchResult, ToolResult, ContainerUpload),
+    "assistant": (*_BOTH, Thinking, RedactedThinking, ToolUse, ContainerUpload),
+    "system": (Text, ToolAddition, ToolRemoval),
 }
 
 
-def _messages(message: _Message, tools: _Tools, param: str) -> list[Message]:
-    """One message, or several: tool results stand in messages of their own, order kept."""
-    content = [_Text(message.content)] if isinstance(message.content, str) else message.content
+def _messages(message: _Message, tools: Tools, param: str) -> list[Message]:
+    """One message, or several: results and summaries stand in messages of their own, order kept."""
+    content = [Text(message.content)] if isinstance(message.content, str) else message.content
+    if content is None:
+        if message.role == "system":
+            return []
+        raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
     runs: list[tuple[Role, list[Part]]] = []
     for index, block in enumerate(content):
         where = f"{param}.content.{index}"
@@ -252,34 +275,67 @@ def _messages(message: _Message, tools: _Tools, param: str) -> list[Message]:
             raise InvalidRequest(
                 f"{where}: a {kind} block can't stand in a {message.role} message", param=where
             )
-        role: Role = "tool" if isinstance(block, _ToolResult) else message.role
+        role = _role(block, message.role)
         if not runs or runs[-1][0] != role:
             runs.append((role, []))
-        part = _part(block, tools, where, system=role == "system")
-        if part is not None:
-            runs[-1][1].append(part)
+        runs[-1][1].extend(_parts(block, tools, where, role))
     if not runs:
         runs.append((message.role, []))
     return [Message(role, tuple(parts)) for role, parts in runs]
 
 
-def _part(block: _AnyBlock, tools: _Tools, param: str, system: bool) -> Part | None:
-    if isinstance(block, _Text):
-        text = _without_billing(block.text) if system else block.text
-        return TextPart(text) if text else None
-    if isinstance(block, _Thinking):
-        return ThinkingPart(block.thinking, block.signature or "")
-    if isinstance(block, _ToolUse):
-        return ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))
-    if isinstance(block, _Image):
-        return _image(block, param)
-    if isinstance(block, _ToolResult):
-        return _tool_result(block, tools, param)
-    return None
+def _role(block: AnyBlock, role: Role) -> Role:
+    if isinstance(block, ToolResult):
+        return "tool"
+    return "user" if isinstance(block, Compaction) and block.content else role
 
 
-def _image(block: _Image, param: str):
-    if not isinstance(block.source, _Base64Source):
+def _parts(block: AnyBlock, tools: Tools, param: str, role: Role) -> list[Part]:
+    if isinstance(block, Thinking):
+        return [ThinkingPart(block.thinking, block.signature or "")]
+    if isinstance(block, ToolUse):
+        return [ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
+    if isinstance(block, Image):
+        return [_image(block, param)]
+    if isinstance(block, ToolResult):
+        return [_tool_result(block, tools, param)]
+    text = _text(block, tools, param)
+    text = _without_billing(text) if role == "system" else text
+    return [TextPart(text)] if text else []
+
+
+def _text(block: AnyBlock | ToolReference | BrowserState, tools: Tools, param: str) -> str:
+    """What the model reads of a block that is told as text; "" for one that it is not shown."""
+    if isinstance(block, Text):
+        return block.text
+    if isinstance(block, Document):
+        return document_text(block, param)
+    if isinstance(block, SearchResult):
+        return search_result_text(block)
+    if isinstance(block, ToolReference):
+        return tools.described(block.tool_name)
+    if isinstance(block, BrowserState):
+        return browser_state_text(block, param)
+    if isinstance(block, ToolAddition | ToolRemoval):
+        return tools.change(block)
+    if isinstance(block, Compaction):
+        return _summary(block, tools)
+    if isinstance(block, ContainerUpload):
+        raise InvalidRequest(
+            f"{param}: files are not kept here; send the file's text as a document block", param=param
+        )
+    return ""
+
+
+def _summary(block: Compaction, tools: Tools) -> str:
+    if not block.content:
+        return ""
+    told = f"This is a summary of the conversation so far:\n<summary>\n{block.content}\n</summary>"
+    return "\n".join([told, *filter(None, map(tools.change, block.tool_changes or ()))])
+
+
+def _image(block: Image, param: str) -> ImagePart:
+    if not isinstance(block.source, Base64Source):
         kind = block.source.__struct_config__.tag
         raise InvalidRequest(
             f"{param}.source: images of type {kind!r} are not fetched; send base64", param=f"{param}.source"
@@ -287,69 +343,13 @@ def _image(block: _Image, param: str):
     return image_part(block.source.data, block.source.media_type, f"{param}.source")
 
 
-def _tool_result(block: _ToolResult, tools: _Tools, param: str) -> ToolResultPart:
-    content = [_Text(block.content)] if isinstance(block.content, str) else block.content or []
+def _tool_result(block: ToolResult, tools: Tools, param: str) -> ToolResultPart:
+    content = [Text(block.content)] if isinstance(block.content, str) else block.content or []
     texts, images = [], []
     for index, item in enumerate(content):
-        if isinstance(item, _Image):
-            images.append(_image(item, f"{param}.content.{index}"))
+        where = f"{param}.content.{index}"
+        if isinstance(item, Image):
+            images.append(_image(item, where))
         else:
-            texts.append(item.text if isinstance(item, _Text) else tools.described(item.tool_name))
+            texts.append(_text(item, tools, where))
     return ToolResultPart(block.tool_use_id, "\n".join(texts), bool(block.is_error), tuple(images))
-
-
-class _Tools:
-    """The tools of a request: those to list in the prompt, and those only referred to.
-
-    A deferred tool enters the list of the *request* when the model has searched for it. Listing it
-    in the prompt would change its head, so its schema is told where the reference stands.
-    Server-side tools (no `input_schema`) run at Anthropic; there is nothing to call here.
-    """
-
-    def __init__(self, given: list[_Tool]):
-        self._known: dict[str, Tool] = {}
-        self._names: set[str] = set()
-        listed = []
-        for index, tool in enumerate(given):
-            param = f"tools.{index}"
-            self._names.add(tool.name or "")
-            if tool.input_schema is None:
-                if tool.type in (None, "custom"):
-                    raise InvalidRequest(
-                        f"{param}.input_schema: this field is required", param=f"{param}.input_schema"
-                    )
-                continue
-            if not tool.name:
-                raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
-            schema = free_json(tool.input_schema, f"{param}.input_schema")
-            self._known[tool.name] = Tool(tool.name, tool.description or "", schema, strict=bool(tool.strict))
-            if not tool.defer_loading:
-                listed.append(self._known[tool.name])
-        self.listed = tuple(listed)
-
-    def described(self, name: str) -> str:
-        """The tool as the JSON text that templates list tools with."""
-        tool = self._known.get(name, Tool(name))
-        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return stable_json({"type": "function", "function": function})
-
-    def choice(self, given: _ToolChoice | None) -> str:
-        if given is None or given.type == "auto" or not self._names:
-            return "auto"
-        if given.type == "none":
-            return "none"
-        if given.type == "any":
-            return "required" if self.listed else "auto"
-        if given.name not in self._names:
-            raise InvalidRequest(
-                f"tool_choice.name: there is no tool {given.name!r}", param="tool_choice.name"
-            )
-        if any(tool.name == given.name for tool in self.listed):
-            return f"named:{given.name}"
-        if given.name in self._known:
-            raise InvalidRequest(
-                f"tool_choice.name: {given.name!r} is deferred, so the model is not told of it at first and "
-                "it can't be forced",
-                param="tool_choice.name",
-            )
-        return "auto"

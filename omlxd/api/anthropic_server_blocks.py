@@ -1,4 +1,4 @@
-"""Blocks of tools that ran at Anthropic, in a session that was begun there.
+"""Blocks of what ran at Anthropic, in a session that was begun there.
 
 There is nothing to call or to answer here. What the model made of them stands in its text; the blocks
 themselves are left out of the prompt.
@@ -43,12 +43,24 @@ class ToolSearchResult(_Block, tag="tool_search_tool_result"):
     pass
 
 
+class AdvisorResult(_Block, tag="advisor_tool_result"):
+    pass
+
+
 class McpToolUse(_Block, tag="mcp_tool_use"):
     pass
 
 
 class McpToolResult(_Block, tag="mcp_tool_result"):
     pass
+
+
+class McpToolListing(_Block, tag="mcp_tool_listing"):
+    pass
+
+
+class Fallback(_Block, tag="fallback"):
+    """Where another model went on. Anthropic doesn't show it to the model either."""
 
 
 FromServer = Union[
@@ -59,8 +71,11 @@ FromServer = Union[
     BashCodeResult,
     EditorResult,
     ToolSearchResult,
+    AdvisorResult,
     McpToolUse,
     McpToolResult,
+    McpToolListing,
+    Fallback,
 ]
 
 FROM_SERVER: tuple[type, ...] = get_args(FromServer)

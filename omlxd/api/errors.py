@@ -79,9 +79,23 @@ class HttpError(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def protocol_of(path: str) -> Protocol:
-    """Whose error shape a path answers in, also where there is no such route."""
-    return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+_ANTHROPIC = ("/v1/messages", "/v1/complete")
+_OPENAI = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings")
+
+
+def protocol_of(path: str, versioned: bool = False) -> Protocol:
+    """Whose error shape a path answers in, also where there is no such route.
+
+    versioned  the request has an `anthropic-version`, as every client of that API sends; it decides where
+               both have the path (models, files) or neither
+    """
+    if _under(path, _ANTHROPIC):
+        return "anthropic"
+    return "anthropic" if versioned and not _under(path, _OPENAI) else "openai"
+
+
+def _under(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in roots)
 
 
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..api.errors import http_error, protocol_of
+from ..api.errors import Protocol, http_error, protocol_of
 from ..errors import OmlxdError, Overloaded, RequestTooLarge
 from .http_settings import HttpSettings
 from .request_trace import METHOD_CHARS, RequestTrace, begin
@@ -65,7 +65,8 @@ class Shell:
             return
         trace = begin(scope)
         body = _Body(receive, self._settings, self._bodies)
-        answer = _Answer(send, trace)
+        versioned = any(name == b"anthropic-version" for name, _ in scope["headers"])
+        answer = _Answer(send, trace, protocol_of(scope["path"], versioned))
         try:
             await self._run(scope, body, answer, trace)
         finally:
@@ -92,7 +93,7 @@ class Shell:
             # The status is out: breaking the connection is the only honest end.
             raise problem
         with contextlib.suppress(TooSlow):
-            await answer.send_error(problem, scope["path"], body, self._settings.drain_s)
+            await answer.send_error(problem, body, self._settings.drain_s)
 
 
 class _Budget:
@@ -171,22 +172,23 @@ class _Body:
 class _Answer:
     """The response on its way out: its status noted, the request id in its headers."""
 
-    def __init__(self, send: Send, trace: RequestTrace):
+    def __init__(self, send: Send, trace: RequestTrace, protocol: Protocol):
         self._send = send
         self._trace = trace
+        self._protocol: Protocol = protocol
         self.started = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
             self._trace.status = message["status"]
-            name = b"request-id" if protocol_of(self._trace.path) == "anthropic" else b"x-request-id"
+            name = b"request-id" if self._protocol == "anthropic" else b"x-request-id"
             message["headers"] = [*message.get("headers", ()), (name, self._trace.id.encode())]
         await self._send(message)
 
-    async def send_error(self, error: OmlxdError, path: str, body: _Body, drain_s: float) -> None:
+    async def send_error(self, error: OmlxdError, body: _Body, drain_s: float) -> None:
         status = error.status if isinstance(error, RouteError) else None
-        answer = http_error(error, protocol_of(path), self._trace.id, status=status)
+        answer = http_error(error, self._protocol, self._trace.id, status=status)
         headers = [*answer.headers, ("content-length", str(len(answer.body)))]
         if isinstance(error, RouteError) and error.allow:
             headers.append(("allow", error.allow))

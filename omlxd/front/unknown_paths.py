@@ -13,12 +13,15 @@ NOT_HERE = {
     "rerank": "it ranks no documents",
     "files": "it keeps no files",
     "batches": "it takes requests one by one",
+    "messages/batches": "it takes requests one by one; send each to /v1/messages",
+    "complete": "of Anthropic's API it has /v1/messages",
+    "skills": "it has no skills",
     "assistants": "it keeps no assistants",
     "threads": "it keeps no threads; /v1/responses has previous_response_id",
     "conversations": "it keeps no conversations; /v1/responses has previous_response_id",
     "fine_tuning": "it trains no models",
 }
-"""First part of a path under /v1 → why it is not there."""
+"""First part of a path under /v1, or its first two → why it is not there."""
 
 
 def advice(path: str, served: Collection[str]) -> str:
@@ -32,7 +35,8 @@ def advice(path: str, served: Collection[str]) -> str:
             )
     if path.startswith("/api/"):
         return "this server speaks OpenAI's and Anthropic's APIs, under /v1; GET /v1/models lists its models"
-    first = plain.removeprefix("/v1").strip("/").partition("/")[0]
-    if first in NOT_HERE:
-        return f"this server has no such path: {NOT_HERE[first]}"
+    parts = plain.removeprefix("/v1").strip("/").split("/")
+    for beginning in ("/".join(parts[:2]), parts[0]):
+        if beginning in NOT_HERE:
+            return f"this server has no such path: {NOT_HERE[beginning]}"
     return "there is no such path"

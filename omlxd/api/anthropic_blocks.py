@@ -1,0 +1,165 @@
+"""The blocks of Anthropic's messages, as they come over the wire. What becomes of them: anthropic.py.
+
+A field that is not here is not read: `cache_control`, `citations`, `caller`, `toolset_name` and what the
+future brings never reach the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from .anthropic_server_blocks import FromServer
+
+
+class Block(msgspec.Struct, tag_field="type"):
+    pass
+
+
+class Text(Block, tag="text"):
+    text: str
+
+
+class Thinking(Block, tag="thinking"):
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinking(Block, tag="redacted_thinking"):
+    pass
+
+
+class ToolUse(Block, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolReference(Block, tag="tool_reference"):
+    tool_name: str
+
+
+# --------------------------------------------------------------------------- images, documents
+
+
+class Base64Source(Block, tag="base64"):
+    data: str
+    media_type: str
+
+
+class UrlSource(Block, tag="url"):
+    pass
+
+
+class FileSource(Block, tag="file"):
+    pass
+
+
+class Image(Block, tag="image"):
+    source: Union[Base64Source, UrlSource, FileSource]
+
+
+class TextSource(Block, tag="text"):
+    data: str
+
+
+class ContentSource(Block, tag="content"):
+    content: Union[str, list[Union[Text, Image]]]
+
+
+class Document(Block, tag="document"):
+    source: Union[TextSource, ContentSource, Base64Source, UrlSource, FileSource]
+    title: str | None = None
+    context: str | None = None
+
+
+class SearchResult(Block, tag="search_result"):
+    source: str
+    title: str
+    content: Union[str, list[Text]]
+
+
+class ContainerUpload(Block, tag="container_upload"):
+    pass
+
+
+class BrowserState(Block, tag="browser_state"):
+    """The tabs of the client's browser, of whatever fields."""
+
+    tabs: list[dict[str, Any]]
+    state_changes: list[dict[str, Any]] | None = None
+
+
+class ToolResult(Block, tag="tool_result"):
+    tool_use_id: str
+    content: Union[
+        str, list[Union[Text, Image, Document, SearchResult, ToolReference, BrowserState]], None
+    ] = None
+    is_error: bool | None = None
+
+
+# --------------------------------------------------------------------------- tools that come and go
+
+
+class ToolParam(msgspec.Struct):
+    """A tool of the request. Without `input_schema` it is one of Anthropic's own."""
+
+    name: str | None = None
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    defer_loading: bool | None = None
+    strict: bool | None = None
+
+
+class ByName(Block, tag="tool_reference"):
+    name: str
+
+
+class ByDefinition(Block, tag="tool_definition"):
+    definition: ToolParam
+
+
+class McpTool(Block, tag="mcp_tool_reference"):
+    pass
+
+
+class McpToolset(Block, tag="mcp_toolset_reference"):
+    pass
+
+
+class ToolAddition(Block, tag="tool_addition"):
+    tool: Union[ByName, ByDefinition, McpTool, McpToolset]
+
+
+class ToolRemoval(Block, tag="tool_removal"):
+    tool: Union[ByName, ByDefinition, McpTool, McpToolset]
+
+
+ToolChange = Union[ToolAddition, ToolRemoval]
+
+
+class Compaction(Block, tag="compaction"):
+    """A summary that stands for all that was before it. `content` None: there is none."""
+
+    content: str | None = None
+    tool_changes: list[ToolChange] | None = None
+
+
+AnyBlock = Union[
+    Text,
+    Thinking,
+    RedactedThinking,
+    ToolUse,
+    ToolResult,
+    Image,
+    Document,
+    SearchResult,
+    ContainerUpload,
+    Compaction,
+    ToolAddition,
+    ToolRemoval,
+    FromServer,
+]

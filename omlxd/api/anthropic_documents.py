@@ -1,0 +1,117 @@
+"""Documents and search results into text: in tags, as Anthropic's own advice for long prompts has it.
+
+    <document>
+    <title>Kettles</title>
+    <context>From the manual of 1931.</context>
+    <document_content>
+    …
+    </document_content>
+    </document>
+
+The same block is always the same text, so that it is a prefix of the next turn's prompt. The text itself
+is left as it is. Answers cite nothing: `citations` changes no token.
+"""
+
+from __future__ import annotations
+
+import binascii
+
+import msgspec
+
+from ..errors import InvalidRequest
+from .anthropic_blocks import (
+    Base64Source,
+    BrowserState,
+    ContentSource,
+    Document,
+    Image,
+    SearchResult,
+    Text,
+    TextSource,
+)
+from .body import free_json
+
+MAX_DOCUMENT_BYTES = 8 << 20
+"""Of a document in base64: some two million tokens, more than a context holds."""
+
+_AS_TEXT = 'send its text, as {"type": "text", "media_type": "text/plain", "data": "…"}'
+
+
+def document_text(block: Document, param: str) -> str:
+    """The document in its tags. Raises InvalidRequest for what is no text, and says what to send."""
+    body = _body(block, f"{param}.source")
+    return _framed("document", [("title", block.title), ("context", block.context)], "document_content", body)
+
+
+def search_result_text(block: SearchResult) -> str:
+    """A search result in its tags."""
+    body = block.content if isinstance(block.content, str) else "\n".join(text.text for text in block.content)
+    return _framed("search_result", [("source", block.source), ("title", block.title)], "content", body)
+
+
+def browser_state_text(block: BrowserState, param: str) -> str:
+    """The tabs as JSON, in a tag."""
+    state = {"tabs": block.tabs}
+    if block.state_changes:
+        state["state_changes"] = block.state_changes
+    told = msgspec.json.encode(free_json(state, param)).decode()
+    return f"<browser_state>\n{told}\n</browser_state>"
+
+
+def _framed(tag: str, about: list[tuple[str, str | None]], content: str, body: str) -> str:
+    lines = [f"<{name}>{value}</{name}>" for name, value in about if value]
+    return "\n".join([f"<{tag}>", *lines, f"<{content}>", body, f"</{content}>", f"</{tag}>"])
+
+
+def _body(block: Document, param: str) -> str:
+    source = block.source
+    if isinstance(source, TextSource):
+        return source.data
+    if isinstance(source, ContentSource):
+        return _content(source, f"{param}.content")
+    if isinstance(source, Base64Source):
+        return _decoded(source, param)
+    kind = source.__struct_config__.tag
+    why = "are not fetched" if kind == "url" else "are not kept here"
+    raise InvalidRequest(f"{param}: documents of type {kind!r} {why}; {_AS_TEXT}", param=param)
+
+
+def _content(source: ContentSource, param: str) -> str:
+    if isinstance(source.content, str):
+        return source.content
+    for index, item in enumerate(source.content):
+        if isinstance(item, Image):
+            where = f"{param}.{index}"
+            raise InvalidRequest(
+                f"{where}: an image within a document is not read; leave it out or tell what it shows",
+                param=where,
+            )
+    return "\n".join(item.text for item in source.content if isinstance(item, Text))
+
+
+def _decoded(source: Base64Source, param: str) -> str:
+    kind = source.media_type.partition(";")[0].strip().lower()
+    if kind == "application/pdf":
+        raise InvalidRequest(f"{param}: PDFs are not read here; {_AS_TEXT}", param=param)
+    if not (kind.startswith("text/") or kind == "application/json"):
+        raise InvalidRequest(
+            f"{param}.media_type: documents of type {source.media_type[:80]!r} are not read, only text/* and "
+            f"application/json; {_AS_TEXT}",
+            param=f"{param}.media_type",
+        )
+    where = f"{param}.data"
+    if len(source.data) > MAX_DOCUMENT_BYTES * 4 // 3 + 4:
+        raise InvalidRequest(
+            f"{where}: a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it", param=where
+        )
+    try:
+        # `base64` and MIME break lines.
+        raw = binascii.a2b_base64("".join(source.data.split()), strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest(f"{where}: the document is not valid base64", param=where) from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"{where}: the document is not UTF-8 (byte {error.start}); convert it, or {_AS_TEXT}", param=where
+        ) from None
