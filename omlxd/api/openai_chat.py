@@ -1,6 +1,6 @@
 """OpenAI's chat completions: a body into a `GenerateRequest`. Answers: openai_chat_stream.py.
 
-What the engine can't honour and what would change the answer (audio, obsolete fields) is refused,
+What the engine can't honour and what would change the answer (audio) is refused,
 never ignored; unknown fields are ignored, as every OpenAI-compatible server does.
 """
 
@@ -19,15 +19,15 @@ from ..chat import (
     Part,
     TextPart,
     ThinkingPart,
-    Tool,
     ToolCallPart,
     ToolResultPart,
 )
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments
 from .dialects import effort_of, thinking_of
+from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
+from .openai_custom_tools import CUSTOM_INPUT
 from .openai_fields import CommonBody, Limit, Verbosity, answer_format, limit_of, sampling, session
-from .openai_tool_choice import tool_choice
 
 RESERVED_TEMPLATE_ARGS = frozenset(
     {
@@ -75,41 +75,39 @@ class _CalledFunction(msgspec.Struct):
     arguments: Union[str, dict[str, Any], None] = None
 
 
+class _CalledCustom(msgspec.Struct):
+    name: str
+    input: str
+
+
 class _Call(msgspec.Struct):
-    function: _CalledFunction
+    """One of `function` and `custom` is needed."""
+
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
     id: str | None = None
-    type: Literal["function"] | None = None
+    type: Literal["function", "custom"] | None = None
 
 
 class _Message(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Union[str, list[Union[_TextItem, _ImageItem, _Refusal]], None] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
-
-
-class _Function(msgspec.Struct):
-    name: Annotated[str, msgspec.Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Tool(msgspec.Struct):
-    type: Literal["function"]
-    function: _Function
+    function_call: _CalledFunction | None = None
 
 
 class ChatBody(CommonBody, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: Limit | None = None
-    tools: list[_Tool] | None = None
+    tools: list[ChatTool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    functions: Any = None
+    functions: list[Function] | None = None
+    function_call: Any = None
     modalities: list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
@@ -119,40 +117,40 @@ class ChatBody(CommonBody, kw_only=True):
     verbosity: Verbosity | None = None
 
 
+class ChatRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body, and how its calls are told."""
+
+    calls: CallShape = FUNCTIONS
+
+
 _decoder = msgspec.json.Decoder(ChatBody)
 
 
 # --------------------------------------------------------------------------- translation
 
 
-def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
+def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     """A body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if not request.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    if request.functions:
-        raise InvalidRequest("functions: this field is obsolete, use tools", param="functions")
     if request.modalities not in (None, [], ["text"]):
         raise InvalidRequest("modalities: only text is supported", param="modalities")
-    tools = tuple(_tool(tool, f"tools.{index}") for index, tool in enumerate(request.tools or []))
-    names = {tool.name for tool in tools}
-    choice, allowed = tool_choice(
-        request.tool_choice, names, lambda given: [given.called] if given.called in names else None
-    )
+    tools = chat_tools(request.tools, request.tool_choice, request.functions, request.function_call)
     thinking, template_args = _thinking(request)
     conversation = Conversation(
-        messages=tuple(_message(message, f"messages.{i}") for i, message in enumerate(request.messages)),
-        tools=tools,
-        tool_choice=choice,
-        allowed_tools=allowed,
-        parallel_calls=request.parallel_tool_calls is not False,
+        messages=_messages(request.messages),
+        tools=tools.tools,
+        tool_choice=tools.choice,
+        allowed_tools=tools.allowed,
+        parallel_calls=request.parallel_tool_calls is not False and not tools.shape.obsolete,
         thinking=thinking,
         template_args=template_args,
     )
     max_tokens = limit_of(request.max_tokens, "max_tokens")
     if request.max_completion_tokens is not None:
         max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
-    return ParsedRequest(
+    return ChatRequest(
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
@@ -164,6 +162,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
+        calls=tools.shape,
     )
 
 
@@ -198,21 +197,29 @@ def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
     return request.enable_thinking if request.enable_thinking is not None else asked, args
 
 
-def _tool(tool: _Tool, param: str) -> Tool:
-    function = tool.function
-    schema = free_json(function.parameters or {}, f"{param}.function.parameters")
-    return Tool(function.name, function.description or "", schema, strict=bool(function.strict))
+def _messages(given: list[_Message]) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    asked = ""
+    """The id of the last `function_call`: those and their results have none, and come in turns."""
+    for index, message in enumerate(given):
+        if message.function_call is not None:
+            asked = f"function_{index}"
+        messages.append(_message(message, asked, f"messages.{index}"))
+    return tuple(messages)
 
 
-def _message(message: _Message, param: str) -> Message:
+def _message(message: _Message, asked: str, param: str) -> Message:
     parts = _content(message, param)
-    if message.role == "tool":
-        if message.tool_call_id is None:
-            where = f"{param}.tool_call_id"
-            raise InvalidRequest(f"{where}: this field is required", param=where)
+    if message.role in ("tool", "function"):
+        answered = message.tool_call_id if message.role == "tool" else asked or None
+        if answered is None:
+            where, what = f"{param}.tool_call_id", "this field is required"
+            if message.role == "function":
+                where, what = f"{param}.role", "no message before this one has a function_call"
+            raise InvalidRequest(f"{where}: {what}", param=where)
         text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
         images = tuple(part for part in parts if isinstance(part, ImagePart))
-        return Message("tool", (ToolResultPart(message.tool_call_id, text, images=images),))
+        return Message("tool", (ToolResultPart(answered, text, images=images),))
     if message.role != "assistant":
         if message.content is None:
             raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
@@ -221,6 +228,8 @@ def _message(message: _Message, param: str) -> Message:
         parts.insert(0, ThinkingPart(thought))
     for index, call in enumerate(message.tool_calls or []):
         parts.append(_call(call, index, f"{param}.tool_calls.{index}"))
+    if message.function_call is not None:
+        parts.append(_called(message.function_call, asked, f"{param}.function_call"))
     return Message("assistant", tuple(parts))
 
 
@@ -246,7 +255,16 @@ def _content(message: _Message, param: str) -> list[Part]:
 
 
 def _call(call: _Call, index: int, param: str) -> ToolCallPart:
-    given = call.function.arguments
-    where = f"{param}.function.arguments"
+    id = call.id or f"call_{index}"
+    if call.custom is not None:
+        return ToolCallPart(id, call.custom.name, {CUSTOM_INPUT: call.custom.input})
+    if call.function is None:
+        where = f"{param}.{call.type or 'function'}"
+        raise InvalidRequest(f"{where}: this field is required", param=where)
+    return _called(call.function, id, f"{param}.function")
+
+
+def _called(function: _CalledFunction, id: str, param: str) -> ToolCallPart:
+    given, where = function.arguments, f"{param}.arguments"
     arguments = free_json(given, where) if isinstance(given, dict) else lenient_arguments(given or "", where)
-    return ToolCallPart(call.id or f"call_{index}", call.function.name, arguments)
+    return ToolCallPart(id, function.name, arguments)

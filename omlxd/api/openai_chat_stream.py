@@ -17,7 +17,9 @@ from ..chat import (
     ToolCallCut,
     ToolCallDelta,
 )
+from .openai_chat_tools import FUNCTIONS, CallShape
 from .openai_choices import ChoicesCollector, ChoicesStream
+from .openai_custom_tools import custom_input
 from .openai_fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
 from .sse import OpenCall
 
@@ -27,13 +29,34 @@ class _Function(msgspec.Struct):
     arguments: str
 
 
-class _Call(msgspec.Struct):
+class _Call(msgspec.Struct, tag_field="type", tag="function"):
+    id: str
+    function: _Function
+
+
+class _Custom(msgspec.Struct):
+    name: str
+    input: str
+
+
+class _CustomCall(msgspec.Struct, tag_field="type", tag="custom"):
+    id: str
+    custom: _Custom
+
+
+class _CallDelta(msgspec.Struct, kw_only=True):
     id: str
     function: _Function
     type: Literal["function"] = "function"
+    index: int
 
 
-class _CallDelta(_Call, kw_only=True):
+class _CustomDelta(msgspec.Struct, kw_only=True):
+    """A whole call: its text comes out of JSON, and can't be sent before that is whole."""
+
+    id: str
+    custom: _Custom
+    type: Literal["custom"] = "custom"
     index: int
 
 
@@ -52,7 +75,8 @@ class _Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_CallDelta | _ArgumentsDelta] | None = None
+    tool_calls: list[_CallDelta | _CustomDelta | _ArgumentsDelta] | None = None
+    function_call: _Function | _Arguments | None = None
 
 
 class _ChunkChoice(msgspec.Struct, kw_only=True):
@@ -77,10 +101,18 @@ class OpenAIChatStream(ChoicesStream):
     _chunk_type = _Chunk
 
     def __init__(
-        self, id: str, model: str, created: int, request_id: str, include_usage: bool = False, n: int = 1
+        self,
+        id: str,
+        model: str,
+        created: int,
+        request_id: str,
+        include_usage: bool = False,
+        n: int = 1,
+        shape: CallShape = FUNCTIONS,
     ):
         super().__init__(id, model, created, request_id, include_usage, n)
-        self._calls = [_Progress() for _ in range(n)]
+        self._shape = shape
+        self._calls = [_Progress(shape) for _ in range(n)]
 
     def start(self) -> bytes:
         return b"".join(
@@ -100,10 +132,10 @@ class OpenAIChatStream(ChoicesStream):
         if isinstance(event, ReasoningDelta):
             return self._chunk(_Delta(reasoning_content=event.text), index=index) if event.text else b""
         if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
-            calls = self._calls[index].calls(event)
-            return self._chunk(_Delta(tool_calls=calls), index=index) if calls else b""
+            delta = self._calls[index].delta(event)
+            return self._chunk(delta, index=index) if delta else b""
         if isinstance(event, Finished):
-            return self._chunk(_Delta(), finish_reason=FINISH_REASON[event.reason], index=index)
+            return self._chunk(_Delta(), finish_reason=_finish_reason(event, self._shape), index=index)
         return b""
 
     def _chunk(
@@ -120,25 +152,49 @@ class OpenAIChatStream(ChoicesStream):
 class _Progress:
     """The calls of one choice of a stream: their numbers, and what was sent of the open one."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: CallShape) -> None:
+        self._shape = shape
         self._count = 0
         self._open = OpenCall()
 
-    def calls(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> list[_CallDelta | _ArgumentsDelta]:
-        begins = not self._open.id
-        text = self._open.take(event)
+    def delta(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> _Delta | None:
+        """What to send now, if anything."""
         index = self._count
         if not isinstance(event, ToolCallDelta):
             self._count += 1
-        if begins:
-            return [_CallDelta(event.id, _Function(event.name, text), index=index)]
-        return [_ArgumentsDelta(index, _Arguments(text))] if text else []
+        if event.name in self._shape.custom:
+            if isinstance(event, ToolCallDelta):
+                return None
+            return _Delta(tool_calls=[_CustomDelta(id=event.id, custom=_custom(event), index=index)])
+        begins = not self._open.id
+        text = self._open.take(event)
+        if not begins and not text:
+            return None
+        told = _Function(event.name, text) if begins else _Arguments(text)
+        if self._shape.obsolete:
+            return _Delta(function_call=told)
+        if isinstance(told, _Function):
+            return _Delta(tool_calls=[_CallDelta(id=event.id, function=told, index=index)])
+        return _Delta(tool_calls=[_ArgumentsDelta(index, told)])
+
+
+def _custom(event: ToolCall | ToolCallCut) -> _Custom:
+    return _Custom(
+        event.name, custom_input(event.whole if isinstance(event, ToolCallCut) else event.arguments)
+    )
+
+
+def _finish_reason(finished: Finished, shape: CallShape) -> str:
+    if shape.obsolete and finished.reason == "tool_calls":
+        return "function_call"
+    return FINISH_REASON[finished.reason]
 
 
 class _Message(msgspec.Struct):
     content: str | None
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[_Call] | UnsetType = UNSET
+    tool_calls: list[_Call | _CustomCall] | UnsetType = UNSET
+    function_call: _Function | UnsetType = UNSET
     role: Literal["assistant"] = "assistant"
     refusal: None = None
 
@@ -162,10 +218,11 @@ class ChatCompletion(msgspec.Struct):
 class _Collected:
     """One choice of an answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: CallShape) -> None:
+        self._shape = shape
         self._text: list[str] = []
         self._reasoning: list[str] = []
-        self._calls: list[_Call] = []
+        self._calls: list[ToolCall | ToolCallCut] = []
         self._logprobs: list[TokenLogprob] = []
         self._finished: Finished | None = None
 
@@ -176,7 +233,7 @@ class _Collected:
         elif isinstance(event, ReasoningDelta):
             self._reasoning.append(event.text)
         elif isinstance(event, (ToolCall, ToolCallCut)):
-            self._calls.append(_Call(event.id, _Function(event.name, event.arguments)))
+            self._calls.append(event)
         elif isinstance(event, Finished):
             self._finished = event
 
@@ -187,18 +244,26 @@ class _Collected:
             # Null only beside tool calls: clients read an answer's content without asking.
             content=None if self._calls and not text else text,
             reasoning_content="".join(self._reasoning) or UNSET,
-            tool_calls=self._calls or UNSET,
         )
+        if self._calls and self._shape.obsolete:
+            message.function_call = _Function(self._calls[0].name, self._calls[0].arguments)
+        elif self._calls:
+            message.tool_calls = [self._call(call) for call in self._calls]
         return _Choice(
             message=message,
-            finish_reason=FINISH_REASON[self._finished.reason],
+            finish_reason=_finish_reason(self._finished, self._shape),
             logprobs=chat_logprobs(tuple(self._logprobs)) if self._logprobs else None,
             index=index,
         )
+
+    def _call(self, call: ToolCall | ToolCallCut) -> _Call | _CustomCall:
+        if call.name in self._shape.custom:
+            return _CustomCall(call.id, _custom(call))
+        return _Call(call.id, _Function(call.name, call.arguments))
 
 
 class OpenAIChatCollector(ChoicesCollector[_Choice]):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
-    def __init__(self, id: str, model: str, created: int, n: int = 1):
-        super().__init__(ChatCompletion, [_Collected() for _ in range(n)], id, model, created)
+    def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
+        super().__init__(ChatCompletion, [_Collected(shape) for _ in range(n)], id, model, created)

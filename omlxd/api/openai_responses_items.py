@@ -35,7 +35,8 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .body import free_json, image_url, lenient_arguments, stable_json
-from .openai_responses_tools import CUSTOM_INPUT, ResponseTools
+from .openai_custom_tools import CUSTOM_INPUT
+from .openai_responses_tools import ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
 """Begins our `encrypted_content`. It is the text in base64, not encrypted: the client may read its

@@ -32,10 +32,11 @@ from ..chat import (
 from ..errors import OmlxdError
 from . import openai_responses_body as body
 from .body import lenient_arguments
+from .openai_custom_tools import custom_input
 from .openai_fields import ChatLogprob, chat_logprobs
 from .openai_responses import ResponsesRequest
 from .openai_responses_items import sealed
-from .openai_responses_tools import ToolName, custom_input, told_name
+from .openai_responses_tools import ToolName, told_name
 from .sse import OpenCall, named_event, usage_extension
 
 Keep = Callable[[str, tuple[Message, ...], bytes, bytes], None]

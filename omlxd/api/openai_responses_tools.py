@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from ..chat import Struct, Tool
 from ..errors import InvalidRequest
-from .answer_format import MAX_GRAMMAR_CHARS
-from .body import RAW_INPUT as CUSTOM_INPUT
-from .body import free_json, stable_json
+from .body import free_json
+from .openai_custom_tools import custom_tool
 from .openai_tool_choice import ToolGiven
 
 MAX_NAME_CHARS = 256
@@ -126,16 +125,6 @@ def told_name(names: dict[str, ToolName], called: str) -> ToolName:
     return alike[0] if len(alike) == 1 else ToolName(called)
 
 
-def custom_input(arguments: str) -> str:
-    """The text that a custom tool's call gives, from the JSON of its arguments."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return arguments
-    text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
-
-
 def _joined(namespace: str, name: str) -> str:
     if not namespace:
         return name
@@ -146,38 +135,5 @@ def _function(flat: str, tool: _Given) -> Tool:
     return Tool(flat, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
 
 
-class _Format(msgspec.Struct):
-    type: Literal["text", "grammar"] = "text"
-    syntax: Literal["lark", "regex"] | None = None
-    definition: str = ""
-
-
 def _custom(flat: str, tool: _Given, param: str) -> Tool:
-    """A custom tool takes text, maybe of a grammar: the model is told it, and held to it."""
-    param = f"{param}.format"
-    try:
-        format = msgspec.convert(tool.format or {}, _Format)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
-    if format.type == "grammar" and (
-        not format.syntax or not 0 < len(format.definition) <= MAX_GRAMMAR_CHARS
-    ):
-        raise InvalidRequest(
-            f"{param}: a grammar needs a syntax (lark or regex) and a definition of at most "
-            f"{MAX_GRAMMAR_CHARS} characters",
-            param=param,
-        )
-    described = tool.description or ""
-    if tool.format is not None and tool.format.get("type") not in (None, "text"):
-        described = f"{described}\n\nFormat of the input: {stable_json(tool.format)}".strip()
-    text: dict[str, Any] = {"type": "string"}
-    if format.syntax == "regex":
-        text["pattern"] = f"^(?:{format.definition})$"
-    schema = {
-        "type": "object",
-        "properties": {CUSTOM_INPUT: text},
-        "required": [CUSTOM_INPUT],
-        "additionalProperties": False,
-    }
-    lark = format.definition if format.syntax == "lark" else ""
-    return Tool(flat, described, schema, strict=format.syntax == "regex", input_grammar=lark)
+    return custom_tool(flat, tool.description or "", tool.format, f"{param}.format")

@@ -61,13 +61,24 @@ ANTHROPIC = Dialect(
     lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id),
     lambda parsed: AnthropicCollector(_id("msg_"), parsed.model),
 )
-OPENAI_CHAT = Dialect(
-    openai_chat.parse,
-    lambda parsed, request_id: OpenAIChatStream(
-        _id("chatcmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
-    ),
-    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers),
-)
+
+
+def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:
+    assert isinstance(parsed, openai_chat.ChatRequest)
+    return OpenAIChatStream(
+        *(_id("chatcmpl-"), parsed.model, _now(), request_id),
+        include_usage=parsed.include_usage,
+        n=parsed.answers,
+        shape=parsed.calls,
+    )
+
+
+def _chat_collector(parsed: ParsedRequest) -> OpenAIChatCollector:
+    assert isinstance(parsed, openai_chat.ChatRequest)
+    return OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls)
+
+
+OPENAI_CHAT = Dialect(openai_chat.parse, _chat_stream, _chat_collector)
 OPENAI_COMPLETIONS = Dialect(
     openai_completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
