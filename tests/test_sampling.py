@@ -104,12 +104,13 @@ def test_a_temperature_near_zero_is_greedy(temperature: float):
     assert set(tokens.ravel().tolist()) == {int(LOGITS.argmax())}
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     "fields", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}]
 )
-def test_logits_that_are_no_numbers_give_no_token(fields):
+def test_logits_that_are_no_numbers_give_no_token(fields, value):
     broken = LOGITS.copy()
-    broken[7] = np.nan
+    broken[7] = value
     sampler = BatchSampler([row(**fields), row(**fields)])
     tokens = np.array(sampler(mx.array(np.stack([broken, LOGITS]))))
     assert tokens[0] == NO_TOKEN and 0 <= tokens[1] < VOCAB

@@ -97,7 +97,8 @@ class KVBridge:
             payloads = copy_blocks(self._layout, tensors(first, last), starts, self._block)
             for index, payload in zip(run, payloads, strict=True):
                 key = sequence.key(index, self._block)
-                self.store.put(table, index, key, payload, sequence.prompt_length)
+                had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
+                sequence.stored[key.block_hash] = had_file
 
     def harvest_prefilled(self, sequence: Sequence) -> None:
         """As `harvest`, from the sequence's own cache (not yet in a batch)."""
@@ -120,6 +121,13 @@ class KVBridge:
             else:
                 runs.append([index])
         return runs
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """What the sequence has stored since its last good token, or its match, is worth nothing."""
+        if sequence.stored:
+            log.warning("request %d: what it has stored of itself is dropped again", sequence.id)
+            self.store.withdraw(sequence.stored)
+            sequence.stored = {}
 
     def finish(self, sequence: Sequence) -> None:
         """Give the sequence's references back, its chain made recent in both tiers. Raises nothing."""

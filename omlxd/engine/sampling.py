@@ -209,7 +209,7 @@ class BatchSampler:
         self._min_p = mx.array([[p.min_p] for p in params])
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` for logits that hold a NaN."""
+        """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` where a logit is NaN or +inf."""
         given = logits
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
@@ -217,7 +217,8 @@ class BatchSampler:
             logits = self._mask(logits)
         best = mx.argmax(logits, axis=-1)
         tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
-        tokens = mx.where(mx.any(mx.isnan(given), axis=-1), NO_TOKEN, tokens.astype(mx.int32))
+        numbers = mx.all(given < -NEG_INF, axis=-1)  # A NaN is less than nothing.
+        tokens = mx.where(numbers, tokens.astype(mx.int32), NO_TOKEN)
         for index in self._penalised:
             penalties = self.rows[index].penalties
             assert penalties is not None

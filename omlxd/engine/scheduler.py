@@ -320,6 +320,7 @@ class Scheduler:
         if token == NO_TOKEN:
             self._spoiled(sequence)
             return False
+        sequence.stored.clear()  # Its KV so far has given numbers.
         sequence.tokens.append(token)
         if sequence.cancelled:
             return False
@@ -334,11 +335,12 @@ class Scheduler:
         return True
 
     def _spoiled(self, sequence: Sequence) -> None:
-        """The model's numbers are none: the answer ends here, and nothing more of its KV is kept."""
+        """The model's numbers are none: the answer ends here, and none of the KV that gave them is kept."""
         if not sequence.cancelled:
             sequence.sink.failed(sequence, OmlxdError("the model's logits are not numbers", code="internal"))
         sequence.tip = None
         if self.bridge is not None:
+            self.bridge.withdraw(sequence)
             self.bridge.finish(sequence)
         sequence.cancelled = True
 

@@ -58,6 +58,8 @@ class Sequence:
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
     shelter        blocks to hold while it runs; `sheltered`: those that it holds (shelter.py)
+    stored         names of what it has given the store since its last good token, or its match; and
+                   whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     sink           where output goes (engine/output_thread.py); opaque to the scheduler
@@ -91,6 +93,7 @@ class Sequence:
     received: float = field(default_factory=time.monotonic)
     shelter: Seq[BlockHash] = ()
     sheltered: list[Block] = field(default_factory=list)
+    stored: dict[BlockHash, bool] = field(default_factory=dict)
     unreached: int = 0
     timed_out: bool = False
     deadline: float = math.inf

@@ -103,7 +103,10 @@ class StateKeeper:
     def _put(self, sequence: Sequence, *, write: bool) -> None:
         assert sequence.tip is not None
         blocks, payload = sequence.tip
-        self.checkpoints.put(sequence.hashes[blocks - 1], blocks * self._block, payload, write=write)
+        block_hash = sequence.hashes[blocks - 1]
+        if self.checkpoints.peek(block_hash) is None:
+            sequence.stored[checkpoint_name(block_hash)] = self.checkpoints.stands(block_hash)
+        self.checkpoints.put(block_hash, blocks * self._block, payload, write=write)
 
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import cast
 
 from .block import Block, Payload
 from .block_file import READ_BYTES, BlockFormat, BlockKey
@@ -93,7 +94,7 @@ class Checkpoints:
     def _may_load(self, name: BlockHash) -> bool:
         """Whether a file stands there, on a disk that can be read. Any thread."""
         flusher = self._store.flusher
-        if self._files is None or (flusher is not None and not flusher.health.may_read()):
+        if self._files is None or (flusher is not None and not flusher.may_read(name)):
             return False
         return self._files.has(name)
 
@@ -124,7 +125,10 @@ class Checkpoints:
     # ----------------------------------------------------------------- storing and loading
 
     def put(self, block_hash: BlockHash, position: int, payload: WritablePayload, *, write: bool) -> None:
-        """Keep the state after `position` tokens, the end of that block; `write`: on disk too."""
+        """Keep the state after `position` tokens, the end of that block; `write`: on disk too.
+
+        One that is in RAM already stays, and is what is written.
+        """
         pool, name = self._store.pool, checkpoint_name(block_hash)
         block: Block | None = None
         if pool.get_cached_block(name) is not None or self._store.make_room(payload.nbytes):
@@ -134,14 +138,15 @@ class Checkpoints:
                 pool.touch([block])
                 pool.free([own])
         flusher = self._store.flusher
-        if write and flusher is not None and self._files is not None and self._lacks_file(self._files, name):
+        if write and flusher is not None and self._files is not None and self._lacks_file(name):
             key, tier = self._key(block_hash, position), self._files.at(position)
-            flusher.offer(key, payload, block, tier, tokens=position)
+            kept = payload if block is None else cast(WritablePayload, block.payload)
+            flusher.offer(key, kept, block, tier, tokens=position)
         if block is not None:
             pool.free([block])
 
-    def _lacks_file(self, files: CheckpointFiles, name: BlockHash) -> bool:
-        return not files.has(name) or self._store.distrusts(name)
+    def _lacks_file(self, name: BlockHash) -> bool:
+        return not self._may_load(name) or self._store.distrusts(name)
 
     def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
         """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""

@@ -63,6 +63,10 @@ class ColdTier:
             BlockFileError,
         )
 
+    def remove(self, block_hash: BlockHash) -> None:
+        """Raises FileNotFoundError, OSError."""
+        self._fs.unlink(self._full(block_hash))
+
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make files the most recently used, the last one the most: pass leaves first."""
         now = time.time_ns() - len(hashes) * 1000

@@ -13,7 +13,7 @@ stored and when a request uses it again. What a failed disk or a full queue refu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 from .admission import Admission, Always
@@ -58,12 +58,21 @@ class Flusher:
         self._admission: Admission = admission or Always()
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
+        self._removing: set[BlockHash] = set()
         self.on_written: Callable[[BlockHash], None] = lambda block_hash: None
         """Called on the engine thread with a block whose file is in place."""
         pool.on_leaving = self._leaving
 
     def is_writing(self, block_hash: BlockHash) -> bool:
         return block_hash in self._writing
+
+    def is_removing(self, block_hash: BlockHash) -> bool:
+        """Whether a file of that name is worth nothing, and on its way out. Any thread."""
+        return block_hash in self._removing
+
+    def may_read(self, block_hash: BlockHash) -> bool:
+        """Whether a file of that name, if one is there, may be counted on. Any thread."""
+        return block_hash not in self._removing and self.health.may_read()
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """A chain was used, root first."""
@@ -112,7 +121,7 @@ class Flusher:
         tries: int = 0,
     ) -> bool:
         """Queue a payload for the cold tier; `block`, if it is hot, stays so until it is in place."""
-        if key.block_hash in self._writing:
+        if key.block_hash in self._writing or key.block_hash in self._removing:
             return False
 
         def done(in_place: bool) -> None:
@@ -130,10 +139,11 @@ class Flusher:
         self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
     ) -> None:
         self._writing.discard(key.block_hash)
-        if in_place:
+        removing = key.block_hash in self._removing
+        if in_place and not removing:
             self.on_written(key.block_hash)
         # Not always `block`: that may have been let go, and the same tokens been computed again.
-        owner = self._pool.get_cached_block(key.block_hash)
+        owner = None if removing else self._pool.get_cached_block(key.block_hash)
         if owner is not None and in_place:
             owner.on_disk = True
             self.unwritten.pop(key.block_hash)
@@ -143,6 +153,21 @@ class Flusher:
                 self.unwritten.add(key, tier, owner.payload.nbytes, due=True, tries=tries)
         if block is not None:
             self._pool.free([block])
+
+    def remove(self, names: Collection[BlockHash]) -> None:
+        """Files of these names go, and those that are on their way. None is counted on from now on.
+
+        One that is stored again meanwhile is written once they are gone.
+        """
+        self._removing.update(names)
+        self._writing.difference_update(names)
+        for name in names:
+            self.unwritten.pop(name)
+
+        def done(gone: Collection[BlockHash]) -> None:
+            self._post(lambda: self._removing.difference_update(gone))
+
+        self.writer.remove(names, done)
 
     def _leaving(self, block: Block) -> None:
         """A block without a file is evicted: the last moment to write it."""
@@ -157,6 +182,8 @@ class Flusher:
 
     def _write_later(self, block_hash: BlockHash) -> bool:
         """Write a block that is due. False: no writer takes it now."""
+        if block_hash in self._removing:
+            return True  # By a later tick.
         entry = self.unwritten.due[block_hash]
         block = self._pool.get_cached_block(block_hash)
         if block is None or block.payload is None or block.on_disk:

@@ -25,7 +25,7 @@ class Space(Protocol):
         ...
 
     def dropped(self, path: str) -> None:
-        """A file was removed because it failed its check."""
+        """A file was removed because its bytes are wrong."""
         ...
 
     def touched(self, paths: Sequence[str]) -> None:

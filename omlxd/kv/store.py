@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -149,14 +149,17 @@ class KVStore:
             return True
         if self.flusher is None or block is not None or self.flusher.is_writing(block_hash):
             return False
+        if self.flusher.is_removing(block_hash):
+            return False
         return self.distrusts(block_hash) or not self._has_file(block_hash)
 
     def put(
         self, table: BlockTable, index: int, key: BlockKey, payload: WritablePayload, tokens: int = 0
-    ) -> None:
+    ) -> bool:
         """Keep the full block at `index` of `table`: hot where there is room, cold behind it.
 
         tokens  length of the prompt that it belongs to, for the admission policy
+        True: a file of it was there before, and stays as it is.
         """
         self.stats.puts += 1
         known = self.pool.get_cached_block(key.block_hash)
@@ -177,9 +180,24 @@ class KVStore:
             writing = self.flusher.offer(key, payload, block, tokens=tokens)
         if not (room or writing or on_disk):
             self.stats.not_kept += 1
+        return on_disk
+
+    def withdraw(self, names: Mapping[BlockHash, bool]) -> None:
+        """What was just stored under `names` (blocks, checkpoints) is worth nothing: it is found no more.
+
+        names  and whether a file was there before: that one stays
+        """
+        for name, had_file in names.items():
+            block = self.pool.get_cached_block(name)
+            if block is not None and had_file and block.on_disk:
+                self.pool.drop_payload(block)
+            elif block is not None:
+                self.pool.forget(block)
+        if self.flusher is not None:
+            self.flusher.remove([name for name, had_file in names.items() if not had_file])
 
     def _has_file(self, block_hash: BlockHash) -> bool:
-        if self.cold is None or (self.flusher is not None and not self.flusher.health.may_read()):
+        if self.cold is None or (self.flusher is not None and not self.flusher.may_read(block_hash)):
             return False
         return self.cold.has(block_hash)
 
@@ -211,6 +229,9 @@ class KVStore:
         """
         tier = tier or self.cold
         assert tier is not None
+        if self.flusher is not None and self.flusher.is_removing(key.block_hash):
+            self._count("lost")
+            return False
         try:
             tier.load(key, buffers)
         except BlockFileError as error:

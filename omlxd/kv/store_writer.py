@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,6 +167,28 @@ class StoreWriter:
                 self._waiting.append((self._last_ticket, action))
             else:
                 self._queue.put(action)
+
+    def remove(self, names: Collection[BlockHash], done: Callable[[Collection[BlockHash]], None]) -> None:
+        """Remove files once every store queued so far is settled.
+
+        `done(those that are gone)` runs on a writer thread; never, as with `after_queued`.
+        """
+
+        def remove_all() -> None:
+            done([name for name in names if self._remove(name)])
+
+        self.after_queued(remove_all)
+
+    def _remove(self, name: BlockHash) -> bool:
+        try:
+            self._cold.remove(name)
+        except FileNotFoundError:
+            return True
+        except OSError as error:
+            log.warning("cold tier: a file can't be removed: %s", error)
+            return False
+        self._space.dropped(self._cold.path_of(name))
+        return True
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every store is settled and every action has run. False: the deadline came first."""

@@ -1,0 +1,122 @@
+"""A model whose numbers turn into none: the request fails, and what it has stored is never recalled.
+
+What other requests have stored, and what stood before, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from cold_run import Reference, prompt
+from families import build_family
+from kv_fakes import bytes_on_disk, files_in
+from rig import BLOCK, Rig
+
+from omlxd.engine import scheduler as scheduler_module
+from omlxd.errors import OmlxdError
+
+MARK = 7
+"""A token that no prompt of `prompt` holds."""
+
+
+class Spoiled:
+    """A model whose logits are none where `when(tokens, cache)` says so, after the pass."""
+
+    def __init__(self, model: Any, when: Callable[[mx.array, Any], bool], value: float = float("nan")):
+        self._model, self._when, self._value = model, when, value
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        logits = self._model(tokens, cache=cache)
+        return logits + self._value if self._when(tokens, cache) else logits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def marked(tokens: mx.array, cache: Any) -> bool:
+    return MARK in tokens.tolist()[0]  # type: ignore[index]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5", "mamba2"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family(request.param, tmp_path_factory.mktemp("model") / request.param)
+
+
+@pytest.fixture(scope="module")
+def uncached(model: Path):
+    with Reference(model) as reference:
+        yield reference
+
+
+def fails(rig: Rig, tokens: list[int], n: int = 5) -> None:
+    with pytest.raises(OmlxdError, match="not numbers"):
+        rig.start(tokens, n).tokens()
+    rig.settle()
+    rig.on_engine(lambda: rig.pool.check({}))
+    assert rig.ledger is not None and rig.root is not None
+    assert rig.ledger.stats().files == len(files_in(rig.root))
+
+
+SHARED = prompt(2 * BLOCK + 10, seed=1)
+OTHER = SHARED + prompt(3 * BLOCK, seed=2)
+LONG = SHARED + prompt(5 * BLOCK, seed=3) + [MARK]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
+    model: Path, uncached: Reference, tmp_path: Path, value: float
+):
+    want, other = uncached.once(LONG, 5)[0], uncached.once(OTHER, 5)[0]
+    with Rig(model, tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        assert rig.run(OTHER, 5).got == other
+        before, names = files_in(tmp_path), rig.pool.num_cached
+        whole = rig.scheduler._model
+        rig.scheduler._model = Spoiled(whole, marked, value)
+        for _ in range(2):
+            fails(rig, LONG)
+            assert files_in(tmp_path) == before and rig.pool.num_cached == names
+        assert rig.store.writer is not None and rig.store.writer.stats.written > len(before)
+        rig.scheduler._model = whole
+        again = rig.run(LONG, 5)
+        assert again.got == want and again.hot == 2 * BLOCK
+        assert rig.run(OTHER, 5).hot >= 4 * BLOCK
+        assert rig.run(LONG, 5).hot >= 6 * BLOCK, "it is kept again"
+    with Rig(model, tmp_path) as rig:
+        later = rig.run(LONG, 5)
+        assert later.got == want and later.cold >= 6 * BLOCK
+
+
+def test_after_a_restart_nothing_of_a_spoiled_prompt_is_found(model: Path, tmp_path: Path):
+    with Rig(model, tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        rig.run(OTHER, 5)
+        rig.scheduler._model = Spoiled(rig.scheduler._model, marked)
+        fails(rig, LONG)
+        on_disk = bytes_on_disk(tmp_path)
+    assert bytes_on_disk(tmp_path) == on_disk
+    with Rig(model, tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        assert rig.run(LONG, 5).cold == 2 * BLOCK
+
+
+def test_an_answer_that_is_spoiled_later_keeps_what_has_given_numbers(tmp_path_factory, monkeypatch):
+    """Nothing vouches for the KV of the last pass: a block that ends with it is not kept."""
+    monkeypatch.setattr(scheduler_module, "HARVEST_TOKENS", 1)
+    tokens = prompt(BLOCK + 30)
+    with Rig(build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")) as rig:
+        alone = rig.run(tokens, 60, salt="alone").sequence
+        whole = rig.scheduler._model
+        rig.scheduler._model = Spoiled(whole, lambda _, cache: cache[0].offset == 2 * BLOCK)
+        output = rig.start(tokens, 60)
+        with pytest.raises(OmlxdError, match="not numbers"):
+            output.tokens()
+        rig.settle()
+        rig.on_engine(lambda: rig.pool.check({}))
+        assert [*tokens, *output.got] == alone.tokens[: 2 * BLOCK]
+        rig.scheduler._model = whole
+        assert rig.run(alone.tokens[: 2 * BLOCK + 1], 3).hot == BLOCK
