@@ -148,6 +148,8 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     """False: the answer ends with its first call."""
     thinking: bool | None = None
     template_args: dict[str, Any] = {}
+    effort: str = ""
+    """How hard to think, where the template has a word for it (`reasoning_effort`); a hint."""
 
 
 class RawPrompt(Struct, frozen=True, tag="raw"):

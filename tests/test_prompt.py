@@ -205,6 +205,25 @@ def test_template_arguments(prompts):
             prompts.render(Conversation(hello, template_args={name: "x"}))
 
 
+CHOOSY = """{%- if reasoning_effort is defined and reasoning_effort not in ['none', 'high'] %}
+{{- raise_exception('reasoning_effort must be none or high') }}{%- endif %}
+{{- reasoning_effort | default('free') }}:{%- for m in messages %}{{ m.content }}{%- endfor %}"""
+
+
+def test_effort_is_told_where_the_template_knows_the_word_and_passed_over_where_not(folder):
+    choosy = pipeline(folder, CHOOSY)
+    hello = (say("user", "Hi"),)
+    for effort, told in (("high", "high:Hi"), ("medium", "free:Hi"), ("", "free:Hi")):
+        assert choosy.render(Conversation(hello, effort=effort)).text == told
+    # What the client says is above what the owner set for the model.
+    assert choosy.render(
+        Conversation(hello, effort="high", template_args={"reasoning_effort": "none"})
+    ).text == ("high:Hi")
+    assert pipeline(folder).render(Conversation(hello, effort="high")).tokens
+    with pytest.raises(InvalidRequest, match="must alternate"):
+        pipeline(folder, NO_SYSTEM).render(Conversation((say("assistant", "I begin"),), effort="high"))
+
+
 # --------------------------------------------------------------------------- system messages
 
 

@@ -77,6 +77,7 @@ class _Message(msgspec.Struct):
 
 class _OutputConfig(msgspec.Struct):
     format: ResponseFormat | None = None
+    effort: str | None = None
 
 
 class _ThinkingConfig(msgspec.Struct):
@@ -123,10 +124,10 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise InvalidRequest("messages: at least one message is required", param="messages")
     _refuse_server_state(request)
     shown = list(_shown(request.messages))
-    tools = Tools(request.tools or [], (change for _, message in shown for change in _changes(message)))
+    tools = Tools(request.tools or [], (change for each in shown for change in _changes(*each)))
     messages = [_system(request.system)] if request.system else []
-    for index, message in shown:
-        messages.extend(_messages(message, tools, f"messages.{index}"))
+    for index, skip, message in shown:
+        messages.extend(_messages(message, tools, f"messages.{index}", skip))
     tool_choice, allowed_tools = tools.choice(request.tool_choice)
     thinking = request.thinking
     conversation = Conversation(
@@ -136,6 +137,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         allowed_tools=allowed_tools,
         parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
+        effort=_effort(request.output_config),
     )
     return ParsedRequest(
         model=request.model or "",
@@ -172,6 +174,15 @@ def _format(request: MessagesBody) -> AnswerFormat | None:
         format_of(config.format if config else None, "output_config.format"),
         format_of(request.output_format, "output_format"),
     )
+
+
+def _effort(config: _OutputConfig | None) -> str:
+    """A word for the template; what is none is passed over."""
+    given = (config and config.effort) or ""
+    return given if _WORD.fullmatch(given) else ""
+
+
+_WORD = re.compile(r"\w{1,20}")
 
 
 def _sampling(request: MessagesBody) -> Sampling:
@@ -217,19 +228,17 @@ def _system(system: str | list[Text]) -> Message | None:
 # --------------------------------------------------------------------------- messages
 
 
-def _shown(messages: list[_Message]) -> Iterator[tuple[int, _Message]]:
-    """The messages that the model is shown, with their places in the request.
+def _shown(messages: list[_Message]) -> Iterator[tuple[int, int, _Message]]:
+    """The messages that the model is shown: place in the request, blocks of it that are not shown, message.
 
     Nothing before the last summary; no system message that was to be shown for a turn that is over.
     """
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     first, block = _last_compaction(messages)
     for index, message in enumerate(messages[first:], first):
-        if message.role == "system" and message.clear_at == "next_user_message" and index < last_user:
-            continue
-        if index == first and block and not isinstance(message.content, str | None):
-            message = _Message(message.role, message.content[block:], message.clear_at)
-        yield index, message
+        over = message.clear_at == "next_user_message" and index < last_user
+        if not (message.role == "system" and over):
+            yield index, block if index == first else 0, message
 
 
 def _last_compaction(messages: list[_Message]) -> tuple[int, int]:
@@ -244,8 +253,8 @@ def _last_compaction(messages: list[_Message]) -> tuple[int, int]:
     return 0, 0
 
 
-def _changes(message: _Message) -> Iterator[ToolChange]:
-    for block in message.content if isinstance(message.content, list) else ():
+def _changes(_index: int, skip: int, message: _Message) -> Iterator[ToolChange]:
+    for block in message.content[skip:] if isinstance(message.content, list) else ():
         if isinstance(block, ToolAddition | ToolRemoval):
             yield block
         elif isinstance(block, Compaction):
@@ -260,15 +269,18 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 }
 
 
-def _messages(message: _Message, tools: Tools, param: str) -> list[Message]:
-    """One message, or several: results and summaries stand in messages of their own, order kept."""
+def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[Message]:
+    """One message, or several: results and summaries stand in messages of their own, order kept.
+
+    skip  blocks at its beginning that are not shown
+    """
     content = [Text(message.content)] if isinstance(message.content, str) else message.content
     if content is None:
         if message.role == "system":
             return []
         raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
     runs: list[tuple[Role, list[Part]]] = []
-    for index, block in enumerate(content):
+    for index, block in enumerate(content[skip:], skip):
         where = f"{param}.content.{index}"
         if not isinstance(block, _ALLOWED[message.role]):
             kind = block.__struct_config__.tag

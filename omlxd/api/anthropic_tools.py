@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,13 +33,14 @@ class Tools:
         later = _added_later(changes)
         self._known: dict[str, Tool] = {}
         self._names: set[str] = set()
+        self._at_server: set[str] = set()
         listed = []
         for index, param in enumerate(given):
-            self._names.add(param.name or "")
             tool = _tool(param, f"tools.{index}")
+            self._names.add(tool.name if tool else param.name or "")
             if tool is None:
+                self._at_server.add(param.name or "")
                 continue
-            self._names.add(tool.name)
             self._known[tool.name] = tool
             if not param.defer_loading and tool.name not in later:
                 listed.append(tool)
@@ -67,11 +68,11 @@ class Tools:
     def change(self, change: ToolChange) -> str:
         """A tool that comes or goes, as the model is told; "" for what there is not here."""
         name = _name(change)
-        if not name:
+        if not name or name in self._at_server:
             return ""
         if isinstance(change, ToolRemoval):
             return f"The tool {name} can't be called any more."
-        return f"From here on this tool can be called:\n{self.described(name)}" if name in self._known else ""
+        return f"From here on this tool can be called:\n{self.described(name)}"
 
     def choice(self, given: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
         """(`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
@@ -85,17 +86,17 @@ class Tools:
             return ("required", allowed) if left else ("auto", ())
         if given.name in left:
             return f"named:{given.name}", ()
+        if given.name in self._at_server:
+            return "auto", ()
         if given.name in self._removed or given.name not in self._names:
             raise InvalidRequest(
                 f"tool_choice.name: there is no tool {given.name!r}", param="tool_choice.name"
             )
-        if given.name in self._known:
-            raise InvalidRequest(
-                f"tool_choice.name: {given.name!r} is deferred, so the model is not told of it at first and "
-                "it can't be forced",
-                param="tool_choice.name",
-            )
-        return "auto", ()
+        raise InvalidRequest(
+            f"tool_choice.name: {given.name!r} is deferred, so the model is not told of it at first and "
+            "it can't be forced",
+            param="tool_choice.name",
+        )
 
 
 def _name(change: ToolChange) -> str:
@@ -129,18 +130,24 @@ def _tool(given: ToolParam, param: str) -> Tool | None:
         if given.type in (None, "custom"):
             where = f"{param}.input_schema"
             raise InvalidRequest(f"{where}: this field is required", param=where)
-        return client_tool(given.type, given.name, strict)
+        tool = client_tool(given.type, given.name, strict)
+        return tool and msgspec.structs.replace(
+            tool, description=_description(tool.description, given.input_examples, param)
+        )
     if not given.name:
         raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
     schema = free_json(given.input_schema, f"{param}.input_schema")
-    return Tool(given.name, _description(given, param), schema, strict=strict)
+    description = _description(given.description or "", given.input_examples, param)
+    return Tool(given.name, description, schema, strict=strict)
 
 
-def _description(given: ToolParam, param: str) -> str:
+def _description(told: str, given: list[dict[str, Any]] | None, param: str) -> str:
     """With the examples of its input, for which templates have no other place."""
     examples = [
         msgspec.json.encode(free_json(example, f"{param}.input_examples.{index}")).decode()
-        for index, example in enumerate(given.input_examples or [])
+        for index, example in enumerate(given or [])
     ]
-    told = [given.description] if given.description else []
-    return "\n\n".join([*told, "\n".join(["Examples of its input:", *examples])] if examples else told)
+    if not examples:
+        return told
+    before = [told, ""] if told else []
+    return "\n".join([*before, "Examples of its input:", *examples])

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ..chat import Conversation
 from ..errors import InvalidRequest
 from .marks import holds, map_strings, special_starts, unused_marks
@@ -81,6 +83,15 @@ class Renderer:
 
     def text(self, conversation: Conversation, *, generation: bool = True) -> Text:
         """Raises InvalidRequest. `generation`: end with the prompt to answer."""
+        try:
+            return self._written(conversation, generation)
+        except InvalidRequest:
+            if not conversation.effort:
+                raise
+            # Some templates refuse words for effort that are not their own.
+            return self._written(msgspec.structs.replace(conversation, effort=""), generation)
+
+    def _written(self, conversation: Conversation, generation: bool) -> Text:
         messages, tools = shape(conversation, self.traits, hoist=self._hoist)
         arguments = self._arguments(conversation)
 
@@ -138,7 +149,8 @@ class Renderer:
             arguments["enable_thinking"] = conversation.thinking
             if "thinking" in self._switches:  # DeepSeek's name for it
                 arguments["thinking"] = conversation.thinking
-        return arguments | conversation.template_args
+        arguments |= conversation.template_args
+        return arguments | {"reasoning_effort": conversation.effort} if conversation.effort else arguments
 
     def _text(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
         if not self.has_template:
