@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
+import numpy as np
 
 from ..kv.block_file import READ_BYTES
 from ..kv.layout import KVLayout
@@ -64,6 +65,11 @@ class Transport(Protocol):
 def byte_view(array: mx.array) -> memoryview:
     """A writable byte view of an evaluated array. MLX's stubs don't say that it has the buffer protocol."""
     return memoryview(cast(Any, array)).cast("B")
+
+
+def typed_view(array: mx.array) -> np.ndarray[Any, Any]:
+    """A writable numpy view of an evaluated array in storage type."""
+    return np.asarray(memoryview(cast(Any, array)))
 
 
 class DirectTransport:
