@@ -54,7 +54,17 @@ from .anthropic_blocks import (
 from .anthropic_documents import browser_state_text, document_text, search_result_text
 from .anthropic_server_blocks import FROM_SERVER
 from .anthropic_tools import ToolChoice, Tools
-from .body import MAX_INT64, MAX_TOKENS, ParsedRequest, decode, free_json, session_header, stops
+from .body import (
+    MAX_INT64,
+    MAX_TOKENS,
+    NOT_FETCHED,
+    ParsedRequest,
+    decode,
+    free_json,
+    not_contacted,
+    session_header,
+    stops,
+)
 from .body import image as image_part
 
 BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -109,6 +119,7 @@ class MessagesBody(msgspec.Struct):
     thread: Any = None
     compaction: Any = None
     container: Any = None
+    mcp_servers: list[Any] | None = None
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
@@ -166,6 +177,8 @@ def _refuse_server_state(request: MessagesBody) -> None:
     for name, value in given.items():
         if value is not None:
             raise InvalidRequest(f"{name}: {_NO_SERVER_STATE[name]}", param=name)
+    if request.mcp_servers:
+        raise not_contacted("mcp_servers")
 
 
 def _format(request: MessagesBody) -> AnswerFormat | None:
@@ -350,7 +363,8 @@ def _image(block: Image, param: str) -> ImagePart:
     if not isinstance(block.source, Base64Source):
         kind = block.source.__struct_config__.tag
         raise InvalidRequest(
-            f"{param}.source: images of type {kind!r} are not fetched; send base64", param=f"{param}.source"
+            f"{param}.source: {NOT_FETCHED} ({kind!r}); send the image itself, as base64",
+            param=f"{param}.source",
         )
     return image_part(block.source.data, block.source.media_type, f"{param}.source")
 

@@ -88,8 +88,7 @@ def _field_error(text: str) -> InvalidRequest:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequest(f"{param}: this field is required", param=param)
     if path.endswith("type") and text.startswith("Invalid value"):
-        kind = text.removeprefix("Invalid value ")
-        return InvalidRequest(f"{path}: content of type {kind} is not supported", param=path)
+        return unsupported(text.removeprefix("Invalid value ").strip("'"), path)
     if not path:
         return InvalidRequest(f"The request body must be a JSON object: {text}.")
     return InvalidRequest(f"{path}: {text.replace('`', '')}", param=path)
@@ -197,6 +196,25 @@ def image(data: str, media_type: str, param: str) -> ImagePart:
     return ImagePart(raw, media_type)
 
 
+NOT_FETCHED = "URLs are not fetched and files are not read"
+
+
+def unsupported(kind: str, param: str) -> InvalidRequest:
+    """Content of a kind that no prompt is made of, wherever it was to come from."""
+    return InvalidRequest(
+        f"{param}: content of type {kind!r} is not supported, and {NOT_FETCHED}; send text", param=param
+    )
+
+
+def not_contacted(param: str) -> InvalidRequest:
+    """A server of tools, which the client names for us to ask."""
+    return InvalidRequest(
+        f"{param}: URLs are not fetched and servers of tools are not asked; give their tools as functions, "
+        "and call the servers yourself",
+        param=param,
+    )
+
+
 _DATA_URL = re.compile(r"data:([\w.+/-]+)(?:;[\w=.+-]+)*;base64,")
 
 
@@ -205,7 +223,7 @@ def image_url(url: str, param: str) -> ImagePart:
     match = _DATA_URL.match(url[:200])
     if not match:
         raise InvalidRequest(
-            f"{param}: only data: URLs with base64 are accepted, images are not fetched", param=param
+            f"{param}: {NOT_FETCHED}; send the image itself, as a data: URL with base64", param=param
         )
     return image(url[match.end() :], match[1], param)
 

@@ -34,7 +34,7 @@ from ..chat import (
     ToolResultPart,
 )
 from ..errors import InvalidRequest
-from .body import free_json, image_url, lenient_arguments, stable_json
+from .body import free_json, image_url, lenient_arguments, stable_json, unsupported
 from .openai_custom_tools import CUSTOM_INPUT
 from .openai_responses_tools import ResponseTools
 
@@ -54,6 +54,7 @@ class Content(msgspec.Struct):
     text: str | None = None
     refusal: str | None = None
     image_url: Union[str, _Url, None] = None
+    file_url: Any = None
 
 
 class Item(msgspec.Struct):
@@ -152,22 +153,25 @@ def _message(item: Item, param: str) -> tuple[Role, list[Part]]:
     return role, parts
 
 
+_IMAGES = ("input_image", "computer_screenshot")
+
+
 def _parts(content: str | list[Content], param: str) -> list[Part]:
     if isinstance(content, str):
         return [TextPart(content)] if content else []
     parts: list[Part] = []
     for index, entry in enumerate(content):
         where = f"{param}.{index}"
-        if entry.image_url is not None:
-            url = entry.image_url if isinstance(entry.image_url, str) else entry.image_url.url
+        if entry.type in _IMAGES or entry.image_url is not None:
+            url = entry.image_url.url if isinstance(entry.image_url, _Url) else entry.image_url or ""
             parts.append(image_url(url, f"{where}.image_url"))
+        elif entry.type == "input_file" or entry.file_url is not None:
+            raise unsupported("input_file", where)
         elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
             if text:
                 parts.append(TextPart(text))
         elif entry.type != "encrypted_content":
-            raise InvalidRequest(
-                f"{where}: content of type {entry.type or 'none'!r} is not supported", param=where
-            )
+            raise unsupported(entry.type or "none", where)
     return parts
 
 
@@ -203,6 +207,8 @@ def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> ToolCallPa
 
 def _result(item: Item, param: str) -> ToolResultPart:
     value = item.output if item.output is not None else item.tools
+    if isinstance(value, dict) and value.get("type") in _IMAGES:
+        value = [value]
     if isinstance(value, str):
         return ToolResultPart(item.call_id or "", value)
     if isinstance(value, list) and item.output is not None:

@@ -6,6 +6,8 @@
 | `custom`         | a function with one text, `input`          | `custom_tool_call`                    |
 | `namespace`      | its tools, each named `<namespace>__<tool>` | the above, with `namespace` and `name` |
 | any other (web_search, mcp, …) | nothing: those run on OpenAI's side | –                            |
+
+One that names an address for us to ask (`server_url`) is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import msgspec
 
 from ..chat import Struct, Tool
 from ..errors import InvalidRequest
-from .body import free_json
+from .body import free_json, image_url, not_contacted
 from .openai_custom_tools import custom_tool
 from .openai_tool_choice import ToolGiven
 
@@ -82,6 +84,7 @@ class ResponseTools:
 
     def _add(self, fields: dict[str, Any], namespace: str, param: str, found: bool) -> None:
         if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
+            _refuse_addresses(fields, param)
             return
         try:
             tool = msgspec.convert(fields, _Given)
@@ -123,6 +126,15 @@ def told_name(names: dict[str, ToolName], called: str) -> ToolName:
         return known
     alike = [told for told in names.values() if told.name == called]
     return alike[0] if len(alike) == 1 else ToolName(called)
+
+
+def _refuse_addresses(fields: dict[str, Any], param: str) -> None:
+    """A tool that is not ours to run is left out, but not what it names for us to get."""
+    if fields.get("server_url"):
+        raise not_contacted(f"{param}.server_url")
+    mask = fields.get("input_image_mask")
+    if isinstance(mask, dict) and isinstance(address := mask.get("image_url"), str):
+        image_url(address, f"{param}.input_image_mask.image_url")
 
 
 def _joined(namespace: str, name: str) -> str:
