@@ -7,7 +7,10 @@ Hypothesis looks at the same examples on each run, so that a change alone can br
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -41,6 +44,28 @@ be_patient()
 for name in ("http_proxy", "https_proxy", "all_proxy"):  # All that is asked is on the loopback.
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
+for name in list(os.environ):  # A service manager's, if it runs these tests: no daemon of ours speaks to it.
+    if name.startswith(("NOTIFY_SOCKET", "WATCHDOG_", "LISTEN_")):
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ordinary_signals() -> Iterator[None]:
+    """Programs that tests start get ^C and the end of a terminal as usual, under nohup and behind `&` too.
+
+    What is ignored here they would ignore as well; what has a handler here has none in a new program.
+    """
+    ignored = [
+        number
+        for number in (signal.SIGHUP, signal.SIGINT)
+        if signal.getsignal(number) is signal.SIG_IGN
+        and threading.current_thread() is threading.main_thread()
+    ]
+    for number in ignored:
+        signal.signal(number, lambda number, frame: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)

@@ -92,6 +92,7 @@ class Daemon:
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, *serve, "--model", str(self.model_folder), *flags],
             env=environ,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,

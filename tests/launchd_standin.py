@@ -46,6 +46,9 @@ class Launchd:
     throttle_s: float = 0.2
 
     def __post_init__(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if limit != resource.RLIM_INFINITY:
+            self.hard_files = min(self.hard_files, limit)
         self.job: dict[str, Any] = plistlib.loads(self.plist.read_bytes())
         self.sockets: list[socket.socket] = []
         self.process: subprocess.Popen[bytes] | None = None

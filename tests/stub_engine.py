@@ -1,6 +1,6 @@
 """An engine without a model: a real program that speaks the frames, for tests of the front.
 
-`python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] [--unread] … --fd N`.
+`python tests/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] … --fd N`.
 A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
 `sleep:S` (wait), `gate` (wait until --notes holds a file of this name), `stop` (SIGSTOP itself),
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
@@ -98,6 +98,9 @@ class Stub:
             self.note("quit")
             time.sleep(self.args.quit_s)
             self.wait_for(self.args.quit_gate)
+            if self.args.linger:
+                self.socket.shutdown(socket.SHUT_RDWR)
+                time.sleep(600)
             sys.exit(0)
 
     def load(self, message: wire.Load) -> None:
@@ -166,12 +169,12 @@ class Stub:
             elif verb == "reserve":
                 self.send(wire.Reserve(ticket=message.id, nbytes=int(value)))
                 with self.granted:
-                    self.granted.wait_for(lambda: message.id in self.grants, 60)
+                    self.granted.wait_for(lambda: message.id in self.grants, 600)
                 self.event(message.id, TextDelta(text=str(self.grants[message.id])))
             elif verb == "want":
                 self.send(wire.Wants(ticket=message.id, nbytes=int(value)))
                 with self.granted:
-                    self.granted.wait_for(lambda: message.id in self.answered, 60)
+                    self.granted.wait_for(lambda: message.id in self.answered, 600)
             else:
                 self.event(message.id, TextDelta(text=word))
         usage = Usage(prompt_tokens=len(words), completion_tokens=len(words))
@@ -189,6 +192,7 @@ def main() -> None:
     parser.add_argument("--memory", default="0,0", help="MB of weights and KV, MB of the hot tier")
     parser.add_argument("--quit-s", type=float, default=0)
     parser.add_argument("--quit-gate", default="", help="a file in --notes that its end waits for")
+    parser.add_argument("--linger", action="store_true", help="live on once it has hung up")
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
     parser.add_argument("--notes", default="")

@@ -87,7 +87,7 @@ def run(script: str, *arguments: str) -> dict:
         env=os.environ | {"PYTHONPATH": str(REPO), "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

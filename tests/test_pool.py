@@ -140,13 +140,14 @@ async def collect(stream) -> list[Event]:
 
 async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
     text = '[models.b]\nttl = "0"\n[models.c]\npin = true\n'
-    async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="1s") as made:
+    async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="1h") as made:
         for name in ("c", "b", "a"):
             await ask(made, name)
         status = {engine.model_id: engine.expires_in_s for engine in made.models()}
-        assert status["a"] is not None and status["a"] <= 1 and status["b"] is status["c"] is None
+        assert status["a"] is not None and status["a"] <= 3600 and status["b"] is status["c"] is None
+        made.apply(settings(tmp_path, text, model_ttl="0.3s"))
         await until(lambda: states(made) == {"a": "unloaded", "b": "ready", "c": "ready"})
-        slow = asyncio.create_task(ask(made, "a", "one sleep:1.3 two"))
+        slow = asyncio.create_task(ask(made, "a", "one sleep:0.6 two"))
         assert isinstance((await slow)[-1], Finished)  # Longer than its time to live.
         assert made.resolve("a").process.loads == 2
 
@@ -207,8 +208,16 @@ async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
         going = asyncio.create_task(made.unload("a"))
         await until(lambda: engine.state == "unloading")
         engine.process.kill()
-        assert await asyncio.wait_for(going, 20) and engine.state == "unloaded"
+        assert await asyncio.wait_for(going, 60) and engine.state == "unloaded"
         assert words(await ask(made, "a")) == ["hello"]
+
+
+async def test_unloaded_is_a_model_whose_process_is_gone(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--linger") as made:
+        await ask(made, "a")
+        pid = made.resolve("a").pid
+        assert await made.unload("a")
+        assert pid and not alive(pid)
 
 
 async def test_loading_on_demand_can_be_turned_off(tmp_path: Path):
@@ -332,6 +341,9 @@ async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path:
     def place(pid: int) -> tuple[int, int]:
         return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
 
+    own = place(os.getpid())
+    if own[0] == 19 or own[1] != os.SCHED_OTHER:
+        pytest.skip("these tests stand back themselves")
     async with pool(tmp_path, "a", "b", stub="--load-gate may-load") as made:
         (tmp_path / "may-load").touch()
         busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one gate two")))
@@ -340,10 +352,11 @@ async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path:
         asking = asyncio.create_task(ask(made, "b"))
         await until(lambda: made.resolve("b").pid)
         pid = made.resolve("b").pid
-        assert pid and place(pid) != place(os.getpid())
+        assert pid and place(pid) != own
         (tmp_path / "may-load").touch()
         await asking
-        assert place(pid) == place(os.getpid())
+        assert place(pid) == own
+        await busy.aclose()
 
 
 async def test_who_waits_for_a_change_keeps_nobody_else_from_running(tmp_path: Path):

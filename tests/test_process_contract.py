@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 from daemon import BLOCK, PATIENCE_S, demo_model, own_usage, prose, wait_until
-from launchd_standin import Launchd, alive
+from launchd_standin import DEFAULT_FILES, Launchd, alive
 from test_activation import fake_launchd  # noqa: F401 (a fixture)
 from test_resolve import make
 
@@ -92,7 +92,7 @@ def test_the_first_connection_starts_it_and_it_stays_the_process_that_was_starte
     # No fork that exits, no terminal, launchd's folder, and more files than launchd gives by default.
     assert job.running() and len(job.starts) == 1
     assert front.terminal() is None and front.cwd() == "/"
-    assert front.rlimit(psutil.RLIMIT_NOFILE)[0] == 4096
+    assert front.rlimit(psutil.RLIMIT_NOFILE)[0] == job.hard_files > DEFAULT_FILES
     assert front.environ()["PATH"] == "/usr/bin:/bin:/usr/sbin:/sbin"
     assert "LISTEN_FDS" not in front.environ()
     wait_until(lambda: "omlxd.access" in log_of(job))  # its line follows the answer's last byte

@@ -152,7 +152,7 @@ def test_a_request_that_is_over_is_freed_without_the_collector(tmp_path: Path):
     try:
         for number in range(4):
             host.ask(replace(chat(f"Hello {number}", max_tokens=3), session="freed"))
-        wait_until(lambda: not held(), 30)
+        wait_until(lambda: not held())
     finally:
         gc.enable()
         host.close()

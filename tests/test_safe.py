@@ -93,9 +93,12 @@ async def hypercorn(app: Any, **changes: Any) -> AsyncIterator[int]:
 
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """All that the server still says before it hangs up, soon."""
-    with contextlib.suppress(ConnectionResetError):
-        return await asyncio.wait_for(reader.read(), 60)
-    return b""
+    said = b""
+    with contextlib.suppress(ConnectionResetError):  # It says so if more was on its way to it.
+        async with asyncio.timeout(60):
+            while part := await reader.read(1 << 16):
+                said += part
+    return said
 
 
 async def test_headers_that_come_drop_by_drop_end_at_a_deadline():
@@ -289,6 +292,7 @@ def test_no_name_leads_out_of_the_model_dir(house: StubDaemon):
 
 def test_no_words_of_a_conversation_are_in_the_log_of_a_real_engine(daemon: Daemon):
     word = "Quetzalcoatlus"
+    before = daemon.logged().count("/v1/")
     text = f"{word} and {word} again. " * 30
     tool = {"name": "look", "description": word, "input_schema": {"type": "object", "title": word}}
     assert daemon.messages(text, max_tokens=4, system=word, tools=[tool], stop_sequences=[word])
@@ -321,7 +325,9 @@ def test_no_words_of_a_conversation_are_in_the_log_of_a_real_engine(daemon: Daem
     ):
         answer = daemon.http.post(path, content=json.dumps(broken).encode())
         assert 400 <= answer.status_code < 500, (path, answer.text)
-    wait_until(lambda: daemon.logged().count("/v1/") >= 11, why=daemon.logged)  # A line follows its answer.
+    wait_until(
+        lambda: daemon.logged().count("/v1/") >= before + 11, why=daemon.logged
+    )  # A line follows its answer.
     log = daemon.logged()
     assert [line for line in log.splitlines() if word in line] == []
 
@@ -345,9 +351,9 @@ def test_what_the_daemon_keeps_is_its_owners_alone(daemon: Daemon):
     base = daemon.home / "omlxd"
     found = [base, *base.rglob("*")]
     assert any(path.suffix == ".safetensors" for path in found)
-    loose = {
-        str(path.relative_to(base)): oct(stat.S_IMODE(path.lstat().st_mode))
-        for path in found
-        if path.lstat().st_mode & 0o077
-    }
+    loose = {}
+    for path in found:
+        with contextlib.suppress(FileNotFoundError):  # A temporary one.
+            if (mode := path.lstat().st_mode) & 0o077:
+                loose[str(path.relative_to(base))] = oct(stat.S_IMODE(mode))
     assert loose == {}

@@ -56,7 +56,7 @@ def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(mode
 def test_a_long_prefill_does_not_stop_others_from_decoding(model: Path):
     with Rig(model) as rig:
         slow_down(rig, 0.01)
-        decoding = rig.start(prompt(30), 3000)
+        decoding = rig.start(prompt(30), 30_000)
         assert decoding.first.wait(60)
         rig.scheduler.pacer.rate = 1000.0  # as measured on a slow device: chunks of 256
         rig.scheduler.pacer.note = lambda tokens, seconds: None

@@ -73,7 +73,7 @@ async def ask_all(url: str, *sessions: str, max_tokens: int, wait_s: float = 0.0
 def ended_since(log: ReuseLog, count: int) -> list[Played]:
     """The next `count` requests that the engine ends, in order of arrival."""
     before = len(log.known)
-    wait_until(lambda: log.read() is not None and len(log.known) >= before + count, 10)
+    wait_until(lambda: log.read() is not None and len(log.known) >= before + count)
     return sorted((reuse.played for reuse in log.known[before:]), key=lambda played: played.began)
 
 
@@ -91,10 +91,13 @@ def test_a_client_of_many_requests_does_not_keep_another_waiting(daemon):
     log = ReuseLog(daemon.played)
     log.read()
     sessions = [*["swarm"] * 40, "other"]
-    assert asyncio.run(ask_all(daemon.url, *sessions, max_tokens=300, wait_s=0.2)) == [200] * 41
-    played = ended_since(log, 41)
-    other = max(played, key=lambda one: one.prompt)
-    left = [one for one in played if one.ended > other.began > one.began]
+    for _ in range(5):
+        assert asyncio.run(ask_all(daemon.url, *sessions, max_tokens=300, wait_s=0.2)) == [200] * 41
+        played = ended_since(log, 41)
+        other = max(played, key=lambda one: one.prompt)
+        left = [one for one in played if one.ended > other.began > one.began]
+        if len(left) > 16:
+            break  # Else most had ended before it came: the machine was elsewhere meanwhile.
     # Only those that had a slot already, or got one in the same moment, end before it.
     assert sum(one.ended < other.ended for one in left) <= 16 < len(left)
 

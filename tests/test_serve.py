@@ -1,5 +1,6 @@
 """`omlxd serve` as a real process, before a stub engine: start, stop, refusals, no orphans."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,12 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from daemon import PATIENCE_S, wait_until
 from test_resolve import make
@@ -40,13 +41,19 @@ class Daemon:
         environ |= {
             "PYTHONPATH": str(REPO),
             "OMLXD_ENGINE_COMMAND": f"{engine} {stub}",
+            "HF_HUB_CACHE": str(home / "no-hub"),
             **(env or {}),
         }
         command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(home)]
         command += ["--model", str(folder)] if model else []
         self.log = (home / "log.txt").open("w")
         self.process = subprocess.Popen(
-            [*command, *flags], env=environ, stdout=subprocess.PIPE, stderr=self.log, text=True
+            [*command, *flags],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
         )
         assert self.process.stdout is not None
         self.first_line = self.process.stdout.readline()
@@ -66,9 +73,15 @@ class Daemon:
         return httpx.post(self.url + "/v1/completions", json=body, timeout=120, trust_env=False)
 
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        """Of the one engine that there is, once one that died before it has been reaped."""
+        found: list[int] = []
+
+        def is_alone() -> bool:
+            found[:] = [child.pid for child in psutil.Process(self.process.pid).children()]
+            return len(found) == 1
+
+        wait_until(is_alone, why=lambda: f"children: {found}")
+        return found[0]
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE_S) -> int:
         self.process.send_signal(number)
@@ -79,8 +92,8 @@ class Daemon:
 def start(tmp_path: Path) -> Iterator:
     started: list[Daemon] = []
 
-    def go(*flags: str, **options) -> Daemon:
-        started.append(Daemon(tmp_path, *flags, **options))
+    def go(*flags: str, home: Path = tmp_path, **options) -> Daemon:
+        started.append(Daemon(home, *flags, **options))
         return started[-1]
 
     yield go
@@ -271,14 +284,12 @@ def test_a_second_daemon_on_one_cache_dir_says_so_and_stops(start, tmp_path: Pat
     first = start("--paged-ssd-cache-dir", str(tmp_path / "c"))
     first.complete("up")
     (tmp_path / "second").mkdir()
-    second = Daemon(tmp_path / "second", "--paged-ssd-cache-dir", str(tmp_path / "c"))
+    second = start("--paged-ssd-cache-dir", str(tmp_path / "c"), home=tmp_path / "second")
     assert second.process.wait(PATIENCE_S) == 1 and second.url == ""
     (line,) = second.logged().splitlines()
     assert line.startswith(f"omlxd: the SSD cache {tmp_path}/c is in use by another omlxd")
     assert f"(process {first.process.pid})" in line and "--if-cache-busy no-ssd" in line
     assert first.complete("still up").status_code == 200
-    second.process.stdout.close()  # type: ignore
-    second.log.close()
 
 
 @linux
@@ -288,10 +299,14 @@ def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
     daemon.complete("up")
     for _ in range(3):
         engine = daemon.engine_pid()
-        held = [os.readlink(fd) for fd in Path(f"/proc/{engine}/fd").iterdir() if fd.exists()]
-        assert not any(target.endswith(".lock") for target in held)
+        held: list[str] = []
+        for fd in Path(f"/proc/{engine}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # Closed meanwhile.
+                held.append(os.readlink(fd))
+        assert held and not any(target.endswith(".lock") for target in held)
         os.kill(engine, signal.SIGSTOP)  # The worst case: it can't even notice that its front is gone.
         daemon.process.kill()
+        daemon.process.wait()
         again = start()
         os.kill(engine, signal.SIGKILL)
         assert again.url and again.complete("up").status_code == 200
@@ -299,17 +314,30 @@ def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
         daemon = again
 
 
-@linux
-def test_a_lock_that_is_given_up_soon_is_waited_for(start, tmp_path: Path):
+async def test_a_lock_that_is_given_up_soon_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from omlxd.front import cold_ledger
     from omlxd.kv.ledger import Ledger
 
-    (tmp_path / "cache").mkdir()
-    holder = Ledger(tmp_path / "cache", 10**9)
+    monkeypatch.setattr(cold_ledger, "PATIENCE_S", PATIENCE_S)
+    holder = Ledger(tmp_path, 10**9)
     holder.lock()
-    threading.Timer(0.7, holder.close).start()
-    daemon = start()
-    assert daemon.complete("x").status_code == 200
-    assert "can't be used" not in daemon.logged()
+    made = cold_ledger.ColdLedger(tmp_path, 10**9)
+    assert made._ledger is not None
+    lock, tried = made._ledger.lock, 0
+
+    def counted() -> None:
+        nonlocal tried
+        tried += 1
+        lock()
+
+    monkeypatch.setattr(made._ledger, "lock", counted)
+    claiming = asyncio.create_task(made.claim())
+    while tried < 3:
+        await asyncio.sleep(0.01)
+    assert not claiming.done()
+    holder.close()
+    assert await claiming is None
+    await made.close()
 
 
 def test_no_cache_means_no_cache(start, tmp_path: Path):

@@ -252,7 +252,7 @@ def test_a_client_that_stops_reading_costs_bounded_memory(start):  # noqa: F811
         asked = {"model": daemon.model, "prompt": prompt, "stream": True}
         writer.write(request_of(daemon.url, "/v1/completions", asked))
         await writer.drain()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300  # The front lets a client go after two minutes.
         while "cancel" not in daemon.notes():
             assert time.monotonic() < deadline, "the engine still works for nobody"
             await asyncio.sleep(0.1)

@@ -2,13 +2,14 @@
 
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
 import pytest
-from daemon import Daemon, prose
+from daemon import REPO, Daemon, prose
 from rich.console import Console
 
 from omlxd import cli
@@ -203,7 +204,6 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
 
 
 def test_a_reader_that_has_enough_is_no_error():
-    done = subprocess.run(
-        f"{sys.executable} -m omlxd config show | head -1", shell=True, capture_output=True, text=True
-    )
+    command = f"{shlex.quote(sys.executable)} -m omlxd config show | head -1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)
     assert done.stdout.startswith("SETTING") and done.stderr == ""

@@ -128,7 +128,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, host: str):
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
         )
         assert [line for line in done.stderr.splitlines() if "omlxd" in line] == []

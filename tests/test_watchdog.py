@@ -7,7 +7,7 @@ import time
 
 import pytest
 from families import build_family
-from rig import BLOCK, Rig
+from rig import BLOCK, Output, Rig
 
 from omlxd.api.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
@@ -41,16 +41,15 @@ def test_a_decoding_request_ends(model):
 def test_a_prefill_is_interrupted_between_two_chunks_and_keeps_its_blocks(model):
     with Rig(model) as rig:
         chunks: list[int] = []
-        output = rig.start(tokens(8_000), n=5)
-        seen = output.progress
 
-        def progress(event):
-            seen(event)
-            chunks.append(event.done)
-            if event.done:
-                output.sequence.deadline = 0.0
+        class Late(Output):
+            def progress(self, event):
+                super().progress(event)
+                chunks.append(event.done)
+                if event.done:
+                    self.sequence.deadline = 0.0
 
-        output.progress = progress
+        output = rig.start(tokens(8_000), n=5, output=Late())
         assert output.tokens() == [] and output.reason == "length"
         rig.settle()
         done = chunks[-1]

@@ -373,8 +373,9 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
             path.write_bytes(data)
         daemon.chat(prose(20, seed=3))
         assert own_usage(daemon.chat(text))["cached_cold"] == 0
-        damaged = why("last", *url).explanation
-        assert damaged.cause == "damaged" and damaged.gone_at > 0
+        # The engine has told the daemon, whose account is another thread's.
+        wait_until(lambda: why("last", *url).explanation.cause == "damaged")
+        assert why("last", *url).explanation.gone_at > 0
         assert daemon.stop() == 0
     told = why(str(file), "--offline").explanation
     assert told.cause in ("differs", "none") and told.cold_tokens >= BLOCK

@@ -21,7 +21,7 @@ import psutil
 from daemon import REPO, wait_until
 
 UID = 50123
-LIFE_S = 600
+LIFE_S = 3000
 """However a test hangs, its systemd is gone by then."""
 SETUP = Path(__file__).with_name("user_manager.sh")
 SYSTEMD = next(
@@ -86,7 +86,7 @@ class UserManager:
             self._logged_in = subprocess.Popen(
                 [*self._inside(), "sh", "-c", move], stdin=subprocess.DEVNULL, stdout=said, stderr=said
             )
-        wait_until(lambda: self._is_up(), 30, lambda: (self.home / "systemd.txt").read_text())
+        wait_until(lambda: self._is_up(), 60, lambda: (self.home / "systemd.txt").read_text())
 
     def _is_up(self) -> bool:
         state = self.run("systemctl", "--user", "is-system-running").stdout.strip()

@@ -303,6 +303,8 @@ class EngineSupervisor:
             priority.lower(link.pid)
         try:
             reason = await life.run(self._restarts.patience_s)
+            if self.state == "unloading":
+                await link.close()  # Its socket may close first; whoever unloads it wants its memory back.
         finally:
             self._link = None
         self._restarts.life_over(stalled=life.stalled)
