@@ -1,7 +1,7 @@
 """From block files to evaluated KV arrays, beside plain parallel reads of the same files.
 
-    python -m tools.bench.restore [--shape large|small] [--megabytes 500] [--threads 1,2,4,8]
-                                  [--blocks 64,128,256] [--dir DIR]
+    python -m tools.bench.restore [--shape large|small] [--megabytes 1500] [--threads 1,2,4,8]
+                                  [--blocks 64,128,256] [--rounds 7] [--dir DIR]
 
 Every run pays for its own memory, as a request does, and begins with none:
 
@@ -11,6 +11,10 @@ Every run pays for its own memory, as a request does, and begins with none:
                ColdTier.load fills their rows and checks header and digest, `take` and mx.eval end it
     mx.load    mx.load of each file on the I/O threads, evaluated there, then one concatenation a tensor:
                no check at all, and the KV's bytes twice
+
+A round runs them one after the other. Told are the median rate of the rounds and, in brackets, the median
+of the share of plain in the same round, and the lowest share: a machine's speed changes between rounds.
+1,500 MB are 10,000 tokens of the large shape: a coding agent's first request has twice as many.
 
 Page cache warm, then dropped (posix_fadvise on each file before each run). `peak` is the growth of
 resident memory over the payload. Files are written to a temporary folder and removed at the end.
@@ -27,6 +31,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 import numpy as np
@@ -39,7 +44,6 @@ from omlxd.front.engine_link import engine_environment
 from . import block_files
 from .block_files import SHAPES, Files
 
-ROUNDS = 5
 Run = Callable[[Files, ThreadPoolExecutor], object]
 
 
@@ -125,7 +129,13 @@ def peak(files: Files, run: Run) -> float:
     return (highest - before) / (files.block_bytes * len(files.keys))
 
 
-def measure(files: Files, threads: list[int]) -> None:
+def told(name: str, rates: dict[str, list[float]]) -> str:
+    """A design's rates, a round each, beside those of plain."""
+    shares = [rate / limit for rate, limit in zip(rates[name], rates["plain"], strict=True)]
+    return f"{name} {median(rates[name]):5.2f} ({median(shares):4.2f}, lowest {min(shares):4.2f})"
+
+
+def measure(files: Files, threads: list[int], rounds: int) -> None:
     with ThreadPoolExecutor(2) as pool:
         for name in ("arrays", "mx.load"):
             assert holds(files, RUNS[name](files, pool)), name  # type: ignore[arg-type]
@@ -134,15 +144,11 @@ def measure(files: Files, threads: list[int]) -> None:
             os.sync()  # a dirty page can't be dropped
         print(f"  page cache {'dropped' if dropped else 'warm'}, GB/s (of plain)")
         for number in threads:
-            best = dict.fromkeys(RUNS, 0.0)
-            for _ in range(ROUNDS):
-                # In turn, so that whatever else the machine does falls on all alike.
+            rates: dict[str, list[float]] = {name: [] for name in RUNS}
+            for _ in range(rounds):
                 for name, run in RUNS.items():
-                    best[name] = max(best[name], once(run, files, number, dropped))
-            cells = "   ".join(
-                f"{name} {rate:5.2f} ({rate / best['plain']:4.2f})" for name, rate in best.items()
-            )
-            print(f"    {number} threads   {cells}")
+                    rates[name].append(once(run, files, number, dropped))
+            print(f"    {number} threads   " + "   ".join(told(name, rates) for name in RUNS), flush=True)
     cells = "   ".join(f"{name} {peak(files, run):4.2f}" for name, run in RUNS.items())
     print(f"  peak memory of the payload   {cells}\n")
 
@@ -152,9 +158,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="large")
-    parser.add_argument("--megabytes", type=int, default=500, help="of payload; at most 4000")
+    parser.add_argument("--megabytes", type=int, default=1500, help="of payload; at most 4000")
     parser.add_argument("--threads", default="1,2,4,8")
     parser.add_argument("--blocks", default="64,128,256", help="block sizes, tokens")
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", default=None, help="where the temporary folder goes")
     args = parser.parse_args()
     mx.set_default_device(mx.cpu)
@@ -166,7 +173,7 @@ def main() -> None:
             files = Files(Path(root), shape, count, block)
             files.store_all()
             print(f"blocks of {block} tokens, {files.block_bytes / 1e6:.1f} MB, {count} files")
-            measure(files, [int(n) for n in args.threads.split(",")])
+            measure(files, [int(n) for n in args.threads.split(",")], args.rounds)
 
 
 if __name__ == "__main__":
