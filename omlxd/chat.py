@@ -170,6 +170,7 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s   wall-clock limit, in seconds from receipt, below the engine's own; 0: the engine's own
     context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
     format      what the answer must be; None: anything
+    forced      the answer itself, to be told how likely its tokens are; "": the model's own
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -180,6 +181,7 @@ class GenerateRequest(Struct, frozen=True):
     context_limit: int = 0
     timeout_s: float = 0.0
     format: AnswerFormat | None = None
+    forced: str = ""
 
 
 # --------------------------------------------------------------------------- events

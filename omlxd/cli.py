@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from . import __version__
-from .config import OPTIONS, closest, load_settings
+from .config import OPTIONS, add_flags, closest, load_settings
 from .errors import ConfigError
 
 USAGE_ERROR = 2
@@ -29,6 +29,10 @@ VERBS = {
     "doctor": (
         "doctor.command",
         "what of this machine or its settings would keep omlxd from working well",
+    ),
+    "engine": (
+        "bridge.command",
+        "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
     "launch": ("launch", "start Claude Code, Codex or opencode with this daemon's models"),
     "models": ("models_cli.command", "list, pull, load, unload, pin and name the models of this machine"),
@@ -78,7 +82,7 @@ def _main(argv: list[str]) -> int:
         "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
         allow_abbrev=False,
     )
-    _add_options(serve)
+    add_flags(serve)
     for name, (_, description) in VERBS.items():
         verbs.add_parser(name, help=description, add_help=False)
     known, rest = parser.parse_known_args(argv)
@@ -93,21 +97,6 @@ def _main(argv: list[str]) -> int:
     from .front.serve import serve as run
 
     return run(settings, lambda: load_settings(flags, environ))
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Every value stays text here: config.py reads flags, variables and the file with one parser."""
-    parser.add_argument(
-        "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
-    )
-    for option in OPTIONS:
-        if option.is_switch:
-            parser.add_argument(
-                option.flag, dest=option.name, action="store_const", const="true", help=option.help
-            )
-            continue
-        shown = f" (default: {option.default})" if option.default else ""
-        parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help + shown)
 
 
 if __name__ == "__main__":

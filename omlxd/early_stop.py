@@ -1,9 +1,9 @@
-"""SIGTERM and ^C while `omlxd serve` still imports itself: exit status 0 at once, and no traceback.
+"""SIGTERM and ^C while `omlxd serve` or `omlxd engine` imports itself: status 0 at once, no traceback.
 
 Nothing is started then and nothing can be lost. Importing this module installs the handlers, if the
-command is `serve`; it comes before all else that takes time. They stay until the event loop puts its
-own in their place (front/serve.py), before the first thing that needs an end in order. A start that is
-refused ends as Python ends, with the status that it has by then.
+command is one of them; it comes before all else that takes time. They stay until the event loop puts its
+own in their place (front/own_process.py), before the first thing that needs an end in order. A start that
+is refused ends as Python ends, with the status that it has by then.
 """
 
 import os
@@ -32,5 +32,5 @@ def _ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-if sys.argv[1:2] == ["serve"]:
+if sys.argv[1:2] in (["serve"], ["engine"]):
     install()

@@ -101,17 +101,18 @@ def test_a_daemon_that_starts_ends_in_order(start, tmp_path, number, moment):
     assert not [*tmp_path.rglob("*.sock"), *tmp_path.rglob(".probe")]
 
 
-def test_the_handler_comes_before_what_takes_time():
+@pytest.mark.parametrize("verb", ["serve", "engine"])
+def test_the_handler_comes_before_what_takes_time(verb):
     told = """
 import signal, sys
 install, loaded = signal.signal, []
 signal.signal = lambda *given: loaded.append(set(sys.modules)) or install(*given)
-sys.argv = ["omlxd", "serve"]
+sys.argv[0] = "omlxd"
 before = set(sys.modules)
 import omlxd.cli
 print(*loaded[-1] - before)
 """
-    done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", told, verb], cwd=REPO, capture_output=True, text=True)
     assert set(done.stdout.split()) <= {"omlxd", "omlxd.cli", "omlxd.early_stop", "__future__"}
 
 

@@ -7,9 +7,19 @@ flag, a variable and a line of the file are refused for the same reasons, each b
 The file alone may also hold settings of single models, under `[models."org/name"]` (models.py).
 """
 
+from .flags import add_flags
 from .models import ModelSettings, closest
 from .options import OPTIONS, Option, Settings
 from .parsers import is_loopback
 from .reading import load_settings
 
-__all__ = ["OPTIONS", "ModelSettings", "Option", "Settings", "closest", "is_loopback", "load_settings"]
+__all__ = [
+    "OPTIONS",
+    "ModelSettings",
+    "Option",
+    "Settings",
+    "add_flags",
+    "closest",
+    "is_loopback",
+    "load_settings",
+]

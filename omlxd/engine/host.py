@@ -28,6 +28,7 @@ from .constraint import Constraint, ConstraintCompiler
 from .correctness import Correctness
 from .explain import Explainer
 from .figures import figures_of
+from .forced import ForcedAnswer
 from .mlx_adapter import Quantisation
 from .model_store import ModelStore
 from .output import OutputParser, prepare
@@ -140,16 +141,20 @@ class EngineHost:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if bad := next((t for t in tokens if not 0 <= t < self.loaded.vocab_size), None):
             raise InvalidRequest(f"token id {bad} is not in this model's vocabulary", param="prompt")
-        constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         wanted = request.sampling.max_tokens
+        if request.forced:
+            answer = self._forced(request, rendered, context)
+            constraint, wanted = ForcedAnswer(answer, self.loaded.vocab_size), len(answer)
+        else:
+            constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         block = self._settings.block_size
         root = chain_root(self.namespace, request.cache_salt)
         parser = OutputParser(
             self.loaded.tokenizer,
-            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
+            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls and not request.forced else (),
             starts_in_thinking=rendered.starts_in_thinking,
             stop=request.sampling.stop,
-            reasoning=rendered.reasoning,
+            reasoning=rendered.reasoning and not request.forced,
             one_call=not getattr(request.prompt, "parallel_calls", True),
         )
 
@@ -184,6 +189,18 @@ class EngineHost:
         self.scheduler.submit(sequence)
         return sequence
 
+    def _forced(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[int]:
+        """The tokens of an answer that is given. Raises OmlxdError."""
+        if rendered.starts_in_thinking:
+            raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
+        tokens = self.prompts.continuation(rendered, request.forced)
+        special = {*self.loaded.tokenizer.eos_token_ids, *self.loaded.tokenizer.all_special_ids}
+        if not tokens or not special.isdisjoint(tokens):
+            raise InvalidRequest(f"{request.forced[:200]!r} is no text that the model could answer")
+        if len(rendered.tokens) + len(tokens) > context:
+            raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
+        return tokens
+
     def _over(
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
     ) -> None:
@@ -203,7 +220,7 @@ class EngineHost:
             self.prompts.learn(place, answer, tokens[:start], tokens[start:-1])
 
     def _sampler(
-        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
+        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | ForcedAnswer | None
     ) -> SamplerRow:
         params = RowSampling.of(request.sampling, self._defaults)
         return SamplerRow(

@@ -125,6 +125,16 @@ class PromptPipeline:
             return rendered
         return self._healed(prompt, text, rendered, self.memory, not scope.session, most)
 
+    def continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
+        """The ids of `text` where it follows the prompt; no token spans the two."""
+        known = len(rendered.tokens)
+        if rendered.text:
+            special = not (rendered.reasoning and self._renderer.has_template)
+            whole = self.tokens.encode(rendered.text + text, special=special)
+            if whole[:known] == rendered.tokens:
+                return whole[known:]
+        return self.tokens.encode(text)
+
     def text_of(self, prompt: Conversation) -> str:
         """What the template makes of `prompt`. Raises InvalidRequest."""
         return self._renderer.text(prompt).plain

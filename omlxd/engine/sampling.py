@@ -22,6 +22,7 @@ import numpy as np
 
 from ..chat import Sampling
 from .constraint import Constraint
+from .forced import ForcedAnswer
 
 NEG_INF = float("-inf")
 
@@ -152,7 +153,7 @@ class SamplerRow:
     prompt: Sequence[int] = ()
     penalties: Penalties | None = None
     step: int = 0
-    constraint: Constraint | None = None
+    constraint: Constraint | ForcedAnswer | None = None
     logprobs: int | None = None
     told: Likelihood | None = None
 

@@ -152,6 +152,11 @@ class ModelEngine:
         return self.process.used_at + self.idle_s
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether nothing stands behind it: no process, and nobody who waits for one."""
+        return self.state in ("unloaded", "failed") and not self.in_flight
+
+    @property
     def evictable(self) -> bool:
         """Whether it may go for another model's sake."""
         return self.state == "ready" and not self.in_flight and not self.is_pinned

@@ -80,10 +80,12 @@ class EnginePool:
         """Every installed model, the default one first, loaded or not."""
         installed = self.catalog.models(afresh=afresh)
         for id, model in installed.items():
-            if id not in self._engines:
+            known = self._engines.get(id)
+            # Another folder may have come by the same name.
+            if known is None or (known.installed.spec != model.spec and known.is_nothing):
                 self._engines[id] = self._new(model)
         for id in [id for id in self._engines if id not in installed]:
-            if self._engines[id].state in ("unloaded", "failed") and not self._engines[id].in_flight:
+            if self._engines[id].is_nothing:
                 del self._engines[id]  # Its folder is gone.
         order = {id: place for place, id in enumerate(installed)}
         return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
@@ -158,13 +160,13 @@ class EnginePool:
     def cold_stats(self) -> LedgerStats | None:
         return self.cold.peek()
 
-    def start(self) -> None:
-        """Begin to load what loads at start. Returns at once; needs a running event loop."""
+    def start(self, *, first: bool = True) -> None:
+        """Begin to load what loads at start, if `first`. Returns at once; needs a running event loop."""
         self._keepers = [
             asyncio.create_task(self._keep(), name="idle models"),
             asyncio.create_task(self._guard.keep(), name="memory"),
         ]
-        if self._first is not None:
+        if first and self._first is not None:
             self._first.by_name = True
             self._first.process.start()
 

@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import math
 import os
-import resource
 import shlex
 import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import __version__
 from ..config import Settings
@@ -38,18 +33,13 @@ from .key_ring import KeyRing
 from .listening import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, url_of
 from .logs import Logs
 from .notify import Notifier
-
-if TYPE_CHECKING:
-    from .pool import EnginePool
+from .own_process import LogUnexpected, allow_many_files, leave, make_private, stop_on_signals, what_to_do
 
 log = logging.getLogger(__name__)
 
-FILES = 8192
-"""Open files that we ask the system for."""
 KEEP_ALIVE_S = 75.0
 """Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
 MAX_HEADERS = 64 * 1024
-TELL_AGAIN_S = 60.0
 END_S = 3.0
 """How long connections may take to close once their last answer has ended."""
 
@@ -70,31 +60,21 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
         except ModelError as error:
             source = settings.sources.get("model", "--model")
             raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
-    _make_private(settings.base_path)
+    make_private(settings.base_path)
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:
         sockets = open_sockets(settings, guarded=keys.required)
     except CannotListen as error:
         print(f"omlxd: {error}", file=sys.stderr)
         return 1
-    _allow_many_files()
+    allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
     with asyncio.Runner() as runner:
         try:
             status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
         finally:
             _let_go_of_a_lost_terminal()
-        _leave(status)
-
-
-def _leave(status: int) -> NoReturn:
-    """End the process, all having ended in order.
-
-    A loop that closes gives its signals back to the system, and Python's own end those that it has left:
-    from then on a second SIGTERM would be the exit status. And neither waits here for a thread.
-    """
-    logging.shutdown()
-    os._exit(status)
+        leave(status)
 
 
 def _let_go_of_a_lost_terminal() -> None:
@@ -122,21 +102,6 @@ def _hangup_means_reload() -> bool:
     return not terminal and not ignored
 
 
-def _make_private(folder: Path) -> None:
-    """What lies in it tells what was asked: it is nobody else's. One that was there stays as it is."""
-    with contextlib.suppress(OSError):  # Told where something is first written.
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def _allow_many_files() -> None:
-    """A connection is a file, and service managers start us with 256 or 1024 at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own.
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 async def _serve(
     settings: Settings,
     sockets: list[socket.socket],
@@ -154,10 +119,10 @@ async def _serve(
     command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
     pool = EnginePool(settings, command or ENGINE_COMMAND)
     stop = asyncio.Event()
-    asyncio.get_running_loop().set_exception_handler(_LogUnexpected())
+    asyncio.get_running_loop().set_exception_handler(LogUnexpected())
     notify = Notifier()
     loopback = all_loopback(sockets)
-    _stop_on_signals(stop, pool)
+    stop_on_signals(stop, pool)
     if read is not None:
         reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
@@ -166,7 +131,7 @@ async def _serve(
         await pool.cold.close()
         return 0
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
-        print(f"omlxd: {_what_to_do(busy)}", file=sys.stderr)
+        print(f"omlxd: {what_to_do(busy)}", file=sys.stderr)
         await pool.cold.close()
         return 1
     pool.start()
@@ -222,31 +187,6 @@ def _import_http() -> None:
     from . import app, model_admin  # noqa: F401
 
 
-def _what_to_do(busy: Exception) -> str:
-    return (
-        f"the SSD cache {busy}; stop that one, give this one another folder with --paged-ssd-cache-dir, "
-        "or start it with --if-cache-busy no-ssd."
-    )
-
-
-class _LogUnexpected:
-    """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
-
-    def __init__(self) -> None:
-        self._told_of_files = -math.inf
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if isinstance(error, asyncio.CancelledError):
-            return  # Python 3.11's streams tell of every connection that we end.
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            if loop.time() - self._told_of_files > TELL_AGAIN_S:
-                self._told_of_files = loop.time()
-                log.warning("as many connections are open as files allow; others wait for them to close")
-            return
-        log.error("%s", context["message"], exc_info=error)
-
-
 def _hypercorn_config(sockets: list[socket.socket]):
     from hypercorn.config import Config, Sockets
 
@@ -267,18 +207,3 @@ def _hypercorn_config(sockets: list[socket.socket]):
     # Answers are ended by the pool; this bounds only connections that then don't close.
     config.graceful_timeout = 3600.0
     return config
-
-
-def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
-    def on_signal() -> None:
-        if stop.is_set():
-            pool.kill()
-            os._exit(1)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # The terminal's; see _hangup_means_reload.
-        numbers.append(signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, on_signal)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import OPTIONS, Settings, load_settings
+from ..config import OPTIONS, Settings, add_flags, load_settings
 from ..durations import spoken
 from ..sizes import human
 from .status import table
@@ -37,14 +37,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
     show = verbs.add_parser("show", help="each setting and where it comes from", allow_abbrev=False)
     show.add_argument("--json", action="store_true", help="a JSON list")
-    show.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    for option in OPTIONS:
-        if option.is_switch:
-            show.add_argument(
-                option.flag, dest=option.name, action="store_const", const="true", help=option.help
-            )
-        else:
-            show.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+    add_flags(show)
     known = vars(parser.parse_args(argv))
     as_json = known.pop("json")
     flags = {name: value for name, value in known.items() if value is not None}

@@ -1,0 +1,163 @@
+"""Lines from one file descriptor and to another, by threads of their own.
+
+Not by asyncio's pipes: they take no plain file, and set a descriptor that others share to non-blocking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import select
+import threading
+
+import msgspec
+
+from .messages import Line
+
+CHUNK = 1 << 18
+AHEAD = 4
+"""Lines that are read before the one before them is taken."""
+HIGH = 1 << 20
+"""Bytes that may wait to be written before whoever writes them has to wait."""
+
+
+class LineSplitter:
+    """Bytes in, lines out, without their ends; None for a line longer than `limit` bytes."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> list[bytes | None]:
+        *ends, rest = data.split(b"\n")
+        lines = []
+        for end in ends:
+            self._hold(end)
+            lines.append(self._line())
+        self._hold(rest)
+        return lines
+
+    def end(self) -> list[bytes | None]:
+        """The last line, if it has no end."""
+        return [self._line()] if self._size else []
+
+    def _hold(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > self._limit:
+            self._parts = []
+        elif data:
+            self._parts.append(data)
+
+    def _line(self) -> bytes | None:
+        line = b"".join(self._parts) if self._size <= self._limit else None
+        self._parts, self._size = [], 0
+        return line
+
+
+class LineReader:
+    """Iterate over it: each line of `fd` (None: too long) until it ends. Needs a running event loop."""
+
+    def __init__(self, fd: int, limit: int):
+        self._fd = fd
+        self._splitter = LineSplitter(limit)
+        self._loop = asyncio.get_running_loop()
+        self._lines: asyncio.Queue[list[bytes | None]] = asyncio.Queue()
+        self._room = threading.Semaphore(AHEAD)
+        threading.Thread(target=self._run, name="stdin", daemon=True).start()
+
+    def __aiter__(self) -> LineReader:
+        return self
+
+    async def __anext__(self) -> bytes | None:
+        lines = await self._lines.get()
+        self._room.release()
+        if not lines:
+            raise StopAsyncIteration
+        return lines[0]
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody reads any more.
+            while data := self._read():
+                for line in self._splitter.feed(data):
+                    self._give([line])
+            for line in self._splitter.end():
+                self._give([line])
+            self._give([])
+
+    def _give(self, lines: list[bytes | None]) -> None:
+        self._room.acquire()
+        self._loop.call_soon_threadsafe(self._lines.put_nowait, lines)
+
+    def _read(self) -> bytes:
+        while True:
+            try:
+                return os.read(self._fd, CHUNK)
+            except BlockingIOError:
+                select.select([self._fd], [], [])
+            except OSError:
+                return b""
+
+
+class LineWriter:
+    """`put` never waits; `room` waits until what was put is written, but for `HIGH` bytes.
+
+    broken  set once nobody reads any more; what is put then goes nowhere
+    """
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._encoder = msgspec.json.Encoder()
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._ended = asyncio.Event()
+        self.broken = asyncio.Event()
+        threading.Thread(target=self._run, name="stdout", daemon=True).start()
+
+    def put(self, line: Line) -> None:
+        data = self._encoder.encode(line) + b"\n"
+        self._waiting += len(data)
+        if self._waiting > HIGH and not self.broken.is_set():
+            self._has_room.clear()
+        self._queue.put(data)
+
+    async def room(self) -> None:
+        await self._has_room.wait()
+
+    async def close(self, seconds: float) -> None:
+        """Write what is left, for `seconds` at most."""
+        self._queue.put(None)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            try:
+                while (data := self._queue.get()) is not None:
+                    self._write(data)
+                    self._loop.call_soon_threadsafe(self._written, len(data))
+            except OSError:
+                self._loop.call_soon_threadsafe(self._break)
+            self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._fd, left) :]
+            except BlockingIOError:
+                select.select([], [self._fd], [])
+
+    def _written(self, size: int) -> None:
+        self._waiting -= size
+        if self._waiting <= HIGH:
+            self._has_room.set()
+
+    def _break(self) -> None:
+        self.broken.set()
+        self._has_room.set()
