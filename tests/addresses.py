@@ -64,7 +64,7 @@ def _chat(url: str, schema: dict[str, Any]) -> list[Case]:
         ("an image", user(image), f"{at}.image_url"),
         ("an image, as text", user({"type": "image_url", "image_url": url}), f"{at}.image_url"),
         ("an image of a tool", user(image, "tool", tool_call_id="c"), f"{at}.image_url"),
-        ("a file", user({"type": "file", "file": {"file_data": url}}), f"{at}.type"),
+        ("a file", user({"type": "file", "file": {"file_data": url}}), f"{at}.file.file_data"),
         ("a video", user({"type": "video_url", "video_url": {"url": url}}), f"{at}.type"),
         ("a sound", user({"type": "audio_url", "audio_url": {"url": url}}), f"{at}.type"),
         (
@@ -130,10 +130,10 @@ def _responses(url: str, schema: dict[str, Any]) -> list[Case]:
     at = "input.0.content.1"
     told = [
         ("an image", user(image), f"{at}.image_url"),
-        ("a file", user(file), at),
-        ("a file beside a text", user({**file, "type": "input_text", "text": "x"}), at),
+        ("a file", user(file), f"{at}.file_url"),
+        ("a file beside a text", user({**file, "type": "input_text", "text": "x"}), f"{at}.file_url"),
         ("an image of a tool", result("function_call", [image]), "input.1.output.0.image_url"),
-        ("a file of a tool", result("function_call", [file]), "input.1.output.0"),
+        ("a file of a tool", result("function_call", [file]), "input.1.output.0.file_url"),
         ("a screenshot", result("computer_call", screenshot), "input.1.output.0.image_url"),
         ("a server of tools", {"input": "hi", "tools": [server]}, "tools.0.server_url"),
         ("a mask", {"input": "hi", "tools": [mask]}, "tools.0.input_image_mask.image_url"),

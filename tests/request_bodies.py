@@ -46,6 +46,7 @@ tool_result = block(
     content=text | st.lists(text_block | image_block | reference, max_size=2),
 )
 thinking = block("thinking", thinking=text, signature=text)
+file = {"file_data": "data:text/plain;base64,aGk=", "filename": "a.txt"}
 image_url = block("image_url", image_url=st.just({"url": "data:image/png;base64,AAAA"}))
 
 
@@ -60,15 +61,12 @@ anthropic_messages = st.lists(
     min_size=1,
     max_size=4,
 )
-call = st.fixed_dictionaries(
-    {
-        "id": text,
-        "type": st.just("function"),
-        "function": st.fixed_dictionaries({"name": name, "arguments": schema.map(json.dumps)}),
-    }
+function_call = st.fixed_dictionaries({"name": name, "arguments": schema.map(json.dumps)})
+call = block("function", id=text, function=function_call) | block(
+    "custom", id=text, custom=st.fixed_dictionaries({"name": st.just("patch"), "input": text})
 )
 openai_messages = st.lists(
-    message("user", text | st.lists(text_block | image_url, max_size=3))
+    message("user", text | st.lists(text_block | image_url | block("file", file=st.just(file)), max_size=3))
     | message("assistant", text | st.none(), tool_calls=st.lists(call, max_size=2), reasoning_content=text)
     | message("tool", text | st.lists(text_block, max_size=2), tool_call_id=text)
     | message("developer", text),
@@ -78,7 +76,9 @@ openai_messages = st.lists(
 anthropic_tool = st.fixed_dictionaries(
     {"name": name, "input_schema": schema}, optional={"defer_loading": st.booleans()}
 ) | st.just({"type": "web_search_20250305", "name": "web_search"})
-openai_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": schema}))
+openai_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": schema})) | block(
+    "custom", custom=st.just({"name": "patch", "format": {"type": "text"}})
+)
 
 common = {
     "stream": st.booleans(),
@@ -123,13 +123,17 @@ VALID = {
         },
     ),
     "/v1/completions": st.fixed_dictionaries(
-        {"model": st.just("tiny"), "prompt": st.sampled_from(["Once", ["Once"], [1, 2], [[1, 2]]])},
+        {
+            "model": st.just("tiny"),
+            "prompt": st.sampled_from(["Once", ["Once"], [1, 2], [[1, 2]], ["a", "b", [3]]]),
+        },
         optional={**openai_common, "logprobs": st.integers(0, 5)},
     ),
 }
 
+input_file = {"type": "input_file", **file}
 responses_items = st.lists(
-    message("user", text | st.lists(block("input_text", text=text), max_size=2))
+    message("user", text | st.lists(block("input_text", text=text) | st.just(input_file), max_size=2))
     | message("developer", text)
     | message("assistant", st.lists(block("output_text", text=text), max_size=2))
     | block("function_call", call_id=text, name=name, arguments=schema.map(json.dumps))
@@ -140,7 +144,11 @@ responses_items = st.lists(
 )
 responses_items = responses_items.map(lambda items: [{"role": "user", "content": "hi"}, *items])
 responses_tool = block("function", name=name, parameters=schema) | st.sampled_from(
-    [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": []}]
+    [
+        {"type": "web_search"},
+        {"type": "namespace", "name": "n", "tools": []},
+        {"type": "custom", "name": "patch", "format": {"type": "text"}},
+    ]
 )
 VALID["/v1/responses"] = st.fixed_dictionaries(
     {"model": st.just("tiny"), "input": text.filter(bool) | responses_items},
@@ -193,7 +201,15 @@ chat_format = st.just({"type": "json_object"}) | json_schema.map(
 forced = st.sampled_from(
     ["required", {"type": "function", "function": {"name": "read"}}, {"type": "function", "name": "read"}]
 )
-bold_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": json_schema}))
+bold_function = st.fixed_dictionaries({"name": name, "parameters": json_schema})
+grammar = st.fixed_dictionaries(
+    {
+        "syntax": st.sampled_from(["lark", "regex", "ebnf"]),
+        "definition": st.sampled_from(['start: "a"+', "[a-z]+", "start: b", "(", ""]),
+    }
+)
+custom_tool = st.fixed_dictionaries({"name": name}, optional={"format": block("grammar", grammar=grammar)})
+bold_tool = block("function", function=bold_function) | block("custom", custom=custom_tool)
 BOLD = {
     "/v1/chat/completions": st.fixed_dictionaries(
         {"model": st.just("tiny"), "messages": openai_messages, "max_tokens": st.integers(1, 40)},
@@ -201,6 +217,8 @@ BOLD = {
             "stream": st.booleans(),
             "response_format": chat_format,
             "tools": st.lists(bold_tool, min_size=1, max_size=2),
+            "functions": st.lists(bold_function, max_size=1),
+            "function_call": st.sampled_from(["auto", {"name": "read"}]),
             "tool_choice": forced,
             "parallel_tool_calls": st.booleans(),
             "logprobs": st.booleans(),
@@ -213,7 +231,10 @@ BOLD = {
         },
     ),
     "/v1/completions": st.fixed_dictionaries(
-        {"model": st.just("tiny"), "prompt": st.sampled_from(["Once", [1, 99999], [-1], []])},
+        {
+            "model": st.just("tiny"),
+            "prompt": st.sampled_from(["Once", [1, 99999], [-1], [], ["a", [99999]], ["a", ""]]),
+        },
         optional={
             "max_tokens": st.integers(0, 9),
             "response_format": chat_format,
@@ -224,7 +245,11 @@ BOLD = {
         },
     ),
     "/v1/responses": st.fixed_dictionaries(
-        {"model": st.just("tiny"), "input": responses_items, "max_output_tokens": st.integers(1, 40)},
+        {
+            "model": st.just("tiny"),
+            "input": responses_items | st.lists(block("item_reference", id=text), max_size=2),
+            "max_output_tokens": st.integers(1, 40),
+        },
         optional={
             "stream": st.booleans(),
             "text": json_schema.map(

@@ -27,7 +27,18 @@ from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments
 from .dialects import effort_of, thinking_of
 from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .openai_custom_tools import CUSTOM_INPUT
-from .openai_fields import CommonBody, Limit, Verbosity, answer_format, limit_of, sampling, session
+from .openai_fields import (
+    NO_MODERATION,
+    CommonBody,
+    Limit,
+    Verbosity,
+    answer_format,
+    limit_of,
+    refuse,
+    sampling,
+    session,
+)
+from .text_files import text_file
 
 RESERVED_TEMPLATE_ARGS = frozenset(
     {
@@ -70,6 +81,16 @@ class _ImageItem(msgspec.Struct, tag_field="type", tag="image_url"):
     image_url: Union[_Url, str]
 
 
+class _File(msgspec.Struct):
+    file_data: str | None = None
+    filename: str | None = None
+    file_id: str | None = None
+
+
+class _FileItem(msgspec.Struct, tag_field="type", tag="file"):
+    file: _File
+
+
 class _CalledFunction(msgspec.Struct):
     name: str
     arguments: Union[str, dict[str, Any], None] = None
@@ -91,7 +112,7 @@ class _Call(msgspec.Struct):
 
 class _Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Union[str, list[Union[_TextItem, _ImageItem, _Refusal]], None] = None
+    content: Union[str, list[Union[_TextItem, _ImageItem, _FileItem, _Refusal]], None] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -109,6 +130,8 @@ class ChatBody(CommonBody, kw_only=True):
     functions: list[Function] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
+    moderation: Any = None
+    web_search_options: Any = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,8 +157,16 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     request = decode(_decoder, body)
     if not request.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
-    if request.modalities not in (None, [], ["text"]):
-        raise InvalidRequest("modalities: only text is supported", param="modalities")
+    refuse(
+        {
+            "modalities": (request.modalities not in (None, [], ["text"]), "only text is supported"),
+            "moderation": (request.moderation, NO_MODERATION),
+            "web_search_options": (
+                request.web_search_options is not None,
+                "nothing is searched here; leave it out",
+            ),
+        }
+    )
     tools = chat_tools(request.tools, request.tool_choice, request.functions, request.function_call)
     thinking, template_args = _thinking(request)
     conversation = Conversation(
@@ -249,6 +280,9 @@ def _content(message: _Message, param: str) -> list[Part]:
                 )
             url = item.image_url if isinstance(item.image_url, str) else item.image_url.url
             parts.append(image_url(url, f"{where}.image_url"))
+        elif isinstance(item, _FileItem):
+            file = item.file
+            parts.append(text_file(file.file_data, file.filename, file.file_id, None, f"{where}.file"))
         elif text := item.text if isinstance(item, _TextItem) else item.refusal:
             parts.append(TextPart(text))
     return parts

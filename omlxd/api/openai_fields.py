@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -79,6 +79,16 @@ def limit_of(given: int | None, param: str) -> int | None:
     if given == 0:
         raise InvalidRequest(f"{param}: Expected int >= 1", param=param)
     return None if given == -1 else given
+
+
+NO_MODERATION = "nothing is moderated here; leave it out"
+
+
+def refuse(asked: dict[str, tuple[Any, str]]) -> None:
+    """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
+    for param, (given, why) in asked.items():
+        if given:
+            raise InvalidRequest(f"{param}: {why}", param=param)
 
 
 def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:

@@ -15,7 +15,18 @@ from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, session_header
-from .openai_fields import CommonBody, Count, Verbosity, answer_format, limit_of, sampling, session
+from .openai_fields import (
+    NO_MODERATION,
+    CommonBody,
+    Count,
+    Verbosity,
+    answer_format,
+    limit_of,
+    refuse,
+    sampling,
+    session,
+)
+from .openai_references import KnownItem, referred, resolved
 from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
 from .openai_tool_choice import tool_choice
@@ -52,6 +63,8 @@ class ResponsesBody(CommonBody, kw_only=True):
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
+    context_management: Any = None
+    moderation: Any = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_tool_calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -97,7 +110,7 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 
     names     what the model calls a tool → how its call is told
     messages  the conversation without `instructions`, which a next response doesn't take over
-    items     the input as a JSON list of items, each with an id
+    items     the input as a JSON list of items
     sealed    reasoning items carry `encrypted_content`
     """
 
@@ -109,12 +122,18 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 
 
 def parse(
-    body: bytes, headers: Mapping[str, str] | None = None, history: History = lambda _: None
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    history: History = lambda _: None,
+    known: KnownItem = lambda _: None,
 ) -> ResponsesRequest:
     """A body of /v1/responses. Raises InvalidRequest naming the field, and NotFound where `history`
     doesn't know `previous_response_id`."""
     request = decode(_decoder, body)
     _refuse(request)
+    found: dict[int, bytes] = {}
+    if isinstance(request.input, list) and (found := referred(request.input, known)):
+        request.input = resolved(request.input, found)
     tools = ResponseTools()
     for index, tool in enumerate(request.tools or []):
         tools.add(tool, f"tools.{index}")
@@ -151,7 +170,7 @@ def parse(
         names=tools.names,
         echo=_echo(request, tools, body),
         messages=messages,
-        items=_items(body),
+        items=_items(body, found),
         sealed=SEALED in (request.include or ()),
     )
 
@@ -160,14 +179,16 @@ class _Input(msgspec.Struct):
     input: Any = None
 
 
-def _items(body: bytes) -> bytes:
-    """The input as the client gave it. Items without an id get one by their place."""
+def _items(body: bytes, found: dict[int, bytes]) -> bytes:
+    """The input as the client gave it, but for references: those are what was `found`."""
     given = msgspec.json.decode(body, type=_Input).input
     if isinstance(given, str):
         given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
-    items = [item for item in given or [] if isinstance(item, dict)]
     return msgspec.json.encode(
-        [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(items)]
+        [
+            msgspec.Raw(found[index]) if index in found else {"type": "message"} | item
+            for index, item in enumerate(given or [])
+        ]
     )
 
 
@@ -177,14 +198,19 @@ def _logprobs(request: ResponsesBody) -> int | None:
 
 
 def _refuse(request: ResponsesBody) -> None:
-    if request.background:
-        raise InvalidRequest("background: this server answers while you wait", param="background")
     if request.conversation is not None:
         raise InvalidRequest(
             "conversation: conversations are not kept here; use previous_response_id", param="conversation"
         )
-    if request.prompt is not None:
-        raise InvalidRequest("prompt: prompt templates are not kept here; use input", param="prompt")
+    refuse(
+        {
+            "background": (request.background, "this server answers while you wait"),
+            "prompt": (request.prompt is not None, "prompt templates are not kept here; use input"),
+            "context_management": (request.context_management, "nothing is compacted here; leave it out"),
+            "moderation": (request.moderation, NO_MODERATION),
+            "n": ((request.n or 1) > 1, "a response is one answer; /v1/chat/completions gives several"),
+        }
+    )
 
 
 def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:

@@ -8,11 +8,12 @@
 | `function_call_output`, `…_output` with a call id | a tool result                              |
 | `additional_tools`                          | more tools                                       |
 | `tool_search_output` with a call id         | a tool result that tells of the tools found      |
-| `item_reference`                            | refused: items are not kept one by one           |
+| `item_reference`                            | what it stands for (openai_references.py)        |
 | any other                                   | nothing: it was for OpenAI's own side            |
 
-Items have ids that change from session to session; they are never read. Neighbouring items of the
-assistant make one message, and so do neighbouring results, as a turn is one message to a template.
+Items have ids that change from session to session; they are read in references alone. Neighbouring
+items of the assistant make one message, and so do neighbouring results, as a turn is one message to a
+template.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..errors import InvalidRequest
 from .body import free_json, image_url, lenient_arguments, stable_json, unsupported
 from .openai_custom_tools import CUSTOM_INPUT
 from .openai_responses_tools import ResponseTools
+from .text_files import text_file
 
 SEALED_PREFIX = "omlxd-1:"
 """Begins our `encrypted_content`. It is the text in base64, not encrypted: the client may read its
@@ -54,6 +56,9 @@ class Content(msgspec.Struct):
     text: str | None = None
     refusal: str | None = None
     image_url: Union[str, _Url, None] = None
+    filename: str | None = None
+    file_data: str | None = None
+    file_id: str | None = None
     file_url: Any = None
 
 
@@ -61,6 +66,7 @@ class Item(msgspec.Struct):
     """An item of any type: the fields that are read of it."""
 
     type: str | None = None
+    id: Any = None
     role: str | None = None
     content: Union[str, list[Content], None] = None
     summary: list[Content] | None = None
@@ -108,11 +114,6 @@ def _told(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part
     if kind == "reasoning":
         text = _reasoning(item)
         return ("assistant", [ThinkingPart(text)]) if text else None
-    if kind == "item_reference":
-        raise InvalidRequest(
-            f"{param}: items are not kept one by one; send the item itself, or previous_response_id",
-            param=param,
-        )
     if not kind:
         raise InvalidRequest(f"{param}.type: this field is required", param=f"{param}.type")
     if kind.endswith("_output"):
@@ -166,7 +167,7 @@ def _parts(content: str | list[Content], param: str) -> list[Part]:
             url = entry.image_url.url if isinstance(entry.image_url, _Url) else entry.image_url or ""
             parts.append(image_url(url, f"{where}.image_url"))
         elif entry.type == "input_file" or entry.file_url is not None:
-            raise unsupported("input_file", where)
+            parts.append(text_file(entry.file_data, entry.filename, entry.file_id, entry.file_url, where))
         elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
             if text:
                 parts.append(TextPart(text))

@@ -34,6 +34,7 @@ from . import openai_responses_body as body
 from .body import lenient_arguments
 from .openai_custom_tools import custom_input
 from .openai_fields import ChatLogprob, chat_logprobs
+from .openai_ids import item_id
 from .openai_responses import ResponsesRequest
 from .openai_responses_items import sealed
 from .openai_responses_tools import ToolName, told_name
@@ -221,7 +222,7 @@ class _Answer:
         return len(self._output)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._id.removeprefix('resp_')}{self._index:02x}"
+        return item_id(prefix, self._id, self._index)
 
 
 class OpenAIResponsesStream:

@@ -5,15 +5,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from ..api.openai_ids import item_id, response_of
 from ..chat import Message
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024 * 1024
 
 _decoder = msgspec.msgpack.Decoder(tuple[Message, ...])
+
+
+class _Output(msgspec.Struct):
+    output: list[dict[str, Any]] = []
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +84,40 @@ class ResponseStore:
         self.bytes -= stored.size
         return True
 
+    def input_items(self, id: str, stored: StoredResponse) -> list[dict[str, Any]]:
+        """The input of a response; items that came without an id have one by their place."""
+        items = msgspec.json.decode(stored.items, type=list[dict[str, Any]])
+        for index, item in enumerate(items):
+            if not item.get("id"):
+                item["id"] = item_id("item", id, index)
+        return items
+
+    def items(self, id: str) -> dict[str, bytes]:
+        """Item id → JSON, of the input and output of a response that is kept; else nothing."""
+        if (stored := self.find(id)) is None:
+            return {}
+        output = msgspec.json.decode(stored.response, type=_Output).output
+        items = (*self.input_items(id, stored), *output)
+        return {item["id"]: msgspec.json.encode(item) for item in items if isinstance(item.get("id"), str)}
+
     def messages(self, id: str) -> tuple[Message, ...] | None:
         """The conversation that a response ended; None: never kept, or gone."""
         stored = self.find(id)
         return None if stored is None else _decoder.decode(stored.conversation)
+
+
+class ItemFinder:
+    """Item id → JSON, for the items of one request: no response is read twice."""
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+        self._read: dict[str, dict[str, bytes]] = {}
+
+    def __call__(self, id: str) -> bytes | None:
+        """None: never kept, or gone."""
+        response = response_of(id)
+        if response is None:
+            return None
+        if response not in self._read:
+            self._read[response] = self._store.items(response)
+        return self._read[response].get(id)

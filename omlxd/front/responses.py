@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import msgspec
 
 from ..api import openai_responses
 from ..api.body import ParsedRequest
+from ..api.openai_ids import new_response_id
 from ..api.openai_responses import ResponsesRequest
 from ..api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
 from .generation import Dialect
-from .response_store import ResponseStore
+from .response_store import ItemFinder, ResponseStore
 
 
 def responses_dialect(store: ResponseStore) -> Dialect:
@@ -20,14 +20,16 @@ def responses_dialect(store: ResponseStore) -> Dialect:
 
     def encoder(parsed: ParsedRequest, request_id: str) -> OpenAIResponsesStream:
         assert isinstance(parsed, ResponsesRequest)
-        return OpenAIResponsesStream(_id(), parsed, int(time.time()), store.keep)
+        return OpenAIResponsesStream(new_response_id(), parsed, int(time.time()), store.keep)
 
     def collector(parsed: ParsedRequest) -> OpenAIResponsesCollector:
         assert isinstance(parsed, ResponsesRequest)
-        return OpenAIResponsesCollector(_id(), parsed, int(time.time()), store.keep)
+        return OpenAIResponsesCollector(new_response_id(), parsed, int(time.time()), store.keep)
 
     return Dialect(
-        lambda body, headers: openai_responses.parse(body, headers, store.messages), encoder, collector
+        lambda body, headers: openai_responses.parse(body, headers, store.messages, ItemFinder(store)),
+        encoder,
+        collector,
     )
 
 
@@ -36,7 +38,3 @@ class InputTokens(msgspec.Struct):
 
     input_tokens: int
     object: str = "response.input_tokens"
-
-
-def _id() -> str:
-    return "resp_" + os.urandom(12).hex()

@@ -46,7 +46,7 @@ class StoredResponses:
 
     async def items(self, request: Request) -> Response:
         """In pages: `limit` (20), `order` (desc) and `after`, an item's id."""
-        items = msgspec.json.decode(self._find(request).items, type=list[dict[str, Any]])
+        items = self._store.input_items(request.path_params["id"], self._find(request))
         query = request.query_params
         if query.get("order", "desc") == "desc":
             items.reverse()
