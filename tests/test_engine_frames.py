@@ -67,10 +67,11 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     monkeypatch.setattr(service_module, "PULSE_S", 0.01)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     service = EngineService(engines)
-    threading.Thread(target=service.run, daemon=True).start()
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
     ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
     decoder = wire.FrameDecoder(wire.ToFront)
-    ours.settimeout(30)
+    ours.settimeout(60)
 
     def next_of(kind: type) -> Any:
         while True:
@@ -83,4 +84,6 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     for steps in (3, 7):
         host.steps = steps
         assert next_of(wire.Alive).steps == steps
-    ours.sendall(wire.encode(wire.Quit(deadline_s=1.0)))
+    ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
+    serving.join(60)
+    assert not serving.is_alive()  # One that finds its socket closed ends the process, which is this one.
