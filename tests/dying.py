@@ -47,8 +47,8 @@ class Dying:
         if moment == "loading":
             unloaded = self.daemon.post("/omlxd/models/unload", {"model": self.daemon.model})
             assert unloaded.status_code == 200
-        for asked in self.folder.glob("asked-*"):
-            asked.unlink()
+        for told in (*self.folder.glob("asked-*"), *self.folder.glob("cancelled-*")):
+            told.unlink()
         (self.folder / "moment").write_text(moment)
 
     def stands(self) -> bool:
@@ -68,13 +68,28 @@ class Dying:
         (self.folder / "died").unlink()
         return died
 
+    def go_on(self) -> None:
+        """Let it live: it does what it was about to do."""
+        (self.folder / "there").unlink()
+        (self.folder / ".go").write_text("SIGCONT")
+        (self.folder / ".go").rename(self.folder / "go")
+        wait_until(lambda: not (self.folder / "go").exists())
+
+    def asked(self) -> int:
+        """Requests that the engine has been sent since `stop_at`."""
+        return len(list(self.folder.glob("asked-*")))
+
+    def cancelled(self) -> int:
+        """Those of them that it was told to leave."""
+        return len(list(self.folder.glob("cancelled-*")))
+
     def status(self) -> dict[str, Any]:
         return self.daemon.http.get("/omlxd/status").json()
 
     def in_flight(self) -> int:
         """Requests that the engine has been sent since `stop_at`, or that wait until it is loaded."""
         (model,) = self.status()["models"]
-        return len(list(self.folder.glob("asked-*"))) + model.get("waiting", 0)
+        return self.asked() + model.get("waiting", 0)
 
 
 class Asking(threading.Thread):

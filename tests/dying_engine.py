@@ -4,8 +4,9 @@
 
 It is `python -m omlxd.engine`, but that it looks for `FOLDER/moment`, which names one of `MOMENTS`. The
 next time that it is there, it removes that file, writes `FOLDER/there` (its process id) and stands still.
-Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself.
-Every request that arrives is a file `FOLDER/asked-N`.
+Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself;
+if it names SIGCONT, it goes on as if nothing had been.
+Every request that arrives is a file `FOLDER/asked-N`, every one that is cancelled `FOLDER/cancelled-N`.
 With `FOLDER/deaf` it ignores SIGTERM: not every system sends one to the children of a dead front.
 """
 
@@ -49,6 +50,10 @@ def here(moment: str) -> None:
     while not (FOLDER / "go").exists():
         time.sleep(0.005)
     number = signal.Signals[(FOLDER / "go").read_text()]
+    if number == signal.SIGCONT:
+        _standing.clear()
+        (FOLDER / "go").unlink()
+        return
     (FOLDER / "go").unlink()
     _write("died", str(time.monotonic()))
     os.kill(os.getpid(), number)
@@ -86,6 +91,8 @@ def _noted(self: EngineService, message: Any) -> None:
     if isinstance(message, wire.Generate):
         (FOLDER / f"asked-{message.id}").touch()
     _handle(self, message)
+    if isinstance(message, wire.Cancel):
+        (FOLDER / f"cancelled-{message.id}").touch()
 
 
 def _counted_step(batch: DecodeBatch) -> Any:

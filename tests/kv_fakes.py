@@ -7,6 +7,7 @@ of a given name must hold without having seen it written: the oracle is outside 
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import shake_128
@@ -103,8 +104,9 @@ def lone_key(number: int) -> BlockKey:
 
 
 def ram_folder() -> str | None:
-    """Where files cost no disk, for tests of thousands of opens; None where there is no such place."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    """Where files cost no disk, for tests of thousands of opens; None where there is no room."""
+    there = os.access("/dev/shm", os.W_OK | os.X_OK)
+    return "/dev/shm" if there and shutil.disk_usage("/dev/shm").free > 50 << 20 else None
 
 
 def files_in(root: Path) -> list[Path]:

@@ -215,10 +215,11 @@ class Rig:
         self.settle()
         return output
 
-    def settle(self, seconds: float = 60) -> None:
+    def settle(self, seconds: float = 120) -> None:
         """Wait until nothing is active, written or posted."""
         deadline = time.monotonic() + seconds
-        while self.scheduler.active_sequences and time.monotonic() < deadline:
+        while self.scheduler.active_sequences:
+            assert time.monotonic() < deadline, "a request did not end"
             time.sleep(0.002)
         if self.scheduler.bridge is not None:
             self.scheduler.bridge.drain()

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,10 +49,11 @@ def listening() -> Iterator[list[socket.socket]]:
 
 def run_with_fds(fds: list[int], code: str, **variables: str) -> str:
     """What `code` prints, run with `fds` as its descriptors from 3 on, and LISTEN_PID its own."""
-    moves = "".join(f"os.dup2({fd}, {200 + at}); " for at, fd in enumerate(fds))
-    moves += "".join(f"os.dup2({200 + at}, {3 + at}); " for at in range(len(fds)))
     launcher = (
-        f"import os, sys; {moves}os.environ['LISTEN_PID'] = os.environ.get('AS_PID') or str(os.getpid()); "
+        "import fcntl, os, sys\n"
+        f"away = [fcntl.fcntl(fd, fcntl.F_DUPFD, 64) for fd in {fds}]\n"
+        "for at, fd in enumerate(away): os.dup2(fd, 3 + at)\n"
+        "os.environ['LISTEN_PID'] = os.environ.get('AS_PID') or str(os.getpid()); "
         "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     )
     environ = {**os.environ, "PYTHONPATH": str(REPO), "LISTEN_FDS": str(len(fds)), **variables}
@@ -307,16 +309,20 @@ def test_connections_wait_at_the_managers_socket_while_the_daemon_starts_again(t
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
-        made.bind(str(tmp_path / "notify"))
+def manager() -> Iterator[socket.socket]:
+    # Not in pytest's folder: such an address may have a hundred letters.
+    with (
+        tempfile.TemporaryDirectory(prefix="omlxd-", dir="/tmp") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made,
+    ):
+        made.bind(f"{folder}/notify")
         made.settimeout(PATIENCE_S)
         yield made
 
 
 def test_readiness_and_the_end_are_told(tmp_path: Path, manager: socket.socket):
     command, environ = serve_command(tmp_path, "--port", "0")
-    environ |= {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "200000"}
+    environ |= {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "200000"}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         assert re.fullmatch(

@@ -105,12 +105,11 @@ def test_billing_header_is_dropped(system):
 
 
 def test_many_billing_headers_take_no_longer_than_their_text():
-    began = time.monotonic()
+    began = time.thread_time()
     (system, _) = conversation(system="x-anthropic-billing-header: a\n" * 300_000 + "Be good").messages
     assert system.parts == (TextPart("Be good"),)
-    assert (
-        time.monotonic() - began < 10
-    )  # Each was once cut off what was left: minutes of a front that hangs.
+    # Each was once cut off what was left: minutes of a front that hangs.
+    assert time.thread_time() - began < 10
 
 
 def test_a_system_of_nothing_but_billing_is_no_message():

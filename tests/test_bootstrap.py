@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_a_broken_venv_is_found(bootstrap: ModuleType, tmp_path: Path):
     Path(bootstrap.PYTHON).symlink_to(tmp_path / "vanished")
     assert "gone" in bootstrap.broken_venv({})
     Path(bootstrap.PYTHON).unlink()
-    Path(bootstrap.PYTHON).symlink_to("/bin/false")
+    Path(bootstrap.PYTHON).symlink_to(shutil.which("false") or "/bin/false")
     assert "doesn't work" in bootstrap.broken_venv({})
     stamp(bootstrap, root="/elsewhere")
     assert "/elsewhere" in bootstrap.broken_venv({})

@@ -434,9 +434,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
+NOT_ASKED = ("--url", "http://127.0.0.1:1")
+"""The daemon holds the folder, and does not answer there."""
+
+
 def cache_command(daemon: Daemon, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "omlxd", "cache", *words, "--base-path", str(daemon.home / "omlxd")],
+        [
+            sys.executable,
+            "-m",
+            "omlxd",
+            "cache",
+            *words,
+            "--base-path",
+            str(daemon.home / "omlxd"),
+            *NOT_ASKED,
+        ],
         capture_output=True,
         text=True,
         cwd=REPO,

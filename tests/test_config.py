@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import shutil
 import subprocess
 import sys
@@ -214,5 +213,5 @@ def test_the_installed_command_is_there():
 
 def test_a_reader_that_has_seen_enough_is_no_error():
     shell = f"{sys.executable} -m omlxd config show | head -n 1"
-    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env=os.environ)
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=REPO)
     assert done.stdout.startswith("SETTING") and not done.stderr

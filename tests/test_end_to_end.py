@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +17,10 @@ from typing import Any
 
 import anthropic
 import openai
+import psutil
 import pytest
 from daemon import BLOCK, Daemon, body, family_model, own_usage, prose, wait_until
+from dying import Dying
 
 USER: Any = [{"role": "user", "content": "Tell me of kettles and saucers."}]
 
@@ -215,10 +219,18 @@ def test_thinking_is_switched_off(serving: Daemon):
 # --------------------------------------------------------------------------- many at once
 
 
-def test_others_decode_while_a_long_prompt_prefills(serving: Daemon):
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dying]:
+    """A daemon whose engine can be made to stand still in the middle of a prompt, and to go on."""
+    made = Dying(tmp_path_factory.mktemp("standing") / "home")
+    with made.daemon:
+        yield made
+
+
+def test_others_decode_while_a_long_prompt_prefills(standing: Dying):
     """However long: where clients come late on a busy machine, a longer one is still at it."""
     for words in (2400, 4000, 6000):
-        events = company(serving, prose(words, seed=words))
+        events = company(standing, prose(words, seed=words))
         for n in range(7):
             assert events.count(f"short {n}") > 4
         if "long" not in events[: -events.count("long")]:
@@ -226,9 +238,10 @@ def test_others_decode_while_a_long_prompt_prefills(serving: Daemon):
     raise AssertionError(f"a short answer came after the long prompt's first token: {events}")
 
 
-def company(daemon: Daemon, long: str) -> list[str]:
+def company(standing: Dying, long: str) -> list[str]:
     """Whose text came when, of a long prompt and of seven short ones that come while it is computed."""
     events: list[str] = []
+    daemon = standing.daemon
 
     def ask(name: str, prompt: str, max_tokens: int) -> None:
         request = body(daemon.model, prompt, max_tokens=max_tokens)
@@ -238,10 +251,12 @@ def company(daemon: Daemon, long: str) -> list[str]:
                     events.append(name)
 
     with ThreadPoolExecutor(8) as pool:
-        before = daemon.figure("prompt_tokens_total")
+        standing.stop_at("prefill")
         first = pool.submit(ask, "long", long, 4)
-        wait_until(lambda: daemon.figure("prompt_tokens_total") > before)
+        wait_until(standing.stands)
         others = [pool.submit(ask, f"short {n}", f"{n} short ones", 12) for n in range(7)]
+        wait_until(lambda: standing.asked() == 8)
+        standing.go_on()
         for asked in [first, *others]:
             asked.result()
     return events
@@ -273,10 +288,15 @@ def test_the_first_event_waits_for_no_engine(serving: Daemon):
 
 
 def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
-    with Daemon(tmp_path, wait=False) as daemon:
-        wait_until(lambda: daemon.engines() != [])
+    # As slow a load as can be: it stops itself before it begins.
+    stopped = shlex.join(["sh", "-c", 'kill -STOP $$; exec "$@"', "sh", sys.executable, "-m", "omlxd.engine"])
+    with Daemon(tmp_path, wait=False, env={"OMLXD_ENGINE_COMMAND": stopped}) as daemon:
+
+        def stands() -> bool:
+            return [psutil.Process(pid).status() for pid in daemon.engines()] == [psutil.STATUS_STOPPED]
+
+        wait_until(stands)
         (engine,) = daemon.engines()
-        os.kill(engine, signal.SIGSTOP)  # As slow a load as can be.
         began = time.monotonic()
         with daemon.stream("/v1/messages", body(daemon.model, "hello")) as answer:
             assert daemon.state() == "loading"
@@ -293,19 +313,20 @@ def test_requests_wait_with_pings_while_the_engine_loads(tmp_path: Path):
 # --------------------------------------------------------------------------- clients that go away
 
 
-def test_disconnect_in_mid_prefill_frees_the_slot_and_keeps_what_was_computed(one_slot: Daemon):
-    for words in (900, 2000, 4000):  # However late it is noticed, a longer prompt is still at it.
-        prompt = prose(words, seed=words)
-        before = one_slot.figure("prompt_tokens_total")
-        with one_slot.stream("/v1/messages", body(one_slot.model, prompt)) as answer:
+def test_disconnect_in_mid_prefill_frees_the_slot_and_keeps_what_was_computed(tmp_path: Path):
+    one_slot = Dying(tmp_path / "home", "--max-concurrent-requests", "1")
+    with one_slot.daemon as daemon:
+        prompt = prose(900, seed=900)
+        one_slot.stop_at("prefill")
+        with daemon.stream("/v1/messages", body(daemon.model, prompt)) as answer:
             next(answer.iter_lines())
-            wait_until(lambda before=before: one_slot.figure("prompt_tokens_total") >= before + 600)
-        one_slot.messages("hello", max_tokens=1)
-        usage = own_usage(one_slot.messages(prompt, max_tokens=1))
-        assert usage["cached_hot"] + usage["cached_cold"] >= 512
-        if usage["computed"] > 500:
-            return
-    raise AssertionError("the prompts were computed to their ends: nothing was interrupted")
+            wait_until(one_slot.stands)  # A part of it is computed.
+        wait_until(lambda: one_slot.cancelled() == 1)
+        one_slot.go_on()
+        daemon.messages("hello", max_tokens=1)
+        usage = own_usage(daemon.messages(prompt, max_tokens=1))
+        assert usage["cached_hot"] + usage["cached_cold"] >= BLOCK
+        assert usage["computed"] > 500, "it was computed to its end: nothing was interrupted"
 
 
 @pytest.mark.parametrize("streaming", [True, False])

@@ -16,14 +16,16 @@ class Front:
     def __init__(self, room: int, silent: bool = False):
         self.room = room
         self.silent = silent
+        self._lock = threading.Lock()
         self.sent: list[object] = []
         self.space = FrontSpace(self.receive)
 
     def receive(self, message: object) -> None:
         self.sent.append(message)
         if isinstance(message, wire.Reserve) and not self.silent:
-            granted = message.nbytes if message.nbytes <= self.room else 0
-            self.room -= granted
+            with self._lock:
+                granted = message.nbytes if message.nbytes <= self.room else 0
+                self.room -= granted
             answer = wire.Grant(ticket=message.ticket, nbytes=granted)
             threading.Thread(target=self.space.granted, args=(answer,)).start()
 

@@ -1,6 +1,5 @@
 """Which names a request may call the daemon by, for each way in which it came to listen."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -35,7 +34,7 @@ def test_a_managers_socket_that_others_can_reach_is_called_by_any_name(tmp_path:
         command, environ = serve_command(tmp_path)
         process = subprocess.Popen(
             [sys.executable, "-c", HAND_OVER, str(kept.fileno()), *command],
-            env={**os.environ, **environ, "OMLXD_API_KEY": "s3cret"},
+            env={**environ, "OMLXD_API_KEY": "s3cret"},
             pass_fds=[kept.fileno()],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

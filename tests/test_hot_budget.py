@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from omlxd.engine import hot_budget
@@ -35,7 +37,7 @@ def test_memory_is_read_twice_a_second_at_most(monkeypatch):
     reads = []
     monkeypatch.setattr(hot_budget, "memory", lambda: reads.append(1) or (16 * GB, 8 * GB))
     clock = [100.0]
-    monkeypatch.setattr(hot_budget.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hot_budget, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     budget = HotBudget(None, lambda: 0)
     for _ in range(100):
         budget()

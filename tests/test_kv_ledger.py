@@ -15,6 +15,7 @@ import omlxd.kv.ledger as ledger_module
 from omlxd.kv.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
 from omlxd.kv.paths import disk_bytes
 
+REPO = Path(__file__).resolve().parents[1]
 PAGE = 4096
 
 
@@ -313,7 +314,8 @@ def test_a_second_ledger_is_told_that_the_folder_is_busy(ledger, tmp_path):
         "try: Ledger(Path(sys.argv[1]), 4096).open()\n"
         "except LedgerBusy: print('busy')"
     )
-    run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code, tmp_path]
+    run = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
     assert run.stdout == "busy\n"
     assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
     ledger.close()

@@ -142,7 +142,7 @@ def test_a_failing_callback_does_not_end_the_writer(rig, caplog):
     writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=1)
     for key in KEYS:
         assert writer.submit(key, payload_of(key.block_hash), fail)
-    assert writer.flush(10) and writer.stats.written == 6 and writer.queued_bytes == 0
+    assert writer.flush(60) and writer.stats.written == 6 and writer.queued_bytes == 0
     writer.close()
 
 
@@ -236,7 +236,7 @@ def test_real_threads_and_a_real_engine_loop(tmp_path):
         rig.store.record_use([k.block_hash for k in keys])
         table.free()
         rig.pump()
-    assert rig.store.close(20)
+    assert rig.store.close(60)
     rig.pump()
     rig.check()
     assert rig.ledger.stats().reserved == 0 and writer.stats.failed == 0
