@@ -17,7 +17,7 @@ junk = st.recursive(
     | st.sampled_from(
         [
             *("auto", "named:x", "x-anthropic-billing-header: a", "data:image/png;base64,AA==", "\ud800"),
-            *("document", "tool_reference", "robot"),
+            *("document", "search_result", "compaction", "tool_reference", "robot", "application/pdf"),
         ]
     ),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -40,10 +40,38 @@ source = block("base64", media_type=st.just("image/png"), data=st.just("AAAA"))
 image_block = block("image", source=source)
 tool_use = block("tool_use", id=text, name=name, input=schema)
 reference = block("tool_reference", tool_name=name)
+text_sources = (
+    block("text", media_type=st.just("text/plain"), data=text)
+    | block("content", content=text | st.lists(text_block, max_size=2))
+    | block("base64", media_type=st.just("text/markdown"), data=st.sampled_from(["", "YQ==", "w6k="]))
+)
+document = st.fixed_dictionaries(
+    {"type": st.just("document"), "source": text_sources},
+    optional={"title": text | st.none(), "context": text, "citations": st.just({"enabled": True})},
+)
+search_result = block("search_result", source=text, title=text, content=st.lists(text_block, max_size=2))
+browser_state = block("browser_state", tabs=st.lists(st.dictionaries(text, text, max_size=2), max_size=2))
 tool_result = block(
     "tool_result",
     tool_use_id=text,
-    content=text | st.lists(text_block | image_block | reference, max_size=2),
+    content=text
+    | st.lists(
+        text_block | image_block | reference | document | search_result | browser_state,
+        max_size=2,
+    ),
+)
+tool_definition = block(
+    "tool_definition", definition=st.fixed_dictionaries({"name": name, "input_schema": schema})
+)
+tool_change = block("tool_addition", tool=block("tool_reference", name=name) | tool_definition) | block(
+    "tool_removal", tool=block("tool_reference", name=name) | block("mcp_toolset_reference", server_name=name)
+)
+summary = st.fixed_dictionaries(
+    {"type": st.just("compaction"), "content": text | st.none()},
+    optional={"tool_changes": st.lists(tool_change, max_size=2)},
+)
+at_server = block("server_tool_use", id=text, name=name, input=schema) | block(
+    "mcp_tool_result", content=text
 )
 thinking = block("thinking", thinking=text, signature=text)
 file = {"file_data": "data:text/plain;base64,aGk=", "filename": "a.txt"}
@@ -55,12 +83,17 @@ def message(role: str, content, **more):
 
 
 anthropic_messages = st.lists(
-    message("user", text | st.lists(text_block | image_block | tool_result, max_size=3))
-    | message("assistant", text | st.lists(text_block | tool_use | thinking, max_size=3))
-    | message("system", text),
-    min_size=1,
+    message(
+        "user",
+        text | st.lists(text_block | image_block | tool_result | document | search_result, max_size=3),
+    )
+    | message(
+        "assistant", text | st.lists(text_block | tool_use | thinking | at_server | summary, max_size=3)
+    )
+    | message("system", text | st.lists(text_block | tool_change, max_size=2))
+    | message("system", text, clear_at=st.sampled_from(["never", "next_user_message"])),
     max_size=4,
-)
+).map(lambda messages: [*messages, {"role": "user", "content": "hi"}])
 function_call = st.fixed_dictionaries({"name": name, "arguments": schema.map(json.dumps)})
 call = block("function", id=text, function=function_call) | block(
     "custom", id=text, custom=st.fixed_dictionaries({"name": st.just("patch"), "input": text})
@@ -74,8 +107,16 @@ openai_messages = st.lists(
     max_size=4,
 )
 anthropic_tool = st.fixed_dictionaries(
-    {"name": name, "input_schema": schema}, optional={"defer_loading": st.booleans()}
-) | st.just({"type": "web_search_20250305", "name": "web_search"})
+    {"name": name, "input_schema": schema},
+    optional={"defer_loading": st.booleans(), "input_examples": st.lists(schema, max_size=2)},
+) | st.sampled_from(
+    [
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool", "defer_loading": True},
+        {"type": "memory_20250818"},
+    ]
+)
 openai_tool = block("function", function=st.fixed_dictionaries({"name": name, "parameters": schema})) | block(
     "custom", custom=st.just({"name": "patch", "format": {"type": "text"}})
 )

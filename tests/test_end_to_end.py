@@ -116,6 +116,33 @@ def test_26_counts_at_once(serving: Daemon):
     assert len(set(counted)) == 1 and counted[0] > 50
 
 
+def test_what_is_counted_of_documents_and_tools_is_what_is_computed(serving: Daemon):
+    """To the token; and where `cache_control` stands is no part of it."""
+    paper = {"type": "document", "title": "Kettles", "context": "1931"}
+    paper["source"] = {"type": "text", "media_type": "text/plain", "data": prose(150)}
+    found = {"type": "search_result", "source": "https://a.example", "title": "Saucers"}
+    found["content"] = [{"type": "text", "text": prose(60, seed=1)}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [paper, found]}
+    turns = [
+        {"role": "user", "content": [paper, found, {"type": "text", "text": "Which?"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "bash", "input": {}}]},
+        {"role": "user", "content": [result]},
+    ]
+    marked = json.loads(json.dumps(turns))
+    for block in (*marked[0]["content"], *marked[2]["content"], *marked[2]["content"][0]["content"]):
+        block["cache_control"] = {"type": "ephemeral"}
+    tools = [{"type": "bash_20250124", "name": "bash"}]
+    for at, messages in enumerate((turns, marked)):
+        asked = {"model": serving.model, "max_tokens": 4, "messages": messages, "tools": tools}
+        counted = serving.post("/v1/messages/count_tokens", asked).json()["input_tokens"]
+        answer = serving.post("/v1/messages", asked)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"] > 300
+        if at:
+            assert usage["input_tokens"] <= BLOCK
+
+
 # --------------------------------------------------------------------------- sampling
 
 

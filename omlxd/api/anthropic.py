@@ -123,6 +123,8 @@ class MessagesBody(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
+_NOTHING_BEGUN = Message("assistant", ())
+"""At the end of a conversation this is its last message for no reason."""
 
 
 # --------------------------------------------------------------------------- translation
@@ -141,6 +143,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         messages.extend(_messages(message, tools, f"messages.{index}", skip))
     tool_choice, allowed_tools = tools.choice(request.tool_choice)
     thinking = request.thinking
+    if messages and messages[-1] == _NOTHING_BEGUN:
+        messages.pop()
     conversation = Conversation(
         messages=tuple(message for message in messages if message is not None),
         tools=tools.listed,
@@ -161,6 +165,24 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             format=_format(request),
         ),
     )
+
+
+def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
+    """As `parse`, for a conversation that is to be gone on with, not only counted.
+
+    One that ends with a beginning of the answer (prefill) is refused: the model would begin anew, and the
+    client take what it says for the rest.
+    """
+    parsed = parse(body, headers)
+    conversation = parsed.generate.prompt
+    assert isinstance(conversation, Conversation)
+    if conversation.messages and conversation.messages[-1].role == "assistant":
+        raise InvalidRequest(
+            "messages: the last one is the assistant's, and a begun answer is not gone on with here (no "
+            "prefill); end with a user's message",
+            param="messages",
+        )
+    return parsed
 
 
 _NO_SERVER_STATE = {

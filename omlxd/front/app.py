@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
+from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
 from ..api.body import with_timeout
 from ..api.keep_alive import keep_alive_of
@@ -27,7 +28,7 @@ from .admin import Admin
 from .cache_admin import forget
 from .engine_figures import FiguresOf
 from .engines import Engines
-from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse
+from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse, Parse
 from .http_guard import Guard
 from .http_settings import HttpSettings
 from .http_shell import Shell, raise_route_error
@@ -147,13 +148,13 @@ class _Routes:
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:
-        return _json(TokenCount(await self._count(request, ANTHROPIC)))
+        return _json(TokenCount(await self._count(request, anthropic.parse)))
 
     async def input_tokens(self, request: Request) -> Response:
-        return _json(InputTokens(await self._count(request, self._responses)))
+        return _json(InputTokens(await self._count(request, self._responses.parse)))
 
-    async def _count(self, request: Request, dialect: Dialect) -> int:
-        parsed = dialect.parse(await request.body(), request.headers)
+    async def _count(self, request: Request, parse: Parse) -> int:
+        parsed = parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = self._engines.resolve(parsed.model)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)

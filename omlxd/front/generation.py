@@ -38,11 +38,15 @@ STREAM_HEADERS = [
 ]
 
 
+Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
+"""(body, headers). Raises InvalidRequest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One protocol: how to read a body, and how to tell events."""
 
-    parse: Callable[[bytes, Mapping[str, str]], ParsedRequest]
+    parse: Parse
     encoder: Callable[[ParsedRequest, str], StreamEncoder]
     """(request, request id)"""
     collector: Callable[[ParsedRequest], Collector]
@@ -57,7 +61,7 @@ def _now() -> int:
 
 
 ANTHROPIC = Dialect(
-    anthropic.parse,
+    anthropic.parse_to_answer,
     lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id),
     lambda parsed: AnthropicCollector(_id("msg_"), parsed.model),
 )
