@@ -64,10 +64,10 @@ FIELDS: dict[str, tuple[Fate, Any]] = {
     "thread": ("refused", {"type": "continue", "previous_message_id": "msg_1"}),
     "compaction": ("refused", {"type": "summarize"}),
     "container": ("refused", {"id": "c", "skills": [{"type": "anthropic", "skill_id": "pptx"}]}),
+    "mcp_servers": ("refused", [{"type": "url", "url": "https://a.example", "name": "n"}]),
     # Nothing of the answer depends on it, or it is of what runs at Anthropic.
     "cache_control": ("ignored", {"type": "ephemeral"}),
     "context_management": ("ignored", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-    "mcp_servers": ("ignored", [{"type": "url", "url": "https://a.example", "name": "n"}]),
     "betas": ("ignored", ["context-1m-2025-08-07"]),
     "billing_policy": ("ignored", {"type": "billing_policy", "bill_to": "self"}),
     "diagnostics": ("ignored", {"previous_message_id": "msg_1"}),
