@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import psutil
 
 from .. import wire
@@ -75,7 +74,7 @@ class ModelStore:
         if self.bridge is not None:
             self._hot_budget.share = nbytes
             self.bridge.store.trim_hot()
-            mx.clear_cache()  # Else what was evicted stays ours.
+            mlx_adapter.give_memory_back()  # Else what was evicted stays ours.
 
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""

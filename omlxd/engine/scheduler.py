@@ -125,7 +125,7 @@ class Scheduler:
 
     def _rest(self) -> None:
         """Nothing to do for a while: give memory back that others may need more."""
-        mx.clear_cache()
+        mlx_adapter.give_memory_back()
         if self.bridge is not None:
             self.bridge.store.trim_hot()
 

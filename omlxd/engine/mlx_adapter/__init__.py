@@ -8,6 +8,7 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
 - state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `mx.load` of a file-like object allocates each array and has the object fill it (blank.py);
+- `mlx::core::clear_cache` is a symbol of its library (freed.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
 - transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
@@ -28,6 +29,7 @@ from .caches import (
     state_tensors,
     tensors,
 )
+from .freed import give_memory_back
 from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
 from .loading import LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .quantised import Quantisation
@@ -46,6 +48,7 @@ __all__ = [
     "compute_dtype",
     "extend",
     "filled_cache",
+    "give_memory_back",
     "keep_rows",
     "last_position_only",
     "layout_of",
