@@ -87,3 +87,30 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)
     assert not serving.is_alive()  # One that finds its socket closed ends the process, which is this one.
+
+
+def test_when_it_says_that_it_has_loaded_it_answers_for_the_model(
+    ends: tuple[socket.socket, socket.socket], monkeypatch
+):
+    """What the front asks or tells it right after that, must not meet an engine without one."""
+    ours, engines = ends
+    monkeypatch.setattr(service_module, "EngineHost", Idle)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    service = EngineService(engines)
+    had_model: list[bool] = []
+    send = service._send
+
+    def tell(message: Any) -> None:
+        if isinstance(message, wire.Loaded):
+            had_model.append(service._host.done())
+        send(message)
+
+    monkeypatch.setattr(service, "_send", tell)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
+    wait_until(lambda: bool(had_model))
+    assert had_model == [True]
+    ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
+    serving.join(60)
+    assert not serving.is_alive()

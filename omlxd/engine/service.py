@@ -154,8 +154,8 @@ class EngineService:
         # visit for 45 ms, in the middle of somebody's answer. Most are frozen since they were imported.
         gc.collect()
         gc.freeze()
+        self._host.set_result(host)  # First: a front that knows of it may ask, and send a budget.
         self._send(wire.Loaded(info=host.info))
-        self._host.set_result(host)
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
         try:
             host.scheduler.run()
