@@ -1,11 +1,13 @@
 """Who may ask, how much, and what the front process drags in."""
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
+import pytest
 from app_client import PATHS, body, client, message_of
 from fake_engine import FakeEngine, app_of, served
 
@@ -78,6 +80,54 @@ async def test_body_limit():
     async with client(app_of(engine, max_body_bytes=100)) as http:
         assert (await http.post("/v1/messages", content=b" " * 100)).status_code == 400
         assert (await http.post("/v1/messages", content=b" " * 101)).status_code == 413
+
+
+class Instant(asyncio.SelectorEventLoop):
+    """Its clock stands still while anything runs, and jumps to what is next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select  # type: ignore[attr-defined]
+
+        def skip(timeout: float | None) -> list:
+            self._now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = skip  # type: ignore[attr-defined]
+
+    def time(self) -> float:
+        return self._now
+
+
+@pytest.mark.parametrize(("pause", "taken"), [(20.0, 50), (40.0, 1)])
+def test_who_is_still_writing_a_refused_body_sees_the_answer(pause: float, taken: int):
+    """However long it takes, and its connection is not reset; but for one that does not go on."""
+    parts = iter([{"type": "http.request", "body": b"x", "more_body": number < 49} for number in range(50)])
+    sent: list[tuple[int, bool]] = []
+    done = 0
+
+    async def receive():
+        nonlocal done
+        if done:
+            await asyncio.sleep(pause)
+        done += 1
+        return next(parts)
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            sent.append((done, message["more_body"]))
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/messages",
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-length", b"50000000")],
+    }
+    with asyncio.Runner(loop_factory=Instant) as runner:
+        runner.run(app_of(FakeEngine())(scope, receive, send))
+    assert sent == [(0, True), (taken, False)], "the answer is out before the rest of the body is read"
 
 
 def test_the_app_imports_nothing_heavy():

@@ -23,7 +23,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s  seconds of silence before a stream gets a ping; clients want one every 10 s
     header_grace_s   seconds that a stream's headers wait for a first event: a request that fails
                      at once gets a plain HTTP error, and every other stream starts this late at most
-    drain_s          seconds to go on reading, and discarding, a body after it was refused
+    drain_s          most seconds between two parts of a body that was refused: it is read to its end,
+                     and discarded, as long as `body_total_s` allows
     """
 
     host: str = "127.0.0.1"
@@ -38,4 +39,4 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     send_pause_s: float = 120.0
     ping_interval_s: float = 8.0
     header_grace_s: float = 0.1
-    drain_s: float = 2.0
+    drain_s: float = 30.0

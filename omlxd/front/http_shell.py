@@ -157,13 +157,16 @@ class _Body:
             self._complete = True  # As far as we care: nothing more is read of it.
             raise RouteError("The request's body did not come in time.", 408) from None
 
-    async def drain(self, seconds: float) -> None:
-        """Discard what is still coming: a client that is still writing would not see the answer."""
+    async def drain(self, pause_s: float) -> None:
+        """Discard what is still coming: a client that is still writing would not see the answer.
+
+        However long it takes to write, as long as something comes: its connection would be reset.
+        """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self._complete:
+            while not self._complete:
+                async with asyncio.timeout(min(pause_s, self._deadline - time.monotonic())):
                     message = await self._receive()
-                    self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+                self._complete = message["type"] != "http.request" or not message.get("more_body", False)
 
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"The request body is larger than {self._limit} bytes.")
