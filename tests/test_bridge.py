@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_resolve import make
 
+from omlxd.api import openai_chat, openai_completions
 from omlxd.bridge.bridge import LINE_BYTES
+from omlxd.bridge.messages import OPS, decode_request, id_of
 from omlxd.bridge.pipes import LineSplitter
+from omlxd.errors import InvalidRequest
 
 
 @pytest.fixture
@@ -304,6 +309,19 @@ def test_a_client_that_reads_no_more_ends_it(start, model):
     assert "cancel" in lines.notes() and "quit" in seen(lines)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_an_output_that_can_not_be_written(start, model):
+    for redirected, status, told in (
+        ("> /dev/full", 1, "Standard output can't be written: No space left on device."),
+        (">&-", 2, "Standard input and output must be open"),
+        ("<&-", 2, "Standard input and output must be open"),
+    ):
+        shell = ("/bin/sh", "-c", f'exec {shlex.quote(sys.executable)} -m omlxd "$@" {redirected}', "sh")
+        lines = start("--model", model, program=shell)
+        assert lines.ended() == status and not lines.heard
+        assert told in lines.logged()
+
+
 # --------------------------------------------------------------------------- its surroundings
 
 
@@ -376,3 +394,33 @@ def test_lines_are_those_of_the_bytes_however_these_are_cut(pieces, limit):
     if not whole[-1]:
         whole.pop()
     assert lines == [line if len(line) <= limit else None for line in whole]
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = ("id", "model", "labels", "messages", "prompt", "target", "max_tokens", "type")
+
+
+@given(
+    st.binary(max_size=40)
+    | ANY.map(lambda value: json.dumps(value).encode())
+    | st.builds(
+        lambda op, fields: json.dumps({"op": op, **fields}).encode(),
+        st.sampled_from(OPS) | ANY,
+        st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=4),
+    )
+)
+def test_whatever_a_line_is_it_is_a_request_or_told_to_be_none(line):
+    told = id_of(line)
+    try:
+        request = decode_request(line)
+    except InvalidRequest:
+        return
+    assert request.id == told
+    with contextlib.suppress(InvalidRequest):
+        openai_chat.parse(line)
+    with contextlib.suppress(InvalidRequest):
+        openai_completions.parse(line)

@@ -45,6 +45,8 @@ def settled(lines: EngineLines) -> None:
 
 
 LONG = prose(200)
+NO_END = {"4089": -100, "4091": -100}
+"""A bias against the tokens that end the demo's turn."""
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,19 @@ def test_thinking_is_told_apart_and_a_call_is_whole(shared: EngineLines):
     (call, *_) = [line for line in lines.heard if line["id"] == id and line["type"] == "tool_call"]
     assert call["name"] == "read" and json.loads(call["arguments"]).keys() == {"much"}
     assert call["call_id"] and "cut" not in call
+
+
+def test_two_at_once_and_one_of_them_cancelled(shared: EngineLines):
+    lines = shared
+    long = lines.send("generate", prompt="The kettle", max_tokens=100_000, temperature=0, logit_bias=NO_END)
+    lines.until(lambda line: line["id"] == long and line["type"] == "delta")
+    short = lines.send("generate", prompt="The kettle", max_tokens=4)
+    assert lines.last(short)["reason"] in ("length", "stop")
+    assert not any(line["type"] == "done" for line in lines.heard if line["id"] == long)
+    assert lines.ask("cancel", target=long)["found"] is True
+    assert lines.last(long)["reason"] == "cancelled"
+
+    def none_runs() -> bool:
+        return lines.ask("metrics")["model"]["values"]["num_requests_running"] == 0
+
+    wait_until(none_runs, why=lines.logged)

@@ -2,7 +2,8 @@
 
 It ends, with status 0 and all that was computed stored, when it is told to `quit`, by SIGTERM or ^C
 (answers under way then have some seconds to end), when its input ends (they are all given first), or
-when nobody reads its output (they are cancelled). A second signal ends it at once.
+when nobody reads its output (they are cancelled; status 1 if that is no closed pipe but a full disk).
+A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -75,10 +76,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _own_pipes() -> tuple[int, int]:
     """Input and output of the protocol. What anybody else prints goes to standard error."""
-    try:
-        source, sink = os.dup(0), os.dup(1)
-    except OSError as error:
-        raise ConfigError("Standard input and output must be open: requests and answers go there.") from error
+    if not (_is_open(0) and _is_open(1)):
+        raise ConfigError("Standard input and output must be open: requests and answers go there.")
+    source, sink = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     try:
         os.dup2(null, 0)
@@ -123,7 +123,10 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
     await bridge.finish(LAST_LINES_S)
     out.put(Bye(bridge.quit_id))
     await out.close(LAST_LINES_S)
-    return 0
+    if out.trouble is None or isinstance(out.trouble, BrokenPipeError):
+        return 0
+    print(f"omlxd: Standard output can't be written: {out.trouble.strerror}.", file=sys.stderr)
+    return 1
 
 
 async def _until_the_end(bridge: Bridge, lines: LineReader, out: LineWriter, stop: asyncio.Event) -> None:

@@ -104,7 +104,8 @@ class LineReader:
 class LineWriter:
     """`put` never waits; `room` waits until what was put is written, but for `HIGH` bytes.
 
-    broken  set once nobody reads any more; what is put then goes nowhere
+    broken   set once nobody reads any more; what is put then goes nowhere
+    trouble  why
     """
 
     def __init__(self, fd: int):
@@ -117,6 +118,7 @@ class LineWriter:
         self._has_room.set()
         self._ended = asyncio.Event()
         self.broken = asyncio.Event()
+        self.trouble: OSError | None = None
         threading.Thread(target=self._run, name="stdout", daemon=True).start()
 
     def put(self, line: Line) -> None:
@@ -141,7 +143,8 @@ class LineWriter:
                 while (data := self._queue.get()) is not None:
                     self._write(data)
                     self._loop.call_soon_threadsafe(self._written, len(data))
-            except OSError:
+            except OSError as error:
+                self.trouble = error
                 self._loop.call_soon_threadsafe(self._break)
             self._loop.call_soon_threadsafe(self._ended.set)
 
