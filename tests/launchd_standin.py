@@ -122,11 +122,13 @@ class Launchd:
             "FAKE_LAUNCHD": "Listeners=" + ",".join(map(str, fds)),
         }
         soft = self.job.get("SoftResourceLimits", {}).get("NumberOfFiles", DEFAULT_FILES)
-        limits = (min(soft, self.hard_files), self.hard_files)
+        soft, hard = min(soft, self.hard_files), self.hard_files
         umask = self.job.get("Umask", 0o022)
         with open(self.job["StandardOutPath"], "ab") as said:
+            # The shell becomes the program. Nothing of ours runs in a fork of a process with threads.
+            limited = f'ulimit -Sn {soft} && ulimit -Hn {hard} && exec "$@"'
             self.process = subprocess.Popen(
-                self.job["ProgramArguments"],
+                ["/bin/sh", "-c", limited, "sh", *self.job["ProgramArguments"]],
                 env=environ,
                 cwd=self.job.get("WorkingDirectory", "/"),
                 stdin=subprocess.DEVNULL,
@@ -135,7 +137,6 @@ class Launchd:
                 pass_fds=fds,
                 start_new_session=True,
                 umask=umask,
-                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits),
             )
         self.starts.append(time.monotonic())
 

@@ -357,8 +357,8 @@ def test_many_threads_render_at_once(prompts):
 def test_an_agents_prompt_renders_quickly(prompts):
     messages = tuple(say(("user", "assistant")[i % 2], demo.PROSE) for i in range(16))
     conversation = Conversation(messages, tools=(READ,) * 20)
-    start = time.process_time()
+    start = time.thread_time()
     tokens = prompts.render(conversation).tokens
-    took = time.process_time() - start
+    took = time.thread_time() - start
     assert len(tokens) > 28_000
     assert took < 5.0  # 0.2 s is the goal, on a quiet machine

@@ -88,7 +88,7 @@ def _run(
         client.start()
     began = time.monotonic()
     next_trouble, disk = began + every_s, contextlib.ExitStack()
-    while (now := time.monotonic()) - began < seconds:
+    while (now := time.monotonic()) - began < seconds or "full disk" not in report.events:
         sampler.take()
         done = (now - began) / seconds
         if done > 0.4 and "full disk" not in report.events:

@@ -61,6 +61,7 @@ class OwnDaemon:
             self._process = subprocess.Popen(
                 [*serve, *self._arguments, "--port", str(self._port)],
                 env=environ,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,

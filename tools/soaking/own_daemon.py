@@ -35,6 +35,7 @@ class Daemon:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "omlxd", "serve", *flags],
             env=environ,
+            stdin=subprocess.DEVNULL,  # A terminal would make SIGHUP its end.
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
@@ -60,7 +61,7 @@ class Daemon:
     def stop(self) -> int:
         self.process.terminate()
         try:
-            return self.process.wait(40)
+            return self.process.wait(120)
         finally:
             self.process.kill()
             assert self.process.stdout is not None
