@@ -135,7 +135,7 @@ def test_on_a_running_daemon(start, tmp_path: Path):  # noqa: F811
 
 def test_systemd_is_told_of_the_reload(tmp_path: Path, manager):  # noqa: F811
     command, environ = serve_command(tmp_path, "--port", "0")
-    environ["NOTIFY_SOCKET"] = str(tmp_path / "notify")
+    environ["NOTIFY_SOCKET"] = manager.getsockname()
     process = subprocess.Popen(
         command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -133,7 +133,7 @@ class UserManager:
         """`command` as the user, with what a login gives; its output, both kinds together."""
         return _run([*self._inside(), *self._as_user().split(), *command], timeout)
 
-    def root(self, *command: str, timeout: float = 20) -> subprocess.CompletedProcess[str]:
+    def root(self, *command: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
         return _run([*self._inside(), *command], timeout)
 
     def omlxd(self, *words: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
