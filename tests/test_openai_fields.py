@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import openai
 import pytest
-from fake_engine import FakeEngine
+from app_client import client as plain
+from fake_engine import FakeEngine, app_of
 from sdk_clients import gpt
 
 USER = [{"role": "user", "content": "hi"}]
@@ -102,3 +103,35 @@ async def test_a_response_is_one_answer():
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(model="tiny", input="hi", extra_body={"n": 2})
     assert refused.value.param == "n"
+
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+PROMPTS = {PATHS[0]: {"messages": USER}, PATHS[1]: {"prompt": "hi"}, PATHS[2]: {"input": "hi"}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_fields_of_llama_cpp_that_bind_the_answer(path):
+    engine = FakeEngine()
+    schema = {"type": "object"}
+    asked = {"model": "tiny", **PROMPTS[path]}
+    async with plain(app_of(engine)) as http:
+        for fields, param in (
+            ({"grammar": 'root ::= "a"'}, "grammar"),
+            ({"json_schema": schema, "guided_regex": "a"}, "guided_regex"),
+            ({"json_schema": "x"}, "json_schema"),
+        ):
+            answer = await http.post(path, json={**asked, **fields})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        for fields in ({"json_schema": schema}, {"grammar": ""}, {"grammar": None, "json_schema": None}):
+            assert (await http.post(path, json={**asked, **fields})).status_code == 200
+    first, *others = engine.requests
+    assert first.format.schema == schema and first.format.param == "json_schema"
+    assert [other.format for other in others] == [None, None]
+
+
+async def test_an_answer_does_not_go_on_from_the_clients():
+    async with plain(app_of(FakeEngine())) as http:
+        answer = await http.post(
+            PATHS[0], json={"model": "tiny", "messages": USER, "continue_final_message": True}
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "continue_final_message"

@@ -131,6 +131,7 @@ class ChatBody(CommonBody, kw_only=True):
     function_call: Any = None
     modalities: list[str] | None = None
     moderation: Any = None
+    continue_final_message: Any = None
     web_search_options: Any = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
@@ -161,6 +162,10 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         {
             "modalities": (request.modalities not in (None, [], ["text"]), "only text is supported"),
             "moderation": (request.moderation, NO_MODERATION),
+            "continue_final_message": (
+                request.continue_final_message,
+                "an answer always begins anew; /v1/completions goes on from a text",
+            ),
             "web_search_options": (
                 request.web_search_options is not None,
                 "nothing is searched here; leave it out",

@@ -31,7 +31,7 @@ class StreamOptions(msgspec.Struct):
 
 class CommonBody(DialectFields, kw_only=True):
     """Sampling and the rest that both bodies hold. top_k, min_p, repetition_penalty and cache_salt
-    are extensions, spelled as vLLM spells them."""
+    are extensions, spelled as vLLM spells them; json_schema and grammar are llama.cpp's."""
 
     model: str | None = None
     stream: bool | None = None
@@ -49,6 +49,8 @@ class CommonBody(DialectFields, kw_only=True):
     stop: Union[str, list[str], None] = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: Any = None
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
@@ -92,8 +94,15 @@ def refuse(asked: dict[str, tuple[Any, str]]) -> None:
 
 
 def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:
-    """What the answer must be. Raises InvalidRequest where that is given twice."""
-    return only(format_of(body.response_format, "response_format"), guided(body), *further)
+    """What the answer must be. Raises InvalidRequest where that is given twice, or can't be."""
+    refuse({"grammar": (body.grammar, "GBNF can't be enforced here; send guided_grammar, in Lark's syntax")})
+    schema = None if body.json_schema is None else ResponseFormat("json_schema", schema=body.json_schema)
+    return only(
+        format_of(body.response_format, "response_format"),
+        format_of(schema, "json_schema"),
+        guided(body),
+        *further,
+    )
 
 
 _SESSION_HEADERS = ("x-session-affinity", "session-id", "session_id", "x-session-id", "conversation_id")
