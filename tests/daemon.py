@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import json
 import os
 import random
 import re
@@ -39,6 +40,15 @@ PATIENCE_S = 60.0
 def demo_model() -> Path:
     """The demo model, built once a test session."""
     return build_demo(session_folder() / "omlxd-demo")
+
+
+def demo_model_with(template: str, folder: Path) -> Path:
+    """A copy of the demo model at `folder`, with another chat template."""
+    shutil.copytree(demo_model(), folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
+    (folder / "omlxd_demo.json").unlink()  # Or it would be built anew.
+    return folder
 
 
 @functools.cache

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import shake_128
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from omlxd.kv.admission import admission_of
 from omlxd.kv.block import Block
@@ -341,6 +342,13 @@ class Rig:
         """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""
         self.ledger._has_stock = False  # A crash saves no sums.
         self.ledger.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.drop()
 
 
 KEYS = chain(range(24))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from templates import DEEPSEEK, QWEN3, QWEN3_THINKING
 
@@ -26,6 +27,11 @@ def tokenizer_folder(path: Path) -> Path:
     demo.write_tokenizer(path, demo.VOCAB)
     demo.write_json(path / "config.json", {"model_type": "qwen3", "eos_token_id": [2, 0]})
     return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
 def pipeline(
@@ -110,3 +116,9 @@ def thought(prompts: PromptPipeline, text: str) -> str:
 
 
 ABLE = {"qwen3": QWEN3, "qwen3-thinking": QWEN3_THINKING, "deepseek": DEEPSEEK, "demo": demo.TEMPLATE}
+
+
+@pytest.fixture(params=list(ABLE))
+def prompts(request: pytest.FixtureRequest, folder: Path) -> PromptPipeline:
+    """One for each template that healing works with."""
+    return pipeline(folder, ABLE[request.param])

@@ -1,13 +1,25 @@
 """Turns as they were generated: put back exactly, in their own place, and nowhere else."""
+# ruff: noqa: F811 -- `folder` and `prompts` are fixtures of talk.py
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from talk import ABLE, CALL, ME, READ, Session, echo, pipeline, thought, tokenizer_folder, tool, user
+from talk import (
+    CALL,
+    ME,
+    READ,
+    Session,
+    echo,
+    folder,  # noqa: F401
+    pipeline,
+    prompts,  # noqa: F401
+    thought,
+    tool,
+    user,
+)
 from templates import QWEN3
 
 from omlxd.api import anthropic, openai_chat
@@ -25,17 +37,6 @@ from omlxd.engine.answer import Answer
 from omlxd.engine.prompt import PromptPipeline
 from omlxd.engine.turn import Scope
 from omlxd.models import demo
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(params=list(ABLE))
-def prompts(request, folder) -> PromptPipeline:
-    return pipeline(folder, ABLE[request.param])
-
 
 # --------------------------------------------------------------------------- append-only turns
 

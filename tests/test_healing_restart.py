@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import BLOCK, Daemon, demo_model, own_usage, prose, wait_until
+from daemon import BLOCK, Daemon, demo_model_with, own_usage, prose, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from templates import QWEN3_THINKING
 
@@ -30,12 +30,7 @@ THINK_END = demo.VOCAB - 3
 @pytest.fixture(scope="module")
 def stripping(tmp_path_factory) -> Path:
     """The demo model with the template of a Qwen3 that always thinks."""
-    folder = tmp_path_factory.mktemp("models") / "stripping"
-    shutil.copytree(demo_model(), folder)
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": QWEN3_THINKING}))
-    (folder / "omlxd_demo.json").unlink()
-    return folder
+    return demo_model_with(QWEN3_THINKING, tmp_path_factory.mktemp("models") / "stripping")
 
 
 def cache_of(daemon: Daemon) -> Path:

@@ -1,9 +1,9 @@
 """Blocks that are lost: damaged, gone or unreadable files, and what is served and counted then."""
+# ruff: noqa: F811 -- `rig` is a fixture of kv_fakes.py
 
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 from kv_fakes import (
@@ -14,14 +14,8 @@ from kv_fakes import (
     all_bytes,
     empty_payload,
     lone_key,
+    rig,  # noqa: F401
 )
-
-
-@pytest.fixture
-def rig(tmp_path: Path):
-    rig = Rig(tmp_path)
-    yield rig
-    rig.drop()
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -1,9 +1,9 @@
 """The store: matching, the hot tier and its budget, twins, limits."""
+# ruff: noqa: F811 -- `rig` is a fixture of kv_fakes.py
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from kv_fakes import (
@@ -19,17 +19,11 @@ from kv_fakes import (
     files_in,
     lone_key,
     payload_of,
+    rig,  # noqa: F401
 )
 
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.store import KVStore
-
-
-@pytest.fixture
-def rig(tmp_path: Path):
-    rig = Rig(tmp_path)
-    yield rig
-    rig.drop()
 
 
 def hot(rig: Rig, keys=KEYS) -> list[bool]:

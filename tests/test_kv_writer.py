@@ -1,4 +1,5 @@
 """The writer: a queue that is full, a disk that is, callbacks that fail, an end with a deadline."""
+# ruff: noqa: F811 -- `rig` is a fixture of kv_fakes.py
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ import errno
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from faulty_fs import Fault, FaultyFileSystem
@@ -25,19 +25,13 @@ from kv_fakes import (
     files_in,
     lone_key,
     payload_of,
+    rig,  # noqa: F401
 )
 
 from omlxd.kv.flusher import Flusher
 from omlxd.kv.space import LedgerSpace
 from omlxd.kv.store import KVStore
 from omlxd.kv.store_writer import StoreWriter
-
-
-@pytest.fixture
-def rig(tmp_path: Path):
-    rig = Rig(tmp_path)
-    yield rig
-    rig.drop()
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):

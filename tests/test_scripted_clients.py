@@ -18,8 +18,9 @@ from templates import QWEN3
 from omlxd.chat import Conversation, Message, TextPart, Tool
 from tools.clients.agents import write_files
 from tools.clients.own_daemon import OwnDaemon, first_model
+from tools.clients.played import Played
 from tools.clients.recorder import Recorder
-from tools.clients.reuse import Played, Reuse, ReuseLog, changed
+from tools.clients.reuse import Reuse, ReuseLog, changed
 from tools.clients.run import start_client
 from tools.clients.script import THOUGHT, answer_to, written
 from tools.clients.script_model import build_script_model

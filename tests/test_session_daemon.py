@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
-from daemon import BLOCK, Daemon, demo_model, own_usage, wait_until
+from daemon import BLOCK, Daemon, demo_model_with, own_usage, wait_until
 from templates import QWEN3
 
 TURNS = 3
@@ -16,12 +14,7 @@ TURNS = 3
 @pytest.fixture(scope="module")
 def stripping(tmp_path_factory) -> Path:
     """The demo model with Qwen3's template."""
-    folder = tmp_path_factory.mktemp("models") / "stripping"
-    shutil.copytree(demo_model(), folder)
-    config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": QWEN3}))
-    (folder / "omlxd_demo.json").unlink()
-    return folder
+    return demo_model_with(QWEN3, tmp_path_factory.mktemp("models") / "stripping")
 
 
 def converse(daemon: Daemon, session: str, drop: str) -> list[int]:

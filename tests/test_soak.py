@@ -15,12 +15,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import soak
 from cold_files import settled, unsettled
 from daemon import Daemon, body, wait_until
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
-
-import soak
 from soaking.leaks import left_of, processes_of, shared_memory_of, sockets_of, temporary_files
 
 SMALL = ("--paged-ssd-cache-max-size", "30MB")

@@ -1,28 +1,26 @@
 """Templates that turns can't be told apart in: there the client is believed, and nothing is hidden."""
+# ruff: noqa: F811 -- `folder` and `prompts` are fixtures of talk.py
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-from talk import ABLE, CALL, Session, echo, pipeline, thought, tokenizer_folder, tool, user
+from talk import (
+    CALL,
+    Session,
+    echo,
+    folder,  # noqa: F401
+    pipeline,
+    prompts,  # noqa: F401
+    thought,
+    tool,
+    user,
+)
 from templates import GLM, QWEN3
 
 from omlxd.chat import (
     Message,
     TextPart,
 )
-from omlxd.engine.prompt import PromptPipeline
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(params=list(ABLE))
-def prompts(request, folder) -> PromptPipeline:
-    return pipeline(folder, ABLE[request.param])
 
 
 def test_a_turn_whose_end_is_the_next_messages_head(folder):

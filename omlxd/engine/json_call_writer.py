@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
 
-from .call_writer import MAX_HEAD, Properties
+from .call_writer import MAX_HEAD, Properties, Writer
 from .tool_calls import NAME, coerce, json_text, kinds_of, loads
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
@@ -20,16 +19,11 @@ _HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 _NEXT = re.compile(r"\s*([,}])")
 
 
-class JsonWriter:
+class JsonWriter(Writer):
     """`{"name": "NAME", "arguments": {…}}`."""
 
     def __init__(self, properties: Properties):
-        self.name = ""
-        self.arguments = ""
-        self.dead = False
-        self._properties = properties
-        self._types: dict[str, Any] = {}
-        self._text = ""
+        super().__init__(properties)
         self._mark = 0  # of `arguments`, behind the last whole member
         self._step: Callable[[JsonWriter], bool] = JsonWriter._head
         self._prefix = ""
@@ -41,10 +35,6 @@ class JsonWriter:
         return not self.dead and (
             self._step is JsonWriter._letters or (self._step is JsonWriter._value and self._quoted)
         )
-
-    @property
-    def rest(self) -> str:
-        return self._text
 
     @property
     def whole(self) -> str:
@@ -66,11 +56,12 @@ class JsonWriter:
         return True
 
     def cut(self) -> str:
-        if self._step is JsonWriter._value:
-            return self.arguments + self._prefix + self._text
-        if self._step is JsonWriter._member:
-            return self.arguments + (", " if self._mark else "{") + self._text.lstrip()
-        return self.arguments
+        told, step = self.arguments, self._step
+        if step is JsonWriter._value:
+            return told + self._prefix + self._text
+        if step is JsonWriter._member:
+            return told + (", " if self._mark else "{") + self._text.lstrip()
+        return told
 
     # ----------------------------------------------------------------- steps
 

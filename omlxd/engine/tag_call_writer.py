@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from .call_writer import MAX_HEAD, Properties
+from .call_writer import MAX_HEAD, Properties, Writer
 from .tool_calls import NAME, json_text, typed_text
 
 _FUNCTION = re.compile(r"\s*<function=([^>]*)>")
@@ -23,28 +22,18 @@ _PAIRS = {
 }
 
 
-class TagWriter:
+class TagWriter(Writer):
     """A head that holds the name, then parameters, each a key and a value between tags.
 
     ends  the tag that ends a parameter: nothing is looked for before it comes
     """
 
     def __init__(self, properties: Properties, head: re.Pattern[str], parameter: re.Pattern[str], ends: str):
-        self.name = ""
-        self.arguments = ""
-        self.dead = False
-        self._properties = properties
-        self._types: dict[str, Any] = {}
-        self._text = ""
+        super().__init__(properties)
         self._head: re.Pattern[str] | None = head
         self._parameter = parameter
         self._ends = ends
         self._looked = 0
-        self.in_string = False
-
-    @property
-    def rest(self) -> str:
-        return self._text
 
     @property
     def whole(self) -> str:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +21,10 @@ from pathlib import Path
 
 import psutil
 
-REPO = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from daemon_process import end_daemon, start_daemon
+
 SETTLE_S = 5.0
 """After the start, or an answer, before the clock runs."""
 MAX_RSS, MAX_CPU = 60e6, 0.001
@@ -50,22 +51,13 @@ def measure(home: Path, seconds: float, flags: list[str] | None) -> bool:
     (home / "models").mkdir(exist_ok=True)
     engine = flags != []
     words = ["--model-dir", str(home / "models"), "--no-hf-cache"] if not engine else flags or []
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-    daemon = subprocess.Popen(
-        [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "omlxd"), *words],
-        env=environ | {"PYTHONPATH": str(REPO)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    base = ["--port", "0", "--base-path", str(home / "omlxd")]
+    daemon, url = start_daemon(home / "log.txt", *base, *words)
     try:
-        assert daemon.stdout is not None
-        found = re.search(r"listening on (http://\S+)", daemon.stdout.readline())
-        assert found, "the daemon did not start"
-        ask(found[1] + "/health")
+        ask(url + "/health")
         if engine:
-            model = ask(found[1] + "/v1/models")["data"][0]["id"]
-            ask(found[1] + "/v1/completions", {"model": model, "prompt": "hello", "max_tokens": 8})
+            model = ask(url + "/v1/models")["data"][0]["id"]
+            ask(url + "/v1/completions", {"model": model, "prompt": "hello", "max_tokens": 8})
         time.sleep(SETTLE_S)
         front = psutil.Process(daemon.pid)
         parts = {"front, with an engine" if engine else "front, no model": front}
@@ -87,7 +79,10 @@ def measure(home: Path, seconds: float, flags: list[str] | None) -> bool:
         return ok
     finally:
         daemon.terminate()
-        daemon.wait(30)
+        try:
+            daemon.wait(30)
+        finally:
+            end_daemon(daemon)
 
 
 def sample(process: psutil.Process) -> tuple[float, float]:

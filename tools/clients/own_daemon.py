@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
-import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+from daemon_process import end_daemon, start_daemon
+
 ENGINE = Path(__file__).with_name("scripted_engine.py")
 START_S = 120.0
 
@@ -40,48 +38,30 @@ class OwnDaemon:
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait()
+        end_daemon(self._process)
 
     def start(self) -> None:
         """Start it and wait for the model. Raises RuntimeError, leaving no process behind."""
-        try:
-            self._start()
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            raise
-
-    def _start(self) -> None:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ["PYTHONPATH"] = str(REPO)
+        log, scripts = self._home / "daemon.log", {}
         if self._scripted:
-            environ["OMLXD_ENGINE_COMMAND"] = shlex.join([sys.executable, str(ENGINE)])
-            environ["OMLXD_SCRIPT_LOG"] = str(self.played)
-        serve = [sys.executable, "-m", "omlxd", "serve", "--base-path", str(self._home)]
-        with (self._home / "daemon.log").open("a") as log:
-            self._process = subprocess.Popen(
-                [*serve, *self._arguments, "--port", str(self._port)],
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        assert self._process.stdout is not None
-        found = re.search(r"listening on (http://\S+)", self._process.stdout.readline())
-        if not found:
-            raise RuntimeError(f"the daemon did not start: see {self._home / 'daemon.log'}")
-        self.url = found[1]
+            scripts["OMLXD_ENGINE_COMMAND"] = shlex.join([sys.executable, str(ENGINE)])
+            scripts["OMLXD_SCRIPT_LOG"] = str(self.played)
+        flags = ["--base-path", str(self._home), *self._arguments, "--port", str(self._port)]
+        self._process, self.url = start_daemon(log, *flags, **scripts)
         self._port = int(self.url.rpartition(":")[2])
-        deadline = time.monotonic() + START_S
-        while states(self.url) != ["ready"]:
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                raise RuntimeError(f"the model was not loaded: see {self._home / 'daemon.log'}")
-            time.sleep(0.1)
+        try:
+            deadline = time.monotonic() + START_S
+            while states(self.url) != ["ready"]:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError(f"the model was not loaded: see {log}")
+                time.sleep(0.1)
+        except BaseException:
+            end_daemon(self._process)
+            raise
 
     def kill_and_restart(self) -> None:
         """SIGKILL, then a new daemon on the same port and the same cache."""
-        self._process.kill()
-        self._process.wait()
+        end_daemon(self._process)
         self.start()
 
 

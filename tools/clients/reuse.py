@@ -14,18 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-
-class Played(msgspec.Struct):
-    """A line of the log; see `scripted_engine.Played`."""
-
-    id: int
-    tokens: list[int]
-    prompt: int
-    computed: int
-    cached: int
-    cancelled: bool
-    began: float
-    ended: float
+from .played import Played
 
 
 @dataclass(slots=True)

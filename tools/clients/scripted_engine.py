@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tools")]
 
+from clients.played import Played  # noqa: E402
 from clients.script import answer_to, written  # noqa: E402
 from omlxd.chat import Conversation, GenerateRequest  # noqa: E402
 from omlxd.engine import __main__ as program  # noqa: E402
@@ -37,26 +38,6 @@ from omlxd.engine.sequence import Sequence, State  # noqa: E402
 LOG = "OMLXD_SCRIPT_LOG"
 PACE = "OMLXD_SCRIPT_STEP_S"
 """Seconds that every step waits: a tiny model is too fast to be interrupted."""
-
-
-class Played(msgspec.Struct):
-    """One request as the engine ended it.
-
-    tokens    prompt and answer
-    prompt    of these, the prompt
-    computed  tokens whose KV was there at the end, restored ones included
-    cached    tokens restored
-    began, ended  of the same clock
-    """
-
-    id: int
-    tokens: list[int]
-    prompt: int
-    computed: int
-    cached: int
-    cancelled: bool
-    began: float
-    ended: float
 
 
 @dataclass(slots=True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import psutil
+from daemon_process import REPO, end_daemon, start_daemon
 
-REPO = Path(__file__).resolve().parents[2]
 MODELS = ("first", "second")
 STALL_S = 4
 ANSWER_S = 60.0
@@ -26,25 +24,11 @@ class Daemon:
         self.home = home
         self.answer_s = answer_s
         self.cache = home / "cache"
-        self._log = (home / "log.txt").open("a")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
         flags = ["--model-dir", str(home / "models"), "--base-path", str(home), "--port", "0"]
         flags += ["--paged-ssd-cache-dir", str(self.cache), "--paged-ssd-cache-max-size", "200MB"]
         flags += ["--hot-cache-max-size", "50MB", "--model-ttl", ttl, "--stall-timeout", f"{STALL_S}s"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "omlxd", "serve", *flags],
-            env=environ,
-            stdin=subprocess.DEVNULL,  # A terminal would make SIGHUP its end.
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        found = re.search(r"listening on (http://\S+)", self.process.stdout.readline())
-        if not found:
-            raise RuntimeError(f"the daemon did not start: see {home / 'log.txt'}")
-        self.url = found[1]
+        own = {"HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+        self.process, self.url = start_daemon(home / "log.txt", *flags, **own)
         self.front = psutil.Process(self.process.pid)
 
     def engines(self) -> list[psutil.Process]:
@@ -63,10 +47,7 @@ class Daemon:
         try:
             return self.process.wait(120)
         finally:
-            self.process.kill()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            self._log.close()
+            end_daemon(self.process)
 
 
 def build_models(folder: Path) -> None:
