@@ -356,6 +356,11 @@ KEYS = chain(range(24))
 HASHES = [key.block_hash for key in KEYS]
 
 
+def on_disk(rig: Rig, keys: Sequence[BlockKey] = KEYS) -> list[bool]:
+    """Which of `keys` have a file."""
+    return [rig.cold.has(key.block_hash) for key in keys]
+
+
 def all_bytes(keys: Sequence[BlockKey] = KEYS) -> list[bytes]:
     """What the payloads of `keys` hold."""
     return [bytes_of(key.block_hash) for key in keys]

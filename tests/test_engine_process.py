@@ -1,88 +1,31 @@
 """EngineProcess against a real process (stub_engine.py): waiting, death, respawn, cancel, close."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from engine_processes import (
+    AT_ONCE_S,
+    alive,
+    ask,
+    collect,
+    engine,
+    package_on_the_path,  # noqa: F401
+    prepare,
+    rest_of,
+    until,
+    words,
+)
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
+from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
 from omlxd.front.cold_ledger import ColdLedger
 from omlxd.front.engine_process import EngineProcess
-
-STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
-REPO = str(Path(__file__).resolve().parents[1])
-AT_ONCE_S = 20.0
-"""Far less than what is waited for otherwise, and enough for a machine that does other things."""
-STALL_S = 2.0
-"""A busy machine may keep a process from running for longer: then patience doubles, and it is tried again."""
-
-
-@pytest.fixture(autouse=True)
-def package_on_the_path(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PYTHONPATH", REPO)
-
-
-async def prepare() -> wire.Load:
-    return wire.Load(model_path="/nowhere", model_id="stub", cache=wire.CacheSettings())
-
-
-@contextlib.asynccontextmanager
-async def engine(*flags: str, start: bool = True, **options: object) -> AsyncIterator[EngineProcess]:
-    options.setdefault("backoff_s", (0.05,))
-    made = EngineProcess("stub", options.pop("prepare", prepare), command=(*STUB, *flags), **options)  # type: ignore
-    if start:
-        made.start()
-    try:
-        yield made
-    finally:
-        await asyncio.wait_for(made.close(1.0), 60)
-
-
-def ask(text: str) -> GenerateRequest:
-    return GenerateRequest(prompt=RawPrompt(text=text))
-
-
-async def collect(made: EngineProcess, text: str) -> list[Event]:
-    return [event async for event in made.generate(ask(text))]
-
-
-async def rest_of(stream: AsyncIterator[Event]) -> list[Event]:
-    return [event async for event in stream]
-
-
-def words(events: list[Event]) -> list[str]:
-    return [event.text for event in events if isinstance(event, TextDelta)]
-
-
-async def up(made: EngineProcess, text: str = "up") -> None:
-    """It answers, whatever the machine made of a start before."""
-    for _ in range(5):
-        if words(await collect(made, text)) == [word for word in text.split() if word != "gate"]:
-            return
-    raise AssertionError("it never answered")
-
-
-async def until(condition, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.01)
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 async def test_requests_wait_while_loading_and_keep_their_own_events():
@@ -334,89 +277,6 @@ async def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert await full.open() == ""
     assert "No space left" in caplog.text
     await full.close()
-
-
-# --------------------------------------------------------------------------- no progress
-
-
-async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():
-    async with engine(stall_s=STALL_S) as made:
-        await up(made)
-        other = made.generate(ask("one sleep:300"))
-        events = await collect(made, "one stop two")
-        failed = events[-1]
-        assert isinstance(failed, Failed) and "no progress" in failed.message and failed.retry_after
-        assert isinstance([event async for event in other][-1], Failed)
-        await up(made)
-
-
-async def test_a_frozen_thread_is_noticed_though_the_engine_answers_pings():
-    async with engine(stall_s=STALL_S) as made:
-        await up(made)
-        asking = asyncio.create_task(collect(made, "one hang"))
-        while not asking.done():
-            await made.stats()
-            await asyncio.sleep(0.05)
-        failed = asking.result()[-1]
-        assert isinstance(failed, Failed) and "no progress" in failed.message
-
-
-async def held_up(made: EngineProcess, works: Callable[[float], Awaitable[bool]]) -> None:
-    """`works(patience)` in an engine that is not ended for it.
-
-    Where the machine held the engine itself up, it is tried again: then with twice the patience.
-    """
-    for _ in range(4):
-        await up(made)
-        starts = made.starts
-        if await works(made._restarts.patience_s) and made.starts == starts:
-            return
-    raise AssertionError("it was ended each time")
-
-
-async def test_silent_work_and_idleness_are_no_stall():
-    async with engine(stall_s=STALL_S) as made:
-
-        async def idle_and_then_silent(patience: float) -> bool:
-            pid = made.pid
-            await asyncio.sleep(1.5 * patience)
-            assert made.pid == pid, "who has nothing to do is no stall, however slow the machine"
-            return words(await collect(made, f"steps:{int(15 * patience)} done")) == ["done"]
-
-        await held_up(made, idle_and_then_silent)
-
-
-async def test_a_front_that_did_not_run_itself_blames_no_engine():
-    """As after a machine slept: what the engine said meanwhile is not read yet."""
-    async with engine(stall_s=STALL_S) as made:
-
-        async def asleep_meanwhile(patience: float) -> bool:
-            working = asyncio.create_task(collect(made, f"one steps:{int(20 * patience)} done"))
-            await until(lambda: made._requests.requests)
-            await asyncio.sleep(0.5)
-            time.sleep(1.5 * patience)
-            return words(await working) == ["one", "done"]
-
-        await held_up(made, asleep_meanwhile)
-
-
-async def test_a_load_that_stops_is_ended_and_tried_again(tmp_path: Path):
-    async with engine("--stop-on-load", "--notes", str(tmp_path), stall_s=STALL_S) as made:
-        failed = (await collect(made, "x"))[-1]
-        assert isinstance(failed, Failed) and "no progress" in failed.message
-        await up(made, "x")
-
-
-async def test_patience_grows_for_a_machine_that_is_only_slow(tmp_path: Path):
-    async with engine("--notes", str(tmp_path), stall_s=1.0) as made:
-        for stalls in (1, 2):
-            began = time.monotonic()
-            failed = (await collect(made, "one gate two"))[-1]
-            assert isinstance(failed, Failed) and "no progress" in failed.message
-            assert time.monotonic() - began >= stalls and made._restarts.stalls == stalls
-        assert made._restarts.patience_s == 4.0
-        (tmp_path / "gate").touch()
-        await up(made, "one gate two")
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from daemon import PATIENCE_S, family_model
+from engine_processes import until
 from hypothesis import given
 from hypothesis import strategies as st
 from rig import Rig
-from test_engine_process import until
 from test_pool import ask, notes, pool, states, surroundings  # noqa: F401
 from test_resolve import make
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from test_engine_process import alive, until, words
+from engine_processes import alive, until, words
 from test_resolve import make
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
