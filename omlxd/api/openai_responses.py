@@ -206,7 +206,11 @@ def _refuse(request: ResponsesBody) -> None:
         {
             "background": (request.background, "this server answers while you wait"),
             "prompt": (request.prompt is not None, "prompt templates are not kept here; use input"),
-            "context_management": (request.context_management, "nothing is compacted here; leave it out"),
+            # An object is Anthropic's field of this name, and changes nothing.
+            "context_management": (
+                isinstance(request.context_management, list) and request.context_management,
+                "nothing is compacted here; leave it out",
+            ),
             "moderation": (request.moderation, NO_MODERATION),
             "n": ((request.n or 1) > 1, "a response is one answer; /v1/chat/completions gives several"),
         }
