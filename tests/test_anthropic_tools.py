@@ -151,6 +151,19 @@ def test_a_definition_that_is_not_whole_is_named():
         prompt(USER, change("addition", {"type": "tool_definition", "definition": {"name": "x"}}))
 
 
+def test_short_references_to_a_long_tool_have_a_bound():
+    long = {"name": "f", "input_schema": {"a": "x" * 100_000}, "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "f"}
+
+    def asked(times: int) -> Conversation:
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [reference] * times}
+        return prompt({"role": "user", "content": [result]}, tools=[long])
+
+    assert asked(80).messages
+    with pytest.raises(InvalidRequest, match="refer to each once"):
+        asked(90)
+
+
 # --------------------------------------------------------------------------- what is shown no more
 
 CALL = {"type": "tool_use", "id": "t", "name": "f", "input": {}}

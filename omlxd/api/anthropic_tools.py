@@ -13,6 +13,10 @@ from .anthropic_blocks import ByDefinition, ByName, ToolAddition, ToolChange, To
 from .anthropic_client_tools import client_tool
 from .body import free_json, stable_json
 
+MAX_DESCRIBED = 8 << 20
+"""Characters that references to tools may become in one prompt: each is told where it is referred to, and a
+short reference may stand for a long schema."""
+
 
 class ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
@@ -46,6 +50,7 @@ class Tools:
                 listed.append(tool)
         self.listed = tuple(listed)
         self._removed: set[str] = set()
+        self._room = MAX_DESCRIBED
         self._follow(changes)
 
     def _follow(self, changes: list[ToolChange]) -> None:
@@ -60,10 +65,18 @@ class Tools:
                 self._removed.discard(name)
 
     def described(self, name: str) -> str:
-        """The tool as the JSON text that templates list tools with."""
+        """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
         tool = self._known.get(name, Tool(name))
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        return stable_json({"type": "function", "function": function})
+        told = stable_json({"type": "function", "function": function})
+        self._room -= len(told)
+        if self._room < 0:
+            raise InvalidRequest(
+                f"messages: tools are referred to so often that telling them takes over {MAX_DESCRIBED} "
+                "characters; refer to each once",
+                param="messages",
+            )
+        return told
 
     def change(self, change: ToolChange) -> str:
         """A tool that comes or goes, as the model is told; "" for what there is not here."""
