@@ -83,7 +83,9 @@ def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
         assert rig.store.writer is not None and rig.store.writer.stats.written > len(before)
         rig.scheduler._model = whole
         again = rig.run(LONG, 5)
-        assert again.got == want and again.hot == 2 * BLOCK
+        assert again.got == want
+        # What the good request had of it; a model with state goes on from a block's end.
+        assert again.hot == (len(SHARED) if model.name == "qwen3" else 2 * BLOCK)
         assert rig.run(OTHER, 5).hot >= 4 * BLOCK
         assert rig.run(LONG, 5).hot >= 6 * BLOCK, "it is kept again"
     with Rig(model, tmp_path) as rig:

@@ -130,13 +130,13 @@ class MemoryAdmission:
         return self.store.pool.hot_bytes if self.store is not None else 0
 
     def _clear_the_way(self, need: int, running: list[Sequence]) -> None:
-        """Evict hot blocks that stand where the prompt must go."""
+        """Give hot tails and blocks back that stand where the prompt must go."""
         if self.store is None:
             return
         _, room = self._room(running)
         excess = need - (room - self._hot())
         if excess > 0:
-            self.store.pool.evict(excess)
+            self.store.pool.give_back(excess)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

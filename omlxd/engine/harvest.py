@@ -16,7 +16,9 @@ from ..kv.block_table import BlockTable
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter, shelter
+from .hot_tails import HotTails
 from .payload import MLXPayload, append_blocks, copy_blocks, read_payload
+from .prefill_chunk import last_token_alone
 from .restore import Restore
 from .sequence import Sequence, capacity_for
 from .staging import transport
@@ -39,6 +41,7 @@ class KVBridge:
     """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
 
     states  for a model that also keeps state which exists only at a position; else None
+    tails   whether less than a block is kept too, where that can be
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class KVBridge:
         post: Callable[[Callable[[], None]], None],
         states: StateKeeper | None = None,
         readers: int | None = None,
+        tails: bool = True,
     ):
         self._model = model
         self._layout = layout
@@ -56,16 +60,22 @@ class KVBridge:
         self.store = store
         self._post = post
         self._block = store.block_size
+        self._tails: HotTails | None = None
+        if tails and layout.groups and states is None and last_token_alone():
+            self._tails = HotTails(model, layout, store)
         readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
         self._background = ThreadPoolExecutor(1, thread_name_prefix="kv-background")
 
     # ----------------------------------------------------------------- into the store
 
-    def harvest(self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]]) -> None:
+    def harvest(
+        self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]], *, end: bool = False
+    ) -> None:
         """Offer every full block of the cache that the store has not been offered yet.
 
         tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
+        end                   keep what follows the last full block too
 
         Raises nothing: where there is no memory for copies, nobody's answer fails for it.
         """
@@ -83,6 +93,8 @@ class KVBridge:
         new = max(0, full - sequence.harvested)
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.harvested = max(sequence.harvested, full)  # Those that failed are not tried again.
+        if end and self._tails is not None:
+            self._tails.keep(sequence, tensors)
 
     def _offer(
         self,
@@ -99,6 +111,8 @@ class KVBridge:
                 key = sequence.key(index, self._block)
                 had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
                 sequence.stored[key.block_hash] = had_file
+                if self._tails is not None:
+                    self._tails.note(sequence, index)
 
     def harvest_prefilled(self, sequence: Sequence) -> None:
         """As `harvest`, from the sequence's own cache (not yet in a batch)."""
@@ -108,7 +122,7 @@ class KVBridge:
             def cut(start: int, stop: int) -> dict[str, mx.array]:
                 return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
 
-            self.harvest(sequence, cut)
+            self.harvest(sequence, cut, end=True)
 
     def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
         """Indices of blocks to copy, as runs of neighbours."""
@@ -205,6 +219,8 @@ class KVBridge:
         self.store.cut(table, have + len(payloads))
         if payloads:
             self._append(sequence, payloads)
+        if self._tails is not None:
+            self._tails.extend(sequence)
 
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""

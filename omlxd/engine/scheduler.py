@@ -303,17 +303,17 @@ class Scheduler:
         if not leaving:
             return
         for sequence in leaving:
-            self._harvest_row(batch, sequence)
+            self._harvest_row(batch, sequence, end=True)
         batch.leave(leaving)
         if not batch.rows:
             self._batches.remove(batch)
         for sequence in leaving:
             self._release(sequence)
 
-    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence) -> None:
+    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence, *, end: bool = False) -> None:
         if self.bridge is None or sequence.table is None:
             return
-        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop))
+        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop), end=end)
 
     def _accept(self, sequence: Sequence, token: int) -> bool:
         """Take a sampled token. False: the sequence ends with it."""

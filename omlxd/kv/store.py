@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .block import Block
+from .block import Block, Payload
 from .block_file import BlockFileError, BlockKey
 from .block_pool import BlockPool
 from .block_table import BlockTable
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 UNREADABLE_LIMIT = 10_000
 """Names of bad files that are remembered, so that they are written anew when they are computed again."""
+
+TAIL_SHARE = 16
+"""Tails take at most one part in so many of the hot tier."""
 
 
 @dataclass(slots=True)
@@ -218,7 +221,30 @@ class KVStore:
         """Evict down to the budget, which may have shrunk."""
         excess = self.pool.hot_bytes - self._hot_budget()
         if excess > 0:
-            self.pool.evict(excess)
+            self.pool.give_back(excess)
+
+    # ----------------------------------------------------------------- tails
+
+    def wants_tail(self, parent: BlockHash, tokens: Sequence[int], many: int, nbytes: int) -> bool:
+        """Whether `put_tail` would keep a tail of that size; ask before copying it."""
+        return nbytes <= self._hot_budget() // TAIL_SHARE and not self.pool.tails.known(
+            parent, tokens, many, self._hot_payload
+        )
+
+    def put_tail(self, parent: BlockHash, tokens: Sequence[int], many: int, payload: Payload) -> None:
+        """Keep KV of `tokens`, which follow the block `parent`, in RAM (tails.py)."""
+        tails = self.pool.tails
+        tails.shed(tails.nbytes + payload.nbytes - self._hot_budget() // TAIL_SHARE)
+        if self.make_room(payload.nbytes):
+            tails.put(parent, tokens, many, payload)
+
+    def longest_tail(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[Payload, int, int] | None:
+        """What is hot of `tokens`, which follow the block `parent`; see `Tails.longest`."""
+        return self.pool.tails.longest(parent, tokens, self._hot_payload)
+
+    def _hot_payload(self, name: BlockHash) -> Payload | None:
+        block = self.pool.get_cached_block(name)
+        return block.payload if block is not None else None
 
     # ----------------------------------------------------------------- reading the cold tier
 
