@@ -53,6 +53,7 @@ from .anthropic_blocks import (
 )
 from .anthropic_documents import browser_state_text, document_text, search_result_text
 from .anthropic_server_blocks import FROM_SERVER
+from .anthropic_session import Metadata, parent_agent, session_of
 from .anthropic_tools import ToolChoice, Tools
 from .body import (
     MAX_INT64,
@@ -62,7 +63,6 @@ from .body import (
     decode,
     free_json,
     not_contacted,
-    session_header,
     stops,
 )
 from .body import image as image_part
@@ -70,9 +70,6 @@ from .body import image as image_part
 BILLING_PREFIX = "x-anthropic-billing-header:"
 """Claude Code's first system line. Its suffix changes with every conversation and compaction."""
 
-
-MAX_USER_ID = 4096
-"""Characters of `metadata.user_id` that are looked into; Claude Code's has 200."""
 
 # --------------------------------------------------------------------------- the body
 
@@ -96,10 +93,6 @@ class _ThinkingConfig(msgspec.Struct):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
 
 
-class _Metadata(msgspec.Struct):
-    user_id: str | None = None
-
-
 class MessagesBody(msgspec.Struct):
     messages: list[_Message]
     model: str | None = None
@@ -113,7 +106,7 @@ class MessagesBody(msgspec.Struct):
     tools: list[ToolParam] | None = None
     tool_choice: ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
     output_config: _OutputConfig | None = None
     output_format: ResponseFormat | None = None
     thread: Any = None
@@ -160,8 +153,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         generate=GenerateRequest(
             prompt=conversation,
             sampling=_sampling(request),
-            session=_session(headers or {}, request.metadata),
-            parent_agent=session_header(headers or {}, "x-claude-code-parent-agent-id"),
+            session=session_of(headers or {}, request.metadata),
+            parent_agent=parent_agent(headers or {}),
             format=_format(request),
         ),
     )
@@ -230,20 +223,6 @@ def _sampling(request: MessagesBody) -> Sampling:
         max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_TOKENS),
         stop=stops(request.stop_sequences, "stop_sequences"),
     )
-
-
-def _session(headers: Mapping[str, str], metadata: _Metadata | None) -> str:
-    named = session_header(headers, "x-claude-code-session-id", "x-claude-code-agent-id")
-    if named or metadata is None or not metadata.user_id:
-        return named
-    if len(metadata.user_id) > MAX_USER_ID:
-        return metadata.user_id[:200]
-    try:
-        user = msgspec.json.decode(metadata.user_id, type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        user = {}
-    session = user.get("session_id")
-    return (session if isinstance(session, str) and session else metadata.user_id)[:200]
 
 
 _BILLING = re.compile(rf"(?:{BILLING_PREFIX}[^\n]*+\n*+)*+")
