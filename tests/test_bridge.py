@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import signal
@@ -13,15 +12,9 @@ from pathlib import Path
 import pytest
 from daemon import PATIENCE_S, wait_until
 from engine_lines import EngineLines
-from hypothesis import given
-from hypothesis import strategies as st
 from test_resolve import make
 
-from omlxd.api import openai_chat, openai_completions
 from omlxd.bridge.bridge import LINE_BYTES
-from omlxd.bridge.messages import OPS, decode_request, id_of
-from omlxd.bridge.pipes import LineSplitter
-from omlxd.errors import InvalidRequest
 
 
 @pytest.fixture
@@ -378,49 +371,3 @@ def test_settings_of_the_daemon_in_the_file_are_no_trouble(start, model, tmp_pat
     lines = start("--model", model)
     assert lines.ask("generate", prompt="one")["type"] == "done"
     assert "loaded tiny" in lines.logged()
-
-
-# --------------------------------------------------------------------------- lines
-
-
-@given(
-    st.lists(st.binary(max_size=6).map(lambda data: data.replace(b"\0", b"\n")), max_size=30),
-    st.integers(0, 8),
-)
-def test_lines_are_those_of_the_bytes_however_these_are_cut(pieces, limit):
-    splitter = LineSplitter(limit)
-    lines = [line for piece in pieces for line in splitter.feed(piece)] + splitter.end()
-    whole = b"".join(pieces).split(b"\n")
-    if not whole[-1]:
-        whole.pop()
-    assert lines == [line if len(line) <= limit else None for line in whole]
-
-
-ANY = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = ("id", "model", "labels", "messages", "prompt", "target", "max_tokens", "type")
-
-
-@given(
-    st.binary(max_size=40)
-    | ANY.map(lambda value: json.dumps(value).encode())
-    | st.builds(
-        lambda op, fields: json.dumps({"op": op, **fields}).encode(),
-        st.sampled_from(OPS) | ANY,
-        st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=4),
-    )
-)
-def test_whatever_a_line_is_it_is_a_request_or_told_to_be_none(line):
-    told = id_of(line)
-    try:
-        request = decode_request(line)
-    except InvalidRequest:
-        return
-    assert request.id == told
-    with contextlib.suppress(InvalidRequest):
-        openai_chat.parse(line)
-    with contextlib.suppress(InvalidRequest):
-        openai_completions.parse(line)
