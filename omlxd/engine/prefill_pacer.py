@@ -45,7 +45,7 @@ class PrefillPacer:
         return current
 
     def next_stop(self, sequence: Sequence, *, decoding: bool) -> int:
-        """Where the next chunk of `sequence` ends. The last one begins at its last boundary."""
+        """Where the next chunk of `sequence` ends. The last one begins at its last boundary, or past it."""
         start, last = sequence.kv_length, self.last_boundary(sequence)
         if start >= last:
             stop = sequence.prompt_length

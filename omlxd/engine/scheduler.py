@@ -6,7 +6,8 @@ rows that decode.
 
 Chunks end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
-the same shape.
+the same shape. Only on a CPU may a chunk begin inside of a block, where its bits are the same
+(hot_tails.py).
 
 Runs on the engine thread alone; `submit`, `cancel` and `post` may be called from any thread.
 """
