@@ -204,12 +204,15 @@ def test_a_file_removed_by_somebody_else_is_no_trouble(ledger, tmp_path):
 
 
 def test_a_dropped_file_that_is_still_there_still_counts(ledger, tmp_path):
+    """Or there again: an engine may have stored it anew before its removal is heard of."""
     store(ledger, 1)
     store(ledger, 2)
     (tmp_path / name(2)).unlink()
     ledger.dropped([name(1), name(2), name(3)])
     account(ledger)
     assert ledger.stats().files == 1
+    fates = [ledger.fates.of(name(number)) for number in (1, 2, 3)]
+    assert [fate and fate.what for fate in fates] == ["damaged"] * 3
 
 
 # --------------------------------------------------------------------- an engine dies

@@ -365,8 +365,9 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         daemon.settled()
         assert written() >= 7
         # A damaged file is removed when it is read, and the daemon remembers it.
-        os.kill(daemon.engine_pid(), signal.SIGKILL)
-        wait_until(lambda: daemon.state() != "ready")
+        engine = daemon.engine_pid()
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: engine not in daemon.engines())
         for path in cache.rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1

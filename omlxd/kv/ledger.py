@@ -253,11 +253,11 @@ class Ledger:
         self._reserved = max(0, self._reserved - nbytes)
 
     def dropped(self, paths: Iterable[str]) -> None:
-        """Files that an engine removed itself, or tried to: one that is there still counts."""
+        """Files that an engine removed itself, or tried to: one that is there, or there again, counts."""
         for path in paths:
+            self.fates.note(path, "damaged")
             if is_gone(self.root / path):
                 self._files.remove(path)
-                self.fates.note(path, "damaged")
 
     def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
         """Files that the owner wants gone (`remove`), or that may be gone already: (files, bytes, troubles).
