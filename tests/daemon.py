@@ -215,6 +215,16 @@ class Daemon:
                     found.append(child.pid)
         return found
 
+    def kill_engine(self) -> None:
+        """SIGKILL to the one engine. Returns once the daemon knows; it may be up again by then."""
+        before = self._engine_ends()
+        os.kill(self.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: self._engine_ends() > before, why=self.logged)
+
+    def _engine_ends(self) -> float:
+        page = self.http.get("/metrics").text
+        return sum(map(float, re.findall(r"^omlxd_engine_restarts_total\S* (\S+)$", page, re.M)))
+
     def front(self) -> psutil.Process:
         return psutil.Process(self.process.pid)
 

@@ -7,9 +7,7 @@ unless its tokens are put back, which only their record still knows.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,8 +119,7 @@ def lived(tmp_path_factory, stripping: Path) -> Lived:
             {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
             {"role": "user", "content": "Go on."},
         ]
-        os.kill(daemon.engine_pid(), signal.SIGKILL)
-        wait_until(lambda: counter(daemon, "omlxd_engine_restarts_total") == 1)
+        daemon.kill_engine()
         restarted = own_usage(ask(daemon, messages))
         daemon.kill()
     return Lived(home, stripping, known, record, messages, restarted)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -348,9 +347,7 @@ def test_a_daemons_metrics_live_through_the_death_of_its_engine(tmp_path: Path):
         wait_until(lambda: page().plain("omlxd_cold_bytes") > 0)
         assert set(HELP) <= set(daemon.figures()), "the names that metrics.py describes are the engine's"
         before = page()
-        engine = daemon.engine_pid()
-        os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: engine not in daemon.engines())
+        daemon.kill_engine()
         dead = page()
         daemon.chat(text)
         after = page()

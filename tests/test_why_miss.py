@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import time
 import tracemalloc
 from pathlib import Path
@@ -365,9 +364,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         daemon.settled()
         assert written() >= 7
         # A damaged file is removed when it is read, and the daemon remembers it.
-        engine = daemon.engine_pid()
-        os.kill(engine, signal.SIGKILL)
-        wait_until(lambda: engine not in daemon.engines())
+        daemon.kill_engine()
         for path in cache.rglob("*.safetensors"):
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
