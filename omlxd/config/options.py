@@ -246,9 +246,10 @@ OPTIONS: tuple[Option, ...] = (
         help="cache blocks made ready at start; more are made on demand",
     ),
     # A turn recomputes up to a block, so small is better until files are slow to read. Files to arrays as a
-    # share of plain reads, an 8B shape, 2 virtual CPUs, page cache warm (tools/bench/restore.py): of 64, six
-    # runs, 1 thread .85 to 1.09, 2 threads .70 to .85, median .83; of 128 and 256, one run, 1 thread .92 and
-    # .95, 2 threads .92 and .93. Page cache dropped, all of them above 1.4.
+    # share of plain reads in the same round, an 8B shape, 2 virtual CPUs, page cache warm, median of 7 rounds
+    # (tools/bench/restore.py, 1.5 GB): of 64, three runs, 2 threads .98, 1.20 and .99, lowest round .54; of
+    # 128 and 256, one run, 1.04 and 1.00. With 500 MB of 64 .89; with 3 GB, two runs, .70 and 1.09. Dropped,
+    # 1.26 and more. A small model's pieces are half as long: .64 of plain (7.2 GB/s).
     Option(
         name="block_size",
         default="64",

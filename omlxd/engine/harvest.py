@@ -6,6 +6,7 @@ Runs on the engine thread, but for the reads that `Restore` (restore.py) does on
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,15 +27,17 @@ from .state_keeper import MOST_RESTORES, StateKeeper
 
 log = logging.getLogger(__name__)
 
-STAGED_READERS, DIRECT_READERS = 8, 4
+STAGED_READERS, DIRECT_READERS = 8, max(2, min(4, os.cpu_count() or 4))
 """I/O threads that read block files, for the two kinds of transport: enough to keep an SSD's queue full.
 
 Staged: beside an H100 on 16 cores 4, 8 and 16 give 11.5, 18.8 and 21.3 GB/s to the first token
 (tools/bench/gpu.py). Direct reads scatter and digest each piece, and each lets go of the interpreter:
 on those 16 cores 1, 2, 4 and 8 threads give 4.0, 5.7, 9.3 and 7.0 GB/s (tools/bench/block_files.py, page
-cache warm; plain reads 4.4, 9.1, 17.9, 26.9). One digest over a mapping of the file needs far fewer such
-steps (2 cores: 13 to 15 GB/s where these give 10 to 13), but an I/O error in a mapping is a signal that
-ends the engine, and the bytes that were checked would not be those that were put in place."""
+cache warm, read 256 KiB at a time; plain reads 4.4, 9.1, 17.9, 26.9), and on 2 cores 1, 2 and 4 give
+11.1, 15.0 and 13.0 (tools/bench/restore.py, 1 MiB at a time; page cache dropped 1.4, 1.6 and 1.6).
+One digest over a mapping of the file needs far fewer such steps (2 cores: 13 to 15 GB/s where these gave
+10 to 13), but an I/O error in a mapping is a signal that ends the engine, and the bytes that were checked
+would not be those that were put in place."""
 
 
 class KVBridge:
