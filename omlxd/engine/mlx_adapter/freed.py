@@ -2,20 +2,30 @@
 
 `mx.clear_cache` of 0.32.4 waits for every CPU stream and holds Python's lock meanwhile. A stream that
 reads by a Python object, as those of blank.py do, waits for that lock, and neither ever goes on. So
-the library's own function is called, by ctypes, which lets go of the lock.
+the library's own function is called, by ctypes, which lets go of the lock. The wheels for Linux and
+macOS have it; a build without it gets nothing back, which is better than standing still.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import mlx.core as mx
 
-_clear = ctypes.CDLL(mx.__file__)["_ZN3mlx4core11clear_cacheEv"]
-"""`void mlx::core::clear_cache()`, found by its C++ name."""
-_clear.argtypes, _clear.restype = (), None
+log = logging.getLogger(__name__)
+
+SYMBOL = "_ZN3mlx4core11clear_cacheEv"
+"""`void mlx::core::clear_cache()`, by its C++ name."""
+
+_clear = getattr(ctypes.CDLL(mx.__file__), SYMBOL, None)
+if _clear is None:
+    log.warning("this build of MLX has no %s: memory that it keeps is not given back", SYMBOL)
+else:
+    _clear.argtypes, _clear.restype = (), None
 
 
 def give_memory_back() -> None:
     """Free what MLX keeps for arrays to come. Waits for what the CPU computes. Any thread."""
-    _clear()
+    if _clear is not None:
+        _clear()
