@@ -22,7 +22,7 @@ NOT_NEEDED = {
 """Of what is installed with omlxd."""
 
 SERVES_ONE = """
-import json, socket, sys, threading
+import json, os, socket, sys, threading
 from omlxd import chat, wire
 from omlxd.engine.service import EngineService
 
@@ -50,7 +50,8 @@ request = chat.GenerateRequest(
 front.sendall(wire.encode(wire.Generate(id=1, request=request)))
 wait_for(chat.Finished)
 unread = ["_omlxd_rest" in vars(sys.modules[name]) for name in ("transformers", "transformers.models")]
-print(json.dumps({"modules": sorted(sys.modules), "unread": unread}))
+print(json.dumps({"modules": sorted(sys.modules), "unread": unread}), flush=True)
+os._exit(0)  # As an engine does: Python's own end would stop a thread that is inside MLX, and abort.
 """
 
 LEARNS = """
