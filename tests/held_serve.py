@@ -21,7 +21,7 @@ MOMENTS = {
     "drain": ("omlxd.front.engine_process", "EngineProcess.drain"),
     "flush": ("omlxd.front.engine_link", "EngineLink.close"),
     "cache closes": ("omlxd.front.cold_ledger", "ColdLedger.close"),
-    "all has ended": ("omlxd.front.serve", "_let_go_of_a_lost_terminal"),
+    "all has ended": ("omlxd.front.serve", "leave"),
     "log closes": ("logging", "shutdown"),
 }
 """Held before these are called for the first time; "python ends": before its last function at exit."""

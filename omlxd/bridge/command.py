@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
@@ -21,17 +20,8 @@ from msgspec.structs import replace
 from .. import __version__
 from ..config import OPTIONS, Settings, add_flags, load_settings
 from ..errors import ConfigError, Unavailable
-from ..front.engine_link import ENGINE_COMMAND
 from ..front.logs import Logs
-from ..front.own_process import (
-    LogUnexpected,
-    allow_many_files,
-    leave,
-    make_private,
-    stop_on_signals,
-    what_to_do,
-)
-from ..front.pool import EnginePool
+from ..front.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
 from ..kv.ledger import LedgerBusy
 from .answers import failure
 from .bridge import LINE_BYTES, Bridge
@@ -97,11 +87,7 @@ def _is_open(fd: int) -> bool:
 
 
 async def _run(settings: Settings, source: int, sink: int) -> int:
-    command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
-    pool = EnginePool(settings, command or ENGINE_COMMAND)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().set_exception_handler(LogUnexpected())
-    stop_on_signals(stop, pool)
+    pool, stop = pool_and_stop(settings)
     out = LineWriter(sink)
     busy = await pool.cold.claim()
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop" and not stop.is_set():

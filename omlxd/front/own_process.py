@@ -9,11 +9,14 @@ import logging
 import math
 import os
 import resource
+import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from ..config import Settings
     from ..kv.ledger import LedgerBusy
     from .pool import EnginePool
 
@@ -65,7 +68,20 @@ class LogUnexpected:
         log.error("%s", context["message"], exc_info=error)
 
 
-def stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
+def pool_and_stop(settings: Settings) -> tuple[EnginePool, asyncio.Event]:
+    """A pool that has begun nothing yet, and what a signal sets. In the running loop."""
+    from .engine_link import ENGINE_COMMAND
+    from .pool import EnginePool
+
+    command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
+    pool = EnginePool(settings, command or ENGINE_COMMAND)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(LogUnexpected())
+    _stop_on_signals(stop, pool)
+    return pool, stop
+
+
+def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
     """The first signal asks for an end in order; the second one ends everything at once."""
 
     def on_signal() -> None:
@@ -89,4 +105,8 @@ def leave(status: int) -> NoReturn:
     from then on a second SIGTERM would be the exit status. And neither waits here for a thread.
     """
     logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # A closed window takes nothing any more; a stream that was closed from the beginning is None.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(status)

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -33,7 +32,7 @@ from .key_ring import KeyRing
 from .listening import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, url_of
 from .logs import Logs
 from .notify import Notifier
-from .own_process import LogUnexpected, allow_many_files, leave, make_private, stop_on_signals, what_to_do
+from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
 
 log = logging.getLogger(__name__)
 
@@ -70,23 +69,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
     with asyncio.Runner() as runner:
-        try:
-            status = runner.run(_serve(settings, sockets, keys, logs, read if reloads else None))
-        finally:
-            _let_go_of_a_lost_terminal()
-        leave(status)
-
-
-def _let_go_of_a_lost_terminal() -> None:
-    """What a closed window did not take must not turn the exit status into Python's 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, stream.fileno())
-                os.close(null)
+        leave(runner.run(_serve(settings, sockets, keys, logs, read if reloads else None)))
 
 
 def _hangup_means_reload() -> bool:
@@ -111,18 +94,12 @@ async def _serve(
 ) -> int:
     # Imported here, after the socket listens: this is most of the start.
     from ..kv.ledger import LedgerBusy
-    from .engine_link import ENGINE_COMMAND
-    from .pool import EnginePool
     from .reload import Reloader
 
     urls = " and ".join(url_of(one) for one in sockets)
-    command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
-    pool = EnginePool(settings, command or ENGINE_COMMAND)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().set_exception_handler(LogUnexpected())
+    pool, stop = pool_and_stop(settings)
     notify = Notifier()
     loopback = all_loopback(sockets)
-    stop_on_signals(stop, pool)
     if read is not None:
         reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
