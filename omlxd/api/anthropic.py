@@ -63,6 +63,7 @@ from .body import (
     decode,
     free_json,
     not_contacted,
+    refuse,
     stops,
 )
 from .body import image as image_part
@@ -178,20 +179,24 @@ def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> Pa
     return parsed
 
 
-_NO_SERVER_STATE = {
-    "thread": "no conversation is kept here; leave it out and send all of the conversation in messages",
-    "compaction": "conversations are not summarised here; leave it out and ask for a summary in a message",
-    "container": "skills run in containers at Anthropic; leave them out and describe them in system",
-}
-"""Field → why a request with it can't be answered: the model would miss what the client thinks it has."""
-
-
 def _refuse_server_state(request: MessagesBody) -> None:
-    skills = isinstance(request.container, dict) and request.container.get("skills")
-    given = {"thread": request.thread, "compaction": request.compaction, "container": skills or None}
-    for name, value in given.items():
-        if value is not None:
-            raise InvalidRequest(f"{name}: {_NO_SERVER_STATE[name]}", param=name)
+    """A request with it can't be answered: the model would miss what the client thinks it has."""
+    refuse(
+        {
+            "thread": (
+                request.thread is not None,
+                "no conversation is kept here; leave it out and send all of the conversation in messages",
+            ),
+            "compaction": (
+                request.compaction is not None,
+                "conversations are not summarised here; leave it out and ask for a summary in a message",
+            ),
+            "container": (
+                isinstance(request.container, dict) and request.container.get("skills"),
+                "skills run in containers at Anthropic; leave them out and describe them in system",
+            ),
+        }
+    )
     if request.mcp_servers:
         raise not_contacted("mcp_servers")
 

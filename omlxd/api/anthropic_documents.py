@@ -14,8 +14,6 @@ is left as it is. Answers cite nothing: `citations` changes no token.
 
 from __future__ import annotations
 
-import binascii
-
 import msgspec
 
 from ..errors import InvalidRequest
@@ -29,7 +27,7 @@ from .anthropic_blocks import (
     Text,
     TextSource,
 )
-from .body import free_json
+from .body import free_json, from_base64
 
 MAX_DOCUMENT_BYTES = 8 << 20
 """Of a document in base64: some two million tokens, more than a context holds."""
@@ -104,11 +102,8 @@ def _decoded(source: Base64Source, param: str) -> str:
         raise InvalidRequest(
             f"{where}: a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it", param=where
         )
-    try:
-        # `base64` and MIME break lines.
-        raw = binascii.a2b_base64("".join(source.data.split()), strict_mode=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequest(f"{where}: the document is not valid base64", param=where) from None
+    # `base64` and MIME break lines.
+    raw = from_base64("".join(source.data.split()), "document", where)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -55,9 +55,9 @@ class Tools:
 
     def _follow(self, changes: list[ToolChange]) -> None:
         for change in changes:
-            if made := _defined(change):
-                self._known[made.name] = made
-            name = _name(change)
+            name, made = _changed(change)
+            if made is not None:
+                self._known[name] = made
             self._names.add(name)
             if isinstance(change, ToolRemoval):
                 self._removed.add(name)
@@ -80,7 +80,7 @@ class Tools:
 
     def change(self, change: ToolChange) -> str:
         """A tool that comes or goes, as the model is told; "" for what there is not here."""
-        name = _name(change)
+        name, _ = _changed(change)
         if not name or name in self._at_server:
             return ""
         if isinstance(change, ToolRemoval):
@@ -112,19 +112,17 @@ class Tools:
         )
 
 
-def _name(change: ToolChange) -> str:
-    """Of the tool that comes or goes; "" for MCP servers', which are not reached from here."""
+def _changed(change: ToolChange) -> tuple[str, Tool | None]:
+    """The name of the tool that comes or goes, and the tool where the change itself defines it.
+
+    The name is "" for MCP servers' tools, which are not reached from here.
+    """
     if isinstance(change.tool, ByName):
-        return change.tool.name
-    made = _defined(change)
-    return made.name if made else ""
-
-
-def _defined(change: ToolChange) -> Tool | None:
-    """The tool that the change itself defines."""
+        return change.tool.name, None
     if not isinstance(change.tool, ByDefinition):
-        return None
-    return _tool(change.tool.definition, "messages.content.tool.definition")
+        return "", None
+    made = _tool(change.tool.definition, "messages.content.tool.definition")
+    return (made.name if made else ""), made
 
 
 def _added_later(changes: list[ToolChange]) -> set[str]:

@@ -187,13 +187,25 @@ def image(data: str, media_type: str, param: str) -> ImagePart:
     """An image from base64 text."""
     if not media_type.startswith("image/"):
         raise InvalidRequest(f"{param}: media type {media_type!r} is no image", param=param)
-    try:
-        raw = binascii.a2b_base64(data, strict_mode=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequest(f"{param}: the image is not valid base64", param=param) from None
+    raw = from_base64(data, "image", param)
     if not raw:
         raise InvalidRequest(f"{param}: the image is empty", param=param)
     return ImagePart(raw, media_type)
+
+
+def refuse(asked: dict[str, tuple[Any, str]]) -> None:
+    """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
+    for param, (given, why) in asked.items():
+        if given:
+            raise InvalidRequest(f"{param}: {why}", param=param)
+
+
+def from_base64(data: str, what: str, param: str) -> bytes:
+    """The bytes of `what`. Raises InvalidRequest."""
+    try:
+        return binascii.a2b_base64(data, strict_mode=True)
+    except ValueError:
+        raise InvalidRequest(f"{param}: the {what} is not valid base64", param=param) from None
 
 
 NOT_FETCHED = "URLs are not fetched and files are not read"

@@ -23,7 +23,7 @@ from ..chat import (
     ToolResultPart,
 )
 from ..errors import InvalidRequest
-from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments
+from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
 from .dialects import effort_of, thinking_of
 from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .openai_custom_tools import CUSTOM_INPUT
@@ -34,7 +34,6 @@ from .openai_fields import (
     Verbosity,
     answer_format,
     limit_of,
-    refuse,
     sampling,
     session,
 )

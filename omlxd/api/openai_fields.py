@@ -10,7 +10,7 @@ import msgspec
 from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
 from ..errors import InvalidRequest
 from .answer_format import ResponseFormat, format_of, guided, only
-from .body import MAX_INT64, MAX_TOKENS, session_header, stops
+from .body import MAX_INT64, MAX_TOKENS, refuse, session_header, stops
 from .dialects import DialectFields, session_of
 from .sse import UsageExtension, usage_extension
 
@@ -84,13 +84,6 @@ def limit_of(given: int | None, param: str) -> int | None:
 
 
 NO_MODERATION = "nothing is moderated here; leave it out"
-
-
-def refuse(asked: dict[str, tuple[Any, str]]) -> None:
-    """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
-    for param, (given, why) in asked.items():
-        if given:
-            raise InvalidRequest(f"{param}: {why}", param=param)
 
 
 def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:

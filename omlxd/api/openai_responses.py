@@ -14,7 +14,7 @@ import msgspec
 from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
-from .body import ParsedRequest, decode, free_json, session_header
+from .body import ParsedRequest, decode, free_json, refuse, session_header
 from .openai_fields import (
     NO_MODERATION,
     CommonBody,
@@ -22,7 +22,6 @@ from .openai_fields import (
     Verbosity,
     answer_format,
     limit_of,
-    refuse,
     sampling,
     session,
 )
