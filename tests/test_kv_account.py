@@ -1,4 +1,5 @@
 """The cold tier's account where something goes wrong: grants, unreadable folders, a disk that hangs."""
+# ruff: noqa: F811 -- `ledger` is a fixture of ledger_files.py
 
 from __future__ import annotations
 
@@ -10,30 +11,16 @@ from typing import Any
 
 import pytest
 from kv_fakes import Rig
+from ledger_files import NS, PAGE, ledger, name, put  # noqa: F401
 
 import omlxd.kv.ledger as ledger_module
 from omlxd.kv.ledger import Ledger
 from omlxd.kv.store_writer import MOST_ACTIONS, StoreWriter
 from omlxd.kv.write_budget import WriteBudget
 
-PAGE = 4096
-NS = "a" * 32
 
-
-def put(ledger: Ledger, number: int, pages: int = 1) -> tuple[str, int]:
-    path = f"{NS}/{number % 256:02x}/{number:064x}.safetensors"
-    full = ledger.root / path
-    full.parent.mkdir(parents=True, exist_ok=True)
-    full.write_bytes(b"x" * (pages * PAGE))
-    return path, pages * PAGE
-
-
-@pytest.fixture
-def ledger(tmp_path: Path):
-    ledger = Ledger(tmp_path, 10 * PAGE)
-    ledger.open()
-    yield ledger
-    ledger.close()
+def write(ledger: Ledger, number: int, pages: int = 1) -> tuple[str, int]:
+    return put(ledger.root, name(number), pages)
 
 
 def disk_fails(*_: Any, **__: Any) -> Any:
@@ -44,7 +31,7 @@ def test_nothing_is_evicted_for_a_grant_that_can_not_be_given(ledger: Ledger):
     """What others were granted can't be evicted: files would go, and the grant be refused all the same."""
     for number in range(4):
         assert ledger.reserve(PAGE)
-        ledger.stored([put(ledger, number)])
+        ledger.stored([write(ledger, number)])
     assert ledger.reserve(5 * PAGE) == 5 * PAGE
     assert ledger.reserve(6 * PAGE) == 0
     assert ledger.stats().files == 4 and ledger.stats().evicted_files == 0
@@ -56,7 +43,7 @@ def test_a_dead_engines_grant_comes_back_once_its_folder_can_be_read(ledger: Led
     monkeypatch.setattr(ledger_module, "JUDGE_S", 0.0)
     ledger.engine_loaded(NS, str(ledger.root))
     assert ledger.reserve(6 * PAGE)
-    put(ledger, 1)  # Written, and not told.
+    write(ledger, 1)  # Written, and not told.
     with monkeypatch.context() as patched:
         patched.setattr(os, "scandir", disk_fails)
         ledger.engine_gone(6 * PAGE, 4242, NS)
@@ -74,7 +61,7 @@ def test_what_was_granted_yesterday_and_is_written_today_counts_today(tmp_path: 
     assert ledger.reserve(6 * PAGE)
     days.append("2026-01-31")
     assert ledger.reserve(4 * PAGE) and not ledger.reserve(PAGE)
-    ledger.stored([put(ledger, 1, pages=2)])
+    ledger.stored([write(ledger, 1, pages=2)])
     ledger.released(4 * PAGE)
     assert ledger.stats().written_today_bytes == 2 * PAGE
     assert not ledger.reserve(5 * PAGE) and ledger.reserve(4 * PAGE)
@@ -84,8 +71,8 @@ def test_what_was_granted_yesterday_and_is_written_today_counts_today(tmp_path: 
 @pytest.mark.parametrize("ask", ["dropped", "forget"])
 def test_a_file_that_can_not_be_looked_at_still_counts(ledger: Ledger, monkeypatch, ask: str):
     assert ledger.reserve(PAGE)
-    ledger.stored([put(ledger, 1)])
-    path, _ = put(ledger, 1)
+    ledger.stored([write(ledger, 1)])
+    path, _ = write(ledger, 1)
     with monkeypatch.context() as patched:
         patched.setattr(os, "lstat", disk_fails)
         ledger.dropped([path]) if ask == "dropped" else ledger.forget([path], remove=False)
