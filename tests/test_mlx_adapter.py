@@ -17,6 +17,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import batch_kv
 from omlxd.engine.payload import Landing, copy_blocks, join_blocks, read_payload
 from omlxd.engine.sequence import capacity_for
 from omlxd.kv.layout import Group, KVLayout
@@ -77,6 +78,36 @@ def test_rows_of_a_batch_lie_at_its_right_edge():
     assert np.array(long).ravel().tolist() == [900, 901]
     mlx_adapter.keep_rows(batch, [0])
     assert np.array(mlx_adapter.row_tensors(batch, 0, 5, 0, 5)["layers.0.keys"]).ravel()[0] == 500
+
+
+def a_row(length: int) -> KVCache:
+    """Column i holds `length` + i / 1000."""
+    cache = KVCache()
+    values = mx.arange(length, dtype=mx.float32).reshape(1, 1, length, 1) / 1000 + length
+    cache.update_and_fetch(values, values)
+    return cache
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_batch_grows_to_what_the_fast_attention_takes(backend: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(batch_kv, "backend", lambda: backend)
+    token = mx.ones((1, 1, 1, 1))
+    batch = mlx_adapter.merge([[a_row(700)]])
+    for length in (300, 300):
+        mlx_adapter.extend(batch, [a_row(length)])
+    (layer,) = batch
+    layer.update_and_fetch(*[mx.repeat(token, 3, axis=0)] * 2)
+    assert layer.keys.shape[2] == 1024, "701 and a quarter more, in steps of 256"
+    mlx_adapter.keep_rows(batch, [1, 2])
+    for _ in range(1000):
+        layer.update_and_fetch(*[mx.repeat(token, 2, axis=0)] * 2)
+    if backend == "cuda":
+        assert layer.keys.shape[2] % 256 == 0, "whose padding was cut off"
+    assert layer.size() == 1301 and layer.keys.shape[2] < 2 * 1301
+    for row in range(2):
+        held = np.array(mlx_adapter.row_tensors(batch, row, 1301, 0, 1301)["layers.0.keys"]).ravel()
+        assert held[300:].tolist() == [1.0] * 1001
+        assert held[:300] == pytest.approx(300 + np.arange(300) / 1000)
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F32"])

@@ -10,10 +10,11 @@
 |                             |      | gives a cold run's tokens (H100, tools/bench/gpu_identity.py: 25 of  |
 |                             |      | 25 families; with TF32 23 of 25). bfloat16 models have few of them    |
 
-Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. With it a hit gives a cold run's tokens on long prompts too (8B
-shape in bfloat16, 4,000 and 16,000 tokens: 8 of 8 hits, else 6 of 8, first logits equal either way),
-since MLX no longer picks its attention for single tokens by how memory happened to be allocated; but
-prefill of 16,000 tokens takes 1.46 s instead of 0.68.
+Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. cuDNN's attention for single tokens sums in another order from run to
+run (bfloat16 and float16, 256 tokens and more), so that two runs of one prompt, with a hit or without, may
+part at a token whose lead is within rounding. With 0 MLX's own kernels compute alike each time, but prefill
+of 16,000 tokens takes 1.46 s instead of 0.68 (8B shape, H100) and long contexts decode slower
+(mlx_adapter/batch_kv.py).
 """
 
 from __future__ import annotations

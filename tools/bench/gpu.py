@@ -1,6 +1,6 @@
 """What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
 
-    python -m tools.bench.gpu [--shape qwen3-8b] [--only restore,harvest,hit,decode,prefill,same]
+    python -m tools.bench.gpu [--shape qwen3-8b] [--only restore,harvest,hit,decode,uneven,prefill,same]
                                 [--tokens 16384] [--dir DIR] [--blocks 64,256]
 
 Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
@@ -26,7 +26,7 @@ import numpy as np
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.backend_defaults import set_backend_defaults
-from omlxd.engine.decode_batch import DecodeBatch
+from omlxd.engine.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.harvest import KVBridge
 from omlxd.engine.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.staging import transport
@@ -219,8 +219,6 @@ class GPUBench(Bench):
 
     def decode(self) -> None:
         """Tokens a second of our batch and of mlx-lm's generator, in turns."""
-        from mlx_lm.generate import BatchGenerator
-
         print("\n## Decode at 512 tokens of context\n")
         row("rows", "ours tok/s", "BatchGenerator tok/s", "ratio")
         row(*["---"] * 4)
@@ -234,17 +232,62 @@ class GPUBench(Bench):
                     batch.step()
                 ours.append(timed(repeat, batch.step, steps))
                 del batch
-                generator = BatchGenerator(self.model, max_tokens=steps * 2, prefill_batch_size=rows)
-                generator.insert([self.prompt(512, seed=i) for i in range(rows)])
-                while len(generator.next()[1]) < rows:
-                    pass
-                for _ in range(5):
-                    generator.next()
-                theirs.append(timed(repeat, generator.next, steps))
-                generator.close()
-                del generator
+                prompts = [self.prompt(512, seed=i) for i in range(rows)]
+                theirs.append(self._generator_s(prompts, steps, at_once=rows))
             mine, other = (rows * steps / min(times) for times in (ours, theirs))
             row(rows, mine, other, mine / other)
+
+    def uneven(self) -> None:
+        """Rows of unequal length: in the batches that the scheduler chooses, in one, and in mlx-lm's one."""
+        print("\n## Decode of unequal contexts\n")
+        row("contexts", "batches", "ours tok/s", "in one batch", "BatchGenerator", "ratio")
+        row(*["---"] * 6)
+        steps = 40
+        for lengths in ((32768, 4096), (16000, 8000, 4000, 2000), range(500, 8500, 500)):
+            rates: list[float] = []
+            count = 0
+            for chosen in (True, False):
+                batches: list[DecodeBatch] = []
+                for length in lengths:
+                    sequence = self._decoding(length)
+                    best = best_batch(batches, sequence, self.loaded) if chosen else next(iter(batches), None)
+                    if best is None:
+                        batches.append(best := DecodeBatch(self.model))
+                    best.join(sequence)
+                count = count or len(batches)
+
+                def step(batches: list[DecodeBatch] = batches) -> None:
+                    for batch in batches:
+                        batch.step()
+
+                repeat(step, 5)
+                rates.append(len(lengths) * steps / timed(repeat, step, steps))
+                del batches, step
+            prompts = [self.prompt(length, seed=length) for length in lengths]
+            contexts = ",".join(map(str, lengths))
+            try:
+                theirs = len(lengths) * steps / self._generator_s(prompts, steps)
+            except RuntimeError as error:  # Where it prefills behind rows of other lengths, with a mask.
+                row(contexts, count, *rates, str(error).rpartition(": ")[2], "-")
+                mx.clear_cache()
+            else:
+                row(contexts, count, *rates, theirs, rates[0] / theirs)
+
+    def _generator_s(self, prompts: Seq[list[int]], steps: int, at_once: int = 1) -> float:
+        """Seconds of mlx-lm's generator for `steps` steps while all of `prompts` decode.
+
+        at_once  prompts that it prefills together; long ones, padded, run out of memory
+        """
+        from mlx_lm.generate import BatchGenerator
+
+        generator = BatchGenerator(self.model, max_tokens=steps * 20, prefill_batch_size=at_once)
+        generator.insert(list(prompts))
+        while len(generator.next()[1]) < len(prompts):
+            pass
+        repeat(generator.next, 5)
+        taken = timed(repeat, generator.next, steps)
+        generator.close()
+        return taken
 
     # ----------------------------------------------------------------- prefilling
 
@@ -307,7 +350,7 @@ class GPUBench(Bench):
 
 def main() -> None:
     set_backend_defaults()
-    sections = ("restore", "harvest", "hit", "decode", "prefill", "same")
+    sections = ("restore", "harvest", "hit", "decode", "uneven", "prefill", "same")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

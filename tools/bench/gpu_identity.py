@@ -9,10 +9,13 @@ name; `--dtype` and `--kv-bits` make further rows of the families that have them
     tokens     of them, how many gave the cold run's greedy tokens, all of them
     first      largest difference of a logit of the first token's, over all requests
     all        the same over every token, up to the first that differs
+    lead       by how much the cold run's token led its next best where a hit gave another: a lead
+               smaller than `all` is within what the backend's rounding does to logits; - if none differed
 
 and `first` and `all` of the requests that hit KV of prompts alone, which the same passes computed: on a
-CPU 0 there. On CUDA, MLX's attention for one token picks its kernel by what was allocated before, so
-later tokens may differ where the first one's logits are equal.
+CPU 0 there. On CUDA, cuDNN's attention for one token sums in another order from run to run, in bfloat16
+and above 256 tokens: two cold runs differ too. `MLX_CUDA_USE_CUDNN_SDPA=0` in the environment has MLX's own
+kernel do it, always alike; omlxd/engine/backend_defaults.py says what that costs.
 """
 
 from __future__ import annotations
@@ -46,17 +49,23 @@ class Nearness:
     same_tokens: int = 0
     first: float = 0.0
     all: float = 0.0
+    lead: float = -1.0
 
     def add(self, got: list[int], rows: Sequence[np.ndarray], want: list[int], others: Sequence[np.ndarray]):
         far = [float(np.abs(a - b).max()) for a, b in zip(rows, others, strict=True)]
         same = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), len(got))
         self.requests += 1
-        self.same_tokens += same == len(got)
+        if same == len(got):
+            self.same_tokens += 1
+        else:
+            second, best = np.sort(others[same].ravel())[-2:]
+            self.lead = max(self.lead, float(best - second))
         self.first = max(self.first, far[0])
         self.all = max(self.all, *far[: same + 1])
 
     def __str__(self) -> str:
-        return f"{self.same_tokens:3}/{self.requests:<3} {self.first:9.2g} {self.all:9.2g}"
+        lead = f"{self.lead:8.2g}" if self.lead >= 0 else f"{'-':>8}"
+        return f"{self.same_tokens:3}/{self.requests:<3} {self.first:8.2g} {self.all:8.2g} {lead}"
 
 
 @dataclass(slots=True)
@@ -122,8 +131,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"{mx.default_device()}, {versions()}")
     columns = ("hot", "cold tier", "KV of prompts", "KV of answers too")
-    print(f"{'':24}" + "".join(f" | {name:27}" for name in columns))
-    print(f"{'':24}" + f" | {'tokens':7} {'first':>9} {'all':>9}" * len(columns), flush=True)
+    print(f"{'':24}" + "".join(f" | {name:34}" for name in columns))
+    print(f"{'':24}" + f" | {'tokens':7} {'first':>8} {'all':>8} {'lead':>8}" * len(columns), flush=True)
     for row in chosen(arguments):
         with tempfile.TemporaryDirectory() as folder:
             try:

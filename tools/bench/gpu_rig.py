@@ -134,14 +134,18 @@ class Bench:
     def _batch(self, rows: int, length: int, factory: Callable[[Any], DecodeBatch] = DecodeBatch) -> Any:
         batch = factory(self.model)
         for index in range(rows):
-            tokens = self.prompt(length, seed=index)
-            sequence = self._sequence([*tokens, 1], self.blocks[0])
-            sequence.state = State.DECODING
-            sequence.cache = self.prefilled(tokens)
-            sequence.kv_length = length
-            batch.join(sequence)
+            batch.join(self._decoding(length, index))
             mx.eval(batch._inputs, [layer.state[:2] for layer in batch._cache])
         return batch
+
+    def _decoding(self, length: int, seed: int = 0) -> Sequence:
+        """A request behind a prompt of `length` tokens, ready to join a batch."""
+        tokens = self.prompt(length, seed)
+        sequence = self._sequence([*tokens, 1], self.blocks[0])
+        sequence.state = State.DECODING
+        sequence.cache = self.prefilled(tokens)
+        sequence.kv_length = length
+        return sequence
 
     def _run(self, tokens: Seq[int], block: int, new: int, bridge: KVBridge | None = None) -> Sequence:
         """A request through the scheduler on this thread. `block` 0: no reuse; no bridge: a hot tier."""
