@@ -12,9 +12,10 @@
 
 Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. cuDNN's attention for single tokens sums in another order from run to
 run (bfloat16 and float16, 256 tokens and more), so that two runs of one prompt, with a hit or without, may
-part at a token whose lead is within rounding. With 0 MLX's own kernels compute alike each time, but prefill
-of 16,000 tokens takes 1.46 s instead of 0.68 (8B shape, H100) and long contexts decode slower
-(mlx_adapter/batch_kv.py).
+part at a token whose lead is within rounding. With 0 MLX's own kernels compute alike each time: hits gave a
+cold run's tokens in all 14 requests of all 25 families in float32 and of 10 of 12 in bfloat16 (one request
+each of phi3 and gemma4_text parted within rounding; H100, tools/bench/gpu_identity.py). But prefill of 16,000
+tokens takes 1.46 s instead of 0.68 (8B shape) and long contexts decode slower (mlx_adapter/batch_kv.py).
 """
 
 from __future__ import annotations

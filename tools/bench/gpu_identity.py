@@ -21,6 +21,7 @@ kernel do it, always alike; omlxd/engine/backend_defaults.py says what that cost
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -145,3 +146,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # As an engine ends: Python's own end may stop a thread that is inside MLX, and abort.
