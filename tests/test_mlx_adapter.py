@@ -97,7 +97,8 @@ def test_a_batch_grows_to_what_the_fast_attention_takes(backend: str, monkeypatc
         mlx_adapter.extend(batch, [a_row(length)])
     (layer,) = batch
     layer.update_and_fetch(*[mx.repeat(token, 3, axis=0)] * 2)
-    assert layer.keys.shape[2] == 1024, "701 and a quarter more, in steps of 256"
+    # 700 and a quarter more, in steps of 256; on CUDA so short a batch is off them.
+    assert layer.keys.shape[2] == (1088 if backend == "cuda" else 1024)
     mlx_adapter.keep_rows(batch, [1, 2])
     for _ in range(1000):
         layer.update_and_fetch(*[mx.repeat(token, 2, axis=0)] * 2)

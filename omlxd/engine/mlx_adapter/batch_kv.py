@@ -11,16 +11,27 @@ from .types import backend
 GROW_STEP = 256
 """Tokens; capacities are multiples of it, as mlx-lm's own are.
 
-MLX's CUDA backend hands attention of single tokens to cuDNN only then, and else to a kernel that is
-slower the longer the context. Milliseconds a step, 8B shape in bfloat16 on an H100:
+MLX's CUDA backend hands attention of single tokens to cuDNN only then, and else to a kernel of its own, which
+is slower the longer the context, and faster for batches of short ones. Milliseconds a step, 8B shape in
+bfloat16 on an H100 (medians of a noisy host's, up to three runs):
 
-| rows × context    | 1 × 8,192 | 1 × 16,000 | 1 × 32,768 | 1 × 98,304 | 8 × 4,096 | 8 × 16,384 |
-|-------------------|-----------|------------|------------|------------|-----------|------------|
-| multiples of 256  | 8.1       | 7.8        | 9.0        | 11.0       | 11.2      | 15.0       |
-| 64 more           | 8.9       | 11.1       | 15.4       | 30.0       | 14.7      | 29.0       |
+| rows × context | multiples of 256 | 64 more |
+|----------------|------------------|---------|
+| 1 × 8,192      | 8.1              | 9.0     |
+| 1 × 16,000     | 7.8              | 11.2    |
+| 1 × 32,768     | 9.0              | 15.4    |
+| 1 × 98,304     | 11.0             | 30.0    |
+| 8 × 512        | 16.2             | 11.5    |
+| 8 × 4,096      | 11.7             | 14.7    |
+| 8 × 16,384     | 15.0             | 29.0    |
+| 32 × 512       | 16.7             | 13.5    |
+| 32 × 2,048     | 16.3             | 22.3    |
 
 cuDNN's sums come in another order from run to run, so that bits differ even between two cold runs.
 """
+
+SHORT = 1024
+"""Tokens up to which a batch on CUDA stays with MLX's own kernel."""
 
 
 def round_up(tokens: int) -> int:
@@ -31,6 +42,11 @@ def round_up(tokens: int) -> int:
 def next_step(length: int) -> int:
     """Tokens by which an array of `length` grows: geometrically, since growing copies all of it."""
     return max(GROW_STEP, round_up(length // 4))
+
+
+def _batch_capacity(tokens: int) -> int:
+    capacity = round_up(tokens)
+    return capacity + 64 if capacity <= SHORT and backend() == "cuda" else capacity
 
 
 class EvenBatchKVCache(BatchKVCache):
@@ -46,7 +62,7 @@ class EvenBatchKVCache(BatchKVCache):
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         more = keys.shape[2]
         if self.keys is None or self._idx + more > self.keys.shape[2]:
-            self.step = round_up(self._idx + max(more, self._idx // 4)) - self._idx
+            self.step = _batch_capacity(self._idx + max(more, self._idx // 4)) - self._idx
         return super().update_and_fetch(keys, values)
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
@@ -63,7 +79,8 @@ class EvenBatchKVCache(BatchKVCache):
     def filter(self, batch_indices: Any) -> None:
         super().filter(batch_indices)
         self._changed()
-        if backend() == "cuda" and self.keys is not None and self.keys.shape[2] % GROW_STEP:
+        capacity = self.keys.shape[2] if self.keys is not None else 0
+        if capacity > SHORT and capacity % GROW_STEP and backend() == "cuda":
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.
             self.keys = self.keys[..., : self._idx, :]
             self.values = self.values[..., : self._idx, :]
