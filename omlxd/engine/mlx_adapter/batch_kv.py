@@ -79,8 +79,9 @@ class EvenBatchKVCache(BatchKVCache):
     def filter(self, batch_indices: Any) -> None:
         super().filter(batch_indices)
         self._changed()
-        capacity = self.keys.shape[2] if self.keys is not None else 0
-        if capacity > SHORT and capacity % GROW_STEP and backend() == "cuda":
+        if self.keys is None or self.keys.shape[2] <= SHORT or backend() != "cuda":
+            return
+        if self.keys.shape[2] % GROW_STEP:
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.
             self.keys = self.keys[..., : self._idx, :]
             self.values = self.values[..., : self._idx, :]
