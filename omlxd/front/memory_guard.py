@@ -84,29 +84,36 @@ class MemoryGuard:
         need = self.need(engine.model_id, prints)
         self._claims.pop(engine.model_id, None)
         deadline = time.monotonic() + self._wait_s
-        async with self._admitting:
-            shrunk = 0
-            while need > (free := await self._free(engine)):
-                hot = sum(held.hot for held in self._holdings.values())
-                if hot and free + hot >= need and shrunk < SHRINK_TRIES:
-                    shrunk += 1
-                    self._share_out(self._claimed() + need)
-                    await asyncio.sleep(SHRINK_S)
-                elif victim := self._pool.victim(engine):
-                    await self._pool.make_go(victim, f"{engine.model_id} needs {human(need)}")
-                elif self._claims or await self._pool.change_before(deadline):
-                    await asyncio.sleep(SHRINK_S)
+        shrunk = 0
+        loading: set[str] | None = None
+        while True:
+            async with self._admitting:
+                while need > (free := await self._free(engine)):
+                    hot = sum(held.hot for held in self._holdings.values())
+                    if hot and free + hot >= need and shrunk < SHRINK_TRIES:
+                        shrunk += 1
+                        self._share_out(self._claimed() + need)
+                        await asyncio.sleep(SHRINK_S)
+                    elif victim := self._pool.victim(engine):
+                        await self._pool.make_go(victim, f"{engine.model_id} needs {human(need)}")
+                    else:
+                        break
                 else:
-                    raise NotNow(
-                        f"{engine.model_id} needs about {human(need)} and {human(max(0, free))} are free "
-                        "now; retry when other models or programs have given some back.",
-                        retry_after=15,
-                    )
-            self._claims[engine.model_id] = need
-            if not self._matters(len(self._pool.others(None))):
-                return Budget()
-            most = self._most(device) - PROCESS_BYTES
-            return Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+                    self._claims[engine.model_id] = need
+                    if not self._matters(len(self._pool.others(None))):
+                        return Budget()
+                    most = self._most(device) - PROCESS_BYTES
+                    return Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+            # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
+            # are waited for however long they take; later ones could follow each other without an end.
+            loading = set(self._claims) if loading is None else loading & set(self._claims)
+            if not (await self._pool.change_before(deadline) or loading):
+                raise NotNow(
+                    f"{engine.model_id} needs about {human(need)} and {human(max(0, free))} are free "
+                    "now; retry when other models or programs have given some back.",
+                    retry_after=15,
+                )
+            await asyncio.sleep(SHRINK_S)
 
     def check_ever(self, engine: ModelEngine) -> None:
         """Raises InvalidRequest for a model that can never fit, as soon as it is known what there is."""

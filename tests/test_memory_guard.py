@@ -1,0 +1,127 @@
+"""Loads that want memory at the same time: who waits for whom, and who goes for whom. A pool of figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from omlxd.errors import NotNow
+from omlxd.front import memory_guard
+from omlxd.front.memory_guard import MemoryGuard
+from omlxd.models.footprint import PROCESS_BYTES, Footprint
+from omlxd.wire import Device, Stats
+
+MB = 10**6
+HANGS_S = 20.0
+
+
+class Model:
+    """An engine that is nothing but figures. `weights`, `hot`: megabytes."""
+
+    def __init__(self, name: str, weights: int, *, hot: int = 0, pinned: bool = False, busy: bool = False):
+        self.model_id = name
+        self.footprint = Footprint(
+            weights=weights * MB, kv_per_token=0, kv_fixed=0, working=0, context_length=None
+        )
+        self.hot, self.pinned, self.busy = hot, pinned, busy
+        self.state = "unloaded"
+        self.admitted = False
+        self.memory_bytes = PROCESS_BYTES
+        self.process = SimpleNamespace(loads=1, used_at=0.0, send=lambda budget: None)
+
+    @property
+    def evictable(self) -> bool:
+        return self.state == "ready" and not self.pinned and not self.busy
+
+    async def stats(self) -> Stats:
+        values = {"mlx_active_bytes": self.footprint.weights + self.hot * MB, "kv_hot_bytes": self.hot * MB}
+        return Stats(id=1, values={name: float(value) for name, value in values.items()})
+
+    def becomes(self, state: str) -> None:
+        self.state, self.admitted = state, state == "ready"
+
+
+class Models:
+    """The pool. Who waits does so until `change`, and then `patient` says whether its time is over."""
+
+    def __init__(self, *loaded: Model, limit: int, available: int = 10**6):
+        self.all: list[Model] = []
+        self.gone: list[str] = []
+        self.changed = asyncio.Event()
+        self.waits = asyncio.Event()
+        self.patient = True
+        self.device = Device(backend="stub", total=10**12, available=available * MB)
+        book = SimpleNamespace(factor=lambda name: 1.0, set_factor=lambda name, factor: None)
+        self.guard = MemoryGuard(cast(Any, self), cast(Any, book), limit * MB, None, 60.0)
+        for model in loaded:
+            model.becomes("ready")
+            self.all.append(model)
+
+    def load(self, model: Model) -> asyncio.Task[Any]:
+        self.all.append(model)
+        model.admitted = True
+        return asyncio.create_task(self.guard.admit(cast(Any, model), self.device))
+
+    def change(self) -> None:
+        self.changed.set()
+        self.waits.clear()
+
+    def others(self, engine: Model | None) -> list[Model]:
+        return [model for model in self.all if model is not engine and model.admitted]
+
+    def victim(self, engine: Model) -> Model | None:
+        return next((model for model in self.others(engine) if model.evictable), None)
+
+    async def make_go(self, victim: Model, why: str) -> None:
+        self.gone.append(victim.model_id)
+        victim.becomes("unloaded")
+
+    async def change_before(self, deadline: float) -> bool:
+        assert deadline > time.monotonic()
+        if self.patient:
+            self.changed.clear()
+            self.waits.set()
+            await self.changed.wait()
+        return self.patient
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_guard, "SHRINK_S", 0.0)
+
+
+async def soon(what: asyncio.Task[Any] | asyncio.Event) -> Any:
+    async with asyncio.timeout(HANGS_S):
+        return await (what.wait() if isinstance(what, asyncio.Event) else what)
+
+
+async def test_a_model_that_fits_does_not_wait_behind_one_that_does_not():
+    pinned, large, small = Model("pinned", 400, pinned=True), Model("large", 500), Model("small", 100)
+    models = Models(pinned, limit=1000)
+    waiting = models.load(large)
+    await soon(models.waits)
+    await soon(models.load(small))
+    pinned.becomes("unloaded")
+    models.change()
+    await soon(waiting)  # 300 and 700 are all that there is.
+    assert not models.gone
+
+
+async def test_one_that_waits_counts_what_loads_meanwhile():
+    pinned, large, small = Model("pinned", 400, pinned=True), Model("large", 700), Model("small", 100)
+    models = Models(pinned, limit=1100)
+    waiting = models.load(large)
+    await soon(models.waits)
+    await soon(models.load(small))
+    pinned.becomes("unloaded")
+    models.change()
+    await soon(models.waits)  # 300 and 900 are too much.
+    assert not waiting.done()
+    models.patient = False  # And what began to load after it makes it wait no longer than its time.
+    models.change()
+    with pytest.raises(NotNow, match="large needs about 900 MB and 800 MB are free"):
+        await soon(waiting)
