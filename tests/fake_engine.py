@@ -85,6 +85,7 @@ class FakeEngine:
         self.pid: int | None = None
         self.in_flight = 0
         self.trouble = ""
+        self.is_refused = False
         self.explanation = wire.Explanation(cause="none")
         self.values: dict[str, float] | None = {}
         self.script = tuple(script)

@@ -273,7 +273,13 @@ async def test_formats_and_the_key():
         headers["accept"] = "application/openmetrics-text; version=1.0.0, text/plain;q=0.5"
         opened = await http.get("/metrics", headers=headers)
         assert opened.headers["content-type"].startswith("application/openmetrics-text")
-        names = {family.name for family in parse_openmetrics(opened.text)}
+        families = list(parse_openmetrics(opened.text))
+        names = {family.name for family in families}
+        # A sample whose name is not its family's makes one of its own: so it shows in the families' types.
+        assert {family.name for family in families if family.type == "unknown"} == set()
+        samples = {sample.name for family in families for sample in family.samples}
+        assert "vllm:num_requests_running" in samples and "vllm:request_success_total" in samples
+        assert not any(name.startswith("vllm_") for name in samples)
     assert {"vllm:request_success", "vllm:time_to_first_token_seconds", "omlxd_requests"} <= names
     assert "_created" not in plain.text and "secret" not in plain.text
 
@@ -302,6 +308,14 @@ async def test_ready_says_why_not():
         assert (await http.get("/ready")).status_code == 503
         first.state = "failed"
         assert (await http.get("/ready")).status_code == 200
+        # Unless the owner has said that no request loads a model.
+        second.is_refused = True
+        answer = await http.get("/ready")
+        assert answer.status_code == 503
+        assert answer.json()["reasons"] == [
+            "org/tiny is failed.",
+            "org/second is not loaded; load it with `omlxd models load org/second`.",
+        ]
     async with client(app_of()) as http:
         answer = await http.get("/ready")
         assert answer.status_code == 503

@@ -179,14 +179,32 @@ async def test_what_the_owner_loads_stays(tmp_path: Path):
         assert await made.unload("a")
 
 
-async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path):
+async def test_loading_a_loaded_model_begins_its_time_anew(tmp_path: Path):
     async with pool(tmp_path, "a") as made:
+        engine = await made.load("a")
+        engine.process.used_at -= 7200  # Idle for two hours.
+        await made.load("a", 3600)
+        assert engine.state == "ready" and engine.expires_in_s and engine.expires_in_s > 1800
+        # Whoever lets idle models go sleeps until its old time is over, unless it is told.
+        await made.load("a", 0.1)
+        await until(lambda: engine.state == "unloaded")
+        assert engine.process.loads == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pinned: bool):
+    async with pool(tmp_path, "a") as made:
+        made.pin("a", pinned)
         asking = asyncio.create_task(ask(made, "a", "one gate two"))
         await until(lambda: made.resolve("a").state == "ready")
         assert not await made.unload("a")
         (tmp_path / "gate").touch()
         assert words(await asking) == ["one", "two"]
         await until(lambda: made.resolve("a").state == "unloaded")
+        assert made.resolve("a").is_pinned == pinned
+        if pinned:
+            assert words(await ask(made, "a")) == ["hello"]
+            assert made.resolve("a").expires_in_s is None  # It went once; from now on it stays again.
 
 
 async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Path):
@@ -225,9 +243,11 @@ async def test_unloaded_is_a_model_whose_process_is_gone(tmp_path: Path):
 
 async def test_loading_on_demand_can_be_turned_off(tmp_path: Path):
     async with pool(tmp_path, "a", no_jit_load="true") as made:
+        assert made.resolve("a").is_refused
         with pytest.raises(NotFound, match="omlxd models load a"):
             await ask(made, "a")
         await made.load("a")
+        assert not made.resolve("a").is_refused
         assert words(await ask(made, "a")) == ["hello"]
 
 

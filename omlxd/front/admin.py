@@ -102,7 +102,7 @@ class Admin:
     def readiness(self) -> Readiness:
         """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""
         models = self._engines.models()
-        reasons = [reason for engine in models if (reason := _why_not(engine))]
+        reasons = [reason for engine in models if (reason := _why_not(engine) or _refused(engine))]
         states = {engine.state for engine in models}
         ready = "ready" in states or (len(reasons) < len(models) and not states & _SOON)
         return Readiness(ready=ready, reasons=reasons or _nothing(models))
@@ -116,6 +116,13 @@ def _why_not(engine: Engine) -> str:
     if engine.state not in _CANNOT:
         return ""
     return engine.trouble or f"{engine.model_id} is {engine.state}."
+
+
+def _refused(engine: Engine) -> str:
+    """No trouble of the model's, as its owner wanted it so; but not one request is served."""
+    if not engine.is_refused:
+        return ""
+    return f"{engine.model_id} is not loaded; load it with `omlxd models load {engine.model_id}`."
 
 
 def _status(engine: Engine, figures: EngineFigures | None) -> ModelStatus:

@@ -26,6 +26,7 @@ class Engine(Protocol):
     pid             of the engine process; None without one
     in_flight       requests running or waiting
     trouble         a sentence on why it can't serve; "" if it can, or nothing is known
+    is_refused      a request for it would be refused, since it is not loaded and none loads it
     """
 
     @property
@@ -44,6 +45,8 @@ class Engine(Protocol):
     def in_flight(self) -> int: ...
     @property
     def trouble(self) -> str: ...
+    @property
+    def is_refused(self) -> bool: ...
     @property
     def context_length(self) -> int | None: ...
 

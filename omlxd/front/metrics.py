@@ -10,6 +10,7 @@ In vLLM's words the hot tier is the local prefix cache and the cold tier the ext
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import time
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
@@ -114,6 +116,10 @@ class Metrics:
             self.requests.known(each.model_id)
         self._polled.show(figures, self._engines.cold_stats())
         encoder, content_type = choose_encoder(accept)
+        if isinstance(encoder, functools.partial):
+            # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name
+            # for a label's: it would write `vllm_` for its `vllm:`, though not in the line of its type.
+            encoder = functools.partial(encoder, escaping=ALLOWUTF8)
         return encoder(self._registry), content_type
 
 

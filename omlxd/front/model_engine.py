@@ -28,6 +28,7 @@ class ModelEngine:
     settings    what the configuration file says of it; replaced when the file is read again
     keep_alive  what its last request asked for, in seconds; None: nothing
     by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
+    leaving     the owner said that it goes once its requests have ended, pinned or not
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     """
 
@@ -39,6 +40,7 @@ class ModelEngine:
         self.folder: Path | None = installed.folder
         self.pinned = False
         self.by_name = False
+        self.leaving = False
         self.admitted = False
         self.keep_alive: float | None = None
         self.default_ttl: float | None = None
@@ -121,8 +123,12 @@ class ModelEngine:
     def deaths(self) -> int:
         return self.process.deaths
 
+    @property
+    def is_refused(self) -> bool:
+        return self.state == "unloaded" and not self._may_load()
+
     def _check(self) -> None:
-        if self.state == "unloaded" and not self._may_load():
+        if self.is_refused:
             raise NotFound(
                 f"{self.model_id} is not loaded, and this daemon loads no model because a request names it; "
                 f"load it with `omlxd models load {self.model_id}`.",
@@ -138,6 +144,8 @@ class ModelEngine:
     @property
     def idle_s(self) -> float:
         """Seconds without a request after which it goes; infinite: never for being idle."""
+        if self.leaving:
+            return 0.0
         if self.keep_alive is not None:
             return self.keep_alive
         if self.settings.ttl is not None:
@@ -147,7 +155,7 @@ class ModelEngine:
     @property
     def expires_at(self) -> float:
         """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
-        if self.state != "ready" or self.in_flight or self.is_pinned:
+        if self.state != "ready" or self.in_flight or (self.is_pinned and not self.leaving):
             return math.inf
         return self.process.used_at + self.idle_s
 

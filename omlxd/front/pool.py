@@ -173,8 +173,10 @@ class EnginePool:
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
         """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
         engine = self.resolve(model_name)
-        engine.by_name, engine.keep_alive = True, keep_alive
+        engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
+        engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
         await engine.process.load()
+        self._note()
         return engine
 
     async def unload(self, model_name: str) -> bool:
@@ -184,12 +186,12 @@ class EnginePool:
         if gone:
             self._forget_wishes(engine)
         else:
-            engine.keep_alive = 0.0
+            engine.leaving = True
         return gone
 
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
         """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
-        engine.keep_alive = seconds
+        engine.keep_alive, engine.leaving = seconds, False
         self._note()
 
     def pin(self, model_name: str, pinned: bool) -> ModelEngine:
@@ -267,7 +269,7 @@ class EnginePool:
 
     def _forget_wishes(self, engine: ModelEngine) -> None:
         """What was asked for a model's stay ends with it."""
-        engine.by_name, engine.keep_alive = False, None
+        engine.by_name, engine.keep_alive, engine.leaving = False, None, False
 
     async def _keep(self) -> None:
         """Let models go that were idle for their time."""
