@@ -2,6 +2,9 @@
 
 The text of an exception can hold a piece of a prompt: a ValueError that quotes its argument, a
 KeyError whose key was the user's. Above debug level only the texts of `TELLING` are written.
+
+The level can change while a process runs, and an engine's lines are judged once more by the front that
+reads them: so each of them says its own level.
 """
 
 from __future__ import annotations
@@ -46,3 +49,26 @@ class PrivateFormatter(logging.Formatter):
         if ei[1] is None or logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
             return super().formatException(ei)
         return private_trace(ei[1])
+
+
+class LineFormatter(PrivateFormatter):
+    """`LEVEL logger: text` in each line of a record.
+
+    At debug level the whole traceback follows the private one, in lines of that level: whoever reads
+    them may have left it by then.
+    """
+
+    LONGEST = 8000
+    """Characters of a line. Of one that is too long for its reader, the end would come without a level."""
+
+    def formatException(self, ei: ExcInfo) -> str:
+        return private_trace(ei[1]) if ei[1] is not None else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = [(record.levelname, line) for line in super().format(record).split("\n")]
+        whole = record.exc_info and record.exc_info[1] is not None
+        if whole and logging.getLogger("omlxd").isEnabledFor(logging.DEBUG):
+            assert record.exc_info
+            trace = logging.Formatter.formatException(self, record.exc_info)
+            lines += [("DEBUG", line) for line in trace.split("\n")]
+        return "\n".join(f"{level} {record.name}: {line[: self.LONGEST]}" for level, line in lines)

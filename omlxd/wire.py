@@ -16,6 +16,7 @@ Life of an engine, as the front sees it:
 | `Explain(id)`    | `Explained(id)` or `Events` with `Failed` |
 | `Grant`          | answers `Reserve`                |
 | `Budget`         | answers `Wants`, and comes unasked when the shares change |
+| `LogLevel`       | nothing; at any time             |
 | `Quit`           | flushes stores, then exits 0     |
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
@@ -139,13 +140,19 @@ class Grant(Struct, frozen=True, tag="grant"):
     nbytes: int
 
 
+class LogLevel(Struct, frozen=True, tag="log_level"):
+    """The level of the engine's own log lines from now on, as in `Load`."""
+
+    level: str
+
+
 class Quit(Struct, frozen=True, tag="quit"):
     """Flush stores for at most `deadline_s` seconds, then exit."""
 
     deadline_s: float = 5.0
 
 
-ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Budget, Quit]
+ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Budget, LogLevel, Quit]
 
 
 # --------------------------------------------------------------------------- to the front

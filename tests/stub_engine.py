@@ -94,6 +94,8 @@ class Stub:
                 self.granted.notify_all()
             if message.hot is not None:
                 self.hot_share = message.hot
+        elif isinstance(message, wire.LogLevel):
+            self.note(f"level {message.level}")
         elif isinstance(message, wire.Quit):
             self.note("quit")
             time.sleep(self.args.quit_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,18 @@ def test_a_grant_that_arrives_with_the_quit_is_not_lost(ends: tuple[socket.socke
     service.run()
     asks.join(60)
     assert taken == [True]
+
+
+def test_the_logs_level_changes_at_once(ends: tuple[socket.socket, socket.socket]):
+    ours, engines = ends
+    own = logging.getLogger("omlxd")
+    before = own.level
+    ours.sendall(wire.encode(wire.LogLevel(level="error")) + wire.encode(wire.Quit(deadline_s=1.0)))
+    try:
+        EngineService(engines).run()
+        assert own.level == logging.ERROR
+    finally:
+        own.setLevel(before)
 
 
 class Idle:

@@ -19,7 +19,7 @@ from omlxd.errors import ConfigError
 from omlxd.front.logs import EngineLines, JsonFormatter, Logs, Redactor, TextFormatter
 from omlxd.front.request_trace import RequestTrace
 from omlxd.keys import add_key, keys_path
-from omlxd.private_trace import private_trace
+from omlxd.private_trace import LineFormatter, private_trace
 
 KEY = "s3cret-key-of-mine"
 PROMPT = "my private prompt"
@@ -131,6 +131,24 @@ def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
     ]
 
 
+def test_what_an_engine_prints_below_the_level_is_left_out(caplog):
+    """The level may have changed while the line was on its way."""
+    logging.getLogger("omlxd").setLevel(logging.INFO)
+    line = EngineLines()
+    line("DEBUG omlxd.engine.x: " + PROMPT)
+    line("terminating due to an uncaught exception")
+    logging.getLogger("omlxd").setLevel(logging.ERROR)
+    line("WARNING omlxd.engine.x: hm")
+    line("ERROR omlxd.engine.x: oh")
+    logging.getLogger("omlxd").setLevel(logging.DEBUG)
+    line("DEBUG omlxd.engine.x: so that is why")
+    assert [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("omlxd.engine")] == [
+        ("WARNING", "terminating due to an uncaught exception"),
+        ("ERROR", "oh"),
+        ("DEBUG", "so that is why"),
+    ]
+
+
 # --------------------------------------------------------------------------- what never stands in it
 
 
@@ -180,6 +198,23 @@ def test_at_debug_tracebacks_are_whole(tmp_path: Path):
     Logs(settings(tmp_path, log_level="debug", log_file=str(tmp_path / "x.log")))
     logging.getLogger("omlxd.x").error("failed", exc_info=raised(ValueError(PROMPT)))
     assert PROMPT in (tmp_path / "x.log").read_text()
+
+
+def test_what_an_engine_printed_at_debug_is_private_to_a_log_that_has_left_it(caplog):
+    """A whole traceback may be in the pipe, or be written before the engine hears of the new level."""
+    logging.getLogger("omlxd").setLevel(logging.DEBUG)
+    text = f"{PROMPT}\nERROR omlxd.x: {PROMPT}\n" + "long " * 20_000 + PROMPT
+    printed = LineFormatter().format(record("failed\nbadly", exc=raised(ValueError(text)))).split("\n")
+    assert max(map(len, printed)) < 2**15
+    line = EngineLines()
+    for level, seen in (("INFO", False), ("DEBUG", True)):
+        logging.getLogger("omlxd").setLevel(level)
+        caplog.clear()
+        for one in printed:
+            line(one)
+        assert [r.getMessage() for r in caplog.records][:2] == ["failed", "badly"]
+        assert (PROMPT in caplog.text) == seen and "ValueError" in caplog.text
+        assert all(r.levelname == "DEBUG" for r in caplog.records if PROMPT in r.getMessage())
 
 
 def grep(text: str, *secrets: str) -> list[str]:

@@ -274,6 +274,18 @@ async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path,
         assert engine.info is not None and engine.info.block_size == 32
 
 
+async def test_engines_hear_of_the_logs_new_level_loaded_or_loading(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--load-gate may-load") as made:
+        asked = asyncio.create_task(ask(made, "a"))
+        await until(lambda: "first live" in notes(tmp_path))  # The Load is there, with the old level.
+        made.apply(settings(tmp_path, log_level="error"))
+        (tmp_path / "may-load").touch()
+        await asked
+        await until(lambda: "level error" in notes(tmp_path))
+        made.apply(settings(tmp_path, log_level="info"))
+        await until(lambda: "level info" in notes(tmp_path))
+
+
 async def test_aliases_of_the_file_and_of_the_owner(tmp_path: Path):
     text = '[models."org/a"]\naliases = ["fast", "claude-haiku-4-5"]\n'
     async with pool(tmp_path, "org/a", "b", text=text, model="b") as made:

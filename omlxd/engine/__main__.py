@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 
-from ..private_trace import PrivateFormatter
+from ..private_trace import LineFormatter
 from .backend_defaults import set_backend_defaults
 
 
@@ -41,9 +41,9 @@ def main() -> None:
 
 
 def _log_to_stderr() -> None:
-    """For the front, which reads it. The level of our own lines comes with Load."""
+    """For the front, which reads it. The level of our own lines comes with Load and LogLevel."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PrivateFormatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LineFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("omlxd").setLevel(logging.INFO)
 

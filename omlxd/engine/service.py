@@ -130,6 +130,8 @@ class EngineService:
             case wire.Budget():
                 if self._host.done():
                     self._host.result().set_budget(message)
+            case wire.LogLevel():
+                logging.getLogger("omlxd").setLevel(message.level.upper())
             case wire.Load():
                 logging.getLogger("omlxd").setLevel(message.log_level.upper())
                 self._engine = threading.Thread(

@@ -92,6 +92,7 @@ class EngineSupervisor:
         self._link: EngineLink | None = None
         self._wanted = asyncio.Event()
         self._reason = ""
+        self._log_level = ""
         self._closing = False
         self._supervisor: asyncio.Task[None] | None = None
         self._loading: list[asyncio.Future[None]] = []
@@ -320,6 +321,8 @@ class EngineSupervisor:
         if self._link is not None:
             priority.restore(self._link.pid)
         self.state = "ready"
+        if self._log_level:  # It may have changed since the Load was made.
+            self.send(wire.LogLevel(level=self._log_level))
         self.loads += 1
         self.used_at = time.monotonic()
         self._say_loaded(info)
@@ -349,6 +352,11 @@ class EngineSupervisor:
         """To the engine, if there is one that has loaded."""
         if self._link is not None and self.state == "ready":
             self._link.send(message)
+
+    def set_log_level(self, level: str) -> None:
+        """What the engine logs from now on."""
+        self._log_level = level
+        self.send(wire.LogLevel(level=level))
 
     def answer(self, id: int, result: Any) -> None:
         """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""

@@ -155,8 +155,9 @@ _ENGINE_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): (.*)"
 class EngineLines:
     """What an engine process prints becomes records of the front's log.
 
-    Its own log lines keep their level and logger. Anything else (a traceback's lines, what a C++
-    library says before it aborts) belongs to the line before it, or is a warning.
+    Its own log lines keep their level and logger, and are left out below this log's level, which the
+    engine may not have heard of yet. Anything else (what a C++ library says before it aborts) belongs
+    to the line before it, and is a warning at least.
     """
 
     def __init__(self) -> None:
@@ -166,6 +167,7 @@ class EngineLines:
         if found := _ENGINE_LINE.fullmatch(text):
             self._level, self._name = getattr(logging, found[1]), found[2]
             text = found[3]
+        level = self._level if found else max(self._level, logging.WARNING)
         logger = logging.getLogger(self._name)
-        # The engine has judged the level already: a library's logger here would judge again.
-        logger.handle(logger.makeRecord(self._name, self._level, "", 0, text, (), None))
+        if logger.isEnabledFor(level):
+            logger.handle(logger.makeRecord(self._name, level, "", 0, text, (), None))

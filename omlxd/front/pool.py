@@ -232,6 +232,7 @@ class EnginePool:
         for engine in self.models(afresh=True):
             engine.settings = settings_of(engine.model_id, settings.models)
             engine.default_ttl = settings.model_ttl
+            engine.process.set_log_level(settings.log_level)
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
                 log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
