@@ -302,11 +302,16 @@ ErrorCode = Literal[
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """The last event of a request that failed. `retry_after` in seconds, at most 60."""
+    """The last event of a request that failed.
+
+    retry_after  seconds, at most 60
+    param        the request's field at fault, if one is
+    """
 
     code: ErrorCode
     message: str
     retry_after: int | None = None
+    param: str | None = None
 
 
 class ChoiceEvent(Struct, frozen=True, tag="choice"):

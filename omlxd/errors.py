@@ -31,11 +31,13 @@ class OmlxdError(Exception):
         self.retry_after = retry_after
 
     def as_event(self) -> Failed:
-        return Failed(code=self.code, message=self.message, retry_after=self.retry_after)
+        return Failed(self.code, self.message, self.retry_after, self.param)
 
     @classmethod
     def from_event(cls, failed: Failed) -> OmlxdError:
-        return OmlxdError(failed.message, code=failed.code, retry_after=failed.retry_after)
+        return OmlxdError(
+            failed.message, code=failed.code, param=failed.param, retry_after=failed.retry_after
+        )
 
 
 class InvalidRequest(OmlxdError):

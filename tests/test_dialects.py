@@ -45,6 +45,7 @@ def chat(headers=None, **more):
         ({"metadata": {"thinking": "no"}, "extra_body": {"thinking": "yes"}}, False),
         ({"extra_body": {"enable_thinking": False}}, False),
         ({"extra_body": {"reasoning_effort": "high"}}, True),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, False),
         ({"thinking": "off", "extra_body": {"thinking": "on"}}, False),
         ({"thinking": "perhaps"}, None),
         ({"thinking": ["on"], "reasoning": 7, "metadata": "x", "extra_body": [1]}, None),
@@ -53,6 +54,23 @@ def chat(headers=None, **more):
 )
 def test_thinking(fields, thinks):
     assert chat(**fields).prompt.thinking is thinks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_thinking": False},
+        {"thinking": {"type": "disabled"}},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"metadata": {"enable_thinking": "false"}},
+        {"extra_body": {"enable_thinking": False}},
+        {"reasoning": {"effort": "high"}, "enable_thinking": False},
+    ],
+)
+def test_thinking_of_responses(fields):
+    body = json.dumps({"model": "m", "input": "Hi", **fields}).encode()
+    assert openai_responses.parse(body, {}, lambda _: None).generate.prompt.thinking is False
 
 
 def test_effort_reaches_the_template():

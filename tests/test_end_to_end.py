@@ -70,6 +70,24 @@ def test_anthropic_streamed_and_not(claude: anthropic.Anthropic):
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
+def test_the_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic):
+    """It asks for a thread first, and takes only one word for a no."""
+
+    @anthropic.beta_tool
+    def look(path: str) -> str:
+        """Look at a file.
+
+        Args:
+            path: where it lies
+        """
+        return f"nothing at {path}"
+
+    runner = claude.beta.messages.tool_runner(
+        model="claude-opus-5-5", max_tokens=400, messages=USER, tools=[look], max_iterations=1
+    )
+    assert runner.until_done().stop_reason in ("end_turn", "tool_use")
+
+
 def test_openai_chat_streamed_and_not(gpt: openai.OpenAI):
     request: Any = {"model": "omlxd-demo", "max_tokens": 400, "messages": USER, "temperature": 0}
     whole = gpt.chat.completions.create(**request)

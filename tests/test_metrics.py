@@ -303,6 +303,12 @@ async def test_ready_says_why_not():
             "reasons": ["org/tiny is loading.", "org/second can't be loaded: no memory"],
         }
         assert (await http.get("/health")).status_code == 200
+        # An engine that died comes back with the next request, which need not wait for this to say so.
+        first.state, first.trouble = "restarting", "org/tiny ended. Retry: it starts again."
+        assert (await http.get("/ready")).status_code == 200
+        first.in_flight = 1
+        assert (await http.get("/ready")).status_code == 503
+        first.in_flight, first.state, first.trouble = 0, "loading", ""
         # What is not loaded can be, on demand; but not while the model that was asked for still loads.
         second.state = "unloaded"
         assert (await http.get("/ready")).status_code == 503

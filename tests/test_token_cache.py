@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers_zoo import ODD, fast, zoo
 
-from omlxd.engine.token_cache import TokenCache
+from omlxd.engine.token_cache import TokenCache, _Shared
 from omlxd.models.demo_text import PROSE
 
 NAMES = [
@@ -140,6 +140,30 @@ def test_a_slow_tokenizer_is_asked_for_the_whole():
     assert not cache.cuts
     assert cache.encode("ab") == [97, 98]
     assert cache.encode("ab", special=True) == [1, 97, 98]
+
+
+def test_a_text_need_not_wait_for_a_longer_one():
+    lock, both, order = _Shared(), threading.Barrier(2, timeout=120), list[str]()
+
+    def one_of_many() -> None:
+        with lock.together():
+            both.wait()
+
+    others = threading.Thread(target=one_of_many)
+
+    def alone() -> None:
+        with lock.alone():
+            order.append("alone")
+
+    single = threading.Thread(target=alone)
+    with lock.together():
+        others.start()
+        both.wait()
+        single.start()
+        order.append("together")
+    others.join()
+    single.join()
+    assert order == ["together", "alone"]
 
 
 def test_many_threads_at_once():

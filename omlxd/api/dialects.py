@@ -53,6 +53,9 @@ def thinking_of(body: Any) -> bool | None:
     for name in _THINKING:
         if (told := _told(_field(body, name))) is not None:
             return told
+    template = _field(body, "chat_template_kwargs")
+    if isinstance(template, dict) and isinstance(template.get("enable_thinking"), bool):
+        return template["enable_thinking"]
     for name in _NESTED:
         nested = _nested(body, name)
         if nested and (told := thinking_of(nested)) is not None:

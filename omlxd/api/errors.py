@@ -49,10 +49,19 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
 _MISSING = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
 """Parameter that names what is not found → OpenAI's code."""
 
+_DETAILS = {"thread": "thread_unsupported_request"}
+"""Parameter that is refused → Anthropic's `error_code`. Its SDK's tool runner begins with a thread, and
+goes on without one after this."""
 
-class _AnthropicDetail(msgspec.Struct):
+
+class _Details(msgspec.Struct):
+    error_code: str
+
+
+class _AnthropicDetail(msgspec.Struct, omit_defaults=True):
     type: str
     message: str
+    details: _Details | None = None
 
 
 class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
@@ -104,7 +113,9 @@ def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> Anthro
     if error.code == "not_found":
         openai_code = _MISSING.get(error.param or "")
     if protocol == "anthropic":
-        return AnthropicError(_AnthropicDetail(anthropic_type, error.message), request_id)
+        told = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
+        details = _Details(told) if told else None
+        return AnthropicError(_AnthropicDetail(anthropic_type, error.message, details), request_id)
     return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))
 
 

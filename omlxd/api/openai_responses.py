@@ -15,6 +15,7 @@ from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, refuse, session_header
+from .dialects import thinking_of
 from .openai_fields import (
     NO_MODERATION,
     CommonBody,
@@ -70,6 +71,9 @@ class ResponsesBody(CommonBody, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: Any = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -141,6 +145,7 @@ def parse(
         raise InvalidRequest("input: at least one item is required", param="input")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     effort = request.reasoning.effort if request.reasoning else None
+    asked = thinking_of(request)
     verbosity = request.text.verbosity if request.text else None
     told = {"reasoning_effort": effort, "verbosity": verbosity}
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
@@ -150,7 +155,7 @@ def parse(
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
-        thinking=None if effort is None else effort != "none",
+        thinking=asked if asked is not None or effort is None else effort != "none",
         template_args={name: word for name, word in told.items() if word is not None},
     )
     max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")

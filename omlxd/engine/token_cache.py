@@ -21,12 +21,14 @@ is worth: ratios of the whole text's time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 CACHE_BYTES = 32 << 20
@@ -50,8 +52,9 @@ class TokenCache:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         # A tokenizer's settings are changed by every call of transformers' `encode`: a second thread
-        # in it gets "Already borrowed".
-        self._encoding = threading.Lock()
+        # in it gets "Already borrowed". The backend's own changes nothing, so that a short text need not
+        # wait for a long one.
+        self._encoding = _Shared()
         self._lock = threading.Lock()
         self._segments: OrderedDict[bytes, array[int]] = OrderedDict()
         self._bytes = 0
@@ -99,7 +102,7 @@ class TokenCache:
         found = self._known(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in found}.values())
         if missing:
-            with self._encoding:
+            with self._encoding.together():
                 encoded = self._backend.encode_batch_fast(
                     [segments[i] for i in missing], add_special_tokens=False
                 )
@@ -120,7 +123,7 @@ class TokenCache:
         return [text[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 
     def _whole(self, text: str, special: bool) -> list[int]:
-        with self._encoding:
+        with self._encoding.alone():
             return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _proven(self) -> bool:
@@ -136,7 +139,7 @@ class TokenCache:
             return False
         # transformers' own `encode` asks the backend; for all others we ask it too, in one call.
         others = list(itertools.chain(*words[1:]))
-        with self._encoding:
+        with self._encoding.together():
             whole = self._backend.encode_batch(others, add_special_tokens=False)
         return self._pieces_alone(others) == [one.ids for one in whole]
 
@@ -177,6 +180,31 @@ class TokenCache:
             while self._bytes > self._max_bytes and self._segments:
                 _, ids = self._segments.popitem(last=False)
                 self._bytes -= _cost(ids)
+
+
+class _Shared:
+    """A lock that any number of threads hold together, or one alone."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._holders = 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._free:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._holders -= 1
+                self._free.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._free:  # Held to the end: nobody joins meanwhile.
+            self._free.wait_for(lambda: not self._holders)
+            yield
 
 
 def _cost(ids: array[int]) -> int:

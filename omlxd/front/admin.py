@@ -102,10 +102,18 @@ class Admin:
     def readiness(self) -> Readiness:
         """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""
         models = self._engines.models()
-        reasons = [reason for engine in models if (reason := _why_not(engine) or _refused(engine))]
-        states = {engine.state for engine in models}
+        # Nothing restarts by itself: one that died waits for its next request, which loads it.
+        here = [engine for engine in models if not _comes_on_demand(engine)]
+        reasons = [reason for engine in here if (reason := _why_not(engine) or _refused(engine))]
+        states = {engine.state for engine in here}
         ready = "ready" in states or (len(reasons) < len(models) and not states & _SOON)
         return Readiness(ready=ready, reasons=reasons or _nothing(models))
+
+
+def _comes_on_demand(engine: Engine) -> bool:
+    """It was loaded, died, and has not been asked for since."""
+    dead = engine.state == "restarting" and engine.pid is None and not engine.in_flight
+    return dead and engine.info is not None
 
 
 def _nothing(models: object) -> list[str]:
