@@ -286,10 +286,14 @@ class Stats(Struct, frozen=True, tag="stats"):
 
 
 class Reserve(Struct, frozen=True, tag="reserve"):
-    """Ask for `nbytes` of cold-tier space. One ticket outstanding at a time."""
+    """Ask for `nbytes` of cold-tier space. One ticket outstanding at a time.
+
+    least  bytes of the file that waits: as little as that may be granted; 0: all of `nbytes` or none
+    """
 
     ticket: int
     nbytes: int
+    least: int = 0
 
 
 class Stored(Struct, frozen=True, tag="stored"):

@@ -28,7 +28,7 @@ def all_on_disk(cache: Path) -> int:
 def settled(daemon: Daemon) -> bool:
     """No grant is open, no temporary file is left, and the account is what lies there.
 
-    Under a cap of less than `LEASE_BYTES`: else an engine holds the rest of its lease.
+    Under a cap of less than `LEASE_SHARE` times `LEASE_BYTES`: else an engine holds the rest of its lease.
     """
     cache = daemon.home / "omlxd" / "cache"
     cold = daemon.http.get("/omlxd/status").json()["cold"]

@@ -56,6 +56,24 @@ async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, 
         await ledger.close()
 
 
+async def test_a_lease_is_a_small_part_of_the_cap_or_one_file(tmp_path: Path):
+    cold = ColdLedger(tmp_path, CAP)
+    await cold.open()
+    answers: asyncio.Queue[Grant] = asyncio.Queue()
+    account = cold.account(answers.put_nowait, 77)
+    share = CAP // cold_ledger.LEASE_SHARE
+    for nbytes, least, granted in (
+        (share, 4096, share),
+        (share + 1, 4096, 4096),
+        (8 * share, 4 * share, 4 * share),
+        (8 * share, 0, 8 * share),
+        (2 * CAP, CAP, 0),
+    ):
+        account.handle(Reserve(ticket=1, nbytes=nbytes, least=least))
+        assert (await asyncio.wait_for(answers.get(), 60)).nbytes == granted
+    await cold.close()
+
+
 async def test_a_folder_that_cannot_be_counted_is_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):

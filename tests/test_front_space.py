@@ -44,7 +44,10 @@ def test_one_lease_serves_many_files():
 def test_a_small_rest_is_asked_for_when_a_lease_is_refused():
     front = Front(3 << 20)
     assert front.space.take(1 << 20)
-    assert [m.nbytes for m in front.of(wire.Reserve)] == [LEASE_BYTES, 1 << 20]
+    assert [(m.nbytes, m.least) for m in front.of(wire.Reserve)] == [
+        (LEASE_BYTES, 1 << 20),
+        (1 << 20, 1 << 20),
+    ]
     assert front.space.take(2 << 20)
     assert not front.space.take(1)
 

@@ -13,7 +13,7 @@ from typing import Any
 from .. import wire
 
 LEASE_BYTES = 64 << 20
-"""A lease is this or one file, whichever is more."""
+"""A lease is this or one file, whichever is more; under a small cap one file."""
 
 ANSWER_S = 30.0
 
@@ -48,7 +48,7 @@ class FrontSpace:
             if self._spend(nbytes):
                 return True
             for want in (max(LEASE_BYTES, nbytes), nbytes):
-                self._ask(want)
+                self._ask(want, nbytes)
                 if self._spend(nbytes):
                     return True
         return False
@@ -60,11 +60,11 @@ class FrontSpace:
             self._balance -= nbytes
             return True
 
-    def _ask(self, nbytes: int) -> None:
+    def _ask(self, nbytes: int, least: int) -> None:
         with self._answered:
             self._ticket += 1
             ticket = self._ticket
-        self._send(wire.Reserve(ticket=ticket, nbytes=nbytes))
+        self._send(wire.Reserve(ticket=ticket, nbytes=nbytes, least=least))
         with self._answered:
             self._answered.wait_for(lambda: ticket in self._answers, timeout=ANSWER_S)
             self._balance += self._answers.pop(ticket, 0)

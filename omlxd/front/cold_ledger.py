@@ -45,6 +45,14 @@ starts, and `omlxd cache clear` holds the folder while it removes files."""
 RETRY_S = 0.05
 
 
+LEASE_SHARE = 64
+"""What is more than one part in so many of the cap is granted a file at a time: a lease evicts others before
+it is used.
+
+With 64 MiB leased at once, a cap of 100 MB kept 57 of 91 MB, and 33 after a restart and one prompt.
+"""
+
+
 class _Closing(Exception):
     """The daemon ends."""
 
@@ -279,7 +287,8 @@ class Account:
 
     def _settle(self, ledger: Ledger, message: LedgerMessage) -> int:
         if isinstance(message, Reserve):
-            granted = ledger.reserve(message.nbytes)
+            large = message.nbytes > ledger.cap // LEASE_SHARE
+            granted = ledger.reserve(message.least if large and message.least else message.nbytes)
             self._outstanding += granted
             return granted
         if isinstance(message, Stored):
