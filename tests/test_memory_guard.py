@@ -125,3 +125,35 @@ async def test_one_that_waits_counts_what_loads_meanwhile():
     models.change()
     with pytest.raises(NotNow, match="large needs about 900 MB and 800 MB are free"):
         await soon(waiting)
+
+
+async def test_nothing_goes_for_a_load_that_this_would_not_help():
+    pinned, large = Model("pinned", 300, hot=50, pinned=True), Model("large", 800)
+    busy, idle = Model("busy", 100, busy=True), Model("idle", 100)
+    models = Models(pinned, busy, idle, limit=1600)
+    waiting = models.load(large)
+    await soon(models.waits)  # 500 are pinned, 300 busy: without the idle one it lacks 200 still.
+    assert not models.gone
+    busy.busy = False
+    models.change()
+    await soon(waiting)
+    assert sorted(models.gone) == ["busy", "idle"]
+
+
+async def test_an_idle_model_goes_when_it_and_the_hot_tiers_are_enough():
+    pinned, idle, large = Model("pinned", 100, hot=200, pinned=True), Model("idle", 100), Model("large", 400)
+    models = Models(pinned, idle, limit=1050)
+    pinned.process.send = lambda budget: setattr(pinned, "hot", 0)
+    await soon(models.load(large))  # It lacks 350: 300 of the idle one, and hot blocks.
+    assert models.gone == ["idle"]
+
+
+@pytest.mark.parametrize(("available", "gone"), [(600, []), (1000, ["idle"])])
+async def test_nor_for_one_that_other_programs_leave_no_memory_for(available: int, gone: list[str]):
+    """Half of the rest is left to these. The idle one counts 300 and its process 200, perhaps besides."""
+    idle, large = Model("idle", 100), Model("large", 500)
+    models = Models(idle, limit=10**6, available=available)
+    models.patient = False
+    with pytest.raises(NotNow, match="large needs about 700 MB"):
+        await soon(models.load(large))
+    assert models.gone == gone

@@ -2,7 +2,8 @@
 
 Before a load, what its files say that it needs (models/footprint.py), times what was seen of it in
 earlier loads, is held against what is really free: of the machine, of the GPU, and of the owner's
-limit. What is missing is taken from hot tiers first, then from idle models, least recently used first.
+limit. What is missing is taken from hot tiers first, then from idle models, least recently used first,
+if all of these together hold enough.
 What could fit later is told to wait, then refused for now (503); what can never fit is refused for
 good (400), both with both figures.
 """
@@ -13,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import InvalidRequest, NotNow
@@ -36,6 +38,14 @@ SHRINK_TRIES = 5
 SHRINK_S = 0.2
 MEASURABLE = 64 << 20
 """Weights below this tell nothing of a factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that one model more could take: now, and at most if hot tiers and all idle models gave way."""
+
+    free: int
+    at_most: int
 
 
 class Pool(Protocol):
@@ -88,13 +98,13 @@ class MemoryGuard:
         loading: set[str] | None = None
         while True:
             async with self._admitting:
-                while need > (free := await self._free(engine)):
+                while need > (free := (room := await self._room(engine)).free):
                     hot = sum(held.hot for held in self._holdings.values())
                     if hot and free + hot >= need and shrunk < SHRINK_TRIES:
                         shrunk += 1
                         self._share_out(self._claimed() + need)
                         await asyncio.sleep(SHRINK_S)
-                    elif victim := self._pool.victim(engine):
+                    elif room.at_most >= need and (victim := self._pool.victim(engine)):
                         await self._pool.make_go(victim, f"{engine.model_id} needs {human(need)}")
                     else:
                         break
@@ -139,16 +149,30 @@ class MemoryGuard:
     def _reserve(self, device: Device) -> int:
         return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
 
-    async def _free(self, engine: ModelEngine) -> int:
-        """Bytes that `engine` could take now."""
+    async def _room(self, engine: ModelEngine) -> Room:
         await self.look()
         assert self._device is not None
         device, claimed = self._device, self._claimed()
-        held = sum(each.firm + each.hot for each in self._holdings.values())
+        holdings = self._holdings
+        counted = self._most(device) - claimed - sum(held.firm + held.hot for held in holdings.values())
+        going = [other for other in self._pool.others(engine) if other.evictable]
+        names = {other.model_id for other in going}
+        given = sum(held.hot + (held.firm if name in names else 0) for name, held in holdings.items())
+        given += sum(self._claims.get(name, 0) for name in names)
+        # A process takes more than it counts: rather one goes in vain than one is kept that would be enough.
+        beyond = sum(other.memory_bytes or 0 for other in going)
+        if not names <= holdings.keys() | self._claims.keys():
+            beyond += device.total  # Nobody knows yet what one of them holds.
         available = await self._available(engine, device)
-        # Where little is free, the reserve must not refuse what fits.
-        free = available - min(self._reserve(device), available // 2) - claimed
-        return min(free, self._most(device) - held - claimed)
+
+        def free(available: int) -> int:
+            # Where little is free, the reserve must not refuse what fits.
+            return available - min(self._reserve(device), available // 2) - claimed
+
+        return Room(
+            free=min(free(available), counted),
+            at_most=min(free(available + given + beyond), counted + given),
+        )
 
     async def _available(self, engine: ModelEngine, device: Device) -> int:
         """Bytes that are free now where arrays live."""
@@ -253,4 +277,4 @@ class MemoryGuard:
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
         hot = sum(held.hot for held in self._holdings.values())
-        return await self._free(engine) + hot < nbytes
+        return (await self._room(engine)).free + hot < nbytes
