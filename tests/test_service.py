@@ -32,6 +32,54 @@ def test_a_port_in_use_is_told_before_anything_is_written(
     assert not list((tmp_path / "home").rglob("*omlxd*.*"))
 
 
+INSTALLED = {"ActiveState omlxd.socket": "active", "UnitFileState omlxd.socket": "enabled"}
+
+
+@pytest.mark.parametrize("platform", ["darwin", "linux"])
+def test_what_is_installed_goes_on_when_another_port_is_in_use(
+    tools: Tools, tmp_path: Path, port: str, platform: str
+):
+    assert service(tmp_path, "install", "--", "--port", port, platform=platform)[0] == 0
+    tools.set(show=INSTALLED)
+    tools.calls()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = str(other.getsockname()[1])
+        assert service(tmp_path, "install", "--", "--port", taken, platform=platform)[0] == 1
+    assert tools.calls() == []  # It was not even stopped.
+    assert service(tmp_path, "install", "--", "--port", port, platform=platform)[1].startswith(
+        "installed already"
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "show", "again"),
+    [
+        ("darwin", {}, "launchctl bootstrap gui"),
+        ("linux", INSTALLED, "systemctl --user enable --now omlxd.socket"),
+        (
+            "linux",
+            {**INSTALLED, "UnitFileState omlxd.service": "enabled"},
+            "systemctl --user enable --now omlxd.socket omlxd.service",
+        ),
+        # Stopped by hand, but to be there after the next login.
+        ("linux", {"UnitFileState omlxd.socket": "enabled"}, "systemctl --user enable omlxd.socket"),
+    ],
+)
+def test_what_is_installed_is_put_back_when_its_own_port_was_taken(
+    tools: Tools, tmp_path: Path, port: str, platform: str, show: dict[str, str], again: str
+):
+    install = ("install", "--", "--port", port)
+    assert service(tmp_path, *install, platform=platform)[0] == 0
+    tools.set(show=show)
+    tools.calls()
+    with socket.create_server(("127.0.0.1", int(port))):
+        status, _, err = service(tmp_path, *install, "--no-cache", platform=platform)
+    assert status == 1 and "in use" in err
+    assert tools.calls()[-1].startswith(again)
+    files = [path.read_text() for path in (tmp_path / "home").rglob("*omlxd*.*")]
+    assert files and not any("--no-cache" in text for text in files)
+
+
 # --------------------------------------------------------------------------- what is to run
 
 

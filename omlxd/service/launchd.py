@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.parsers.expat import ExpatError
 
 from ..front.activation import LAUNCHD_NAME
 from .manager import ServiceError, Status, addresses, check_free, read_ours, run, tail, write_whole
@@ -50,17 +51,30 @@ class Launchd:
 
     def install(self, plan: Plan) -> bool:
         content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
-        if read_ours(self.file, MARK) == content and self._loaded():
+        there, was_loaded = read_ours(self.file, MARK), self._loaded()
+        if there == content and was_loaded:
             return False
+        same_port = _port(there) == str(plan.port)
+        if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
+            check_free(plan.host, plan.port)
         self._bootout()
-        check_free(plan.host, plan.port)
+        try:
+            if same_port:
+                check_free(plan.host, plan.port)
+            self._make_logs()
+            write_whole(self.file, content)
+        except ServiceError:
+            if was_loaded:
+                self._bootstrap()
+            raise
+        self._bootstrap()
+        return True
+
+    def _make_logs(self) -> None:
         try:
             self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)  # launchd makes no folders.
         except OSError as error:
             raise ServiceError(f"{self._logs} can't be made: {error.strerror}.") from error
-        write_whole(self.file, content)
-        self._bootstrap()
-        return True
 
     def uninstall(self) -> bool:
         if read_ours(self.file, MARK) is None:
@@ -145,6 +159,14 @@ class Launchd:
                 return
             self._sleep(POLL_S)
         raise ServiceError("launchd has not ended it in time; try again in a moment.")
+
+
+def _port(agent: bytes | None) -> str | None:
+    """Of a property list as below; None also where somebody changed it beyond reading."""
+    try:
+        return plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]["SockServiceName"]
+    except (plistlib.InvalidFileException, ExpatError, ValueError, LookupError, TypeError):
+        return None
 
 
 def agent(plan: Plan, stdio: Path) -> dict[str, Any]:

@@ -41,10 +41,22 @@ class Systemd:
         other = self._show("UnitFileState", SERVICE) == "enabled"
         if there == wanted and self._show("ActiveState", SOCKET) == "active" and other == plan.at_login:
             return False
+        same_port = _port(there[SOCKET]) == plan.port
+        if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
+            check_free(plan.host, plan.port)
         self._systemctl("daemon-reload")  # Before anything is written: is there a systemd of this user?
+        was_enabled = self._show("UnitFileState", SOCKET) == "enabled"
+        was_active = self._show("ActiveState", SOCKET) == "active"
         if there[SERVICE] is not None:
             self._systemctl("disable", "--now", SERVICE, SOCKET)
-        check_free(plan.host, plan.port)
+        try:
+            if same_port:
+                check_free(plan.host, plan.port)
+        except ServiceError:
+            if was_enabled or was_active:
+                now = ["--now"] if was_active else []
+                run("systemctl", "--user", "enable", *now, SOCKET, *([SERVICE] if other else []))
+            raise
         for name, content in wanted.items():
             write_whole(self._folder / name, content)
         self._systemctl("daemon-reload")
@@ -173,6 +185,12 @@ NoDelay=yes
 [Install]
 WantedBy=sockets.target
 """
+
+
+def _port(unit: bytes | None) -> int | None:
+    """Of a socket unit as above."""
+    found = re.search(rb"^ListenStream=.*:(\d+)$", unit or b"", re.MULTILINE)
+    return int(found[1]) if found else None
 
 
 def _command(program: Sequence[str]) -> str:
