@@ -37,7 +37,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         print("This key is not shown again; only its digest is kept.", file=sys.stderr)
     elif args.verb == "revoke":
         left = revoke_key(path, args.name)
-        print(f"{args.name} is revoked; {left or 'no'} keys are left.")
+        rest = "1 key is" if left == 1 else f"{left or 'no'} keys are"
+        print(f"{args.name} is revoked; {rest} left.")
         if not left:
             print(
                 "A running daemon now refuses every request that needs a key; one that is started from now "

@@ -31,8 +31,11 @@ _SMALLEST = 10**6
 """Bytes. Below this a cache holds not one block: it is a forgotten unit (`8` for `8GB`)."""
 
 
-def parse_size(text: str, param: str, whole: Callable[[], int] | None = None) -> int:
-    """Bytes that `text` stands for. `whole` gives the bytes that `100%` is; None: no percentages.
+def parse_size(
+    text: str, param: str, whole: Callable[[], int] | None = None, *, least: int = _SMALLEST
+) -> int:
+    """Bytes that `text` stands for: 0, or `least` and more. `whole` gives the bytes that `100%` is; None: no
+    percentages.
 
     Raises ConfigError, whose `param` and message name the flag, for anything that makes no sense:
     no number, an unknown unit, more than 100%, or a size too small to be meant.
@@ -51,7 +54,9 @@ def parse_size(text: str, param: str, whole: Callable[[], int] | None = None) ->
         raise _refuse(text, param, f"{found['unit']!r} is no unit; use MB, GB, TB, MiB, GiB, TiB or %")
     # Integers stay exact; a float would lose bytes beyond 2^53.
     nbytes = int(found["number"]) * _UNITS[unit] if "." not in found["number"] else int(number * _UNITS[unit])
-    if 0 < nbytes < _SMALLEST:
+    if 0 < nbytes < least:
+        if unit:
+            raise _refuse(text, param, f"that is too little; {human(least)} is the least")
         raise _refuse(text, param, f"that is {nbytes} bytes; write the unit, as in {found['number']}GB")
     if nbytes >= 2**63:
         raise _refuse(text, param, "no machine has that much")

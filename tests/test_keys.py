@@ -46,7 +46,7 @@ def test_the_command(tmp_path: Path):
     assert re.fullmatch(r"(\S+T\S+\+00:00  (laptop|phone)\n){2}", listed)
     text = keys_path(home).read_text()
     assert key not in text and second not in text and key not in listed
-    assert run(home, "revoke", "laptop")[:2] == (0, "laptop is revoked; 1 keys are left.\n")
+    assert run(home, "revoke", "laptop")[:2] == (0, "laptop is revoked; 1 key is left.\n")
     status, _, said = run(home, "revoke", "laptop")
     assert status == 2 and "the keys are: phone" in said
     assert "no keys are left" in run(home, "revoke", "phone")[1]

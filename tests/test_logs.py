@@ -175,6 +175,27 @@ def test_keys_are_taken_out_of_lines_and_tracebacks(made, text: str):
         assert KEY not in said and "abcdefgh" not in said and "***" in said
 
 
+@pytest.mark.parametrize("key", ['quo"ted', "back\\slash\\", "both'quotes\"", "tab\tclé"])
+@pytest.mark.parametrize("made", [TextFormatter, JsonFormatter])
+def test_a_key_is_found_however_a_line_writes_it(made, key: str, caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    redact = Redactor()
+    redact.secrets = frozenset({key})
+    formatter = made(redact)
+    RequestTrace("GET", f"/v1/models/{key}", model=key).write()
+    access = caplog.records[-1]
+    assert access.name == "omlxd.access"
+    lines = (
+        (access, 2),
+        (record("%s", key), 1),
+        (record("headers: %r", {"x": key}), 1),
+        (record("headers: %r", (b"x", key.encode())), 1),
+        (record("failed", exc=raised(FileNotFoundError(2, "No such file", key))), 1),
+    )
+    for line, times in lines:
+        assert formatter.format(line).count("***") == times
+
+
 def test_ordinary_words_stay():
     text = "the bearer of news: api keys read again, token=5 model=omlxd-demo path=/omlxd-x/y"
     assert Redactor()(text) == text.replace("bearer of", "bearer of")

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -22,10 +22,14 @@ from app_client import PATHS, body, client, message_of
 from daemon import BLOCK, Daemon, prose, wait_until
 from daemon import body as message
 from fake_engine import FakeEngine, app_of
+from hypercorn.asyncio.worker_context import WorkerContext
+from hypercorn.events import Closed, RawData
+from hypercorn.typing import ConnectionState
 from test_resolve import make
 from test_serve import Daemon as StubDaemon
 
 from omlxd.front import serve
+from omlxd.front.http_connection import Http1
 from omlxd.front.listening import bind
 
 # --------------------------------------------------------------------------- browsers
@@ -128,6 +132,32 @@ async def test_headers_without_end_are_refused():
         async with httpx.AsyncClient(trust_env=False) as http:
             assert (await http.get(f"http://127.0.0.1:{port}/health")).status_code == 200
         writer.close()
+
+
+async def test_headers_are_bounded_however_they_come():
+    app = app_of(FakeEngine())
+    async with hypercorn(app) as port, httpx.AsyncClient(trust_env=False, timeout=60) as http:
+        headers = {"x-a": "a" * (serve.MAX_HEADERS - 1000)}
+        assert (await http.get(f"http://127.0.0.1:{port}/health", headers=headers)).status_code == 200
+
+    # Whole with the second read of the socket: h11 has nothing against them then.
+    said: list[Any] = []
+
+    async def send(event: Any) -> None:
+        said.append(event)
+
+    with bind("127.0.0.1", 0) as listening:
+        config = serve._hypercorn_config([listening])
+        context: Any = WorkerContext(None)
+        made = Http1(
+            cast(Any, app), config, context, cast(Any, None), ConnectionState({}), False, None, None, send
+        )
+        head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nx-a: " + b"a" * serve.MAX_HEADERS + b"\r\n\r\n"
+        for part in (head[:60_000], head[60_000:]):
+            await made.handle(RawData(part))
+    answer = b"".join(event.data for event in said if isinstance(event, RawData))
+    assert answer.startswith(b"HTTP/1.1 431 ") and b"connection: close" in answer.lower()
+    assert isinstance(said[-1], Closed)
 
 
 @pytest.mark.parametrize(

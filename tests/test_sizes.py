@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 from omlxd.sizes import disk_total, human, parse_size, total_ram
 
@@ -28,6 +29,15 @@ from omlxd.sizes import disk_total, human, parse_size, total_ram
 )
 def test_sizes_are_read_to_the_byte(text: str, nbytes: int):
     assert parse_size(text, "--x", lambda: 1000) == nbytes
+
+
+def test_what_is_too_little_is_told_by_what_was_forgotten():
+    with pytest.raises(ConfigError, match="that is 8 bytes; write the unit, as in 8GB"):
+        parse_size("8", "--x")
+    with pytest.raises(ConfigError, match="'8kB' is no size: that is too little; 1 MB is the least"):
+        parse_size("8kB", "--x")
+    assert parse_size("8kB", "--x", least=1000) == 8000  # Of a log file, for one.
+    assert load_settings({"log_file_size": "20kB"}, {}).log_file_size == 20_000
 
 
 @pytest.mark.parametrize(

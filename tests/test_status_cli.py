@@ -87,10 +87,22 @@ def test_top_on_a_fake_console():
     given = iter([status(model()), status(later)])
     out = io.StringIO()
     console = Console(file=out, width=160, height=20)
-    slept: list[float] = []
-    top.watch(lambda: next(given), URL, console, 1.0, looks=2, sleep=slept.append)
-    assert slept == [1.0]
-    assert "org/tiny" in out.getvalue() and "75%" in out.getvalue()
+    slept: list[tuple[float, str]] = []
+    top.watch(
+        lambda: next(given), URL, console, 1.0, looks=2, sleep=lambda s: slept.append((s, out.getvalue()))
+    )
+    # No terminal: each look is written when it is made, under the one before it.
+    ((seconds, first),) = slept
+    assert seconds == 1.0 and first.count("org/tiny") == 1 and "75%" in first
+    assert out.getvalue().startswith(first) and out.getvalue().count("org/tiny") == 2
+
+
+def test_top_on_a_terminal_has_a_screen_of_its_own():
+    out = io.StringIO()
+    console = Console(file=out, width=160, height=20, force_terminal=True, legacy_windows=False)
+    top.watch(lambda: status(model()), URL, console, 1.0, looks=2, sleep=lambda s: None)
+    said = out.getvalue()
+    assert said.startswith("\x1b[?1049h") and "org/tiny" in said and "\x1b[?1049l" in said
 
 
 def shown(now: DaemonStatus, before: DaemonStatus | None, seconds: float) -> str:

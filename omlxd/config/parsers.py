@@ -132,7 +132,7 @@ def optional_path(text: str, param: str, known: Mapping[str, Any]) -> Path | Non
 
 
 def byte_size(text: str, param: str, _: Mapping[str, Any]) -> int:
-    if nbytes := parse_size(text, param):
+    if nbytes := parse_size(text, param, least=1000):
         return nbytes
     raise ConfigError(f"{param}: a size is needed, as 10MB.", param=param)
 

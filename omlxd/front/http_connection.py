@@ -14,7 +14,7 @@ import h11
 from hypercorn import protocol
 from hypercorn.asyncio import run
 from hypercorn.asyncio.tcp_server import TCPServer
-from hypercorn.events import Event, Updated
+from hypercorn.events import Closed, Event, Updated
 from hypercorn.protocol.h11 import H11Protocol
 
 
@@ -34,11 +34,27 @@ class Connection(TCPServer):
         await super().protocol_send(event)
 
 
+class HeadersTooLarge(Exception):
+    """Of one request."""
+
+
 class Http1(H11Protocol):
-    """Looks for no HTTP/2 in a request."""
+    """Looks for no HTTP/2 in a request, and takes headers of no more than `h11_max_incomplete_size` bytes.
+
+    h11 itself asks only while they are incomplete, so that another read of them may come on top.
+    """
 
     async def _check_protocol(self, event: h11.Request) -> None:
-        pass
+        lines = (len(name) + len(value) for name, value in event.headers)
+        if len(event.target) + sum(lines) > self.config.h11_max_incomplete_size:
+            raise HeadersTooLarge
+
+    async def _handle_events(self) -> None:
+        try:
+            await super()._handle_events()
+        except HeadersTooLarge:
+            await self._send_error_response(431)
+            await self.send(Closed())
 
 
 def use_for_every_connection() -> None:

@@ -25,6 +25,7 @@ from ..config import Settings
 from ..errors import ConfigError
 from ..keys import KEY_PATTERN
 from ..private_trace import PrivateFormatter
+from .request_trace import printable
 
 HIDDEN = "***"
 _HEADERS = re.compile(
@@ -32,15 +33,31 @@ _HEADERS = re.compile(
 )
 
 
+def _written(secret: str) -> set[str]:
+    """All that a line may hold of `secret`: as it is, escaped by us or by Python, and then within JSON."""
+    plain = {secret, printable(secret), repr(secret)[1:-1], repr(secret.encode())[2:-1]}
+    return plain | {msgspec.json.encode(each).decode()[1:-1] for each in plain}
+
+
 class Redactor:
     """Takes keys out of a line: those in `secrets`, ours by their form, and what stands in such headers."""
 
     def __init__(self) -> None:
-        self.secrets: frozenset[str] = frozenset()
+        self.secrets = frozenset()
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        return self._secrets
+
+    @secrets.setter
+    def secrets(self, secrets: frozenset[str]) -> None:
+        self._secrets = secrets
+        forms: set[str] = set().union(*map(_written, secrets))
+        self._forms = sorted(forms, key=len, reverse=True)  # Some are a part of others.
 
     def __call__(self, text: str) -> str:
-        for secret in self.secrets:
-            text = text.replace(secret, HIDDEN)
+        for form in self._forms:
+            text = text.replace(form, HIDDEN)
         return _HEADERS.sub(rf"\1{HIDDEN}", KEY_PATTERN.sub(HIDDEN, text))
 
 

@@ -16,6 +16,8 @@ log = logging.getLogger("omlxd.access")
 
 _SCOPE_KEY = "omlxd.trace"
 METHOD_CHARS = 20
+SHOWN_CHARS = 120
+"""Of a path, and of a model's name."""
 POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
 """Asked again and again by programs that watch: at info they would fill the log."""
 
@@ -72,9 +74,9 @@ class RequestTrace:
         line = Request(
             id=self.id,
             method=self.method,
-            path=_printable(self.path),
+            path=printable(self.path[:SHOWN_CHARS]),
             key=self.key or "-",
-            model=_printable(self.model) or "-",
+            model=printable(self.model[:SHOWN_CHARS]) or "-",
             status=self.status,
             outcome=self.outcome,
             prompt_tokens=usage.prompt_tokens,
@@ -86,9 +88,9 @@ class RequestTrace:
         log.log(level, "%s", line, extra={"fields": line})
 
 
-def _printable(text: str) -> str:
-    """Client's text for a log line: short, and with no line breaks or control characters."""
-    return text[:120].encode("unicode_escape").decode("ascii")
+def printable(text: str) -> str:
+    """A client's text for a log line: with no line breaks or control characters."""
+    return text.encode("unicode_escape").decode("ascii")
 
 
 def begin(scope: Any) -> RequestTrace:

@@ -7,6 +7,7 @@ first look has none. HITS is the part of all prompt tokens that was restored.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,8 +48,6 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return 1
     except KeyboardInterrupt:
         pass
-    if not sys.stdout.isatty():
-        print()  # What rich draws elsewhere ends without a line break.
     return 0
 
 
@@ -76,10 +75,14 @@ def watch(
     """
     now, before, seconds, trouble = look(), None, 0.0, ""
     at, done = time.monotonic(), 1
-    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
+    with live or contextlib.nullcontext():
         while True:
-            wide = console.width >= WIDE
-            live.update(page(now, before, seconds, url, trouble, wide), refresh=True)
+            shown = page(now, before, seconds, url, trouble, console.width >= WIDE)
+            if live is not None:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)  # Into a file or a pipe, one page after another.
             if done == looks:
                 return
             sleep(interval)
