@@ -12,7 +12,7 @@ from daemon import PATIENCE_S, family_model
 from engine_processes import until
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import Rig
+from rig import BLOCK, Rig
 from test_pool import ask, notes, pool, states, surroundings  # noqa: F401
 from test_resolve import make
 
@@ -263,6 +263,27 @@ def test_hot_blocks_give_way_to_a_prompt(rig: Rig):
     need = kv(rig, 600 + 4)
     memory.available = RESERVE + need - hot // 2
     assert len(rig.start([7, *PROMPT[::-1]], 4).tokens()) == 4
+    assert not memory.wants
+
+
+def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
+    """And the hot blocks that it stands on are not what gives way to it."""
+    memory = Memory(rig, 10**9)
+    rig.run(PROMPT, 2)
+    others = [7, *PROMPT[::-1]]
+    younger = rig.pool.hot_bytes - rig.pool.tails.nbytes
+    rig.run(others, 2)
+    cached = (len(PROMPT) - 1) // BLOCK * BLOCK
+    assert rig.loaded.layout is not None
+    memory.admission._per_token = MB
+    need = kv(rig, 600 + 4) + kv(rig, cached) + (len(PROMPT) - cached) * MB
+    own = rig.loaded.layout.nbytes(cached)
+    memory.available = RESERVE + need - own - younger // 2 - rig.pool.tails.nbytes
+    memory.admission.take(Budget(most=rig.loaded.weight_bytes + need))
+    again = rig.run(PROMPT, 4)
+    assert len(again.got) == 4 and again.sequence.restored_hot == cached
+    with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
+        rig.start([8, *PROMPT], 4).tokens()
     assert not memory.wants
 
 

@@ -17,6 +17,7 @@ from enum import Enum, auto
 import mlx.core as mx
 
 from ..errors import InvalidRequest, OmlxdError, Unavailable
+from ..kv.block import Block
 from ..kv.store import KVStore
 from ..sizes import human
 from ..wire import Budget, Wants
@@ -34,6 +35,8 @@ REACH = 4
 """How far beyond the longest context measured a chunk's work is thought to go on growing, where attention
 is fused: a prompt that is much longer is tried, and measured, rather than refused for a guess. An H100
 refused 103,431 tokens, which it computes in 8 s, for what chunks of 4,000 had taken."""
+LOOK_S = 0.2
+"""Between two looks at what the tiers have of a prompt that waits."""
 RESERVE_FRACTION = 0.02
 """Of the memory, left free."""
 
@@ -77,6 +80,9 @@ class MemoryAdmission:
         self._asked: Sequence | None = None
         self._asked_at = 0.0
         self._answered = False
+        self._looked_for: int | None = None  # By its arrival.
+        self._look_again = 0.0
+        self._through = 0
 
     # ----------------------------------------------------------------- deciding
 
@@ -85,9 +91,14 @@ class MemoryAdmission:
         running = list(active)
         need = self.need(sequence)
         total, room = self._room(running)
+        hot: list[Block] = []
+        if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
+            through, hot = self._through_cache(sequence, room)
+            need = min(need, through)
         if need <= room:
             self._asked = None
-            self._clear_the_way(need, running)
+            there = sum(block.payload.nbytes for block in hot if block.payload is not None)
+            self._clear_the_way(need - there, running, hot)
             return Verdict.FITS
         never = need > self._most(total)
         if not never and (running or self._may_hope(sequence, need - room)):
@@ -99,11 +110,40 @@ class MemoryAdmission:
         """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work."""
         return self._kv(sequence) + self.working(sequence.prompt_length)
 
-    def working(self, length: int) -> int:
-        """Bytes that computing a prompt of `length` tokens takes besides, at its worst chunk."""
-        chunk = min(length, IDLE_CHUNK)
+    def working(self, length: int, cached: int = 0) -> int:
+        """Bytes that computing a prompt of `length` tokens, but for its first `cached`, takes besides.
+
+        At its worst chunk.
+        """
+        chunk = min(length - cached, IDLE_CHUNK)
         context = min(length, REACH * self._farthest) if self._fused else length
         return int(chunk * (self._per_token + context * self._per_pair))
+
+    def _through_cache(self, sequence: Sequence, room: int) -> tuple[int, list[Block]]:
+        """What `sequence` will add with what the tiers have of it, and which blocks of that are hot.
+
+        What is cached is there twice while it is restored: as blocks, and as the sequence's own. Of models
+        that go on from checkpoints nothing is taken to be cached. What was more than `room` a moment ago is
+        not looked up again: who waits is asked for with every step that others decode.
+        """
+        now = self._clock()
+        if self._looked_for == sequence.arrival and now < self._look_again and self._through > room:
+            return self._through, []
+        layout, states, cached = self._loaded.layout, self._loaded.states, 0
+        hot: list[Block] = []
+        if self.store is not None and layout is not None and not (states and states.tensors):
+            size = self.store.block_size
+            for name in sequence.hashes[: (sequence.prompt_length - 1) // size]:
+                tier = self.store.where(name)
+                if not tier:
+                    break
+                cached += size
+                if tier == "hot" and (block := self.store.pool.get_cached_block(name)) is not None:
+                    hot.append(block)
+        twice = layout.nbytes(cached) if layout is not None and cached else 0
+        self._looked_for, self._look_again = sequence.arrival, now + LOOK_S
+        self._through = self._kv(sequence) + twice + self.working(sequence.prompt_length, cached)
+        return self._through, hot
 
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
@@ -129,14 +169,16 @@ class MemoryAdmission:
     def _hot(self) -> int:
         return self.store.pool.hot_bytes if self.store is not None else 0
 
-    def _clear_the_way(self, need: int, running: list[Sequence]) -> None:
-        """Give hot tails and blocks back that stand where the prompt must go."""
+    def _clear_the_way(self, need: int, running: list[Sequence], hot: list[Block]) -> None:
+        """Give hot tails and blocks back that stand where the prompt must go, but not `hot`, its own."""
         if self.store is None:
             return
         _, room = self._room(running)
         excess = need - (room - self._hot())
         if excess > 0:
+            self.store.pool.touch(hot)
             self.store.pool.give_back(excess)
+            self.store.pool.free(hot)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"
