@@ -49,15 +49,24 @@ def test_a_turn_writes_one_checkpoint_apart_from_its_blocks_and_named_by_its_cha
         assert only == tmp_path / rig.store.cold.path_of(checkpoint_name(end))
         blocks = {p for p in tmp_path.glob("*/*/*.safetensors")} - {only}
         assert len(blocks) == (4 if rig.loaded.layout.groups else 0)
-        # The same turn again: every file is known already.
-        before = rig.store.writer.stats.written
-        rig.run(prompt(150), 150)
-        assert rig.store.writer.stats.written == before
+        # The same turn again goes on from its prompt's end, which is then written too, once.
+        for _ in range(2):
+            rig.run(prompt(150), 150)
+            assert len(checkpoint_files(tmp_path)) == 2
         # The next turn's end is one more, and a fork of the same turn is one more.
         turn = prompt(150) + first.got
-        for number, seed in enumerate((3, 4), start=2):
+        for number, seed in enumerate((3, 4), start=3):
             rig.run(turn + prompt(70, seed=seed), 3)
             assert len(checkpoint_files(tmp_path)) == number
+
+
+def test_a_prompt_asked_twice_is_known_after_a_restart(uncached: Reference, model: Path, tmp_path: Path):
+    tokens = prompt(150)
+    with Rig(model, tmp_path) as rig:
+        for _ in range(2):
+            rig.run(tokens, 70)
+    with Rig(model, tmp_path, record=True) as rig:
+        assert_same(rig, tokens, uncached, hot=0, cold=149 // BLOCK * BLOCK)
 
 
 def test_a_prompt_that_leaves_another_leaves_a_checkpoint_there(uncached: Reference, model: Path):

@@ -8,6 +8,9 @@
 | the prompt's last boundary     | yes      | no: soon superseded by the turn's end        |
 | the turn's last boundary       | yes      | yes: the next turn goes on from there        |
 
+A checkpoint that was left in RAM alone is written once another request resumes from it: the same prompt
+has been asked twice, or another turn goes on from where one was edited.
+
 While a turn is generated the newest boundary's state is held aside and replaced, so a turn writes
 one checkpoint however long it is. One that is broken off writes its last too, and its prompt's: the
 same prompt is likely to be asked again.
@@ -111,6 +114,8 @@ class StateKeeper:
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
         ends = [sequence.resume] if sequence.resume else []
+        if sequence.resume and sequence.generated:
+            self._write_hot(sequence, sequence.resume)
         if sequence.cancelled and (prompt_end := self._write_prompt_end(sequence)):
             ends.insert(0, prompt_end)
         if sequence.tip is not None:
@@ -124,6 +129,10 @@ class StateKeeper:
         blocks = (sequence.prompt_length - 1) // self._block
         if not blocks or sequence.kv_length < blocks * self._block:
             return 0
+        return self._write_hot(sequence, blocks)
+
+    def _write_hot(self, sequence: Sequence, blocks: int) -> int:
+        """Write the checkpoint after `blocks` blocks, unless it has a file; `blocks` if it is hot, else 0."""
         block_hash = sequence.hashes[blocks - 1]
         payload = self.checkpoints.peek(block_hash)
         if not isinstance(payload, MLXPayload):
