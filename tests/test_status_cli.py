@@ -215,6 +215,31 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     assert cli.main(["config"]) == 2
 
 
+def test_config_show_tells_what_the_file_says_of_models(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.delenv("OMLXD_CONFIG", raising=False)
+    file = tmp_path / "omlxd.toml"
+    file.write_text(
+        '[serve]\nblock-size = 128\n\n[models."org/a"]\ntemperature = 0.5\nblock_size = 32\nttl = "0"\n'
+        '[models.b]\nttl = "5m"\naliases = ["x", "y"]\ntemplate-args = { enable_thinking = false }\n'
+    )
+    assert cli.main(["config", "show", "--config", str(file), "--json"]) == 0
+    rows = {row["name"]: (row["value"], row["source"]) for row in json.loads(capsys.readouterr().out)}
+    assert rows["block_size"] == (128, f"{file} line 2 (block-size)")
+    assert {name: row for name, row in rows.items() if name.startswith("models")} == {
+        'models."org/a".temperature': (0.5, f"{file} line 5 (temperature)"),
+        'models."org/a".block-size': (32, f"{file} line 6 (block_size)"),
+        'models."org/a".ttl': (0.0, f"{file} line 7 (ttl)"),
+        'models."b".ttl': (300.0, f"{file} line 9 (ttl)"),
+        'models."b".aliases': (["x", "y"], f"{file} line 10 (aliases)"),
+        'models."b".template-args': (["enable_thinking=False"], f"{file} line 11 (template-args)"),
+    }
+    assert cli.main(["config", "show", "--config", str(file)]) == 0
+    text = capsys.readouterr().out
+    told = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
+    assert told['models."b".ttl'].startswith("5 min ") and told['models."org/a".ttl'].startswith("0 ")
+    assert told['models."org/a".temperature'].startswith("0.5 ")
+
+
 def test_a_reader_that_has_enough_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m omlxd config show | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=REPO)

@@ -8,7 +8,7 @@ The file alone may also hold settings of single models, under `[models."org/name
 """
 
 from .flags import add_flags
-from .models import ModelSettings, closest
+from .models import ModelSettings, closest, full_name
 from .options import OPTIONS, Option, Settings
 from .parsers import is_loopback
 from .reading import load_settings
@@ -20,6 +20,7 @@ __all__ = [
     "Settings",
     "add_flags",
     "closest",
+    "full_name",
     "is_loopback",
     "load_settings",
 ]

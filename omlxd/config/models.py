@@ -189,9 +189,20 @@ _PARSERS: Mapping[str, Callable[[Any], Any]] = {
 assert set(_PARSERS) == set(ModelSettings.__struct_fields__)
 
 
-def parse_models(tables: Mapping[str, Any], path: Path, source: str) -> dict[str, ModelSettings]:
-    """The `[models]` tables of a file whose text is `source`. Raises ConfigError, which names the line."""
+def full_name(model: str, field: str) -> str:
+    """Of a setting of one model, as TOML writes it: `models."org/name".max-tokens`."""
+    return f"models.{msgspec.json.encode(model).decode()}.{field.replace('_', '-')}"
+
+
+def parse_models(
+    tables: Mapping[str, Any], path: Path, source: str
+) -> tuple[dict[str, ModelSettings], dict[str, str]]:
+    """The `[models]` tables of a file whose text is `source`, and each `full_name` → where it stands.
+
+    Raises ConfigError, which names the line.
+    """
     found: dict[str, ModelSettings] = {}
+    places: dict[str, str] = {}
     owners: dict[str, str] = {}
     for name, entries in tables.items():
         if not isinstance(entries, dict):
@@ -202,7 +213,8 @@ def parse_models(tables: Mapping[str, Any], path: Path, source: str) -> dict[str
             if (other := owners.setdefault(alias, name)) != name:
                 place = _place(path, source, name, "aliases")
                 raise ConfigError(f"{place}: {alias!r} is an alias of {other!r} already.", param="aliases")
-    return found
+        places |= {full_name(name, key): _place(path, source, name, key) for key in entries}
+    return found, places
 
 
 def _parse_model(name: str, entries: Mapping[str, Any], path: Path, source: str) -> ModelSettings:

@@ -26,7 +26,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_file            None: standard error
     cors_origin         origins of pages that may read answers; "*" is any
     allowed_host        further names that a Host header may hold
-    sources             option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`
+    sources             option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`;
+                        settings of models by their `full_name`
     """
 
     model: str

@@ -28,7 +28,7 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
             given[name] = flags[name], option.flag
         elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
             given[name] = environ[option.variable], option.variable
-    from_file, models = _read_file(_config_file(flags, environ, given))
+    from_file, models, places = _read_file(_config_file(flags, environ, given))
     for name, value in from_file.items():
         given.setdefault(name, value)
 
@@ -47,7 +47,7 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
             "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1.",
             param=sources["host"],
         )
-    return Settings(**values, models=models, sources=sources)
+    return Settings(**values, models=models, sources=sources | places)
 
 
 def _config_file(
@@ -65,10 +65,12 @@ def _config_file(
     return path if path.is_file() else None
 
 
-def _read_file(path: Path | None) -> tuple[dict[str, tuple[str, str]], dict[str, ModelSettings]]:
-    """The file's `[serve]` table as option name → (text, where it stands), and its models' settings."""
+def _read_file(
+    path: Path | None,
+) -> tuple[dict[str, tuple[str, str]], dict[str, ModelSettings], dict[str, str]]:
+    """The file's `[serve]` table as option name → (text, where it stands), and what `parse_models` gives."""
     if path is None:
-        return {}, {}
+        return {}, {}, {}
     try:
         source = path.read_text(encoding="utf-8")
         tables = tomllib.loads(source)
@@ -102,7 +104,7 @@ def _read_file(path: Path | None) -> tuple[dict[str, tuple[str, str]], dict[str,
         else:
             raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
         values[name] = text, place
-    return values, parse_models(tables.get("models", {}), path, source)
+    return values, *parse_models(tables.get("models", {}), path, source)
 
 
 def _place(path: Path, source: str, key: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from ..config import OPTIONS, Settings, add_flags, load_settings
+from ..config import OPTIONS, ModelSettings, Settings, add_flags, full_name, load_settings
 from ..durations import spoken
 from ..sizes import human
 from .status import table
@@ -17,12 +18,13 @@ _BYTES = (
     *("paged_ssd_cache_max_size", "hot_cache_max_size", "memory_limit"),
     *("ssd_cache_daily_write_budget", "log_file_size"),
 )
-_TIMES = ("model_ttl", "stall_timeout", "request_timeout")
+_TIMES = ("model_ttl", "stall_timeout", "request_timeout", "ttl")
 
 
 class Shown(msgspec.Struct):
     """One setting. `value`: as it is in force, sizes in bytes; a key is never shown.
 
+    name    an option's, or `models."org/name".temperature` for one of a single model
     source  `default`, a flag, a variable, or a line of the file
     """
 
@@ -47,16 +49,24 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def shown(settings: Settings) -> list[Shown]:
-    """In the order of the table of options."""
-    return [
+    """In the order of the table of options; then what the file says of single models."""
+    rows = [
         Shown(option.name, _plain(option.name, getattr(settings, option.name)), settings.sources[option.name])
         for option in OPTIONS
     ]
+    for model, own in settings.models.items():
+        for field in ModelSettings.__struct_fields__:
+            name = full_name(model, field)
+            if name in settings.sources:
+                rows.append(Shown(name, _plain(field, getattr(own, field)), settings.sources[name]))
+    return rows
 
 
 def _plain(name: str, value: object) -> str | int | float | bool | list[str] | None:
     if "key" in name.split("_"):
         return "(set, not shown)" if value else ""
+    if value == math.inf:
+        return 0.0  # As it is written: a model that stays for good.
     if value is None or isinstance(value, (str, int, float, bool)):
         return value
     if isinstance(value, (tuple, list, frozenset, set)):
@@ -68,12 +78,16 @@ def _plain(name: str, value: object) -> str | int | float | bool | list[str] | N
 
 def as_text(rows: Sequence[Shown]) -> str:
     lines = [("SETTING", "VALUE", "FROM")]
-    lines += [("--" + row.name.replace("_", "-"), _told(row), _place(row.source)) for row in rows]
+    lines += [(_called(row.name), _told(row), _place(row.source)) for row in rows]
     return "\n".join(table(lines))
 
 
+def _called(name: str) -> str:
+    return name if name.startswith("models.") else "--" + name.replace("_", "-")
+
+
 def _told(row: Shown) -> str:
-    value = row.value
+    value, field = row.value, row.name.rsplit(".", 1)[-1].replace("-", "_")
     if isinstance(value, bool):
         return "true" if value else "false"
     if row.name in _BYTES:
@@ -82,7 +96,7 @@ def _told(row: Shown) -> str:
         return human(int(str(value)))
     if isinstance(value, list):
         return " ".join(value) or "-"
-    if row.name in _TIMES:
+    if field in _TIMES:
         return spoken(float(value)) if isinstance(value, (int, float)) and value else "0"
     return "-" if value in (None, "") else str(value)
 
