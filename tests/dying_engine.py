@@ -7,12 +7,13 @@ next time that it is there, it removes that file, writes `FOLDER/there` (its pro
 Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself;
 if it names SIGCONT, it goes on as if nothing had been.
 Every request that arrives is a file `FOLDER/asked-N`, every one that is cancelled `FOLDER/cancelled-N`.
-With `FOLDER/deaf` it ignores SIGTERM: not every system sends one to the children of a dead front.
+With `FOLDER/deaf` no signal comes when the front dies, as on systems that send none; it ignores SIGTERM, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import runpy
@@ -83,7 +84,19 @@ def _after(original: Callable[..., Any], moment: str) -> Callable[..., Any]:
     return wrapped
 
 
-_step, _writev, _handle = DecodeBatch.step, PosixFileSystem.writev, EngineService._handle
+def _deaf(self: EngineService) -> None:
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        assert ctypes.CDLL(None).prctl(pr_set_pdeathsig, 0) == 0
+    _run(self)
+
+
+_step, _writev, _handle, _run = (
+    DecodeBatch.step,
+    PosixFileSystem.writev,
+    EngineService._handle,
+    EngineService.run,
+)
 _steps = 0
 
 
@@ -113,6 +126,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if (FOLDER / "deaf").exists():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        EngineService.run = _deaf
     mlx_adapter.load = _after(mlx_adapter.load, "loading")
     scheduler.compute_chunk = _after(scheduler.compute_chunk, "prefill")
     EngineService._handle = _noted

@@ -135,6 +135,19 @@ def test_while_nobody_reads_what_it_sends(engine: Engine):
 # --------------------------------------------------------------------------- SIGKILL for the daemon
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends children with their parent")
+def test_a_stopped_engine_goes_with_its_daemon(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        engine = psutil.Process(daemon.engine_pid())
+        engine.suspend()
+        try:
+            wait_until(lambda: engine.status() == psutil.STATUS_STOPPED)
+            daemon.kill()  # Fails if its engine outlives it.
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                engine.kill()
+
+
 @pytest.mark.parametrize(
     ("moment", "deaf"),
     [
@@ -144,7 +157,7 @@ def test_while_nobody_reads_what_it_sends(engine: Engine):
     ],
 )
 def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str, deaf: bool):
-    """The engine's own thread stands still meanwhile, as in a kernel that hangs; `deaf`: to SIGTERM, too."""
+    """The engine's own thread stands still meanwhile, as in a kernel that hangs; `deaf`: no signal comes."""
     dying = Dying(tmp_path, deaf=deaf)
     with dying.daemon as daemon:
         dying.stop_at(moment)

@@ -10,7 +10,8 @@
 | kv-…     | read and write block files                                    |
 
 When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and
-exits: no engine outlives its front.
+exits: no engine outlives its front. (On Linux, one whose front was killed is ended by the kernel before
+it could flush.)
 """
 
 from __future__ import annotations
