@@ -41,7 +41,9 @@ def test_known_models(tmp_path: Path):
     for config, per_token in ((llama, 131072), (deepseek, 61 * 576 * 2), ({"text_config": llama}, 131072)):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert footprint(tmp_path).kv_per_token == per_token
-    assert context_of_folder(tmp_path) == 131072
+    assert context_of_folder(tmp_path) == 131072 and footprint(tmp_path).pair == 32 * 2
+    (tmp_path / "config.json").write_text(json.dumps({**llama, "model_type": "mamba"}))
+    assert footprint(tmp_path).pair == 0
 
 
 def test_nonsense_is_counted_as_nothing(tmp_path: Path):

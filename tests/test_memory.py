@@ -340,3 +340,42 @@ def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fuse
     assert learning.working(100_000) == 2048 * 100_000 * 400
     learning._fused = True
     assert learning.working(100_000) == 2048 * 4 * 4096 * 400
+
+
+def test_the_first_long_prompt_is_weighed_with_its_scores_where_attention_is_not_fused(rig: Rig):
+    memory = Memory(rig, 10**9)
+    memory.admission._fused, memory.admission._pair = False, 10_000.0
+    memory.admission.take(Budget(most=rig.loaded.weight_bytes + 10**9))
+    assert len(rig.run(PROMPT[:100], 2).got) == 2  # 100 MB
+    with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
+        rig.start(PROMPT, 2).tokens()  # 3.6 GB
+    memory.admission._fused = True
+    assert len(rig.run(PROMPT, 2).got) == 2
+
+
+def test_what_is_measured_near_and_what_scores_take_tell_of_far_contexts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    from omlxd.engine import admission
+
+    taken = 0
+    monkeypatch.setattr(admission.mx, "reset_peak_memory", lambda: None)
+    monkeypatch.setattr(admission.mx, "get_active_memory", lambda: 0)
+    monkeypatch.setattr(admission.mx, "get_peak_memory", lambda: taken)
+    learning = MemoryAdmission(rig.loaded, 2048 * 3000, lambda wants: None, pair=16)
+    learning._fused = False
+
+    def chunk(start: int, stop: int, each: int) -> None:
+        nonlocal taken
+        learning.begin_chunk()
+        taken = (stop - start) * each
+        learning.end_chunk(start, stop)
+
+    assert learning.working(20_000) == 2048 * (3000 + 16 * 20_000)
+    chunk(0, 2048, 5000 + 16 * 2048)
+    assert learning.working(2048) == 2048 * (5000 + 16 * 2048)
+    assert learning.working(20_000) == 2048 * (5000 + 16 * 20_000)
+    chunk(2048, 4096, 5000 + 16 * 4096)
+    assert learning.working(20_000) == 2048 * (5000 + 16 * 20_000)
+    chunk(4096, 6144, 5000 + 16 * 2048)  # It does not grow with the context after all.
+    assert learning.working(20_000) == 2048 * (5000 + 16 * 2048)

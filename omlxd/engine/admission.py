@@ -48,6 +48,7 @@ class Verdict(Enum):
 
 class MemoryAdmission:
     """`working`: bytes that computing a whole chunk is thought to take, until it has been measured.
+    `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
 
     store  whose hot tier gives way to prompts; None: there is none
     want   asks the front for memory; answered by `take`
@@ -59,6 +60,7 @@ class MemoryAdmission:
         working: int,
         want: Callable[[Wants], None],
         *,
+        pair: int = 0,
         measure: Callable[[], tuple[int, int]] = memory,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -67,9 +69,11 @@ class MemoryAdmission:
         self._measure = measure
         self._clock = clock
         self._per_token = working / IDLE_CHUNK
+        self._seen = 0
         self._per_pair = 0.0
         self._farthest = 0
         self._fused = mlx_adapter.backend() != "cpu"
+        self._pair = float(pair)
         self.store: KVStore | None = None
         self.live: int | None = None
         self.most: int | None = None
@@ -117,7 +121,10 @@ class MemoryAdmission:
         """
         chunk = min(length - cached, IDLE_CHUNK)
         context = min(length, REACH * self._farthest) if self._fused else length
-        return int(chunk * (self._per_token + context * self._per_pair))
+        attention = context * self._per_pair
+        if not self._fused:  # What is beyond the contexts whose scores are in `_per_token`.
+            attention = max(attention, (context - self._seen) * self._pair)
+        return int(chunk * (self._per_token + attention))
 
     def _through_cache(self, sequence: Sequence, room: int) -> tuple[int, list[Block]]:
         """What `sequence` will add with what the tiers have of it, and which blocks of that are hot.
@@ -220,15 +227,20 @@ class MemoryAdmission:
 
         As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its
         tokens, and what the farthest takes over that, which is attention's, by tokens times context. A short
-        chunk tells neither: what it takes is the same for a token as for a hundred.
+        chunk tells neither: what it takes is the same for a token as for a hundred. From near, tokens times
+        context tell too little of what is far: what the scores take stays the least, unless they take less.
         """
         tokens = stop - start
         if tokens < MEASURABLE_TOKENS:
             return
         took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
         if not start:
-            self._per_token = took / tokens if not self._measured else max(self._per_token, took / tokens)
+            if not self._measured or took / tokens > self._per_token:
+                self._per_token, self._seen = took / tokens, tokens
             self._measured = True
         elif stop >= self._farthest:
             self._farthest = stop
-            self._per_pair = max(0.0, took - tokens * self._per_token) / (tokens * stop)
+            over = max(0.0, took / tokens - self._per_token)
+            self._per_pair = over / stop
+            if stop >= 2 * self._seen:
+                self._pair = min(self._pair, over / (stop - self._seen))

@@ -74,8 +74,8 @@ class EngineHost:
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         if load.guard:
-            working = footprint(Path(load.model_path)).working
-            self.scheduler.memory = MemoryAdmission(self.loaded, working, want)
+            prints = footprint(Path(load.model_path))
+            self.scheduler.memory = MemoryAdmission(self.loaded, prints.working, want, pair=prints.pair)
             self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._store.open(space, self.scheduler.post)

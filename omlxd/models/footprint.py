@@ -29,7 +29,8 @@ class Footprint(msgspec.Struct, frozen=True):
     weights       of the weight files
     kv_per_token  of the KV that each token of a sequence adds
     kv_fixed      of what a sequence keeps whatever its length: full windows, recurrent state
-    working       while a chunk of a prompt is computed
+    working       while a chunk of a prompt is computed, but for the scores of its attention
+    pair          of the scores of one token with another, in a layer of full attention
     """
 
     weights: int
@@ -37,6 +38,7 @@ class Footprint(msgspec.Struct, frozen=True):
     kv_fixed: int
     working: int
     context_length: int | None
+    pair: int = 0
 
     def loading(self) -> int:
         """To load it and answer something short."""
@@ -57,6 +59,7 @@ def footprint(folder: Path) -> Footprint:
         kv_fixed=_kv_fixed(text, element),
         working=_working(text, element),
         context_length=_context(config),
+        pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
     )
 
 
