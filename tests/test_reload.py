@@ -133,6 +133,18 @@ def test_on_a_running_daemon(start, tmp_path: Path):  # noqa: F811
     assert "first" not in daemon.logged() and "second" not in daemon.logged()
 
 
+def test_under_nohup_it_is_ignored_and_that_is_told(start, tmp_path: Path):  # noqa: F811
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Inherited.
+    try:
+        daemon = start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_until(lambda: "SIGHUP is ignored, as under nohup" in daemon.logged(), why=daemon.logged)
+    daemon.process.send_signal(signal.SIGHUP)
+    assert daemon.complete("up").status_code == 200
+    assert daemon.stop() == 0 and "configuration read again" not in daemon.logged()
+
+
 def test_systemd_is_told_of_the_reload(tmp_path: Path, manager):  # noqa: F811
     command, environ = serve_command(tmp_path, "--port", "0")
     environ["NOTIFY_SOCKET"] = manager.getsockname()

@@ -52,6 +52,8 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     """
     reloads = _hangup_means_reload()
     logs = Logs(settings)
+    if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
     default = default_model(settings)
     if default is not None and default.source in ("folder", "model-dir") and default.folder is not None:
         try:
