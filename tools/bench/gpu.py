@@ -1,7 +1,7 @@
 """What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
 
-    python -m tools.bench.gpu [--shape qwen3-8b] [--only restore,harvest,hit,decode,uneven,prefill,same]
-                                [--tokens 16384] [--dir DIR] [--blocks 64,256]
+    python -m tools.bench.gpu [--shape qwen3-8b] [--tokens 16384] [--dir DIR] [--blocks 64,256]
+        [--only restore,harvest,hit,decode,uneven,capacity,prefill,same]
 
 Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
 from one process and one run; medians where a thing is cheap to repeat. GB are 10⁹ bytes.
@@ -273,6 +273,28 @@ class GPUBench(Bench):
             else:
                 row(contexts, count, *rates, theirs, rates[0] / theirs)
 
+    def capacity(self) -> None:
+        """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (batch_kv.py)."""
+        print("\n## Decode by what the arrays hold\n")
+        row("rows", "context", "multiple of 256, ms", "64 more, ms")
+        row(*["---"] * 4)
+        steps = 50
+        shapes = ((1, 8192), (1, 16000), (1, 32768), (1, 98304), (8, 512), (8, 4096), (8, 16384), (32, 512))
+        for rows, length in (shape for shape in shapes if shape[0] * shape[1] <= self.tokens * 8):
+            cells: list[float] = []
+            for more in (0, 64):
+                batch = self._batch(rows, length)
+                room = mlx_adapter.round_up(length + 256) + more - length
+                for layer in batch._cache:
+                    for name in ("keys", "values"):
+                        held = getattr(layer, name)[..., :length, :]
+                        setattr(layer, name, mx.pad(held, [(0, 0), (0, 0), (0, room), (0, 0)]))
+                        mx.eval(getattr(layer, name))
+                repeat(batch.step, 5)
+                cells.append(timed(repeat, batch.step, steps) / steps * 1e3)
+                del batch, layer, held
+            row(rows, length, *cells)
+
     def _generator_s(self, prompts: Seq[list[int]], steps: int, at_once: int = 1) -> float:
         """Seconds of mlx-lm's generator for `steps` steps while all of `prompts` decode.
 
@@ -350,7 +372,7 @@ class GPUBench(Bench):
 
 def main() -> None:
     set_backend_defaults()
-    sections = ("restore", "harvest", "hit", "decode", "uneven", "prefill", "same")
+    sections = ("restore", "harvest", "hit", "decode", "uneven", "capacity", "prefill", "same")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
