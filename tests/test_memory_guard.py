@@ -99,26 +99,26 @@ async def soon(what: asyncio.Task[Any] | asyncio.Event) -> Any:
         return await (what.wait() if isinstance(what, asyncio.Event) else what)
 
 
-async def test_a_model_that_fits_does_not_wait_behind_one_that_does_not():
-    pinned, large, small = Model("pinned", 400, pinned=True), Model("large", 500), Model("small", 100)
-    models = Models(pinned, limit=1000)
-    waiting = models.load(large)
+async def meanwhile(large: int, limit: int) -> tuple[Models, asyncio.Task[Any]]:
+    """`large` waits for what a pinned model of 400 holds; a small one loads, and then the pinned one goes."""
+    pinned = Model("pinned", 400, pinned=True)
+    models = Models(pinned, limit=limit)
+    waiting = models.load(Model("large", large))
     await soon(models.waits)
-    await soon(models.load(small))
+    await soon(models.load(Model("small", 100)))
     pinned.becomes("unloaded")
     models.change()
+    return models, waiting
+
+
+async def test_a_model_that_fits_does_not_wait_behind_one_that_does_not():
+    models, waiting = await meanwhile(500, limit=1000)
     await soon(waiting)  # 300 and 700 are all that there is.
     assert not models.gone
 
 
 async def test_one_that_waits_counts_what_loads_meanwhile():
-    pinned, large, small = Model("pinned", 400, pinned=True), Model("large", 700), Model("small", 100)
-    models = Models(pinned, limit=1100)
-    waiting = models.load(large)
-    await soon(models.waits)
-    await soon(models.load(small))
-    pinned.becomes("unloaded")
-    models.change()
+    models, waiting = await meanwhile(700, limit=1100)
     await soon(models.waits)  # 300 and 900 are too much.
     assert not waiting.done()
     models.patient = False  # And what began to load after it makes it wait no longer than its time.

@@ -145,7 +145,9 @@ def parse(
         raise InvalidRequest("input: at least one item is required", param="input")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     effort = request.reasoning.effort if request.reasoning else None
-    asked = thinking_of(request)
+    thinking = thinking_of(request)
+    if thinking is None and effort is not None:
+        thinking = effort != "none"
     verbosity = request.text.verbosity if request.text else None
     told = {"reasoning_effort": effort, "verbosity": verbosity}
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
@@ -155,7 +157,7 @@ def parse(
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
-        thinking=asked if asked is not None or effort is None else effort != "none",
+        thinking=thinking,
         template_args={name: word for name, word in told.items() if word is not None},
     )
     max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")

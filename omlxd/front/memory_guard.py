@@ -99,7 +99,7 @@ class MemoryGuard:
         while True:
             async with self._admitting:
                 while need > (free := (room := await self._room(engine)).free):
-                    hot = sum(held.hot for held in self._holdings.values())
+                    hot = self._hot()
                     if hot and free + hot >= need and shrunk < SHRINK_TRIES:
                         shrunk += 1
                         self._share_out(self._claimed() + need)
@@ -148,6 +148,10 @@ class MemoryGuard:
 
     def _reserve(self, device: Device) -> int:
         return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
+
+    def _hot(self) -> int:
+        """Bytes of all hot tiers, which can give way."""
+        return sum(held.hot for held in self._holdings.values())
 
     async def _room(self, engine: ModelEngine) -> Room:
         await self.look()
@@ -276,5 +280,4 @@ class MemoryGuard:
             )
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
-        hot = sum(held.hot for held in self._holdings.values())
-        return (await self._room(engine)).free + hot < nbytes
+        return (await self._room(engine)).free + self._hot() < nbytes

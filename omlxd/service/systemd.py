@@ -39,24 +39,24 @@ class Systemd:
         unit = SERVICE if plan.at_login else SOCKET
         # Also what the last form of it enabled, and this one does not.
         other = self._show("UnitFileState", SERVICE) == "enabled"
-        if there == wanted and self._show("ActiveState", SOCKET) == "active" and other == plan.at_login:
+        was_active = self._show("ActiveState", SOCKET) == "active"
+        if there == wanted and was_active and other == plan.at_login:
             return False
         same_port = _port(there[SOCKET]) == plan.port
         if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
             check_free(plan.host, plan.port)
         self._systemctl("daemon-reload")  # Before anything is written: is there a systemd of this user?
         was_enabled = self._show("UnitFileState", SOCKET) == "enabled"
-        was_active = self._show("ActiveState", SOCKET) == "active"
         if there[SERVICE] is not None:
             self._systemctl("disable", "--now", SERVICE, SOCKET)
-        try:
-            if same_port:
+        if same_port:
+            try:
                 check_free(plan.host, plan.port)
-        except ServiceError:
-            if was_enabled or was_active:
-                now = ["--now"] if was_active else []
-                run("systemctl", "--user", "enable", *now, SOCKET, *([SERVICE] if other else []))
-            raise
+            except ServiceError:
+                if was_enabled or was_active:
+                    now = ["--now"] if was_active else []
+                    run("systemctl", "--user", "enable", *now, SOCKET, *([SERVICE] if other else []))
+                raise
         for name, content in wanted.items():
             write_whole(self._folder / name, content)
         self._systemctl("daemon-reload")
