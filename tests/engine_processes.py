@@ -14,6 +14,7 @@ import pytest
 
 from omlxd import wire
 from omlxd.chat import Event, GenerateRequest, RawPrompt, TextDelta
+from omlxd.front.engine_link import EngineLink
 from omlxd.front.engine_process import EngineProcess
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
@@ -36,9 +37,15 @@ async def prepare() -> wire.Load:
 @contextlib.asynccontextmanager
 async def engine(*flags: str, start: bool = True, **options: object) -> AsyncIterator[EngineProcess]:
     options.setdefault("backoff_s", (0.05,))
-    made = EngineProcess("stub", options.pop("prepare", prepare), command=(*STUB, *flags), **options)  # type: ignore
+    prepare_ = options.pop("prepare", prepare)
+
+    async def spawn() -> tuple[EngineLink, wire.Load]:
+        load = await prepare_()  # type: ignore[operator]
+        return await EngineLink.spawn((*STUB, *flags)), load
+
+    made = EngineProcess("stub", spawn, **options)
     if start:
-        made.start()
+        made.supervisor.start()
     try:
         yield made
     finally:

@@ -25,6 +25,7 @@ from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
 from omlxd.front.cold_ledger import ColdLedger
+from omlxd.front.engine_link import EngineLink
 from omlxd.front.engine_process import EngineProcess
 
 
@@ -37,7 +38,7 @@ async def test_requests_wait_while_loading_and_keep_their_own_events():
             assert isinstance(events[0], Progress) and isinstance(events[-1], Finished)
             assert words(events) == [f"a{n}", f"b{n}"]
         assert made.state == "ready" and made.in_flight == 0
-        assert made.info is not None and made.info.context_length == 1000
+        assert made.supervisor.info is not None and made.supervisor.info.context_length == 1000
 
 
 async def test_count_and_stats():
@@ -54,7 +55,7 @@ async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
         for stream in streams:
             assert isinstance(await anext(stream), Progress)
             assert isinstance(await anext(stream), TextDelta)
-        first_pid = made.pid
+        first_pid = made.supervisor.pid
         assert first_pid
         os.kill(first_pid, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -65,9 +66,9 @@ async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         assert time.monotonic() - killed_at < AT_ONCE_S
-        assert made.state == "restarting" and made.info is not None
+        assert made.state == "restarting" and made.supervisor.info is not None
         assert words(await collect(made, "again")) == ["again"]
-        assert made.pid != first_pid and made.state == "ready"
+        assert made.supervisor.pid != first_pid and made.state == "ready"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
         with pytest.raises(Unavailable, match=r"config\.json is missing") as caught:
             made.generate(ask("x"))
         assert caught.value.retry_after and 1 <= caught.value.retry_after <= 50
-        made._restarts._hold_s = 0.0  # Its time is over.
+        made.supervisor.restarts._hold_s = 0.0  # Its time is over.
         assert isinstance((await collect(made, "x"))[0], Failed)
         assert made.state == "failed"
 
@@ -158,8 +159,12 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
     async with engine(prepare=broken) as made:
         failed = (await collect(made, "x"))[-1]
         assert isinstance(failed, Failed) and "the hub can't be reached" in failed.message
-    absent = EngineProcess("stub", prepare, command=("/nonexistent/engine",))
-    absent.start()
+
+    async def spawn() -> tuple[EngineLink, wire.Load]:
+        return await EngineLink.spawn(("/nonexistent/engine",)), await prepare()
+
+    absent = EngineProcess("stub", spawn)
+    absent.supervisor.start()
     failed = (await collect(absent, "x"))[-1]
     assert isinstance(failed, Failed) and "can't be started" in failed.message
     await absent.close()
@@ -168,13 +173,13 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
 async def test_restarts_wait_longer_and_longer_and_a_success_forgets():
     async with engine(backoff_s=(0.0, 0.4)) as made:
         await collect(made, "die")
-        assert made._restarts.backoff_s == 0.0
+        assert made.supervisor.restarts.backoff_s == 0.0
         began = time.monotonic()
         await collect(made, "die")
-        assert made._restarts.backoff_s == 0.4
+        assert made.supervisor.restarts.backoff_s == 0.4
         assert words(await collect(made, "up")) == ["up"]
         assert time.monotonic() - began > 0.4
-        assert made._restarts.backoff_s == 0.0
+        assert made.supervisor.restarts.backoff_s == 0.0
 
 
 async def test_a_full_queue_is_refused_before_any_event():
@@ -200,7 +205,7 @@ async def test_what_a_frame_cannot_say_is_the_clients_error():
 async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
     async with engine("--notes", str(tmp_path)) as made:
         await collect(made, "x")
-        pid = made.pid
+        pid = made.supervisor.pid
         assert pid
         running = made.generate(ask("one sleep:300"))
         await anext(running)
@@ -214,8 +219,8 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
 
 async def test_close_while_loading_does_not_wait_for_the_load():
     async with engine("--load-s", "300") as made:
-        await until(lambda: made.pid)
-        pid = made.pid
+        await until(lambda: made.supervisor.pid)
+        pid = made.supervisor.pid
         began = time.monotonic()
     assert pid and not alive(pid)
     assert time.monotonic() - began < AT_ONCE_S
@@ -225,7 +230,7 @@ async def test_a_big_request_passes_and_is_not_held():
     async with engine() as made:
         stream = made.generate(ask("x " * 2_000_000 + "end"))
         await anext(stream)
-        assert made._requests.requests[stream.id].frame == b""
+        assert made._requests.requests[stream.id].frame is None
         await stream.aclose()
         assert words(await collect(made, "after")) == ["after"]
 
@@ -281,22 +286,24 @@ async def test_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM])
 async def test_whatever_signal_ends_it_every_request_hears_of_it_at_once(signal_number: int, tmp_path: Path):
-    """While it loads, before the first event, and in the middle of an answer."""
+    """While it loads and in the middle of an answer; before the first event it goes to the next engine."""
     async with engine("--load-gate", "may-load", "--notes", str(tmp_path)) as made:
 
         async def killed(stream: AsyncIterator[Event]) -> None:
-            assert made.pid
-            os.kill(made.pid, signal_number)
+            assert made.supervisor.pid
+            os.kill(made.supervisor.pid, signal_number)
             failed = (await asyncio.wait_for(rest_of(stream), AT_ONCE_S))[-1]
             assert isinstance(failed, Failed) and failed.code == "unavailable" and failed.retry_after
 
         stream = made.generate(ask("one"))
-        await until(lambda: made.pid)
+        await until(lambda: made.supervisor.pid)
         await killed(stream)
         (tmp_path / "may-load").touch()
         await collect(made, "up")
-        await killed(made.generate(ask("one sleep:300 two")))
-        await collect(made, "up")
+        stream = made.generate(ask("of a request without an event the next engine makes an answer"))
+        assert made.supervisor.pid
+        os.kill(made.supervisor.pid, signal_number)
+        assert words(await asyncio.wait_for(rest_of(stream), AT_ONCE_S))[:2] == ["of", "a"]
         stream = made.generate(ask("one sleep:300 two"))
         assert isinstance(await anext(stream), Progress) and isinstance(await anext(stream), TextDelta)
         await killed(stream)

@@ -49,8 +49,8 @@ async def held_up(made: EngineProcess, works: Callable[[float], Awaitable[bool]]
     """
     for _ in range(4):
         await up(made)
-        starts = made.starts
-        if await works(made._restarts.patience_s) and made.starts == starts:
+        starts = made.supervisor.starts
+        if await works(made.supervisor.restarts.patience_s) and made.supervisor.starts == starts:
             return
     raise AssertionError("it was ended each time")
 
@@ -59,9 +59,9 @@ async def test_silent_work_and_idleness_are_no_stall():
     async with engine(stall_s=STALL_S) as made:
 
         async def idle_and_then_silent(patience: float) -> bool:
-            pid = made.pid
+            pid = made.supervisor.pid
             await asyncio.sleep(1.5 * patience)
-            assert made.pid == pid, "who has nothing to do is no stall, however slow the machine"
+            assert made.supervisor.pid == pid, "who has nothing to do is no stall, however slow the machine"
             return words(await collect(made, f"steps:{int(15 * patience)} done")) == ["done"]
 
         await held_up(made, idle_and_then_silent)
@@ -94,7 +94,7 @@ async def test_patience_grows_for_a_machine_that_is_only_slow(tmp_path: Path):
             began = time.monotonic()
             failed = (await collect(made, "one gate two"))[-1]
             assert isinstance(failed, Failed) and "no progress" in failed.message
-            assert time.monotonic() - began >= stalls and made._restarts.stalls == stalls
-        assert made._restarts.patience_s == 4.0
+            assert time.monotonic() - began >= stalls and made.supervisor.restarts.stalls == stalls
+        assert made.supervisor.restarts.patience_s == 4.0
         (tmp_path / "gate").touch()
         await up(made, "one gate two")

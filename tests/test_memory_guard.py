@@ -31,7 +31,9 @@ class Model:
         self.state = "unloaded"
         self.admitted = False
         self.memory_bytes = PROCESS_BYTES
-        self.process = SimpleNamespace(loads=1, used_at=0.0, send=lambda budget: None)
+        self.process = SimpleNamespace(
+            used_at=0.0, supervisor=SimpleNamespace(loads=1, send=lambda budget: None)
+        )
 
     @property
     def evictable(self) -> bool:
@@ -143,7 +145,7 @@ async def test_nothing_goes_for_a_load_that_this_would_not_help():
 async def test_an_idle_model_goes_when_it_and_the_hot_tiers_are_enough():
     pinned, idle, large = Model("pinned", 100, hot=200, pinned=True), Model("idle", 100), Model("large", 400)
     models = Models(pinned, idle, limit=1050)
-    pinned.process.send = lambda budget: setattr(pinned, "hot", 0)
+    pinned.process.supervisor.send = lambda budget: setattr(pinned, "hot", 0)
     await soon(models.load(large))  # It lacks 350: 300 of the idle one, and hot blocks.
     assert models.gone == ["idle"]
 

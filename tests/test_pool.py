@@ -152,7 +152,7 @@ async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
         await until(lambda: states(made) == {"a": "unloaded", "b": "ready", "c": "ready"})
         slow = asyncio.create_task(ask(made, "a", "one sleep:0.6 two"))
         assert isinstance((await slow)[-1], Finished)  # Longer than its time to live.
-        assert made.resolve("a").process.loads == 2
+        assert made.resolve("a").process.supervisor.loads == 2
 
 
 async def test_keep_alive_is_ollamas(tmp_path: Path):
@@ -188,7 +188,7 @@ async def test_loading_a_loaded_model_begins_its_time_anew(tmp_path: Path):
         # Whoever lets idle models go sleeps until its old time is over, unless it is told.
         await made.load("a", 0.1)
         await until(lambda: engine.state == "unloaded")
-        assert engine.process.loads == 1
+        assert engine.process.supervisor.loads == 1
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -219,7 +219,7 @@ async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Pat
         (tmp_path / "may-quit").touch()
         answers = await asyncio.gather(*asked)
         assert [words(events) for events in answers] == [["x"], ["y"]]
-        assert await going and first and not alive(first) and engine.process.loads == 2
+        assert await going and first and not alive(first) and engine.process.supervisor.loads == 2
 
 
 async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
@@ -228,7 +228,7 @@ async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
         engine = made.resolve("a")
         going = asyncio.create_task(made.unload("a"))
         await until(lambda: engine.state == "unloading")
-        engine.process.kill()
+        engine.process.supervisor.kill()
         assert await asyncio.wait_for(going, 60) and engine.state == "unloaded"
         assert words(await ask(made, "a")) == ["hello"]
 

@@ -28,17 +28,15 @@ Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
 
 class Owner(Protocol):
-    """What a life tells of, and asks."""
+    """What a life tells of, and asks: the supervisor."""
 
     model_id: str
+    has_work: Callable[[], bool]
+    on_message: Callable[[Any], None]
 
     @property
     def state(self) -> str: ...
-    @property
-    def in_flight(self) -> int: ...
-    def answer(self, id: int, result: Any) -> None: ...
     def loaded(self, info: wire.ModelInfo) -> None: ...
-    def wants_memory(self, wants: wire.Wants) -> None: ...
 
 
 class EngineLife:
@@ -59,6 +57,7 @@ class EngineLife:
         self._load_failed = ""
         self._heard = 0
         self._steps = -1
+        self._admitting: asyncio.Task[None] | None = None
         self.refused: OmlxdError | None = None
         self.stalled = False
 
@@ -68,8 +67,9 @@ class EngineLife:
         try:
             ended = await self._link.receive(self._handle)
         finally:
-            if watch is not None:
-                watch.cancel()
+            for task in (watch, self._admitting):
+                if task is not None:
+                    task.cancel()
             if self._account is not None:
                 self._account.gone()
             # Requests in flight must fail now, not when the process has been reaped.
@@ -84,22 +84,15 @@ class EngineLife:
 
     def _handle(self, message: Any) -> None:
         owner = self._owner
-        if isinstance(message, wire.Events):
+        if isinstance(message, (wire.Events, wire.Counted, wire.Explained)):
             self._heard += 1
-            for id, event in message.events:
-                owner.answer(id, event)
+            owner.on_message(message)
+        elif isinstance(message, (wire.Stats, wire.Wants)):
+            owner.on_message(message)
         elif isinstance(message, wire.Alive):
             self._steps = message.steps
-        elif isinstance(message, wire.Counted):
-            self._heard += 1
-            owner.answer(message.id, message.tokens)
-        elif isinstance(message, wire.Explained):
-            self._heard += 1
-            owner.answer(message.id, message.explanation)
-        elif isinstance(message, wire.Stats):
-            owner.answer(message.id, message)
         elif isinstance(message, wire.Device):
-            in_background(self._admit(message))
+            self._admitting = asyncio.create_task(self._admit(message), name="engine-admission")
         elif isinstance(message, wire.LoadProgress):
             log.info("%s: %s", owner.model_id, message.stage)
         elif isinstance(message, wire.Loaded):
@@ -109,8 +102,6 @@ class EngineLife:
         elif isinstance(message, wire.LoadFailed):
             self._load_failed = message.message or "the engine gave no reason"
             self._link.terminate()  # It exits by itself; this is for one that hangs on the way out.
-        elif isinstance(message, wire.Wants):
-            owner.wants_memory(message)
         elif self._account is not None:
             self._account.handle(message)
         elif isinstance(message, wire.Reserve):
@@ -163,7 +154,7 @@ class EngineLife:
     def _progress(self) -> tuple[object, ...] | None:
         """Something that changes while work gets done; None: there is none to do."""
         if self._owner.state == "ready":
-            return (self._heard, self._steps) if self._owner.in_flight else None
+            return (self._heard, self._steps) if self._owner.has_work() else None
         if self._owner.state == "unloading":
             return None  # Whoever unloads it has a deadline of its own.
         # It has no events to send while it loads; but it computes, or reads, or grows.

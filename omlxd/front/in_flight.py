@@ -1,4 +1,13 @@
-"""What an engine has been asked and has not answered yet: requests, and questions that are none."""
+"""What an engine has been asked and has not answered yet: requests, and questions that are none.
+
+| a request is | it holds            | its engine dies                                                |
+|--------------|---------------------|----------------------------------------------------------------|
+| waiting      | its frame           | (it has none; it fails if the model can't be loaded)           |
+| sent         | its frame, its life | the first time it waits again, the second time it fails        |
+| answered     | its life            | it fails: a client may have read part of the answer            |
+
+A life is one engine process, by its number. A frame of 30 MB is so held until the first event.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +24,26 @@ from .engine_stream import EngineStream
 WAITING_PER_SLOT = 4
 WAITING_FLOOR = 64
 OVERLOAD_RETRY_S = 5
+MOST_SENDS = 2
+"""A request that was with two engines when they died may have ended both."""
 
 
-class Waiting:
-    """A request of any kind: its frame until it is sent, and what becomes of its answer."""
+class Request:
+    """A request of any kind, see the table above.
 
-    __slots__ = ("answer", "frame")
+    frame  None once the first event has come
+    life   the engine process that it was sent to; 0: it waits
+    sends  how often it was sent
+    """
 
-    def __init__(self, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
-        self.frame = frame
+    __slots__ = ("answer", "frame", "id", "life", "sends")
+
+    def __init__(self, id: int, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
+        self.id = id
+        self.frame: bytes | None = frame
         self.answer = answer
+        self.life = 0
+        self.sends = 0
 
 
 class InFlight:
@@ -37,7 +56,7 @@ class InFlight:
 
     def __init__(self, slots: int, on_end: Callable[[], None]):
         self._limit = slots + max(WAITING_FLOOR, WAITING_PER_SLOT * slots)
-        self.requests: dict[int, Waiting] = {}
+        self.requests: dict[int, Request] = {}
         self._questions: dict[int, asyncio.Future[wire.Stats | None]] = {}
         self._ids = itertools.count(1)
         self._on_end = on_end
@@ -57,15 +76,15 @@ class InFlight:
                 retry_after=OVERLOAD_RETRY_S,
             )
 
-    def add(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Waiting:
+    def add(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
         """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
         try:
-            waiting = Waiting(wire.encode(message), answer)
+            request = Request(id, wire.encode(message), answer)
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
             raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error
-        self.requests[id] = waiting
-        return waiting
+        self.requests[id] = request
+        return request
 
     async def question(self, id: int, send: Callable[[], None], timeout_s: float) -> wire.Stats | None:
         """`send` a question; its answer, or None if none comes in time."""
@@ -79,46 +98,56 @@ class InFlight:
         finally:
             del self._questions[id]
 
-    def forget(self, id: int) -> bool:
-        """Nobody wants the answer any more. True: the engine was sent the request, and is at work on it."""
-        waiting = self.requests.get(id)
-        if waiting is None:
-            return False
-        self._remove(id)
-        return not waiting.frame
+    def forget(self, id: int) -> Request | None:
+        """Nobody wants the answer any more; the request, if it was in flight."""
+        request = self.requests.pop(id, None)
+        if request is not None:
+            self._on_end()
+        return request
 
-    def answer(self, id: int, result: Any) -> bool:
-        """Hand `result` to whoever waits for `id`. False: no request does, it may have been cancelled."""
+    def answer(self, id: int, result: Any) -> Request | None:
+        """Hand `result` to whoever waits for `id`. None: no request does, it may have been cancelled."""
         if (question := self._questions.get(id)) is not None:
             if not question.done():
                 question.set_result(result if isinstance(result, wire.Stats) else None)
-            return False
-        waiting = self.requests.get(id)
-        if waiting is None:
-            return False
-        if isinstance(waiting.answer, EngineStream):
-            waiting.answer.events.put_nowait(result)
+            return None
+        request = self.requests.get(id)
+        if request is None:
+            return None
+        request.frame = None
+        if isinstance(request.answer, EngineStream):
+            request.answer.events.put_nowait(result)
             if not isinstance(result, (Finished, Failed)):
-                return True
-        elif not waiting.answer.done():
+                return request
+        elif not request.answer.done():
             if isinstance(result, Failed):
-                waiting.answer.set_exception(OmlxdError.from_event(result))
+                request.answer.set_exception(OmlxdError.from_event(result))
             else:
-                waiting.answer.set_result(result)
-        self._remove(id)
-        return True
+                request.answer.set_result(result)
+        return self.forget(id)
+
+    def lost(self, failed: Failed) -> list[Request]:
+        """The engine died: requests that may not be sent again fail; those that were sent and wait again."""
+        self._close_questions()
+        again = []
+        for request in list(self.requests.values()):
+            if request.frame is None or request.sends == MOST_SENDS:
+                self.answer(request.id, failed)
+            elif request.sends:
+                request.life = 0
+                again.append(request)
+        return again
 
     def fail(self, failed: Failed) -> None:
         """Every request fails; every question is answered by None."""
-        for question in self._questions.values():
-            if not question.done():
-                question.set_result(None)
+        self._close_questions()
         for id in list(self.requests):
             self.answer(id, failed)
 
-    def _remove(self, id: int) -> None:
-        del self.requests[id]
-        self._on_end()
+    def _close_questions(self) -> None:
+        for question in self._questions.values():
+            if not question.done():
+                question.set_result(None)
 
 
 def settle(futures: Iterable[asyncio.Future[None]], failed: Failed | None = None) -> None:

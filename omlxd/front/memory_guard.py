@@ -214,7 +214,7 @@ class MemoryGuard:
 
     def _learn(self, engine: ModelEngine, peak: int) -> None:
         """Once a load: what it took at most, over what its files say."""
-        prints, loads = engine.footprint, engine.process.loads
+        prints, loads = engine.footprint, engine.process.supervisor.loads
         if prints is None or prints.weights < MEASURABLE or not peak:
             return
         if self._measured.get(engine.model_id) != loads:
@@ -253,7 +253,7 @@ class MemoryGuard:
                 budget = Budget(hot=budget.hot, live=live, most=most - PROCESS_BYTES)
             if budget is not None and self._differs(self._sent.get(engine.model_id), budget):
                 self._sent[engine.model_id] = budget
-                engine.process.send(budget)
+                engine.process.supervisor.send(budget)
 
     def _differs(self, old: Budget | None, new: Budget) -> bool:
         """By more than a twentieth: what engines hold changes all the time."""
@@ -264,7 +264,7 @@ class MemoryGuard:
     async def answer(self, engine: ModelEngine, wants: Wants) -> None:
         """A prompt of `engine` lacks memory: take it from hot tiers and idle models, then say what it has."""
         if self._limit == 0 or self._device is None:
-            engine.process.send(Budget(ticket=wants.ticket))
+            engine.process.supervisor.send(Budget(ticket=wants.ticket))
             return
         async with self._answering:
             await self.look()
@@ -273,7 +273,7 @@ class MemoryGuard:
             alone = not self._matters(len(self._pool.others(None)))
             self._share_out(self._claimed())
             own = self._sent.get(engine.model_id, Budget())
-            engine.process.send(
+            engine.process.supervisor.send(
                 Budget(ticket=wants.ticket)
                 if alone
                 else Budget(hot=own.hot, live=own.live, most=own.most, ticket=wants.ticket)

@@ -53,8 +53,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         context_length=engine.context_length,
         idle_s=None if engine.is_pinned or idle == float("inf") else idle,
         expires_in_s=engine.expires_in_s,
-        loads=engine.process.loads,
-        trouble=engine.process.trouble,
+        loads=engine.process.supervisor.loads,
+        trouble=engine.process.supervisor.trouble,
     )
 
 

@@ -50,11 +50,11 @@ class ModelEngine:
 
     @property
     def model_id(self) -> str:
-        return self.process.model_id
+        return self.process.supervisor.model_id
 
     @property
     def info(self) -> wire.ModelInfo | None:
-        return self.process.info
+        return self.process.supervisor.info
 
     @property
     def state(self) -> State:
@@ -62,11 +62,11 @@ class ModelEngine:
 
     @property
     def starts(self) -> int:
-        return self.process.starts
+        return self.process.supervisor.starts
 
     @property
     def trouble(self) -> str:
-        return self.process.trouble
+        return self.process.supervisor.trouble
 
     @property
     def in_flight(self) -> int:
@@ -74,13 +74,13 @@ class ModelEngine:
 
     @property
     def pid(self) -> int | None:
-        return self.process.pid
+        return self.process.supervisor.pid
 
     @property
     def context_length(self) -> int | None:
         """Tokens of prompt and answer at most; None while nobody knows."""
-        if self.process.info is not None:
-            self._context = self.process.info.context_length
+        if self.process.supervisor.info is not None:
+            self._context = self.process.supervisor.info.context_length
         elif self._context is None and self.footprint is not None:
             self._context = self.footprint.context_length
         limit = self.settings.context_limit
@@ -121,7 +121,7 @@ class ModelEngine:
 
     @property
     def deaths(self) -> int:
-        return self.process.deaths
+        return self.process.supervisor.deaths
 
     @property
     def is_refused(self) -> bool:

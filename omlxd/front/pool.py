@@ -23,7 +23,7 @@ from ..models.resolve import check_folder, resolve_model
 from ..wire import CacheSettings, Load, PromptSettings
 from .cold_ledger import ColdLedger
 from .engine_life import in_background
-from .engine_link import ENGINE_COMMAND
+from .engine_link import ENGINE_COMMAND, EngineLink
 from .engine_process import EngineProcess
 from .engines import basename, resolve_name
 from .memory_guard import MemoryGuard
@@ -68,7 +68,6 @@ class EnginePool:
         self._guard = MemoryGuard(
             self, self.book, settings.memory_limit, settings.hot_cache_max_size, room_wait_s
         )
-        self._unloads: set[asyncio.Task[bool]] = set()
         self._first = next(iter(self.models()), None) if self._starts_with_one() else None
 
     def _starts_with_one(self) -> bool:
@@ -93,10 +92,9 @@ class EnginePool:
     def _new(self, installed: InstalledModel) -> ModelEngine:
         process = EngineProcess(
             installed.id,
-            lambda: self._prepare(self._engines[installed.id]),
+            lambda: self._spawn(self._engines[installed.id]),
             max_concurrent=self._settings.max_concurrent_requests,
             cold=self.cold,
-            command=self._command,
             stall_s=self._settings.stall_timeout,
             stands_back=lambda: self._others_answer(installed.id),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
@@ -168,7 +166,7 @@ class EnginePool:
         ]
         if first and self._first is not None:
             self._first.by_name = True
-            self._first.process.start()
+            self._first.process.supervisor.start()
 
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
         """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
@@ -182,12 +180,11 @@ class EnginePool:
     async def unload(self, model_name: str) -> bool:
         """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
         engine = self.resolve(model_name)
-        gone = await engine.process.unload()
-        if gone:
-            self._forget_wishes(engine)
-        else:
-            engine.leaving = True
-        return gone
+        engine.process.give_up_load()
+        engine.leaving = not self._let_go(engine)
+        if not engine.leaving:
+            await engine.process.supervisor.gone()
+        return not engine.leaving
 
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
         """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
@@ -232,7 +229,7 @@ class EnginePool:
         for engine in self.models(afresh=True):
             engine.settings = settings_of(engine.model_id, settings.models)
             engine.default_ttl = settings.model_ttl
-            engine.process.set_log_level(settings.log_level)
+            engine.process.supervisor.set_log_level(settings.log_level)
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
                 log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
@@ -253,7 +250,7 @@ class EnginePool:
     def kill(self) -> None:
         """End every engine process now."""
         for engine in self._engines.values():
-            engine.process.kill()
+            engine.process.supervisor.kill()
 
     # ----------------------------------------------------------------- going
 
@@ -267,10 +264,6 @@ class EnginePool:
         for engine in self._engines.values():
             if engine.state in ("unloaded", "restarting", "failed"):
                 engine.admitted = False
-
-    def _forget_wishes(self, engine: ModelEngine) -> None:
-        """What was asked for a model's stay ends with it."""
-        engine.by_name, engine.keep_alive, engine.leaving = False, None, False
 
     async def _keep(self) -> None:
         """Let models go that were idle for their time."""
@@ -286,19 +279,24 @@ class EnginePool:
                 async with asyncio.timeout(None if math.isinf(next_at) else max(0.0, next_at - now)):
                     await change.wait()
 
-    def _let_go(self, engine: ModelEngine) -> asyncio.Task[bool]:
-        self._forget_wishes(engine)
-        going = asyncio.create_task(engine.process.unload(), name=f"unload {engine.model_id}")
-        self._unloads.add(going)
-        going.add_done_callback(self._unloads.discard)
+    def _let_go(self, engine: ModelEngine) -> bool:
+        """Have it go, unless it is in use; what was asked for its stay ends with it."""
+        going = engine.process.begin_unload()
+        if going:
+            engine.by_name, engine.keep_alive, engine.leaving = False, None, False
         return going
 
     async def make_go(self, victim: ModelEngine, why: str) -> None:
         """Unload `victim`; its memory is back on return, unless a request came in between."""
-        log.info("%s goes: %s", victim.model_id, why)
-        await self._let_go(victim)
+        if self._let_go(victim):
+            log.info("%s goes: %s", victim.model_id, why)
+            await victim.process.supervisor.gone()
 
     # ----------------------------------------------------------------- coming
+
+    async def _spawn(self, engine: ModelEngine) -> tuple[EngineLink, Load]:
+        load = await self._prepare(engine)
+        return await EngineLink.spawn(self._command), load
 
     async def _prepare(self, engine: ModelEngine) -> Load:
         # A disk may take long to show that it can be written: meanwhile the engine starts (engine_life.py).
@@ -341,7 +339,7 @@ class EnginePool:
 
     async def _folder(self, engine: ModelEngine):
         """Found, built or downloaded. What was found once is not asked of the hub again."""
-        if engine.process.loads and engine.folder is not None:
+        if engine.process.supervisor.loads and engine.folder is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(check_folder, engine.folder)
                 return engine.folder
