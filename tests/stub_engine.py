@@ -6,6 +6,7 @@ A raw prompt is its script: words joined by spaces, each sent as a text delta, b
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
 `exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
 cold-tier space, say what came) and `want:N` (ask for memory for a prompt, wait for the answer).
+A first word of `late` holds the first event back, and of `poison` kills it before any.
 `--load-gate FILE` and `--quit-gate FILE` have loading and the end wait for such a file, too.
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
 """
@@ -140,6 +141,11 @@ class Stub:
         prompt = message.request.prompt
         text = prompt.text if isinstance(prompt, RawPrompt) else "hello there"
         words = text.split()
+        if words[:1] == ["late"]:
+            time.sleep(0.5)
+        elif words[:1] == ["poison"]:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
         self.event(message.id, Progress(done=len(words), total=len(words)))
         for word in words:
             if message.id in self.cancelled:

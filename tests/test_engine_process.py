@@ -71,6 +71,16 @@ async def test_sigkill_fails_what_runs_at_once_and_the_next_request_restarts():
         assert made.supervisor.pid != first_pid and made.state == "ready"
 
 
+async def test_a_request_that_kills_its_engines_ends_alone_those_that_were_with_it_are_answered():
+    async with engine() as made:
+        await collect(made, "up")
+        asked = ["late one", "poison", "late two", "late three"]
+        *others, poisoned = await asyncio.gather(*(collect(made, text) for text in sorted(asked)))
+        assert [words(events) for events in others] == [["late", "one"], ["late", "three"], ["late", "two"]]
+        assert isinstance(poisoned[0], Failed) and "killed" in poisoned[0].message
+        assert made.supervisor.deaths == 2, "a request is with two engines at most"
+
+
 @pytest.mark.parametrize(
     ("script", "why"), [("exit:7", "status 7"), ("nonsense sleep:300", "frame"), ("die", "kill")]
 )

@@ -247,7 +247,9 @@ class EngineProcess:
         else:
             self._fail_all(failed)
         if before:
-            log.error("%d requests failed, %d are sent again", before - len(self._requests), len(self._requests))
+            log.error(
+                "%d requests failed, %d are sent again", before - len(self._requests), len(self._requests)
+            )
         if self._requests:
             self.supervisor.start()
 
