@@ -248,6 +248,17 @@ def test_quit_ends_in_order(start, model):
     assert "quit" in seen(lines)
 
 
+def test_a_load_and_what_follows_it_are_answered_before_a_quit(start, model):
+    lines = start(stub="--load-s 0.3")
+    lines.write(
+        json.dumps({"op": "load", "id": 1, "model": model}).encode()
+        + b'\n{"op": "generate", "id": 2, "prompt": "one two"}\n{"op": "quit", "id": 3}\n'
+    )
+    assert lines.ended() == 0
+    assert types(lines, 1) == ["loaded"] and lines.text(2) == "onetwo"
+    assert lines.heard[-1] == {"type": "bye", "id": 3}
+
+
 def test_at_the_end_of_its_input_it_answers_what_was_asked(start, model):
     lines = start(stub="--load-s 0.3")
     lines.send("load", id=1, model=model)

@@ -1,7 +1,7 @@
 """Requests in, lines out. Each request is a task; they are answered side by side.
 
 Order counts where it must: a `load` waits for the answers that were asked for before it, and what
-comes after a `load` waits for it.
+comes after a `load` waits for it, `quit` as well.
 """
 
 from __future__ import annotations
@@ -197,6 +197,11 @@ class Bridge:
         return MetricsLine(id, own[0] if own else None, status.cold)
 
     # ----------------------------------------------------------------- the end
+
+    async def loaded(self) -> None:
+        """Return once the newest load is over: who asks for one before `quit` wants its line."""
+        if self._slot.loading is not None:
+            await asyncio.wait({self._slot.loading})
 
     async def finish(self, seconds: float | None = None) -> None:
         """Return once all that was asked is answered, or after `seconds`."""

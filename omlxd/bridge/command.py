@@ -121,7 +121,7 @@ async def _until_the_end(bridge: Bridge, lines: LineReader, out: LineWriter, sto
             await out.room()
             bridge.take(line)
             if bridge.quit.is_set():
-                return
+                return await bridge.loaded()
         await bridge.finish()
 
     tasks = [asyncio.create_task(work) for work in (read(), out.broken.wait(), stop.wait())]
