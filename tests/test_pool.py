@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, R
 from omlxd.config import load_settings
 from omlxd.errors import InvalidRequest, NotFound
 from omlxd.front import engine_process
+from omlxd.front import pool as pool_module
 from omlxd.front.app import create_app
 from omlxd.front.model_admin import admin_routes
 from omlxd.front.model_settings import with_settings
@@ -81,8 +83,9 @@ async def test_models_of_a_folder_are_loaded_when_they_are_asked_for(tmp_path: P
         assert all(isinstance(events[-1], Finished) for events in answers)
         assert states(made) == {"org/big": "ready", "org/other": "unloaded", "small": "ready"}
         with pytest.raises(NotFound, match="org/other"):
-            made.resolve("no-model")
+            await made.find("no-model")
         make(tmp_path / "models" / "new")  # No restart is needed to find it.
+        await made.find("new")
         assert words(await ask(made, "new")) == ["hello"]
         with pytest.raises(NotFound):
             made.resolve("../models/small")
@@ -321,19 +324,34 @@ async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
 
 async def test_the_folders_are_looked_at_again_only_for_a_name_that_nobody_knows(tmp_path: Path, monkeypatch):
     async with pool(tmp_path, "org/a") as made:
-        looks: list[bool] = []
-        look = made.catalog.models
-        monkeypatch.setattr(
-            made.catalog, "models", lambda *, afresh=False: looks.append(afresh) or look(afresh=afresh)
-        )
+        looks: list[None] = []
+        monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: looks.append(None) or look())
         for name in ("org/a", "a", "claude-opus-5-5"):
-            assert made.resolve(name).model_id == "org/a"
-        assert looks and not any(looks)
+            assert (await made.find(name)).model_id == "org/a"
+        await asyncio.sleep(0.1)
+        assert len(looks) <= 1, "what is known is not waited for"
         with pytest.raises(NotFound):
-            made.resolve("b")
-        assert any(looks)
+            await made.find("b")
+        assert looks
         make(tmp_path / "models" / "org" / "b")
-        assert made.resolve("b").model_id == "org/b"
+        assert (await made.find("b")).model_id == "org/b"
+
+
+async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pool_module, "LOOK_S", 0.05)
+    async with pool(tmp_path, "a") as made:
+        hangs = threading.Event()
+        monkeypatch.setattr(made.catalog, "look", lambda: hangs.wait(30))
+        try:
+            began = time.monotonic()
+            assert words(await ask(made, "a")) == ["hello"]
+            with pytest.raises(NotFound):
+                await made.find("b")
+            await asyncio.gather(*(made.look(afresh=True) for _ in range(20)))
+            assert [engine.model_id for engine in made.models()] == ["a"]
+            assert time.monotonic() - began < 20
+        finally:
+            hangs.set()
 
 
 async def test_over_http(tmp_path: Path):

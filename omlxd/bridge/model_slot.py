@@ -83,7 +83,7 @@ class ModelSlot:
         if name:
             self._apply(settings)
             try:
-                return settings, self._pool.resolve(name).installed
+                return settings, (await self._pool.find(name)).installed
             except NotFound:
                 settings = replace(settings, model=name)
             if is_local(name):

@@ -140,7 +140,7 @@ class _Routes:
     async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
         parsed = with_timeout(dialect.parse(await request.body(), request.headers), request.headers)
         trace_of(request.scope).model = parsed.model
-        engine = self._engines.resolve(parsed.model)
+        engine = await self._engines.find(parsed.model)
         if (seconds := keep_alive_of(await request.body())) is not None:
             self._engines.keep_alive(engine, seconds)
         trace = trace_of(request.scope)
@@ -156,16 +156,17 @@ class _Routes:
     async def _count(self, request: Request, parse: Parse) -> int:
         parsed = parse(await request.body(), request.headers)
         trace_of(request.scope).model = parsed.model
-        engine = self._engines.resolve(parsed.model)
+        engine = await self._engines.find(parsed.model)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
 
     async def models(self, request: Request) -> Response:
+        await self._engines.look()
         return _json(model_list(self._engines.models(), self._created))
 
     async def model(self, request: Request) -> Response:
         if not request.path_params["id"]:
             return await self.models(request)
-        engine = self._engines.resolve(request.path_params["id"])
+        engine = await self._engines.find(request.path_params["id"])
         return _json(model_entry(engine, self._created))
 
     async def health(self, request: Request) -> Response:

@@ -73,8 +73,12 @@ class Engine(Protocol):
 class Engines(Protocol):
     """The engines that this daemon serves."""
 
-    def resolve(self, model_name: str) -> Engine:
+    async def find(self, model_name: str) -> Engine:
         """The engine that a client's model name means (`resolve_name`). Raises OmlxdError."""
+        ...
+
+    async def look(self) -> None:
+        """Take up models that have come or gone, before a list of them is given."""
         ...
 
     def models(self) -> Sequence[Engine]: ...

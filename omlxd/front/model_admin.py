@@ -65,10 +65,11 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         return _json(model_status(pool, engine))
 
     async def models(request: Request) -> Response:
-        return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models(afresh=True)]))
+        await pool.look(afresh=True)
+        return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
 
     async def model(request: Request) -> Response:
-        return status(pool.resolve(request.path_params["id"]))
+        return status(await pool.find(request.path_params["id"]))
 
     async def load(request: Request) -> Response:
         asked = decode(_LOAD, await request.body())
@@ -79,16 +80,18 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         return status(await pool.load(asked.model, keep_alive))
 
     async def unload(request: Request) -> Response:
-        engine = pool.resolve(decode(_UNLOAD, await request.body()).model)
+        engine = await pool.find(decode(_UNLOAD, await request.body()).model)
         gone = await pool.unload(engine.model_id)
         return _json(Unloaded(engine.model_id, gone, engine.in_flight))
 
     async def pin(request: Request) -> Response:
         asked = decode(_PIN, await request.body())
+        await pool.find(asked.model)
         return status(pool.pin(asked.model, asked.pinned))
 
     async def alias(request: Request) -> Response:
         asked = decode(_ALIAS, await request.body())
+        await pool.look(afresh=True)
         pool.alias(asked.alias, asked.model)
         return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
 

@@ -88,10 +88,13 @@ class ModelEngine:
 
     @property
     def footprint(self) -> Footprint | None:
-        """What its files say that it takes; None while they are not there."""
-        if self._footprint is None and self.folder is not None:
-            self._footprint = footprint(self.folder)
+        """What its files say that it takes; None while they are not there, or were not read."""
         return self._footprint
+
+    def measure(self) -> None:
+        """Read the `footprint`. Blocks for as long as the disk does."""
+        if self.folder is not None:
+            self._footprint = footprint(self.folder)
 
     @property
     def memory_bytes(self) -> int | None:

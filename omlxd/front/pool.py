@@ -37,6 +37,8 @@ DRAIN_S = 10.0
 """How long answers under way may take to end once the daemon was told to stop."""
 FLUSH_S = 5.0
 """How long an engine may then write blocks that are still in memory."""
+LOOK_S = 2.0
+"""How long a request waits for a look at the model folders."""
 ROOM_WAIT_S = 60.0
 """How long a model waits for others to become idle, so that one of them can go."""
 
@@ -55,6 +57,7 @@ class EnginePool:
         self._command = tuple(command)
         self._room_wait_s = room_wait_s
         self.catalog = Catalog(settings)
+        self.catalog.look()  # Nobody is served yet; later looks are in a thread.
         self.book = ModelBook(settings.base_path / "models.json")
         self.cold = ColdLedger(
             settings.paged_ssd_cache_dir,
@@ -62,6 +65,7 @@ class EnginePool:
             daily_writes=settings.ssd_cache_daily_write_budget,
         )
         self._engines: dict[str, ModelEngine] = {}
+        self._looking: asyncio.Task[None] | None = None
         self._change = asyncio.Event()
         self._making_room = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
@@ -75,9 +79,34 @@ class EnginePool:
 
     # ----------------------------------------------------------------- names
 
-    def models(self, *, afresh: bool = False) -> list[ModelEngine]:
-        """Every installed model, the default one first, loaded or not."""
-        installed = self.catalog.models(afresh=afresh)
+    async def look(self, *, afresh: bool = False) -> None:
+        """Look at the model folders, in a thread, unless that was done a moment ago.
+
+        Looks at the same time are one. After `LOOK_S` what was there before holds: a disk may hang.
+        """
+        if self._looking is None and (afresh or self.catalog.is_old or self._unmeasured()):
+            self._looking = asyncio.create_task(self._look(), name="model folders")
+            self._looking.add_done_callback(self._looked)
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=LOOK_S)
+
+    async def _look(self) -> None:
+        await asyncio.to_thread(self.catalog.look)
+        self.models()
+        if unmeasured := self._unmeasured():
+            await asyncio.to_thread(lambda: [engine.measure() for engine in unmeasured])
+
+    def _looked(self, look: asyncio.Task[None]) -> None:
+        self._looking = None
+        if not look.cancelled() and (error := look.exception()) is not None:
+            log.error("the model folders can't be looked at", exc_info=error)
+
+    def _unmeasured(self) -> list[ModelEngine]:
+        return [e for e in self._engines.values() if e.footprint is None and e.folder is not None]
+
+    def models(self) -> list[ModelEngine]:
+        """Every installed model, the default one first, loaded or not, as of the last `look`."""
+        installed = self.catalog.models()
         for id, model in installed.items():
             known = self._engines.get(id)
             # Another folder may have come by the same name.
@@ -133,10 +162,17 @@ class EnginePool:
 
     def resolve(self, model_name: str) -> ModelEngine:
         """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
+        return self._meant(model_name, self.models())
+
+    async def find(self, model_name: str) -> ModelEngine:
+        """As `resolve`, but a model that has come this moment is found as well."""
+        if self.catalog.is_old:
+            in_background(self.look())
         try:
-            return self._meant(model_name, self.models())
-        except NotFound:  # It may have come this moment. Looking takes time, so nothing else is reason to.
-            return self._meant(model_name, self.models(afresh=True))
+            return self.resolve(model_name)
+        except NotFound:
+            await self.look(afresh=True)
+            return self.resolve(model_name)
 
     def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
         known, default = [engine.model_id for engine in engines], self.default()
@@ -170,7 +206,7 @@ class EnginePool:
 
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
         """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
-        engine = self.resolve(model_name)
+        engine = await self.find(model_name)
         engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
         await engine.process.load()
@@ -179,7 +215,7 @@ class EnginePool:
 
     async def unload(self, model_name: str) -> bool:
         """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
-        engine = self.resolve(model_name)
+        engine = await self.find(model_name)
         engine.process.give_up_load()
         engine.leaving = not self._let_go(engine)
         if not engine.leaving:
@@ -204,7 +240,7 @@ class EnginePool:
     def alias(self, alias: str, model_name: str | None) -> None:
         """`alias` means that model from now on (None: nothing any more). Remembered. Raises OmlxdError."""
         alias = alias.strip()
-        engines = self.models(afresh=True)
+        engines = self.models()
         if not alias or len(alias) > 200 or not alias.isprintable():
             raise InvalidRequest("alias: give a name of up to 200 printable characters.", param="alias")
         if any(alias == e.model_id for e in engines):
@@ -224,9 +260,9 @@ class EnginePool:
         What a loaded engine can't take up holds from its next load on; the log says which.
         """
         self._settings = settings
-        self.catalog.apply(settings)
+        self.catalog.look(settings)
         self._guard.apply(settings.memory_limit, settings.hot_cache_max_size)
-        for engine in self.models(afresh=True):
+        for engine in self.models():
             engine.settings = settings_of(engine.model_id, settings.models)
             engine.default_ttl = settings.model_ttl
             engine.process.supervisor.set_log_level(settings.log_level)
@@ -240,7 +276,7 @@ class EnginePool:
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""
-        for keeper in self._keepers:
+        for keeper in [*self._keepers, *([self._looking] if self._looking else [])]:
             keeper.cancel()
         processes = [engine.process for engine in self._engines.values()]
         await asyncio.gather(*(process.drain(drain_s) for process in processes))
@@ -302,6 +338,7 @@ class EnginePool:
         # A disk may take long to show that it can be written: meanwhile the engine starts (engine_life.py).
         in_background(self._open_cold())
         folder = await self._folder(engine)
+        await asyncio.to_thread(engine.measure)
         self._guard.check_ever(engine)
         await self._make_room(engine)
         settings, own = self._settings, engine.settings

@@ -92,7 +92,7 @@ class Explaining:
                 if what
                 else "No request has been made yet."
             )
-        engine = self._engines.resolve(found.model_id)
+        engine = await self._engines.find(found.model_id)
         explanation = await engine.explain(found.request, found.reached)
         return WhyMiss(found.model_id, self._told(explanation), found.trace.id, found.reached)
 
@@ -103,7 +103,7 @@ class Explaining:
             raise InvalidRequest(f"path: {path[:200]} takes no prompt; one of {', '.join(self._dialects)}.")
         headers = {name.lower(): value for name, value in asked.headers.items()}
         parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
-        engine = self._engines.resolve(parsed.model)
+        engine = await self._engines.find(parsed.model)
         return WhyMiss(engine.model_id, self._told(await engine.explain(parsed.generate, -1)))
 
     def _told(self, explanation: Explanation) -> Explanation:

@@ -6,6 +6,7 @@ joined to a path, so that no name leads out of these folders.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -36,28 +37,27 @@ class InstalledModel(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """The installed models, the default one first. Looks again when its last look is `REST_S` old."""
+    """The installed models, the default one first, as the last look at the folders found them."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._found: dict[str, InstalledModel] = {}
         self._looked_at = float("-inf")
 
-    def apply(self, settings: Settings) -> None:
-        """Other folders from now on."""
-        self._settings = settings
-        self._looked_at = float("-inf")
+    @property
+    def is_old(self) -> bool:
+        """The last look is `REST_S` old."""
+        return time.monotonic() - self._looked_at >= REST_S
 
-    def models(self, *, afresh: bool = False) -> dict[str, InstalledModel]:
-        """By id."""
-        now = time.monotonic()
-        if afresh or now - self._looked_at >= REST_S:
-            self._looked_at = now
-            self._found = self._look()
+    def models(self) -> dict[str, InstalledModel]:
+        """By id. Reads no file, once there was a look."""
+        if self._looked_at == float("-inf"):
+            self.look()
         return self._found
 
-    def _look(self) -> dict[str, InstalledModel]:
-        settings = self._settings
+    def look(self, settings: Settings | None = None) -> None:
+        """Look at the folders (with `settings`: at others from now on). Blocks for as long as they do."""
+        settings = self._settings = settings or self._settings
         found: dict[str, InstalledModel] = {}
         default = default_model(settings)
         if default is not None:
@@ -68,7 +68,8 @@ class Catalog:
         if not settings.no_hf_cache:
             for model in in_hub_cache(hub_cache_dir()):
                 found.setdefault(model.id, model)
-        return found
+        if settings is self._settings:  # They may have been replaced meanwhile.
+            self._found, self._looked_at = found, time.monotonic()
 
 
 def default_model(settings: Settings) -> InstalledModel | None:
@@ -101,11 +102,20 @@ def in_folder(root: Path) -> Iterator[InstalledModel]:
 def looks_like_model(folder: Path) -> bool:
     """A config and weights; whether they are whole is seen when it is loaded."""
     try:
-        return (folder / "config.json").is_file() and any(
-            entry.name.endswith(".safetensors") for entry in os.scandir(folder)
-        )
+        changed = os.stat(folder).st_mtime_ns
+        # A clock's tick may hold two changes: what changed just now is not remembered.
+        look = _holds_model if time.time_ns() - changed > 2_000_000_000 else _holds_model.__wrapped__
+        return look(str(folder), changed)
     except OSError:
         return False
+
+
+@functools.lru_cache(4096)
+def _holds_model(folder: str, mtime_ns: int) -> bool:
+    """`mtime_ns`: of the folder, which is another one once a file comes or goes."""
+    return os.path.isfile(os.path.join(folder, "config.json")) and any(
+        name.endswith(".safetensors") for name in os.listdir(folder)
+    )
 
 
 def _folders(root: Path) -> list[Path]:
