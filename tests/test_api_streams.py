@@ -120,7 +120,25 @@ def test_anthropic_ping_and_error():
         b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"busy"},'
         b'"request_id":"req_1"}\n\n'
     )
-    assert encoder.event(Progress(1, 2)) == b""
+
+
+def test_anthropic_message_start_tells_the_prompt_as_soon_as_the_cache_was_looked_up():
+    def first(*events) -> dict:
+        encoder = AnthropicStream("msg_1", "m", "req_1")
+        assert encoder.start() == b""
+        told = datas(b"".join(encoder.event(event) for event in events))
+        assert [data["type"] for data in told].count("message_start") == 1
+        return told[0]["message"]["usage"]
+
+    expected = {
+        "input_tokens": 36,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 64,
+        "output_tokens": 0,
+    }
+    assert first(Progress(64, 100), Progress(80, 100), TextDelta("a"), Finished("stop", USAGE)) == expected
+    assert first(Finished("stop", USAGE)) == expected
+    assert first(TextDelta("a"))["input_tokens"] == 0
 
 
 CHAT_HEAD = '{"id":"c1","created":5,"model":"m","choices":[{"index":0,"delta":'

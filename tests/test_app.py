@@ -201,12 +201,22 @@ async def test_a_stream_starts_before_the_engine_speaks_and_pings(path):
             assert answer.headers["content-type"].startswith("text/event-stream")
             lines = answer.aiter_lines()
             first = await next_event(lines)
-            assert first == "message_start" if path == "/v1/messages" else json.loads(first)["choices"]
+            assert first == "ping" if path == "/v1/messages" else json.loads(first)["choices"]
             for _ in range(3):
                 ping = await next_event(lines)
                 assert ping == "ping" if path == "/v1/messages" else json.loads(ping)["choices"][0]
             assert clock() - start < 200.0, "what came waited for the engine"
         await asyncio.wait_for(engine.closed.wait(), 60)
+
+
+async def test_a_messages_stream_is_pinged_before_it_starts_and_starts_with_the_prompts_tokens():
+    engine = FakeEngine([2.0, Progress(64, 100), *HELLO])
+    async with client(app_of(engine)) as http:
+        text = (await http.post("/v1/messages", json=body("/v1/messages", stream=True))).text
+    before, after = text.split("event: message_start\n")
+    assert before.startswith("event: ping"), "silent for longer than a second"
+    usage = json.loads(after.split("\n")[0].removeprefix("data: "))["message"]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (36, 64)
 
 
 async def test_progress_does_not_put_pings_off_and_silence_mid_stream_is_pinged():

@@ -17,6 +17,7 @@ from ..chat import (
     Event,
     Finished,
     FinishReason,
+    Progress,
     ReasoningDelta,
     TextDelta,
     ToolCall,
@@ -157,20 +158,24 @@ class _Signature:
 
 
 class AnthropicStream:
-    """`sse.StreamEncoder` of one message."""
+    """`sse.StreamEncoder` of one message.
+
+    `message_start` waits for the first event: that is Progress as soon as the cache was looked up, and some
+    clients read the tokens of a prompt nowhere else.
+    """
 
     def __init__(self, id: str, model: str, request_id: str):
         self._id = id
         self._model = model
         self._request_id = request_id
+        self._started = False
         self._index = -1
         self._open: Literal["", "text", "thinking", "call"] = ""
         self._call = OpenCall()
         self._signature = _Signature()
 
     def start(self) -> bytes:
-        message = MessageAnswer(self._id, self._model, [], None, None, _Usage(0, 0, 0, 0))
-        return named_event(b"message_start", _MessageStart(message))
+        return b""
 
     def ping(self) -> bytes:
         return _PING
@@ -179,6 +184,21 @@ class AnthropicStream:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
 
     def event(self, event: Event) -> bytes:
+        return self._begun(event) + self._told(event)
+
+    def _begun(self, event: Event) -> bytes:
+        """`message_start`, before anything else."""
+        if self._started:
+            return b""
+        self._started = True
+        usage = event.usage if isinstance(event, Finished) else Usage()
+        if isinstance(event, Progress):
+            usage = Usage(event.total, cached_hot=event.done)
+        start = _Usage(usage.prompt_tokens - usage.cached_tokens, 0, usage.cached_tokens, 0)
+        message = MessageAnswer(self._id, self._model, [], None, None, start)
+        return named_event(b"message_start", _MessageStart(message))
+
+    def _told(self, event: Event) -> bytes:
         if isinstance(event, TextDelta):
             return self._text(event.text) if event.text else b""
         if isinstance(event, ReasoningDelta):

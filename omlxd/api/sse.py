@@ -26,7 +26,7 @@ def named_event(name: bytes, data: Any) -> bytes:
 
 class StreamEncoder(Protocol):
     """Events in, SSE bytes out. Order of calls: `start`, then any of `event` and `ping`, and where
-    the stream breaks, `error`. An event that says nothing to the client gives b""."""
+    the stream breaks, `error`. What says nothing to the client gives b""."""
 
     def start(self) -> bytes: ...
     def event(self, event: Event) -> bytes: ...
