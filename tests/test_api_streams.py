@@ -193,7 +193,8 @@ def test_openai_pings_and_errors_are_data():
     (chunk,) = datas(OpenAICompletionStream("c1", "m", 5, "req_1").ping())
     assert chunk["choices"] == [{"text": "", "logprobs": None, "finish_reason": None, "index": 0}]
     assert chat.error(PromptTooLong(9, 8)) == (
-        b'data: {"error":{"message":"prompt is too long: 9 tokens > 8 maximum",'
+        b'data: {"error":{"message":"This model\'s maximum context length is 8 tokens. However, your '
+        b'messages resulted in 9 tokens, and so your input exceeds the context window of this model.",'
         b'"type":"invalid_request_error","param":null,"code":"context_length_exceeded"}}\n\n'
     )
 
@@ -312,16 +313,28 @@ def test_openai_forms_agree(events):
     ],
 )
 def test_error_shapes(code: ErrorCode, anthropic, openai):
+    wrong_key = code == "authentication"
     error = OmlxdError("so it is", code=code, param="model")
     answer = http_error(error, "anthropic", "req_1")
     assert (answer.status, json.loads(answer.body)) == (
         anthropic[0],
-        {"type": "error", "error": {"type": anthropic[1], "message": "so it is"}, "request_id": "req_1"},
+        {
+            "type": "error",
+            "error": {"type": anthropic[1], "message": "invalid x-api-key. " * wrong_key + "so it is"},
+            "request_id": "req_1",
+        },
     )
     answer = http_error(error, "openai", "req_1")
     assert (answer.status, json.loads(answer.body)) == (
         openai[0],
-        {"error": {"message": "so it is", "type": openai[1], "param": "model", "code": openai[2]}},
+        {
+            "error": {
+                "message": "Incorrect API key provided. " * wrong_key + "so it is",
+                "type": openai[1],
+                "param": "model",
+                "code": openai[2],
+            }
+        },
     )
 
 

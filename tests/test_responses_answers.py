@@ -21,6 +21,7 @@ from responses import (
     user,
 )
 
+from omlxd.api.errors import message_of
 from omlxd.api.openai_responses_stream import OpenAIResponsesStream
 from omlxd.chat import (
     Finished,
@@ -99,7 +100,7 @@ def test_an_error_in_mid_stream_ends_it_as_failed(error, code):
     assert [name for name, _ in events][-2:] == ["response.output_item.done", "response.failed"]
     failed = events[-1][1]["response"]
     assert failed["status"] == "failed" and failed["error"]["code"] == code
-    assert failed["error"]["message"].startswith(error.message)
+    assert failed["error"]["message"].startswith(message_of(error, "openai"))
     assert ("try again in 7s" in failed["error"]["message"]) == (code == "rate_limit_exceeded")
     assert failed["output"][0]["content"][0]["text"] == "Hel"
 

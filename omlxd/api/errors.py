@@ -14,12 +14,16 @@
 A model that is not found has the OpenAI code `model_not_found`, a `previous_response_id`
 `previous_response_not_found`, anything else (a path, say) none.
 
+Clients read the sentences too (LiteLLM, LangChain, Claude Code): a prompt that is too long and a wrong key
+have the words that the protocol's own server has for them.
+
 `unavailable` is an `overloaded_error` to Anthropic clients because Claude Code then retries as a
 stream, which is pinged; after an `api_error` it retries without streaming, which can't be.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -107,16 +111,37 @@ def _under(path: str, roots: tuple[str, ...]) -> bool:
     return any(path == root or path.startswith(root + "/") for root in roots)
 
 
+def message_of(error: OmlxdError, protocol: Protocol) -> str:
+    """The sentence that tells of `error`, in the words that clients of `protocol` look for."""
+    if error.code == "authentication":
+        return f"{_WRONG_KEY[protocol]}. {error.message}"
+    numbers = _TOO_LONG.match(error.message) if error.code == "prompt_too_long" else None
+    if protocol == "anthropic" or not numbers:
+        return error.message
+    return (
+        f"This model's maximum context length is {numbers[2]} tokens. However, your messages resulted in "
+        f"{numbers[1]} tokens, and so your input exceeds the context window of this model."
+    )
+
+
+_WRONG_KEY: dict[Protocol, str] = {
+    "anthropic": "invalid x-api-key",
+    "openai": "Incorrect API key provided",
+}
+_TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (.*) maximum")
+
+
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
     if error.code == "not_found":
         openai_code = _MISSING.get(error.param or "")
+    message = message_of(error, protocol)
     if protocol == "anthropic":
         told = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
         details = _Details(told) if told else None
-        return AnthropicError(_AnthropicDetail(anthropic_type, error.message, details), request_id)
-    return OpenAIError(_OpenAIDetail(error.message, openai_type, error.param, openai_code))
+        return AnthropicError(_AnthropicDetail(anthropic_type, message, details), request_id)
+    return OpenAIError(_OpenAIDetail(message, openai_type, error.param, openai_code))
 
 
 def status_of(error: OmlxdError, protocol: Protocol) -> int:

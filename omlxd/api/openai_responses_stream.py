@@ -32,6 +32,7 @@ from ..chat import (
 from ..errors import OmlxdError
 from . import openai_responses_body as body
 from .body import lenient_arguments
+from .errors import message_of
 from .openai_custom_tools import custom_input
 from .openai_fields import ChatLogprob, chat_logprobs
 from .openai_ids import item_id
@@ -280,7 +281,7 @@ def _problem(error: OmlxdError) -> body.Problem:
     if error.code in ("unavailable", "internal"):
         return body.Problem("server_error", error.message)
     code = "context_length_exceeded" if error.code == "prompt_too_long" else "invalid_prompt"
-    return body.Problem(code, error.message)
+    return body.Problem(code, message_of(error, "openai"))
 
 
 def _usage(usage: Usage) -> body.UsageBody:

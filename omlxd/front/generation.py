@@ -1,8 +1,8 @@
 """The answer to a generating request: a stream that is never silent for long, or one JSON body.
 
-A stream's headers go out before the engine has said anything (at most `header_grace_s` late), and a ping
-follows every `ping_interval_s` of silence, the first after `FIRST_PING_S` where the protocol has nothing to
-begin with: while the request queues, while its model loads, while its prompt prefills, and later too.
+A stream's headers and first event (a ping, where the protocol begins with the prompt's tokens) go out before
+the engine has said anything (at most `header_grace_s` late), and a ping follows every `ping_interval_s` of
+silence: while the request queues, while its model loads, while its prompt prefills, and later too.
 A client that goes away cancels its request at once, streaming or not.
 """
 
@@ -36,8 +36,6 @@ STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # Else nginx holds events back.
 ]
-
-FIRST_PING_S = 1.0
 
 Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 """(body, headers). Raises InvalidRequest."""
@@ -139,10 +137,10 @@ class GenerationResponse:
             raise pump.error(events[-1])
         encoder = self._dialect.encoder(self._parsed, trace.id)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-        out = encoder.start()
+        out = encoder.start() or (b"" if events else encoder.ping())
         interval = self._settings.ping_interval_s
         clock = asyncio.get_running_loop().time
-        quiet_until = clock() + (interval if out else min(interval, FIRST_PING_S))
+        quiet_until = clock() + interval
         while True:
             for event in events:
                 _note(event, trace)

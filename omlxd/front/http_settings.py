@@ -38,5 +38,5 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     bodies_bytes: int = 256 * 1024 * 1024
     send_pause_s: float = 120.0
     ping_interval_s: float = 8.0
-    header_grace_s: float = 0.1
+    header_grace_s: float = 1.0
     drain_s: float = 30.0
