@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers_zoo import fast, zoo
 
-from omlxd.api import anthropic, openai_responses
+from omlxd.api import anthropic, openai_chat, openai_responses
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
 from omlxd.engine.canonical import answer_of, canonical_json, canonical_text, chain_of
 from omlxd.engine.marks import MARKS, special_starts, unused_marks
@@ -64,6 +64,71 @@ def test_a_billing_block_is_dropped_whatever_its_suffix(prompts, suffix):
     assert "billing" in prompts.render(claude(user("x-anthropic-billing-header: what is it?"))).text
 
 
+@pytest.mark.parametrize("suffix", [" cc_version=2.1.329.a1b; cc_entrypoint=cli;", " cch=00ff1;"])
+def test_a_billing_line_is_dropped_on_every_road(prompts, suffix):
+    """A gateway (LiteLLM) sends Claude Code's conversations on as chat completions or Responses."""
+    line = f"x-anthropic-billing-header:{suffix}"
+    plain = prompts.render(claude(user("Hi"), system="You are an agent.")).tokens
+    said = [{"role": "user", "content": "Hi"}]
+    parts = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
+    for system in (parts, f"{line}\nYou are an agent."):
+        given = {"messages": [{"role": "system", "content": system}, *said]}
+        assert prompts.render(conversation_of(openai_chat, given)).tokens == plain
+    given = {"instructions": f"{line}\n\nYou are an agent.", "input": said}
+    assert prompts.render(conversation_of(openai_responses, given)).tokens == plain
+    given = {"input": [{"role": "developer", "content": [{"type": "input_text", "text": line}]}, *said]}
+    assert prompts.render(conversation_of(openai_responses, given)).tokens == (
+        prompts.render(claude(user("Hi"))).tokens
+    )
+
+
+def conversation_of(protocol, given: dict) -> Conversation:
+    prompt = protocol.parse(json.dumps({"model": "m", **given}).encode(), {}).generate.prompt
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+ORDERED: dict = {
+    "type": "object",
+    "properties": {
+        "reason": {"type": "string", "description": "Why, before what."},
+        "answer": {"enum": ["yes", "no"], "type": "string"},
+        "also": {"$ref": "#/$defs/also"},
+    },
+    "required": ["reason", "answer"],
+    "$defs": {"also": {"properties": {"b": {}, "a": {"default": {"y": 1, "x": 2}}}}},
+}
+
+
+@given(st.randoms())
+def test_the_order_of_keys_in_a_tool_changes_no_token(prompts, random):
+    def shuffled(value):
+        if isinstance(value, list):
+            return [shuffled(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        return {key: shuffled(value[key]) for key in random.sample(sorted(value), len(value))}
+
+    def rendered(change) -> str:
+        tool = {"name": "judge", "description": "Judges.", "input_schema": ORDERED}
+        function = {"name": "judge", "description": "Judges.", "parameters": ORDERED}
+        said = [{"role": "user", "content": "Hi"}]
+        chat = {"messages": said, "tools": [change({"type": "function", "function": function})]}
+        items = {"input": said, "tools": [change({"type": "function", **function})]}
+        texts = {
+            prompts.render(claude(user("Hi"), tools=[change(tool)])).text,
+            prompts.render(conversation_of(openai_chat, chat)).text,
+            prompts.render(conversation_of(openai_responses, items)).text,
+        }
+        assert len(texts) == 1
+        return texts.pop()
+
+    text = rendered(shuffled)
+    assert text == rendered(lambda value: value)
+    # A model writes arguments in this order.
+    assert text.index('"reason"') < text.index('"answer"') < text.index('"also"')
+
+
 def test_cache_control_and_the_shape_of_content_change_no_token(prompts):
     plain = claude(user("Hi"), {"role": "assistant", "content": "Yes."}, user("Go"), tools=[READ])
     marked = claude(
@@ -97,8 +162,8 @@ def test_call_ids_and_item_ids_change_no_token(prompts):
     assert prompts.render(items("one")).tokens == prompts.render(items("two")).tokens
 
 
-def test_tools_keep_their_order_and_spelling(prompts):
-    """The same bytes give the same tokens; nothing is sorted behind the model's back."""
+def test_tools_keep_their_order(prompts):
+    """The same bytes give the same tokens; the list is not sorted behind the model's back."""
     tools = [READ, {**READ, "name": "Write"}]
     one, two = (prompts.render(claude(user("Hi"), tools=tools)).text for _ in range(2))
     assert one == two and one.index('"Read"') < one.index('"Write"')

@@ -1,10 +1,9 @@
 """Anthropic's Messages API: a body into a `GenerateRequest`. Answers: anthropic_stream.py.
 
 Lenient where Claude Code needs it and where leniency can't mislead: unknown fields are ignored,
-`system` may stand inside `messages`, consecutive messages of one role stay as they are. Transport
-noise that carries no meaning for the model is dropped, so that it can't break a prefix: the
-billing header, `cache_control`, redacted thinking. A field that would change what the model knows, and
-can't be served, is refused by name.
+`system` may stand inside `messages`, consecutive messages of one role stay as they are. `cache_control`
+and redacted thinking carry no meaning for the model and are dropped. A field that would change what the
+model knows, and can't be served, is refused by name.
 """
 
 from __future__ import annotations
@@ -67,10 +66,7 @@ from .body import (
     stops,
 )
 from .body import image as image_part
-
-BILLING_PREFIX = "x-anthropic-billing-header:"
-"""Claude Code's first system line. Its suffix changes with every conversation and compaction."""
-
+from .conversation import conversation
 
 # --------------------------------------------------------------------------- the body
 
@@ -132,16 +128,16 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     _refuse_server_state(request)
     shown = list(_shown(request.messages))
     tools = Tools(request.tools or [], (change for each in shown for change in _changes(*each)))
-    messages = [_system(request.system)] if request.system else []
+    messages = _system(request.system or "")
     for index, skip, message in shown:
         messages.extend(_messages(message, tools, f"messages.{index}", skip))
     tool_choice, allowed_tools = tools.choice(request.tool_choice)
     thinking = request.thinking
     if messages and messages[-1] == _NOTHING_BEGUN:
         messages.pop()
-    conversation = Conversation(
-        messages=tuple(message for message in messages if message is not None),
-        tools=tools.listed,
+    prompt = conversation(
+        messages,
+        tools.listed,
         tool_choice=tool_choice,
         allowed_tools=allowed_tools,
         parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
@@ -152,7 +148,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
-            prompt=conversation,
+            prompt=prompt,
             sampling=_sampling(request),
             session=session_of(headers or {}, request.metadata),
             parent_agent=parent_agent(headers or {}),
@@ -168,9 +164,9 @@ def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> Pa
     client take what it says for the rest.
     """
     parsed = parse(body, headers)
-    conversation = parsed.generate.prompt
-    assert isinstance(conversation, Conversation)
-    if conversation.messages and conversation.messages[-1].role == "assistant":
+    prompt = parsed.generate.prompt
+    assert isinstance(prompt, Conversation)
+    if prompt.messages and prompt.messages[-1].role == "assistant":
         raise InvalidRequest(
             "messages: the last one is the assistant's, and a begun answer is not gone on with here (no "
             "prefill); end with a user's message",
@@ -230,18 +226,10 @@ def _sampling(request: MessagesBody) -> Sampling:
     )
 
 
-_BILLING = re.compile(rf"(?:{BILLING_PREFIX}[^\n]*+\n*+)*+")
-
-
-def _without_billing(text: str) -> str:
-    found = _BILLING.match(text)
-    return text[found.end() :] if found else text
-
-
-def _system(system: str | list[Text]) -> Message | None:
+def _system(system: str | list[Text]) -> list[Message]:
     texts = [system] if isinstance(system, str) else [block.text for block in system]
-    kept = [text for text in map(_without_billing, texts) if text]
-    return Message("system", tuple(map(TextPart, kept))) if kept else None
+    parts = tuple(TextPart(text) for text in texts if text)
+    return [Message("system", parts)] if parts else []
 
 
 # --------------------------------------------------------------------------- messages
@@ -309,7 +297,7 @@ def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[Me
         role = _role(block, message.role)
         if not runs or runs[-1][0] != role:
             runs.append((role, []))
-        runs[-1][1].extend(_parts(block, tools, where, role))
+        runs[-1][1].extend(_parts(block, tools, where))
     if not runs:
         runs.append((message.role, []))
     return [Message(role, tuple(parts)) for role, parts in runs]
@@ -321,7 +309,7 @@ def _role(block: AnyBlock, role: Role) -> Role:
     return "user" if isinstance(block, Compaction) and block.content else role
 
 
-def _parts(block: AnyBlock, tools: Tools, param: str, role: Role) -> list[Part]:
+def _parts(block: AnyBlock, tools: Tools, param: str) -> list[Part]:
     if isinstance(block, Thinking):
         return [ThinkingPart(block.thinking, block.signature or "")]
     if isinstance(block, ToolUse):
@@ -331,7 +319,6 @@ def _parts(block: AnyBlock, tools: Tools, param: str, role: Role) -> list[Part]:
     if isinstance(block, ToolResult):
         return [_tool_result(block, tools, param)]
     text = _text(block, tools, param)
-    text = _without_billing(text) if role == "system" else text
     return [TextPart(text)] if text else []
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from ..chat import (
-    Conversation,
     GenerateRequest,
     ImagePart,
     Message,
@@ -24,6 +23,7 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
+from .conversation import conversation
 from .dialects import effort_of, thinking_of
 from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .openai_custom_tools import CUSTOM_INPUT
@@ -173,9 +173,9 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     )
     tools = chat_tools(request.tools, request.tool_choice, request.functions, request.function_call)
     thinking, template_args = _thinking(request)
-    conversation = Conversation(
-        messages=_messages(request.messages),
-        tools=tools.tools,
+    prompt = conversation(
+        _messages(request.messages),
+        tools.tools,
         tool_choice=tools.choice,
         allowed_tools=tools.allowed,
         parallel_calls=request.parallel_tool_calls is not False and not tools.shape.obsolete,
@@ -189,7 +189,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
-            prompt=conversation,
+            prompt=prompt,
             sampling=sampling(request, max_tokens, _logprobs(request)),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",

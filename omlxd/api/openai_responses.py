@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ..chat import Conversation, GenerateRequest, Message, Struct, TextPart
+from ..chat import GenerateRequest, Message, Struct, TextPart
 from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, refuse, session_header
+from .conversation import conversation
 from .dialects import thinking_of
 from .openai_fields import (
     NO_MODERATION,
@@ -151,9 +152,9 @@ def parse(
     verbosity = request.text.verbosity if request.text else None
     told = {"reasoning_effort": effort, "verbosity": verbosity}
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
-    conversation = Conversation(
-        messages=system + messages,
-        tools=tools.listed,
+    prompt = conversation(
+        system + messages,
+        tools.listed,
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
@@ -165,7 +166,7 @@ def parse(
         model=request.model or "",
         stream=bool(request.stream),
         generate=GenerateRequest(
-            prompt=conversation,
+            prompt=prompt,
             sampling=sampling(request, max_tokens, _logprobs(request)),
             session=_session(request, headers or {}),
             cache_salt=request.cache_salt or "",

@@ -8,9 +8,8 @@ conversation is hidden from the model and a longer conversation still begins lik
 - calls and results become `<tool_call>` and `<tool_response>` text, tools a paragraph of the system
   message.
 
-Texts of one message are joined with a newline, as vLLM does. Schemas and arguments keep the order
-of keys in which the client gave them: clients send the same bytes turn after turn, and a model
-writes a call's keys in an order of its own that an echo must not change.
+Texts of one message are joined with a newline, as vLLM does. A call's arguments keep the order of keys in
+which the client gave them: a model writes them in an order of its own that an echo must not change.
 """
 
 from __future__ import annotations

@@ -1,0 +1,86 @@
+"""What every protocol's conversation is made with: no transport noise, and one spelling of each tool.
+
+Noise carries no meaning for the model, and changes from request to request, so that it would break a prefix:
+Claude Code's billing line at the head of a system message, and the order of keys in a tool's schema.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec.structs import replace
+
+from ..chat import Conversation, Message, TextPart, Tool
+
+_BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
+"""Its suffix changes with every conversation and compaction."""
+
+_SCHEMA_KEYS = (
+    *("$schema", "$id", "title", "description", "type", "enum", "const", "format", "properties", "items"),
+    *("anyOf", "oneOf", "allOf", "$ref", "required", "additionalProperties", "default", "$defs"),
+)
+"""In the order in which most authors write them; others follow by the alphabet."""
+_RANK = {key: rank for rank, key in enumerate(_SCHEMA_KEYS)}
+_NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties", "dependentSchemas"})
+"""Keywords whose objects hold schemas by names."""
+_LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
+
+
+def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: Any) -> Conversation:
+    """A Conversation of `messages` and `tools`. `fields`: its others."""
+    kept = (_without_billing(message) for message in messages)
+    return Conversation(
+        messages=tuple(message for message in kept if message is not None),
+        tools=tuple(replace(tool, parameters=one_spelling(tool.parameters)) for tool in tools),
+        **fields,
+    )
+
+
+def _without_billing(message: Message) -> Message | None:
+    """None: there was nothing else."""
+    if message.role != "system":
+        return message
+    parts = []
+    for part in message.parts:
+        if isinstance(part, TextPart) and (billing := _BILLING.match(part.text)) and billing.end():
+            part = TextPart(part.text[billing.end() :])
+            if not part.text:
+                continue
+        parts.append(part)
+    return replace(message, parts=tuple(parts)) if parts or not message.parts else None
+
+
+def one_spelling(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema` with its keys in one order, whatever theirs is.
+
+    Properties come as `required` lists them, then by the alphabet: a list keeps its order on every road, and
+    a model writes a call's arguments in the order of the schema.
+    """
+    ordered: dict[str, Any] = {}
+    for key in sorted(schema, key=lambda key: (_RANK.get(key, len(_RANK)), key)):
+        value = schema[key]
+        if key in _NAMED and isinstance(value, dict):
+            first = schema.get("required") if key == "properties" else None
+            ordered[key] = {name: _spelled(value[name]) for name in _names(value, first)}
+        else:
+            ordered[key] = _sorted(value) if key in _LITERAL else _spelled(value)
+    return ordered
+
+
+def _names(properties: dict[str, Any], required: Any) -> list[str]:
+    first = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    return [name for name in dict.fromkeys([*first, *sorted(properties)]) if name in properties]
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_spelled(item) for item in value]
+    return one_spelling(value) if isinstance(value, dict) else value
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_sorted(item) for item in value]
+    return {key: _sorted(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
