@@ -150,6 +150,8 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     template_args: dict[str, Any] = {}
     effort: str = ""
     """How hard to think, where the template has a word for it (`reasoning_effort`); a hint."""
+    continue_final: bool = False
+    """The last message is the assistant's, and its text the beginning of the answer."""
 
 
 class RawPrompt(Struct, frozen=True, tag="raw"):

@@ -218,7 +218,7 @@ def test_a_body_that_lost_its_sense_is_counted_if_and_only_if_it_is_served(data)
             return [await http.post(path, content=content) for path in (MESSAGES, COUNT)]
 
     served, counted = asyncio.run(ask())
-    if body.get("messages") and "no prefill" in served.text:
+    if body.get("messages") and "can't be continued" in served.text:
         assert counted.status_code == 200
         return
     assert served.status_code == counted.status_code and served.status_code in (200, 400, 404)
@@ -232,14 +232,23 @@ def test_a_body_that_lost_its_sense_is_counted_if_and_only_if_it_is_served(data)
 
 
 @pytest.mark.parametrize("begun", ["The best answer is (", [{"type": "text", "text": "{"}]])
-async def test_a_begun_answer_is_counted_and_not_taken_for_a_turn_that_is_over(begun):
+async def test_a_begun_answer_is_continued(begun):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
     async with client(app_of(engine := FakeEngine())) as http:
         with_begun = {**body, "messages": [*body["messages"], {"role": "assistant", "content": begun}]}
-        answer = await http.post(MESSAGES, json=with_begun)
-        assert answer.status_code == 400 and "end with a user's message" in message_of(MESSAGES, answer)
+        assert (await http.post(MESSAGES, json=with_begun)).status_code == 200
         assert (await http.post(COUNT, json=with_begun)).status_code == 200
-        assert not engine.requests
+        (asked,) = engine.requests
+        assert asked.prompt.continue_final and asked.prompt.messages[-1].role == "assistant"
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+        called = {**body, "messages": [*body["messages"], {"role": "assistant", "content": [use]}]}
+        answer = await http.post(MESSAGES, json=called)
+        assert answer.status_code == 400 and "end with a user's message" in message_of(MESSAGES, answer)
+        assert (await http.post(COUNT, json=called)).status_code == 200
+        schema = {"type": "json_schema", "schema": {"type": "object"}}
+        held = {**with_begun, "output_config": {"format": schema}}
+        answer = await http.post(MESSAGES, json=held)
+        assert answer.status_code == 400 and "output_config.format" in message_of(MESSAGES, answer)
         for empty in ("", [], [{"type": "text", "text": ""}]):
             nothing = {**body, "messages": [*body["messages"], {"role": "assistant", "content": empty}]}
             for asked in (body, nothing):

@@ -154,24 +154,46 @@ def test_verbosity_is_told_to_the_template():
 
 
 @pytest.mark.parametrize(
-    ("body", "thinking", "args"),
+    ("body", "thinking", "effort", "args"),
     [
-        ({}, None, {}),
-        ({"enable_thinking": False}, False, {}),
-        ({"chat_template_kwargs": {"enable_thinking": True, "style": "x"}}, True, {"style": "x"}),
-        ({"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False}, False, {}),
-        ({"reasoning_effort": "high"}, True, {"reasoning_effort": "high"}),
-        ({"reasoning_effort": "none"}, False, {"reasoning_effort": "none"}),
+        ({}, None, "", {}),
+        ({"enable_thinking": False}, False, "", {}),
+        ({"chat_template_kwargs": {"enable_thinking": True, "style": "x"}}, True, "", {"style": "x"}),
+        ({"chat_template_kwargs": {"enable_thinking": True}, "enable_thinking": False}, False, "", {}),
+        ({"reasoning_effort": "high"}, True, "high", {}),
+        ({"reasoning_effort": "none"}, False, "none", {}),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}, False, "low", {}),
         (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
-            False,
-            {"reasoning_effort": "low"},
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "max"}},
+            True,
+            "",
+            {"reasoning_effort": "max"},
         ),
+        ({"think": False}, False, "", {}),
+        ({"think": True}, True, "", {}),
+        ({"think": "high"}, True, "high", {}),
     ],
 )
-def test_thinking(body, thinking, args):
+def test_thinking(body, thinking, effort, args):
     got = conversation(**body)
-    assert (got.thinking, got.template_args) == (thinking, args)
+    assert (got.thinking, got.effort, got.template_args) == (thinking, effort, args)
+
+
+def test_a_begun_answer():
+    begun = [*[{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Once"}]
+    assert not conversation(messages=begun).continue_final
+    for asked in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        both = {"continue_final_message": True, "add_generation_prompt": False}
+        assert conversation(messages=begun, **asked).continue_final
+        assert conversation(messages=begun, **both) == conversation(messages=begun, **asked)
+        (param,) = asked
+        assert refused(messages=[{"role": "user", "content": "Hi"}], **asked).param == param
+        called = {"tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+        assert (
+            refused(messages=[*[{"role": "user", "content": "Hi"}], {**begun[-1], **called}], **asked).param
+            == param
+        )
+        assert refused(messages=begun, response_format={"type": "json_object"}, **asked).param == param
 
 
 def test_session_and_salt():
@@ -247,7 +269,6 @@ def test_minus_one_is_no_limit(field: str):
         ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"modalities": ["audio"]}, "modalities"),
-        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
     ],
 )

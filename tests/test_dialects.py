@@ -74,10 +74,9 @@ def test_thinking_of_responses(fields):
 
 
 def test_effort_reaches_the_template():
-    assert chat(reasoning={"effort": "low"}).prompt.template_args == {"reasoning_effort": "low"}
-    assert chat(reasoning_effort="high", reasoning={"effort": "low"}).prompt.template_args == {
-        "reasoning_effort": "high"
-    }
+    assert chat(reasoning={"effort": "low"}).prompt.effort == "low"
+    assert chat(reasoning_effort="high", reasoning={"effort": "low"}).prompt.effort == "high"
+    assert chat(reasoning_effort="no word").prompt.effort == ""
 
 
 def test_anthropics_own_words():

@@ -127,11 +127,3 @@ async def test_fields_of_llama_cpp_that_bind_the_answer(path):
     first, *others = engine.requests
     assert first.format.schema == schema and first.format.param == "json_schema"
     assert [other.format for other in others] == [None, None]
-
-
-async def test_an_answer_does_not_go_on_from_the_clients():
-    async with plain(app_of(FakeEngine())) as http:
-        answer = await http.post(
-            PATHS[0], json={"model": "tiny", "messages": USER, "continue_final_message": True}
-        )
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == "continue_final_message"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from templates import GLM, HARMONY, QWEN3, QWEN3_THINKING
 
 from omlxd.chat import (
     Conversation,
@@ -21,6 +22,7 @@ from omlxd.chat import (
     ToolResultPart,
 )
 from omlxd.engine.prompt import PromptPipeline
+from omlxd.engine.turn import Scope
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 
@@ -200,7 +202,7 @@ def test_template_arguments(prompts):
     assert prompts.render(Conversation(hello, template_args={"unknown": 1})).tokens
     off = prompts.render(Conversation(hello, template_args={"enable_thinking": False}))
     assert not off.starts_in_thinking
-    for name in ("chat_template", "tools", "tokenize"):
+    for name in ("chat_template", "tools", "tokenize", "_compile"):
         with pytest.raises(InvalidRequest, match="can't be set"):
             prompts.render(Conversation(hello, template_args={name: "x"}))
 
@@ -222,6 +224,30 @@ def test_effort_is_told_where_the_template_knows_the_word_and_passed_over_where_
     assert pipeline(folder).render(Conversation(hello, effort="high")).tokens
     with pytest.raises(InvalidRequest, match="must alternate"):
         pipeline(folder, NO_SYSTEM).render(Conversation((say("assistant", "I begin"),), effort="high"))
+
+
+# --------------------------------------------------------------------------- begun answers
+
+
+@pytest.mark.parametrize(
+    "template", ["keep", None, STRICT, NO_SYSTEM, NINE, PARTS, QWEN3, QWEN3_THINKING, GLM, HARMONY]
+)
+def test_a_begun_answer_is_the_prompts_end(folder, template):
+    begun = pipeline(folder, template)
+    for text in ("Once upon", "Once upon ", "Once <|im_end|> upon", "{"):
+        said = (say("user", "Hi"), say("assistant", "Yes"), say("user", "Go"), say("assistant", text))
+        rendered = begun.render(Conversation(said, continue_final=True), scope=Scope("s", ""))
+        assert rendered.text.endswith(text) and not rendered.starts_in_thinking
+        assert rendered.place is None, "the rest of an answer is no turn"
+        closed = begun.render(Conversation((*said, say("user", "Well")))).text
+        assert rendered.text.partition("Go")[0] == closed.partition("Go")[0]
+
+
+def test_a_template_that_hides_the_beginning_of_an_answer_is_refused(folder):
+    hiding = pipeline(folder, "{%- for m in messages if m.role == 'user' %}{{ m.content }}{%- endfor %}")
+    said = (say("user", "Hi"), say("assistant", "Once"))
+    with pytest.raises(InvalidRequest, match="can't continue"):
+        hiding.render(Conversation(said, continue_final=True))
 
 
 # --------------------------------------------------------------------------- system messages

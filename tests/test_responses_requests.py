@@ -147,7 +147,10 @@ def test_sampling_thinking_and_session():
     sampling = request.generate.sampling
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p, request.stream) == (9, 0.5, 0.9, True)
     assert request.generate.prompt.thinking is True
-    assert request.generate.prompt.template_args == {"reasoning_effort": "high"}
+    assert (request.generate.prompt.effort, request.generate.prompt.template_args) == ("high", {})
+    args = conversation(input="u", chat_template_kwargs={"enable_thinking": False, "style": "x"})
+    assert (args.thinking, args.template_args) == (False, {"style": "x"})
+    assert conversation(input="u", think=False).thinking is False
     assert conversation(input="u", reasoning={"effort": "none"}).thinking is False
     assert conversation(input="u", reasoning={"summary": "auto"}).thinking is None
     assert conversation(input="u", tools=[READ], tool_choice="none").tool_choice == "none"

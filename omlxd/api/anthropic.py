@@ -8,7 +8,6 @@ model knows, and can't be served, is refused by name.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Union
 
@@ -66,7 +65,8 @@ from .body import (
     stops,
 )
 from .body import image as image_part
-from .conversation import conversation
+from .conversation import begun_answer, conversation
+from .dialects import effort_word
 
 # --------------------------------------------------------------------------- the body
 
@@ -142,8 +142,11 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         allowed_tools=allowed_tools,
         parallel_calls=not (request.tool_choice and request.tool_choice.disable_parallel_tool_use),
         thinking=None if thinking is None else thinking.type in ("enabled", "adaptive"),
-        effort=_effort(request.output_config),
+        effort=effort_word(request.output_config and request.output_config.effort),
     )
+    format = _format(request)
+    if _ends_in_text(prompt.messages):
+        prompt = begun_answer(prompt, format, "messages")
     return ParsedRequest(
         model=request.model or "",
         stream=bool(request.stream),
@@ -152,27 +155,28 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
             sampling=_sampling(request),
             session=session_of(headers or {}, request.metadata),
             parent_agent=parent_agent(headers or {}),
-            format=_format(request),
+            format=format,
         ),
     )
 
 
 def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """As `parse`, for a conversation that is to be gone on with, not only counted.
-
-    One that ends with a beginning of the answer (prefill) is refused: the model would begin anew, and the
-    client take what it says for the rest.
-    """
+    """As `parse`, for a conversation that is to be answered, not only counted."""
     parsed = parse(body, headers)
     prompt = parsed.generate.prompt
     assert isinstance(prompt, Conversation)
-    if prompt.messages and prompt.messages[-1].role == "assistant":
+    if not prompt.continue_final and prompt.messages and prompt.messages[-1].role == "assistant":
         raise InvalidRequest(
-            "messages: the last one is the assistant's, and a begun answer is not gone on with here (no "
-            "prefill); end with a user's message",
+            "messages: the last one is the assistant's and doesn't end in text, so it can't be continued; "
+            "end with a user's message or with results",
             param="messages",
         )
     return parsed
+
+
+def _ends_in_text(messages: tuple[Message, ...]) -> bool:
+    last = messages[-1] if messages else _NOTHING_BEGUN
+    return last.role == "assistant" and bool(last.parts) and isinstance(last.parts[-1], TextPart)
 
 
 def _refuse_server_state(request: MessagesBody) -> None:
@@ -203,15 +207,6 @@ def _format(request: MessagesBody) -> AnswerFormat | None:
         format_of(config.format if config else None, "output_config.format"),
         format_of(request.output_format, "output_format"),
     )
-
-
-def _effort(config: _OutputConfig | None) -> str:
-    """A word for the template; what is none is passed over."""
-    given = (config and config.effort) or ""
-    return given if _WORD.fullmatch(given) else ""
-
-
-_WORD = re.compile(r"\w{1,20}")
 
 
 def _sampling(request: MessagesBody) -> Sampling:

@@ -12,7 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..chat import Conversation, Message, TextPart, Tool
+from ..chat import AnswerFormat, Conversation, Message, TextPart, Tool
+from ..errors import InvalidRequest
 
 _BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
 """Its suffix changes with every conversation and compaction."""
@@ -36,6 +37,21 @@ def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: A
         tools=tuple(replace(tool, parameters=one_spelling(tool.parameters)) for tool in tools),
         **fields,
     )
+
+
+def begun_answer(prompt: Conversation, format: AnswerFormat | None, param: str) -> Conversation:
+    """`prompt`, its last message the beginning of the answer. Raises InvalidRequest where it can't be.
+
+    param  the field that asks for it
+    """
+    last = prompt.messages[-1] if prompt.messages else None
+    if last is None or last.role != "assistant" or not last.parts or not isinstance(last.parts[-1], TextPart):
+        raise InvalidRequest(
+            f"{param}: only an assistant's text at the end of messages can be continued", param=param
+        )
+    if format is not None:
+        raise InvalidRequest(f"{param}: a begun answer can't be held to {format.param}", param=param)
+    return replace(prompt, continue_final=True)
 
 
 def _without_billing(message: Message) -> Message | None:

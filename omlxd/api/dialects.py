@@ -6,6 +6,7 @@ under `metadata`, then under `extra_body` (what some clients send instead of spr
 | thinking         | as                                                                   |
 |------------------|----------------------------------------------------------------------|
 | enable_thinking  | true, false                                                          |
+| think            | true, false, `low`, …, as Ollama has it                              |
 | thinking         | true, `off`, `high`, …; `{type: enabled}`, as Anthropic has it       |
 | reasoning_effort | `none`, `low`, …                                                     |
 | reasoning        | `low`, …; an object with `enabled`, `effort`, `level` or `type`      |
@@ -16,7 +17,10 @@ nothing here are passed over: these fields are nobody's standard, and no reason 
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import msgspec
 
 from .answer_format import GuidedFields
 
@@ -27,7 +31,7 @@ _ON = frozenset(
         *("on", "enable", "enabled", "true", "1", "yes"),
     }
 )
-_THINKING = ("enable_thinking", "thinking", "reasoning_effort", "reasoning")
+_THINKING = ("enable_thinking", "think", "thinking", "reasoning_effort", "reasoning")
 _WITHIN = ("enabled", "effort", "level", "type")
 _SESSION = ("session_id", "conversation_id", "thread_id", "chat_id", "conversation", "session")
 _NESTED = ("metadata", "extra_body")
@@ -36,6 +40,7 @@ _NESTED = ("metadata", "extra_body")
 class DialectFields(GuidedFields, kw_only=True):
     """Of any type: what is of no use is passed over."""
 
+    think: Any = None
     thinking: Any = None
     reasoning: Any = None
     metadata: Any = None
@@ -66,20 +71,26 @@ def thinking_of(body: Any) -> bool | None:
 def _told(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
-    if isinstance(value, dict):
-        return next((told for name in _WITHIN if (told := _told(value.get(name))) is not None), None)
+    if isinstance(value, dict | msgspec.Struct):
+        return next((told for name in _WITHIN if (told := _told(_field(value, name))) is not None), None)
     word = _word(value).lower()
     return False if word in _OFF else True if word in _ON else None
 
 
-def effort_of(body: Any) -> str | None:
-    """The word for how hard to think, for templates that know it."""
-    reasoning = _field(body, "reasoning")
-    within = reasoning.get("effort") if isinstance(reasoning, dict) else None
-    for value in (_field(body, "reasoning_effort"), within):
-        if isinstance(value, str) and value:
-            return value
-    return None
+_LEVELS = ("low", "medium", "high")
+
+
+def effort_of(body: Any) -> str:
+    """The word for how hard to think, for templates that know it; "": none."""
+    within = _field(_field(body, "reasoning"), "effort")
+    words = map(effort_word, (_field(body, "reasoning_effort"), within))
+    think = _field(body, "think")
+    return next(filter(None, words), think if think in _LEVELS else "")
+
+
+def effort_word(value: Any) -> str:
+    """`value` if it is a word, else ""."""
+    return value if isinstance(value, str) and re.fullmatch(r"\w{1,20}", value) else ""
 
 
 def session_of(body: Any) -> str:

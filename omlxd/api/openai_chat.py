@@ -23,43 +23,21 @@ from ..chat import (
 )
 from ..errors import InvalidRequest
 from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
-from .conversation import conversation
-from .dialects import effort_of, thinking_of
+from .conversation import begun_answer, conversation
 from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .openai_custom_tools import CUSTOM_INPUT
 from .openai_fields import (
     NO_MODERATION,
-    CommonBody,
+    ChatFields,
     Limit,
     Verbosity,
     answer_format,
     limit_of,
     sampling,
     session,
+    template_fields,
 )
 from .text_files import text_file
-
-RESERVED_TEMPLATE_ARGS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Arguments of apply_chat_template that are not the template's own: a client may not set them."""
-
 
 # --------------------------------------------------------------------------- the body
 
@@ -120,7 +98,7 @@ class _Message(msgspec.Struct):
     function_call: _CalledFunction | None = None
 
 
-class ChatBody(CommonBody, kw_only=True):
+class ChatBody(ChatFields, kw_only=True):
     messages: list[_Message]
     max_completion_tokens: Limit | None = None
     tools: list[ChatTool] | None = None
@@ -130,13 +108,11 @@ class ChatBody(CommonBody, kw_only=True):
     function_call: Any = None
     modalities: list[str] | None = None
     moderation: Any = None
-    continue_final_message: Any = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     web_search_options: Any = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
     verbosity: Verbosity | None = None
 
 
@@ -161,10 +137,6 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         {
             "modalities": (request.modalities not in (None, [], ["text"]), "only text is supported"),
             "moderation": (request.moderation, NO_MODERATION),
-            "continue_final_message": (
-                request.continue_final_message,
-                "an answer always begins anew; /v1/completions goes on from a text",
-            ),
             "web_search_options": (
                 request.web_search_options is not None,
                 "nothing is searched here; leave it out",
@@ -172,16 +144,19 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         }
     )
     tools = chat_tools(request.tools, request.tool_choice, request.functions, request.function_call)
-    thinking, template_args = _thinking(request)
     prompt = conversation(
         _messages(request.messages),
         tools.tools,
         tool_choice=tools.choice,
         allowed_tools=tools.allowed,
         parallel_calls=request.parallel_tool_calls is not False and not tools.shape.obsolete,
-        thinking=thinking,
-        template_args=template_args,
+        **template_fields(request, request.verbosity),
     )
+    format = answer_format(request)
+    if request.continue_final_message:
+        prompt = begun_answer(prompt, format, "continue_final_message")
+    elif request.add_generation_prompt is False:
+        prompt = begun_answer(prompt, format, "add_generation_prompt")
     max_tokens = limit_of(request.max_tokens, "max_tokens")
     if request.max_completion_tokens is not None:
         max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
@@ -193,7 +168,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
             sampling=sampling(request, max_tokens, _logprobs(request)),
             session=session(request, headers or {}),
             cache_salt=request.cache_salt or "",
-            format=answer_format(request),
+            format=format,
         ),
         include_usage=bool(request.stream_options and request.stream_options.include_usage),
         n=request.n or 1,
@@ -207,29 +182,6 @@ def _logprobs(request: ChatBody) -> int | None:
     if request.top_logprobs:
         raise InvalidRequest("top_logprobs: logprobs must be true", param="top_logprobs")
     return None
-
-
-def _thinking(request: ChatBody) -> tuple[bool | None, dict[str, Any]]:
-    """Whether to think, and what else the template is told. The most explicit field wins."""
-    args = free_json(request.chat_template_kwargs or {}, "chat_template_kwargs")
-    for name in args:
-        if name in RESERVED_TEMPLATE_ARGS or name.startswith("_"):
-            param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"{param}: this can't be set by a request", param=param)
-    asked = args.pop("enable_thinking", None)
-    if asked is not None and not isinstance(asked, bool):
-        param = "chat_template_kwargs.enable_thinking"
-        raise InvalidRequest(f"{param}: true or false is needed", param=param)
-    effort = effort_of(request)
-    if effort:
-        args.setdefault("reasoning_effort", effort)
-    if request.verbosity:
-        args.setdefault("verbosity", request.verbosity)
-    if asked is None:
-        asked = thinking_of(request)
-    if asked is None and effort:
-        asked = True
-    return request.enable_thinking if request.enable_thinking is not None else asked, args
 
 
 def _messages(given: list[_Message]) -> tuple[Message, ...]:

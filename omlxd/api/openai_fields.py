@@ -10,8 +10,8 @@ import msgspec
 from ..chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
 from ..errors import InvalidRequest
 from .answer_format import ResponseFormat, format_of, guided, only
-from .body import MAX_INT64, MAX_TOKENS, refuse, session_header, stops
-from .dialects import DialectFields, session_of
+from .body import MAX_INT64, MAX_TOKENS, free_json, refuse, session_header, stops
+from .dialects import DialectFields, effort_of, session_of, thinking_of
 from .sse import UsageExtension, usage_extension
 
 MAX_CHOICES = 8
@@ -54,6 +54,35 @@ class CommonBody(DialectFields, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+
+
+class ChatFields(CommonBody, kw_only=True):
+    """What bodies of conversations hold beyond that."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: str | None = None
+
+
+def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, Any]:
+    """`thinking`, `effort` and `template_args` of a Conversation. The most explicit field wins."""
+    args = free_json(body.chat_template_kwargs or {}, "chat_template_kwargs")
+    thinking = args.pop("enable_thinking", None)
+    if thinking is not None and not isinstance(thinking, bool):
+        param = "chat_template_kwargs.enable_thinking"
+        raise InvalidRequest(f"{param}: true or false is needed", param=param)
+    effort = effort_of(body)
+    if verbosity:
+        args.setdefault("verbosity", verbosity)
+    if body.enable_thinking is not None:
+        thinking = body.enable_thinking
+    if thinking is None:
+        thinking = thinking_of(body)
+    if thinking is None and effort:
+        thinking = True
+    # An argument that the client names is no hint.
+    effort = "" if "reasoning_effort" in args else effort
+    return {"thinking": thinking, "effort": effort, "template_args": args}
 
 
 def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:

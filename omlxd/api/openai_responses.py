@@ -16,16 +16,16 @@ from ..errors import InvalidRequest, NotFound
 from .answer_format import ResponseFormat, format_of
 from .body import ParsedRequest, decode, free_json, refuse, session_header
 from .conversation import conversation
-from .dialects import thinking_of
 from .openai_fields import (
     NO_MODERATION,
-    CommonBody,
+    ChatFields,
     Count,
     Verbosity,
     answer_format,
     limit_of,
     sampling,
     session,
+    template_fields,
 )
 from .openai_references import KnownItem, referred, resolved
 from .openai_responses_items import Item, messages_of
@@ -48,7 +48,7 @@ class _Text(msgspec.Struct):
     verbosity: Verbosity | None = None
 
 
-class ResponsesBody(CommonBody, kw_only=True):
+class ResponsesBody(ChatFields, kw_only=True):
     input: Union[str, list[Item], None] = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -72,9 +72,6 @@ class ResponsesBody(CommonBody, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    enable_thinking: bool | None = None
-    reasoning_effort: str | None = None
-    chat_template_kwargs: Any = None
 
 
 _decoder = msgspec.json.Decoder(ResponsesBody)
@@ -145,12 +142,6 @@ def parse(
     if not messages:
         raise InvalidRequest("input: at least one item is required", param="input")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
-    effort = request.reasoning.effort if request.reasoning else None
-    thinking = thinking_of(request)
-    if thinking is None and effort is not None:
-        thinking = effort != "none"
-    verbosity = request.text.verbosity if request.text else None
-    told = {"reasoning_effort": effort, "verbosity": verbosity}
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
     prompt = conversation(
         system + messages,
@@ -158,8 +149,7 @@ def parse(
         tool_choice=choice,
         allowed_tools=allowed,
         parallel_calls=request.parallel_tool_calls is not False,
-        thinking=thinking,
-        template_args={name: word for name, word in told.items() if word is not None},
+        **template_fields(request, request.text.verbosity if request.text else None),
     )
     max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")
     return ResponsesRequest(

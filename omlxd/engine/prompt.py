@@ -194,7 +194,10 @@ class PromptPipeline:
         """`rendered` with turns as they were generated, where that makes a difference."""
         places = [Place(rendered.session, before, implicit) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
-        rendered = replace(rendered, place=places[-1])
+        if prompt.continue_final:  # what will be generated is no turn
+            turns.pop(len(prompt.messages) - 1, None)
+        else:
+            rendered = replace(rendered, place=places[-1])
         memory.used([places[index] for index in turns])
         if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
             spliced = self._splicer.splice(prompt, text, turns)

@@ -18,7 +18,7 @@ from ..chat import Conversation
 from ..errors import InvalidRequest
 from .marks import holds, map_strings, special_starts, unused_marks
 from .shaping import Shaped, compact_json, plain_text, shape
-from .template_traits import PLAIN, TemplateTraits, probe
+from .template_traits import PLAIN, TemplateTraits, as_parts, probe
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ class Renderer:
         arguments = self._arguments(conversation)
 
         def applied(messages: list[Shaped], tools: list[Shaped] | None) -> str:
+            if conversation.continue_final:
+                return self._begun(messages, tools, arguments)
             return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
 
         special = holds([messages, tools], self._special)
@@ -141,7 +143,7 @@ class Renderer:
     def _arguments(self, conversation: Conversation) -> dict[str, Any]:
         """Keyword arguments for the template."""
         for name in conversation.template_args:
-            if name in _RESERVED:
+            if name in _RESERVED or name.startswith("_"):
                 param = f"chat_template_kwargs.{name}"
                 raise InvalidRequest(f"{param}: this can't be set by a request", param=param)
         arguments = {name: on for name, on in _KEEP_THINKING.items() if name in self._switches}
@@ -163,6 +165,19 @@ class Renderer:
             raise InvalidRequest(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error
+
+    def _begun(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
+        """Up to the end of the last message's text, which the model goes on with."""
+        for end in unused_marks(compact_json([messages, tools]), 1):
+            last = messages[-1]
+            text = last["content"][-1]["text"] if self.traits.content_parts else last["content"]
+            marked = {**last, "content": text + end}
+            marked = as_parts(marked) if self.traits.content_parts else marked
+            asked = arguments | {"add_generation_prompt": False}
+            text = self._text([*messages[:-1], marked], tools, asked)
+            if text.count(end) == 1:
+                return text.partition(end)[0]
+        raise InvalidRequest("the model's chat template can't continue a begun answer", param="messages")
 
     def apply(self, messages: list[Shaped], tools: list[Shaped] | None, **arguments: Any) -> str:
         """The template as transformers applies it. Raises whatever the template raises."""

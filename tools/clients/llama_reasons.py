@@ -38,7 +38,6 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         r"system_fingerprint|is not None\)",
         f"{FIELD}: its build as system_fingerprint",
     ),
-    ("continue_final_message", "", f"{FIELD}: continue_final_message, which vLLM has too"),
     ("test_completion_with_grammar", "", f"{FIELD}: grammar, as GBNF; refused by name"),
     (
         r"test_invalid_chat_completion_req\[messages7\]",
