@@ -317,10 +317,13 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 
 class ChoiceEvent(Struct, frozen=True, tag="choice"):
-    """An event of one of several answers, numbered from 0. Made in the front; no engine sends it."""
+    """An event of one of several answers, numbered from 0. Made in the front; no engine sends it.
+
+    Failed: the prompt of this answer can't be served, and the others go on.
+    """
 
     index: int
-    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Finished]
+    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Finished, Failed]
 
 
 Event = Union[

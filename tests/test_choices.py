@@ -9,7 +9,7 @@ from fake_engine import USAGE, FakeEngine, app_of, served
 from sdk_clients import gpt
 
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta, ToolCall, Usage
-from omlxd.errors import Overloaded
+from omlxd.errors import Overloaded, PromptTooLong
 from omlxd.front.choices import AT_ONCE
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
@@ -224,3 +224,41 @@ async def test_a_prompt_that_fails_fails_the_request():
     async with client(app_of(engine)) as http:
         answer = await http.post("/v1/completions", json=body("/v1/completions") | {"prompt": ["a", "b"]})
     assert answer.status_code == 503 and engine.open == 0
+
+
+# --------------------------------------------------------------------------- one bad prompt of several
+
+
+@pytest.mark.parametrize("raised", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_bad_prompt_of_several_is_an_error_of_its_own(stream, raised, n):
+    error = PromptTooLong(9000, 8192)
+
+    class Picky(Choosing):
+        async def generate(self, request):
+            if request.prompt.text.startswith("bad"):
+                if raised:
+                    raise error
+                yield error.as_event()
+                return
+            async for event in super().generate(request):
+                yield event
+
+    async def ask(*prompts):
+        async with client(app_of(Picky(), header_grace_s=60.0)) as http:
+            given = body(PATHS[1], prompt=list(prompts), n=n, stream=stream)
+            return await http.post(PATHS[1], json=given)
+
+    answer = await ask("one", "bad", "two")
+    assert answer.status_code == 200
+    chunks = datas(answer.text) if stream else [answer.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    reasons = {choice["index"]: choice["finish_reason"] for choice in choices if choice["finish_reason"]}
+    bad = range(n, 2 * n)
+    assert reasons == {index: "error" if index in bad else "stop" for index in range(3 * n)}
+    errors = {choice["index"]: choice["error"] for choice in choices if "error" in choice}
+    assert set(errors) == set(bad) and errors[n]["code"] == "context_length_exceeded"
+    for prompts in (["bad"], ["bad", "bad too"]):
+        answer = await ask(*prompts)
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"

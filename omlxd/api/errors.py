@@ -73,7 +73,7 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
     request_id: str
 
 
-class _OpenAIDetail(msgspec.Struct):
+class OpenAIDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None
@@ -81,7 +81,7 @@ class _OpenAIDetail(msgspec.Struct):
 
 
 class OpenAIError(msgspec.Struct):
-    error: _OpenAIDetail
+    error: OpenAIDetail
 
 
 class HttpError(msgspec.Struct, frozen=True):
@@ -133,15 +133,21 @@ _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (.*) maximum")
 
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
-    _, anthropic_type, openai_type, openai_code = _TABLE[error.code]
-    if error.code == "not_found":
-        openai_code = _MISSING.get(error.param or "")
+    if protocol == "openai":
+        return OpenAIError(openai_detail(error))
+    told = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
     message = message_of(error, protocol)
-    if protocol == "anthropic":
-        told = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
-        details = _Details(told) if told else None
-        return AnthropicError(_AnthropicDetail(anthropic_type, message, details), request_id)
-    return OpenAIError(_OpenAIDetail(message, openai_type, error.param, openai_code))
+    return AnthropicError(
+        _AnthropicDetail(_TABLE[error.code][1], message, _Details(told) if told else None), request_id
+    )
+
+
+def openai_detail(error: OmlxdError) -> OpenAIDetail:
+    """What OpenAI's error objects hold."""
+    _, _, kind, code = _TABLE[error.code]
+    if error.code == "not_found":
+        code = _MISSING.get(error.param or "")
+    return OpenAIDetail(message_of(error, "openai"), kind, error.param, code)
 
 
 def status_of(error: OmlxdError, protocol: Protocol) -> int:

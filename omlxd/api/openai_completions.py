@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from ..chat import (
     Event,
+    Failed,
     Finished,
     GenerateRequest,
     RawPrompt,
@@ -21,8 +22,9 @@ from ..chat import (
     TextDelta,
     TokenLogprob,
 )
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, OmlxdError
 from .body import MAX_TOKENS, ParsedRequest, decode
+from .errors import OpenAIDetail, openai_detail
 from .openai_choices import ChoicesCollector, ChoicesStream
 from .openai_fields import (
     FINISH_REASON,
@@ -135,6 +137,13 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     index: int = 0
+    error: OpenAIDetail | UnsetType = UNSET
+    """With `finish_reason` "error": this prompt can't be served, and the others are."""
+
+
+def _failed(failed: Failed, index: int) -> _Choice:
+    detail = openai_detail(OmlxdError.from_event(failed))
+    return _Choice("", finish_reason="error", index=index, error=detail)
 
 
 class Completion(msgspec.Struct):
@@ -166,6 +175,8 @@ class OpenAICompletionStream(ChoicesStream):
             return self._chunk(_Choice(event.text, index=index)) if event.text else b""
         if isinstance(event, Finished):
             return self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason], index=index))
+        if isinstance(event, Failed):
+            return self._chunk(_failed(event, index))
         return b""
 
     def _chunk(self, choice: _Choice) -> bytes:
@@ -178,18 +189,20 @@ class _Collected:
     def __init__(self) -> None:
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
-        self._finished: Finished | None = None
+        self._finished: Finished | Failed | None = None
 
     def event(self, event: Event) -> None:
         if isinstance(event, (TextDelta, ReasoningDelta)):
             self._text.append(event.text)
         if isinstance(event, TextDelta):
             self._logprobs.extend(event.logprobs)
-        if isinstance(event, Finished):
+        if isinstance(event, (Finished, Failed)):
             self._finished = event
 
     def told(self, index: int) -> _Choice:
         assert self._finished is not None, "response before Finished"
+        if isinstance(self._finished, Failed):
+            return _failed(self._finished, index)
         return _Choice(
             text="".join(self._text),
             logprobs=_logprobs(tuple(self._logprobs)),

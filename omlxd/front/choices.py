@@ -4,7 +4,8 @@ as one.
 The others of a prompt start once its first has said something: the prompt is then in the store, so
 that they restore it and nothing is computed twice. A seed counts up with the choice, so each is as it
 would be alone with that seed. At most `AT_ONCE` run, so that a list of prompts leaves the engine's
-waiting line to others.
+waiting line to others. A prompt that can't be served is an error of its own choices alone; if none can be,
+the request fails.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from ..errors import OmlxdError
 from .engines import Engine
 
 AT_ONCE = 8
+_OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
+"""Codes of errors that say nothing of the other prompts."""
 
 
 def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
@@ -69,6 +72,7 @@ async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> A
     """Of requests in the order of their choices, `n` of each prompt."""
     told: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
     finished: dict[int, Finished] = {}
+    failed: dict[int, Failed] = {}
     tasks: list[asyncio.Task[None]] = []
     line = _Line(len(requests), n)
 
@@ -85,20 +89,27 @@ async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> A
             told.put_nowait((index, error))
 
     try:
-        while len(finished) < len(requests):
+        while len(finished) + len(failed) < len(requests):
             while (start := line.next()) is not None:
                 tasks.append(asyncio.create_task(read(start)))
             index, event = await told.get()
-            if isinstance(event, Exception):
-                raise event
             if event is None:
-                if index not in finished:
+                if index not in finished and index not in failed:
                     raise OmlxdError("The engine ended a choice without a last event.", code="unavailable")
                 line.ended()
                 continue
+            if isinstance(event, Exception):
+                if not isinstance(event, OmlxdError) or event.code not in _OF_THE_PROMPT:
+                    raise event
+                line.ended()
+                event = event.as_event()
             if isinstance(event, Failed):
-                yield event
-                return
+                failed[index] = event
+                if event.code not in _OF_THE_PROMPT or len(failed) == len(requests) or len(requests) == n:
+                    yield event
+                    return
+                line.said(index)
+                continue
             if isinstance(event, Finished):
                 finished[index] = event
             if not isinstance(event, Progress):
@@ -106,8 +117,10 @@ async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> A
                 yield ChoiceEvent(index, event)  # type: ignore[arg-type]  # no engine sends a ChoiceEvent
             elif index == 0:
                 yield event
-        usages = [finished[index].usage for index in range(len(requests))]
-        yield Finished(finished[0].reason, _sum(usages, n))
+        for index, failure in failed.items():
+            yield ChoiceEvent(index, failure)
+        usages = [finished[index].usage if index in finished else Usage() for index in range(len(requests))]
+        yield Finished(min(finished.items())[1].reason, _sum(usages, n))
     finally:
         for task in tasks:
             task.cancel()

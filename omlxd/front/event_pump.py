@@ -107,7 +107,7 @@ class EventPump:
     def _put(self, event: Event) -> None:
         if not isinstance(event, ChoiceEvent):
             self._seen(event)
-        elif not isinstance(event.event, Finished):  # one for all choices follows
+        elif not isinstance(event.event, (Finished, Failed)):  # one for all choices follows
             self._seen(event.event)
         self._waiting.append(event)
         self._unread += _size(event)
