@@ -265,12 +265,12 @@ VERSION = {"anthropic-version": "2023-06-01"}
 @pytest.mark.parametrize(
     ("method", "path", "words"),
     [
-        ("POST", "/v1/messages/batches", "send each to /v1/messages"),
-        ("GET", "/v1/messages/batches/msgbatch_1/results", "send each to /v1/messages"),
-        ("POST", "/v1/complete", "it has /v1/messages"),
-        ("POST", "/v1/files", "it keeps no files"),
-        ("GET", "/v1/files/file_1/content?beta=true", "it keeps no files"),
-        ("GET", "/v1/skills?beta=true", "it has no skills"),
+        ("POST", "/v1/messages/batches", "Anthropic's (/v1/messages)"),
+        ("GET", "/v1/messages/batches/msgbatch_1/results", "Anthropic's (/v1/messages)"),
+        ("POST", "/v1/complete", "Anthropic's (/v1/messages)"),
+        ("POST", "/v1/files", "Anthropic's (/v1/messages)"),
+        ("GET", "/v1/files/file_1/content?beta=true", "Anthropic's (/v1/messages)"),
+        ("GET", "/v1/skills?beta=true", "Anthropic's (/v1/messages)"),
         ("GET", "/v1/organizations/me", "there is no such path"),
         ("GET", "/v1/models/none", "'none'"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from app_client import PATHS, body, client, message_of
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_of, served
 
-from omlxd.chat import Failed, Finished, Progress, TextDelta
+from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines import resolve_name
@@ -75,12 +75,35 @@ async def test_count_tokens():
     assert engine.counted == [engine.requests[0].prompt]
 
 
+CUT = [
+    ("a\\ud83d", "a\ufffd"),
+    ("\\ude00b", "\ufffdb"),
+    ("\\uD83D\\uDE00", "\U0001f600"),
+    ("\\ud83d\\ud83d\\ude00\\ude00", "\ufffd\U0001f600\ufffd"),
+    ("\\\\ud83d", "\\ud83d"),
+    ("\\\\\\ud83d", "\\\ufffd"),
+]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses"])
+@pytest.mark.parametrize(("cut", "text"), CUT)
+async def test_half_a_surrogate_pair_and_a_byte_order_mark_end_no_session(path, cut, text):
+    given = {"model": "tiny", "input": "hi"} if path == "/v1/responses" else body(path)
+    said = json.dumps(given).replace('"hi"', '"HERE"')
+    async with client(app_of(engine := FakeEngine())) as http:
+        content = b"\xef\xbb\xbf" + said.replace("HERE", cut).encode()
+        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 200, answer.text
+    prompt = engine.requests[0].prompt
+    assert text == (prompt.text if isinstance(prompt, RawPrompt) else prompt.messages[-1].parts[0].text)
+
+
 @pytest.mark.parametrize("path", ["/v1/messages/nothing", "/v1/nothing", "/nothing"])
 async def test_no_such_path(path):
     async with client(app_of(FakeEngine())) as http:
         answer = await http.get(path)
         assert answer.status_code == 404
-        assert message_of(path, answer) == f"GET {path}: there is no such path."
+        assert message_of(path, answer).startswith(f"GET {path}: there is no such path; this server speaks")
         assert answer.json()["error"].get("code") is None  # "model_not_found" would mislead.
 
 
@@ -91,8 +114,11 @@ async def test_no_such_path(path):
         ("//v1/chat/completions", "but /v1/chat/completions;"),
         ("/chat/completions", "but /v1/chat/completions;"),
         ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
-        ("/v1/embeddings", "it computes no embeddings"),
-        ("/v1/audio/speech", "it neither hears nor speaks"),
+        ("/openai/v1/chat/completions", "but /v1/chat/completions;"),
+        ("/v1/embeddings", "this server speaks OpenAI's API"),
+        ("/v1/responses/compact", "and Anthropic's (/v1/messages)"),
+        ("/v1beta/models/x:generateContent", "this server speaks OpenAI's API"),
+        ("/openai/deployments/x/chat/completions", "this server speaks OpenAI's API"),
         ("/api/chat", "GET /v1/models lists its models"),
     ],
 )

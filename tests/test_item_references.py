@@ -31,8 +31,7 @@ async def test_the_sdk_refers_to_what_was_answered():
     engine = FakeEngine(EVERYTHING)
     async with gpt(engine) as sdk:
         first = await sdk.responses.create(model="tiny", input="go")
-        (asked,) = (await sdk.responses.input_items.list(first.id)).data
-        given = [refer(asked), *map(refer, first.output), *RESULTS]
+        given = [{"role": "user", "content": "go"}, *map(refer, first.output), *RESULTS]
         second = await sdk.responses.create(model="tiny", input=given)
         assert engine.requests[-1].prompt.messages == (
             Message("user", (TextPart("go"),)),
@@ -49,16 +48,13 @@ async def test_the_sdk_refers_to_what_was_answered():
         )
         # Kept is what was meant: the first response may go.
         await sdk.responses.delete(first.id)
-        kept = [item async for item in sdk.responses.input_items.list(second.id, order="asc")]
-        assert [item.type for item in kept[:2]] == ["message", "reasoning"]
-        assert [item.id for item in kept[1:5]] == [item.id for item in first.output]
         follow = await sdk.responses.create(
             model="tiny", input=[{"role": "user", "content": "and?"}], previous_response_id=second.id
         )
         assert follow.status == "completed"
         with pytest.raises(openai.BadRequestError, match="there is no item") as gone:
             await sdk.responses.create(model="tiny", input=given)
-        assert gone.value.param == "input.0.id"
+        assert gone.value.param == "input.1.id"
 
 
 async def test_an_id_alone_is_a_reference():

@@ -99,12 +99,11 @@ def test_functions_are_called_and_answered(client: openai.OpenAI, daemon: Daemon
 def test_items_and_files_go_to_the_model(client: openai.OpenAI, daemon: Daemon):
     asked = {"model": daemon.model, "max_output_tokens": 8, "temperature": 0, "reasoning": {"effort": "none"}}
     file = {"type": "input_file", "filename": "a.txt", "file_data": base64.b64encode(b"one two").decode()}
-    first = client.responses.create(input=[{"role": "user", "content": [file]}], **asked)
-    (said,) = client.responses.input_items.list(first.id).data
-    assert said.content[0].filename == "a.txt"
+    said = {"role": "user", "content": [file]}
+    first = client.responses.create(input=[said], **asked)
     more = {"role": "user", "content": "Go on."}
-    references = [{"type": "item_reference", "id": item.id} for item in (said, *first.output)]
-    by_items = client.responses.create(input=[*references, more], **asked)
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    by_items = client.responses.create(input=[said, *references, more], **asked)
     by_response = client.responses.create(input=[more], previous_response_id=first.id, **asked)
     assert by_items.usage.input_tokens == by_response.usage.input_tokens > first.usage.input_tokens
     assert by_items.output_text == by_response.output_text

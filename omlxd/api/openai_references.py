@@ -1,4 +1,7 @@
-"""`item_reference` in the input of /v1/responses: an item of an earlier response, named by its id."""
+"""`item_reference` in the input of /v1/responses: an item of an earlier response's output, named by its id.
+
+Vercel's AI SDK sends earlier turns so, unless it is told not to store them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,13 @@ MAX_BYTES = 32 * 1024 * 1024
 _decoder = msgspec.json.Decoder(Item)
 
 
-def referred(items: list[Item], known: KnownItem) -> dict[int, bytes]:
-    """Place in `items` → what the reference there stands for, as JSON. Raises InvalidRequest."""
-    found: dict[int, bytes] = {}
+def resolved(items: list[Item], known: KnownItem) -> list[Item]:
+    """`items` with each reference replaced by what it stands for. Raises InvalidRequest."""
+    out: list[Item] = []
     left = MAX_BYTES
     for index, item in enumerate(items):
         if not _refers(item):
+            out.append(item)
             continue
         param = f"input.{index}.id"
         if not isinstance(item.id, str):
@@ -35,13 +39,8 @@ def referred(items: list[Item], known: KnownItem) -> dict[int, bytes]:
         left -= len(meant)
         if left < 0:
             raise InvalidRequest(f"{param}: the items referred to are too large together", param=param)
-        found[index] = meant
-    return found
-
-
-def resolved(items: list[Item], found: dict[int, bytes]) -> list[Item]:
-    """`items` with each reference replaced by what it stands for."""
-    return [_decoder.decode(found[index]) if index in found else item for index, item in enumerate(items)]
+        out.append(_decoder.decode(meant))
+    return out
 
 
 def _refers(item: Item) -> bool:

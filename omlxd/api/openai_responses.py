@@ -27,7 +27,7 @@ from .openai_fields import (
     session,
     template_fields,
 )
-from .openai_references import KnownItem, referred, resolved
+from .openai_references import KnownItem, resolved
 from .openai_responses_items import Item, messages_of
 from .openai_responses_tools import ResponseTools, ToolName
 from .openai_tool_choice import tool_choice
@@ -111,14 +111,12 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
 
     names     what the model calls a tool → how its call is told
     messages  the conversation without `instructions`, which a next response doesn't take over
-    items     the input as a JSON list of items
     sealed    reasoning items carry `encrypted_content`
     """
 
     names: dict[str, ToolName]
     echo: RequestEcho
     messages: tuple[Message, ...]
-    items: bytes = b"[]"
     sealed: bool = False
 
 
@@ -132,9 +130,8 @@ def parse(
     doesn't know `previous_response_id`."""
     request = decode(_decoder, body)
     _refuse(request)
-    found: dict[int, bytes] = {}
-    if isinstance(request.input, list) and (found := referred(request.input, known)):
-        request.input = resolved(request.input, found)
+    if isinstance(request.input, list):
+        request.input = resolved(request.input, known)
     tools = ResponseTools()
     for index, tool in enumerate(request.tools or []):
         tools.add(tool, f"tools.{index}")
@@ -167,25 +164,7 @@ def parse(
         names=tools.names,
         echo=_echo(request, tools, body),
         messages=messages,
-        items=_items(body, found),
         sealed=SEALED in (request.include or ()),
-    )
-
-
-class _Input(msgspec.Struct):
-    input: Any = None
-
-
-def _items(body: bytes, found: dict[int, bytes]) -> bytes:
-    """The input as the client gave it, but for references: those are what was `found`."""
-    given = msgspec.json.decode(body, type=_Input).input
-    if isinstance(given, str):
-        given = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
-    return msgspec.json.encode(
-        [
-            msgspec.Raw(found[index]) if index in found else {"type": "message"} | item
-            for index, item in enumerate(given or [])
-        ]
     )
 
 

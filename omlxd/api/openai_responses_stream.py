@@ -41,12 +41,12 @@ from .openai_responses_items import sealed
 from .openai_responses_tools import ToolName, told_name
 from .sse import OpenCall, named_event, usage_extension
 
-Keep = Callable[[str, tuple[Message, ...], bytes, bytes], None]
-"""(response id, the conversation with this answer at its end, the response and the input items as JSON):
+Keep = Callable[[str, tuple[Message, ...], bytes], None]
+"""(response id, the conversation with this answer at its end, the response as JSON):
 called once, when the answer is whole."""
 
 
-def _nowhere(id: str, messages: tuple[Message, ...], response: bytes, items: bytes) -> None:
+def _nowhere(id: str, messages: tuple[Message, ...], response: bytes) -> None:
     pass
 
 
@@ -115,7 +115,7 @@ class _Answer:
         if self._request.echo.store:
             turn = (Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
-            self._keep(self._id, conversation, msgspec.json.encode(response), self._request.items)
+            self._keep(self._id, conversation, msgspec.json.encode(response))
         return [*events, body.ResponseIncomplete(response) if cut else body.Completed(response)]
 
     # ----------------------------------------------------------------- text and reasoning

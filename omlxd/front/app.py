@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -22,7 +23,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
-from ..api.body import with_timeout
+from ..api.body import mended, with_timeout
 from ..api.keep_alive import keep_alive_of
 from .admin import Admin
 from .cache_admin import forget
@@ -41,6 +42,13 @@ from .responses import InputTokens, responses_dialect
 from .slow_reader import PacedApp
 from .stored_responses import StoredResponses
 from .why_miss import Explaining
+
+
+class _ResponseId(StringConvertor):
+    regex = "resp_[^/]+"
+
+
+register_url_convertor("response", _ResponseId())
 
 
 class _ModelState(msgspec.Struct):
@@ -67,9 +75,8 @@ def create_app(
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/v1/responses", routes.responses, methods=["POST"]),
             Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
-            Route("/v1/responses/{id}", routes.stored.get),
-            Route("/v1/responses/{id}", routes.stored.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/input_items", routes.stored.items),
+            Route("/v1/responses/{id:response}", routes.stored.get),
+            Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
             Route("/v1/messages", routes.messages, methods=["POST"]),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
@@ -138,13 +145,14 @@ class _Routes:
         return await self._generate(request, ANTHROPIC)
 
     async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
-        parsed = with_timeout(dialect.parse(await request.body(), request.headers), request.headers)
+        body = mended(await request.body())
+        parsed = with_timeout(dialect.parse(body, request.headers), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find(parsed.model)
-        if (seconds := keep_alive_of(await request.body())) is not None:
+        if (seconds := keep_alive_of(body)) is not None:
             self._engines.keep_alive(engine, seconds)
         trace = trace_of(request.scope)
-        self._recent.add(engine.model_id, parsed.generate, trace, len(await request.body()))
+        self._recent.add(engine.model_id, parsed.generate, trace, len(body))
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -154,7 +162,7 @@ class _Routes:
         return _json(InputTokens(await self._count(request, self._responses.parse)))
 
     async def _count(self, request: Request, parse: Parse) -> int:
-        parsed = parse(await request.body(), request.headers)
+        parsed = parse(mended(await request.body()), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find(parsed.model)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)

@@ -27,7 +27,7 @@ from .admin import DaemonStatus, Readiness
 from .cache_admin import Forget, Forgotten
 from .model_list import ModelEntry, ModelList
 from .responses import InputTokens
-from .stored_responses import Deleted, ItemList
+from .stored_responses import Deleted
 from .why_miss import RecentList, WhyMiss, WhyMissBody
 
 _REFS = "#/components/schemas/{name}"
@@ -67,7 +67,6 @@ OPERATIONS = (
     Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
     Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
-    Operation("get", "/v1/responses/{id}/input_items", "OpenAI: the input of a response", answer=ItemList),
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from ..api.openai_ids import item_id, response_of
+from ..api.openai_ids import response_of
 from ..chat import Message
 
 MAX_RESPONSES = 1000
@@ -26,16 +26,14 @@ class _Output(msgspec.Struct):
 class StoredResponse:
     """conversation  encoded, with the answer at its end
     response      the response object as JSON
-    items         the input items as a JSON list
     """
 
     conversation: bytes
     response: bytes
-    items: bytes
 
     @property
     def size(self) -> int:
-        return len(self.conversation) + len(self.response) + len(self.items)
+        return len(self.conversation) + len(self.response)
 
 
 class ResponseStore:
@@ -55,11 +53,9 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(
-        self, id: str, messages: tuple[Message, ...], response: bytes = b"{}", items: bytes = b"[]"
-    ) -> None:
+    def keep(self, id: str, messages: tuple[Message, ...], response: bytes = b"{}") -> None:
         """One that is larger than the whole store is not kept."""
-        stored = StoredResponse(msgspec.msgpack.encode(messages), response, items)
+        stored = StoredResponse(msgspec.msgpack.encode(messages), response)
         if stored.size > self._max_bytes:
             return
         self.remove(id)
@@ -84,21 +80,12 @@ class ResponseStore:
         self.bytes -= stored.size
         return True
 
-    def input_items(self, id: str, stored: StoredResponse) -> list[dict[str, Any]]:
-        """The input of a response; items that came without an id have one by their place."""
-        items = msgspec.json.decode(stored.items, type=list[dict[str, Any]])
-        for index, item in enumerate(items):
-            if not item.get("id"):
-                item["id"] = item_id("item", id, index)
-        return items
-
     def items(self, id: str) -> dict[str, bytes]:
-        """Item id → JSON, of the input and output of a response that is kept; else nothing."""
+        """Item id → JSON, of the output of a response that is kept; else nothing."""
         if (stored := self.find(id)) is None:
             return {}
         output = msgspec.json.decode(stored.response, type=_Output).output
-        items = (*self.input_items(id, stored), *output)
-        return {item["id"]: msgspec.json.encode(item) for item in items if isinstance(item.get("id"), str)}
+        return {item["id"]: msgspec.json.encode(item) for item in output}
 
     def messages(self, id: str) -> tuple[Message, ...] | None:
         """The conversation that a response ended; None: never kept, or gone."""
