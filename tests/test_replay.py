@@ -117,10 +117,24 @@ async def test_openai_traffic(folder, tmp_path):
     assert await run(PrefixEngine(folder), path, "--model-path", folder) == 0
 
 
+async def test_responses_traffic(folder, tmp_path):
+    first = {"instructions": demo.PROSE, "input": "Hi", "max_output_tokens": 900}
+    more = [
+        {"role": "user", "content": "Hi"},
+        {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "text"},
+    ]
+    path = trace(tmp_path / "t", first, {**first, "input": more}, url="/v1/responses")
+    engine = PrefixEngine(folder)
+    assert await run(engine, path, "--model-path", folder) == 0
+    assert [request.sampling.max_tokens for request in engine.requests] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["missing.jsonl"], "missing.jsonl"),
+        (["{elsewhere}", "--model-path", "{folder}"], "/v1/embeddings is none of /v1/messages, "),
         (["{trace}", "--model-path", "/nowhere"], "/nowhere: no such folder"),
         (["{empty}"], "no requests in it"),
         (["{refused}", "--model-path", "{folder}"], "t0: "),
@@ -131,6 +145,7 @@ async def test_what_can_not_be_done_is_said(folder, tmp_path, capsys, arguments,
         "trace": trace(tmp_path / "trace.jsonl", *TURNS),
         "empty": trace(tmp_path / "empty.jsonl"),
         "refused": trace(tmp_path / "refused.jsonl", {**body("Hi"), "messages": []}),
+        "elsewhere": trace(tmp_path / "elsewhere.jsonl", body("Hi"), url="/v1/embeddings"),
         "folder": folder,
     }
     assert await run(PrefixEngine(folder), *(a.format(**places) for a in arguments)) == 2

@@ -4,8 +4,9 @@
     tools/replay.py TRACE.jsonl… [--url http://127.0.0.1:8000] [--state FILE]
     tools/replay.py TRACE.jsonl… --offline [--hoist-system always|never]
 
-A trace holds one request a line: `turn`, `path`, `headers`, `body`. Each is sent as it is, streaming,
-but for the model's name and `max_tokens`. A row tells, in tokens of the model:
+A trace holds one request a line: `turn`, `path`, `headers`, `body`, of /v1/messages, /v1/chat/completions
+or /v1/responses (with the whole conversation as its input). Each is sent as it is, streaming, but for the
+model's name and the limit of tokens. A row tells, in tokens of the model:
 
     prompt   the whole prompt
     ideal    its longest prefix that any earlier turn's prompt begins with too, at most prompt - 1
@@ -33,7 +34,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from omlxd.api import anthropic, openai_chat
+from omlxd.api import anthropic, openai_chat, openai_responses
+from omlxd.api.body import ParsedRequest
 from omlxd.engine.prompt import PromptPipeline
 from omlxd.errors import OmlxdError
 
@@ -133,11 +135,12 @@ class Daemon:
         usage: dict[str, Any] = {}
         first = 0.0
         for event in self._events(request):
-            if event.get("type") == "error" or "error" in event:
-                raise ReplayError(f"{request.turn}: {event.get('error')}")
-            if not first and (event.get("type") == "content_block_delta" or event.get("choices")):
+            kind, whole = event.get("type", ""), event.get("response") or event
+            if kind == "error" or whole.get("error"):
+                raise ReplayError(f"{request.turn}: {whole.get('error')}")
+            if not first and (kind.endswith(("_delta", ".delta")) or event.get("choices")):
                 first = time.monotonic() - started
-            usage = event.get("usage") or usage
+            usage = whole.get("usage") or usage
         if "omlxd" not in usage:
             raise ReplayError(f"{request.turn}: the answer's usage has no field omlxd: {usage}")
         return usage["omlxd"], first or time.monotonic() - started
@@ -176,23 +179,35 @@ def read_trace(path: Path) -> list[Request]:
 
 def prepared(request: Request, model: str, max_tokens: int) -> Request:
     """As it is sent: streaming, short, to the model that is served, with usage."""
-    body = {**request.body, "model": model, "stream": True, "max_tokens": max_tokens}
-    if is_openai(request):
+    parse = parser_of(request)
+    limit = "max_output_tokens" if parse is openai_responses.parse else "max_tokens"
+    body = {**request.body, "model": model, "stream": True, limit: max_tokens}
+    if parse is openai_chat.parse:
         body.pop("max_completion_tokens", None)
         body["stream_options"] = {"include_usage": True}
     return Request(path=request.path, body=body, headers=request.headers, turn=request.turn)
 
 
-def is_openai(request: Request) -> bool:
-    return request.path.partition("?")[0].endswith("/chat/completions")
+_PARSERS = {
+    "/v1/messages": anthropic.parse,
+    "/v1/chat/completions": openai_chat.parse,
+    "/v1/responses": openai_responses.parse,
+}
+
+
+def parser_of(request: Request) -> Callable[..., ParsedRequest]:
+    """The daemon's own translation. Raises ReplayError."""
+    path = request.path.partition("?")[0]
+    if path not in _PARSERS:
+        raise ReplayError(f"{request.turn}: {path} is none of {', '.join(_PARSERS)}")
+    return _PARSERS[path]
 
 
 def tokens_of(request: Request, prompts: PromptPipeline) -> np.ndarray:
     """The prompt's token ids, as the daemon's own translation and template make them."""
-    parse = openai_chat.parse if is_openai(request) else anthropic.parse
     headers = {name.lower(): value for name, value in request.headers.items()}
     try:
-        parsed = parse(json.dumps(request.body).encode(), headers)
+        parsed = parser_of(request)(json.dumps(request.body).encode(), headers)
         return np.array(prompts.render(parsed.generate.prompt).tokens, "<u4")
     except OmlxdError as error:
         raise ReplayError(f"{request.turn}: {error.message}") from error
