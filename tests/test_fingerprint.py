@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from daemon import wait_until
+from families import build_family
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from kv_machines import QUICK
 
-from omlxd.engine import fingerprint
-from omlxd.engine.fingerprint import weight_fingerprints
+from omlxd import wire
+from omlxd.engine import fingerprint, mlx_adapter
+from omlxd.engine.fingerprint import file_identities, weight_fingerprints
+from omlxd.engine.host import EngineHost
+from omlxd.errors import ModelError
 
 
 @pytest.fixture
@@ -35,7 +44,9 @@ def test_every_file_that_decides_counts(model: Path):
 
 
 def test_a_file_is_read_once_and_again_when_it_changes(model: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)
     memo = tmp_path / "memo"
+    memo.mkdir()
     first = weight_fingerprints(model, memo)
     opened: list[str] = []
     whole = open
@@ -83,3 +94,88 @@ def test_a_memo_that_cannot_be_written_is_no_fault(model: Path, tmp_path: Path):
     taken = tmp_path / "file"
     taken.write_text("")
     assert weight_fingerprints(model, taken / "sub") == weight_fingerprints(model, None)
+
+
+def replace(path: Path, data: bytes) -> None:
+    path.with_name("new").write_bytes(data)
+    path.with_name("new").replace(path)
+
+
+class ModelMachine(RuleBasedStateMachine):
+    """Weight files are replaced at any moment: before a load, between load and digest, amid a digest."""
+
+    @initialize()
+    def start(self) -> None:
+        self.tmp = tempfile.TemporaryDirectory()
+        self.memo, self.model = Path(self.tmp.name) / "memo", Path(self.tmp.name) / "model"
+        self.memo.mkdir()
+        self.model.mkdir()
+        self.content = 0
+        for name in ("config.json", "model.safetensors"):
+            (self.model / name).write_bytes(b"0" * 1000)
+        self.namespaces: dict[str, bytes] = {}
+
+    @rule(in_place=st.booleans())
+    def change(self, in_place: bool = False) -> None:
+        self.content += 1
+        data = f"{self.content:04}".encode() * 250
+        path = self.model / "model.safetensors"
+        path.write_bytes(data) if in_place else replace(path, data)
+
+    @rule(
+        when=st.sampled_from(["never", "after load", "amid digest", "after digest"]), in_place=st.booleans()
+    )
+    def load(self, when: str, in_place: bool) -> None:
+        files = file_identities(self.model)
+        loaded = (self.model / "model.safetensors").read_bytes()
+        if when == "after load":
+            self.change(in_place)
+        whole = fingerprint.xxhash.xxh3_128
+
+        def digest(*data: bytes):
+            if when == "amid digest" and not data:
+                self.change(in_place)
+            return whole(*data)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fingerprint, "_SETTLED_S", -1.0)
+            patch.setattr(fingerprint.xxhash, "xxh3_128", digest)
+            namespace = weight_fingerprints(self.model, self.memo)["model.safetensors"]
+        if when == "after digest":
+            self.change(in_place)
+        if file_identities(self.model) == files:
+            assert self.namespaces.setdefault(namespace, loaded) == loaded, "one namespace, two weights"
+
+    def teardown(self) -> None:
+        if hasattr(self, "tmp"):
+            self.tmp.cleanup()
+
+
+def test_weights_replaced_at_any_moment_never_share_a_namespace():
+    run_state_machine_as_test(ModelMachine, settings=settings(QUICK, max_examples=40, stateful_step_count=12))
+
+
+def test_a_file_changed_a_moment_ago_is_not_remembered(model: Path, tmp_path: Path):
+    weight_fingerprints(model, tmp_path)
+    assert not (tmp_path / "fingerprints.json").exists()
+
+
+def test_a_memo_folder_that_is_gone_is_not_made(model: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_SETTLED_S", -1.0)
+    weight_fingerprints(model, tmp_path / "gone")
+    assert not (tmp_path / "gone").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_file_replaced_between_load_and_digest_refuses_the_load(tmp_path: Path, monkeypatch, name: str):
+    folder = build_family("qwen3", tmp_path / "qwen3")
+    whole = mlx_adapter.load
+
+    def load(path: Path, kv: object = None):
+        loaded = whole(path)
+        replace(folder / name, (folder / name).read_bytes())
+        return loaded
+
+    monkeypatch.setattr(mlx_adapter, "load", load)
+    with pytest.raises(ModelError, match="changed while the model was being loaded"):
+        EngineHost(wire.Load(model_path=str(folder), model_id="m", cache=wire.CacheSettings()), None, None)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 A digest is of the whole file (xxh3-128). Files of a hub snapshot are links to blobs that the hub
 named by their SHA-256, which is taken as it is. Others are read once and remembered by device,
-inode, size and both times, so a second load of the same files costs a stat each.
+inode, size and both times, so a second load of the same files costs a stat each. A digest counts only if
+the file's identity is the same before and after it, and the same as before the load.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,9 @@ import xxhash
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
 _MEMO = "fingerprints.json"
+_SETTLED_S = 2.0
+"""A file changed more recently is not remembered: another change within the clock's tick (exFAT: 2 s) has its
+times."""
 TOKENIZER_FILES = (
     "added_tokens.json",
     "merges.txt",
@@ -31,47 +35,66 @@ TOKENIZER_FILES = (
 )
 
 
+def file_identities(model: Path) -> dict[Path, str]:
+    """Identity of every file that decides what the model computes or what a token id means.
+
+    Equal before a load and after the digests: the digests are of what was loaded. Raises OSError.
+    """
+    return {file: _identity(file.stat()) for file in (*_weight_files(model), *_tokenizer_files(model))}
+
+
 def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
     """File name → digest, of every file that decides what the model computes.
 
-    memo_dir  where digests are remembered; None: not remembered. Raises OSError as reads do.
+    memo_dir  where digests are remembered, if it is there; None: not remembered. Raises OSError as reads do.
     """
-    files = sorted({*model.glob("*.safetensors"), model / "config.json"})
+    files = _weight_files(model)
     memo = _read_memo(memo_dir)
     with ThreadPoolExecutor(4, thread_name_prefix="fingerprint") as pool:
-        digests = dict(zip(files, pool.map(lambda file: _digest(file, memo), files), strict=True))
-    _write_memo(memo_dir, memo, [(_identity(file), digest) for file, digest in digests.items()])
-    return {file.name: digest for file, digest in digests.items()}
+        results = list(pool.map(lambda file: _digest(file, memo), files))
+    _write_memo(memo_dir, memo, {identity: digest for digest, identity in results if identity})
+    return {file.name: digest for file, (digest, _) in zip(files, results, strict=True)}
 
 
 def tokenizer_fingerprint(model: Path) -> bytes:
     """16 bytes, of every file that decides what a token id means. Raises OSError as reads do."""
     state = xxhash.xxh3_128()
-    files = {file for pattern in TOKENIZER_FILES for file in model.glob(pattern) if file.is_file()}
-    for file in sorted(files):
+    for file in _tokenizer_files(model):
         data = file.read_bytes()
         state.update(f"{file.name} {len(data)}\n".encode())
         state.update(data)
     return state.digest()
 
 
-def _identity(file: Path) -> str:
-    stat = file.stat()
+def _weight_files(model: Path) -> list[Path]:
+    return sorted({*model.glob("*.safetensors"), model / "config.json"})
+
+
+def _tokenizer_files(model: Path) -> list[Path]:
+    return sorted({file for pattern in TOKENIZER_FILES for file in model.glob(pattern) if file.is_file()})
+
+
+def _identity(stat: os.stat_result) -> str:
     return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
 
 
-def _digest(file: Path, memo: dict[str, str]) -> str:
+def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
+    """(digest, identity to remember it by; "": not to be remembered)."""
     if file.is_symlink():
         blob = os.path.basename(os.readlink(file))
         if _SHA256.match(blob):
-            return blob
-    if known := memo.get(_identity(file)):
-        return known
+            return blob, ""
+    if known := memo.get(_identity(file.stat())):
+        return known, ""
     state = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
+        before = os.fstat(stream.fileno())
         while chunk := stream.read(_CHUNK):
             state.update(chunk)
-    return state.hexdigest()
+        after = os.fstat(stream.fileno())
+    settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
+    same = _identity(before) == _identity(after)
+    return state.hexdigest(), _identity(before) if settled and same else ""
 
 
 def _read_memo(folder: Path | None) -> dict[str, str]:
@@ -84,12 +107,10 @@ def _read_memo(folder: Path | None) -> dict[str, str]:
     return {}
 
 
-def _write_memo(folder: Path | None, memo: dict[str, str], found: Iterable[tuple[str, str]]) -> None:
-    fresh = dict(found)
-    if folder is None or fresh.items() <= memo.items():
+def _write_memo(folder: Path | None, memo: dict[str, str], fresh: dict[str, str]) -> None:
+    if folder is None or not fresh:
         return
     temp = folder / f"{_MEMO}.{os.getpid()}.tmp"
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(OSError):  # A folder that has gone is not made anew.
         temp.write_text(json.dumps({**memo, **fresh}))
         temp.replace(folder / _MEMO)

@@ -28,6 +28,7 @@ from .constraint import Constraint, ConstraintCompiler
 from .correctness import Correctness
 from .explain import Explainer
 from .figures import figures_of
+from .fingerprint import file_identities
 from .forced import ForcedAnswer
 from .mlx_adapter import Quantisation
 from .model_store import ModelStore
@@ -66,11 +67,12 @@ class EngineHost:
         self._settings = load.cache
         self._path = load.model_path
         self._output = output
+        files = file_identities(Path(load.model_path))
         self.loaded = mlx_adapter.load(Path(load.model_path), _quantisation(load.cache))
         self.scheduler = Scheduler(
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
         )
-        self._store = ModelStore(load, self.loaded)
+        self._store = ModelStore(load, self.loaded, files)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         if load.guard:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from .. import wire
+from ..errors import ModelError
 from ..kv.admission import admission_of
 from ..kv.block_file import BlockFormat
 from ..kv.block_pool import BlockPool
@@ -23,7 +24,7 @@ from ..kv.space import Space
 from ..kv.store import KVStore
 from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
-from .fingerprint import tokenizer_fingerprint, weight_fingerprints
+from .fingerprint import file_identities, tokenizer_fingerprint, weight_fingerprints
 from .flush_clock import FlushClock
 from .harvest import KVBridge
 from .hot_budget import HotBudget
@@ -47,19 +48,20 @@ WRITE_QUEUE_FRACTION = 0.05
 class ModelStore:
     """`open` builds the store; until then, and for a model without reuse, there is only its name.
 
+    files      `file_identities` from before the load. Raises ModelError if a file has changed since.
     namespace  32 bytes: of whatever decides what stored KV means; zeros for a model without a layout
     bridge     to the store; None: not open
     turns      where remembered turns are kept; None: not open, or no cold tier
     """
 
-    def __init__(self, load: wire.Load, loaded: LoadedModel):
+    def __init__(self, load: wire.Load, loaded: LoadedModel, files: Mapping[Path, str]):
         self._load = load
         self._loaded = loaded
         self._settings = load.cache
         self._clock: FlushClock | None = None
         self.bridge: KVBridge | None = None
         self.turns: TurnFiles | None = None
-        self.namespace = self._namespace(Path(load.model_path))
+        self.namespace = self._namespace(Path(load.model_path), files)
 
     def open(self, space: Space, post: Post) -> KVBridge:
         """`space`: where the cold tier gets its room. The model must have a layout."""
@@ -85,7 +87,7 @@ class ModelStore:
 
     # ----------------------------------------------------------------- building
 
-    def _namespace(self, path: Path) -> BlockHash:
+    def _namespace(self, path: Path, files: Mapping[Path, str]) -> BlockHash:
         layout = self._loaded.layout
         if layout is None:
             return bytes(32)
@@ -101,6 +103,9 @@ class ModelStore:
             "kv_bits": _quantisation_facts(self._settings),
             "world": [1, 0],
         }
+        self._tokenizer = tokenizer_fingerprint(path)
+        if file_identities(path) != files:
+            raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")
         return namespace_of(self._facts)
 
     def _describe(self, cold: ColdTier | None) -> None:
@@ -143,7 +148,7 @@ class ModelStore:
                 RecordFiles(Path(settings.cold_dir), self.namespace),
                 flusher.writer,
                 space,
-                tokenizer_fingerprint(Path(self._load.model_path)),
+                self._tokenizer,
             )
         self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
         store = KVStore(
