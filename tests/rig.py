@@ -113,11 +113,10 @@ class Rig:
         record: bool = False,
         kv_bits: int = 0,
         kv_group: int = 64,
-        tails: bool = True,
     ):
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
-        self._slots, self._cap, self._record, self._tails = slots, cap, record, tails
+        self._slots, self._cap, self._record = slots, cap, record
         self.error: Exception | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -172,7 +171,7 @@ class Rig:
                 files = CheckpointFiles(self.root, self.namespace, loaded.states.at)
             self.keeper = StateKeeper(loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK)
         self.scheduler.bridge = KVBridge(
-            loaded.model, loaded.layout, self.store, self.scheduler.post, self.keeper, tails=self._tails
+            loaded.model, loaded.layout, self.store, self.scheduler.post, self.keeper
         )
 
     def use_grid(self, tokens: int) -> None:
@@ -222,8 +221,6 @@ class Rig:
         while self.scheduler.active_sequences:
             assert time.monotonic() < deadline, "a request did not end"
             time.sleep(0.002)
-        if self.scheduler.bridge is not None:
-            self.scheduler.bridge.drain()
         if self.scheduler.bridge is not None and self.store.writer is not None:
             assert self.store.writer.flush(seconds)
         posted = threading.Event()

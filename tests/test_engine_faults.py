@@ -15,7 +15,7 @@ from rig import BLOCK, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine import harvest as harvest_module
-from omlxd.engine import hot_tails, state_keeper
+from omlxd.engine import state_keeper
 from omlxd.engine.restore import Restore
 from omlxd.errors import OmlxdError
 from omlxd.kv.fs import PosixFileSystem
@@ -51,14 +51,13 @@ def test_a_copy_that_fails_costs_nobody_an_answer(family: str, request, monkeypa
         alone = [rig.run(p, 20).got for p in prompts]
     with Rig(folder) as rig:
         monkeypatch.setattr(harvest_module, "copy_blocks", no_memory)
-        monkeypatch.setattr(hot_tails, "copy_blocks", no_memory)
         monkeypatch.setattr(state_keeper, "copy_state", no_memory)
         running = [rig.start(p, 20) for p in prompts]
         assert [output.tokens() for output in running] == alone
         nothing_is_held(rig)
         monkeypatch.undo()
         assert rig.run(prompts[0], 20).got == alone[0]
-        assert rig.run(prompts[0], 20).hot == (149 if family == "model" else 2 * BLOCK)
+        assert rig.run(prompts[0], 20).hot == 2 * BLOCK
 
 
 def test_a_copy_that_fails_at_a_cancel_gives_the_slot_back(model: Path, monkeypatch):

@@ -74,7 +74,8 @@ def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
     rig.store.trim_hot()
     table = rig.store.new_table()
     rig.store.extend_match(table, HASHES, 6)
-    twin = table.fork()
+    twin = rig.store.new_table()
+    rig.store.extend_match(twin, HASHES, 6)
     rig.store.lose(table.blocks[5])
     assert table.blocks[5].num_tokens == BLOCK and table.blocks[5].block_hash is None
     rig.pool.check({b.block_id: 2 for b in table.blocks})

@@ -85,24 +85,6 @@ def test_allocation_grows_the_pool_before_it_evicts_a_cached_block():
     assert pool.num_cached == 1 and len(pool) == 3
 
 
-def test_fork_shares_and_writing_copies_only_the_last_block():
-    pool = BlockPool(0)
-    table = BlockTable(pool, 4)
-    table.append(6)
-    twin = table.fork()
-    assert [b.ref_cnt for b in table.blocks] == [2, 2]
-    twin.append(1)
-    assert twin.blocks[0] is table.blocks[0]
-    assert twin.blocks[1] is not table.blocks[1]
-    assert (twin.blocks[1].num_tokens, table.blocks[1].num_tokens) == (3, 2)
-    assert twin.copies == 1 and table.copies == 0
-    table.append(1)
-    assert table.copies == 0, "the last sharer writes in place"
-    table.free()
-    twin.free()
-    pool.check({})
-
-
 def test_forgetting_a_block_in_use_keeps_its_references():
     pool = BlockPool(0)
     chain = cached_chain(pool, [b"bad"])

@@ -1,6 +1,6 @@
 """The pool and its tables after every step of whatever Hypothesis can think of.
 
-Does every table read back its own tokens, through forks and copies on write?
+Does every table read back its own tokens?
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 from kv_machines import LONG, QUICK
 
-from omlxd.kv.block import Block, Payload
+from omlxd.kv.block import Block
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.block_table import BlockTable
 from omlxd.kv.hashing import hash_blocks
@@ -82,14 +82,11 @@ class PoolMachine(RuleBasedStateMachine):
     def append(self, number: int, tokens: list[int]) -> None:
         sequence = self.pick(number)
         for token in tokens:
-            before = list(sequence.table.blocks)
             sequence.table.append(1)
             at = len(sequence.tokens) % self.SIZE
             block = sequence.table.blocks[-1]
             if at == 0:
                 self.pages[block.block_id] = []
-            elif block is not before[-1]:
-                self.pages[block.block_id] = list(self.pages[before[-1].block_id][:at])  # copy on write
             assert block.ref_cnt == 1, "written to while shared"
             page = self.pages[block.block_id]
             del page[at:]
@@ -106,12 +103,6 @@ class PoolMachine(RuleBasedStateMachine):
                 owner = sequence.table.cache(index, block_hash, None if nbytes is None else Sized(nbytes))
                 assert owner is self.pool.get_cached_block(block_hash)
                 assert owner.payload is not None or nbytes is None
-
-    @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 99))
-    def fork(self, number: int) -> None:
-        sequence = self.pick(number)
-        self.live.append(Sequence_(sequence.table.fork(), list(sequence.tokens)))
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 99))
@@ -138,43 +129,7 @@ class PoolMachine(RuleBasedStateMachine):
         freed = self.pool.evict(nbytes)
         assert before - self.pool.hot_bytes == freed
         if freed < nbytes:
-            assert self.pool.tails.nbytes == 0
             assert all(b.ref_cnt for b in self.pool._by_hash.values()), "gave up too early"
-
-    @rule(
-        tokens=st.lists(TOKENS, min_size=1, max_size=8),
-        many=st.integers(0, 3),
-        kept=st.one_of(st.integers(0, 10), st.just("note")),
-    )
-    def keep_tail(self, tokens: list[int], many: int, kept: int | str) -> None:
-        """What follows a chain's last full block; or a note of that block itself."""
-        full = (len(tokens) - 1) // self.SIZE * self.SIZE
-        chain, rest = [b"root", *self.hashes(tokens[:full])], tokens[full:]
-        if isinstance(kept, int):
-            self.pool.tails.put(chain[-1], rest, min(many, len(rest)), Sized(kept))
-        elif len(rest) == self.SIZE:
-            self.pool.tails.put(chain[-1], rest, many, self.hashes(tokens)[-1])
-
-    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=8))
-    def take_tail(self, tokens: list[int]) -> None:
-        """What is found of a tail begins with the tokens asked for, and its block is hot."""
-        full = (len(tokens) - 1) // self.SIZE * self.SIZE
-        parent, rest = [b"root", *self.hashes(tokens[:full])][-1], tokens[full:]
-        found = self.pool.tails.longest(parent, rest, self.hot)
-        beside = self.pool.tails._children.get(parent, [])
-        assert all(tail.payload(self.hot) is not None for tail in beside), "notes of what is gone are dropped"
-        assert (found[1] if found else 0) == max((tail.begins(rest) for tail in beside), default=0)
-
-    def hot(self, name: bytes) -> Payload | None:
-        block = self.pool.get_cached_block(name)
-        return block.payload if block is not None else None
-
-    @rule(nbytes=st.integers(0, 40))
-    def give_back(self, nbytes: int) -> None:
-        before, tails = self.pool.hot_bytes, self.pool.tails.nbytes
-        freed = self.pool.give_back(nbytes)
-        assert before - self.pool.hot_bytes == freed
-        assert self.pool.tails.nbytes == 0 or tails - self.pool.tails.nbytes == freed, "tails go first"
 
     @rule(tokens=st.lists(TOKENS, min_size=3, max_size=9), what=st.sampled_from(["forget", "drop"]))
     def lose(self, tokens: list[int], what: str) -> None:

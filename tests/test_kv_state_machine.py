@@ -163,16 +163,6 @@ class StoreMachine(RuleBasedStateMachine):
             self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
 
     @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 99), partial=st.integers(0, 3))
-    def fork(self, number: int, partial: int) -> None:
-        request = self.pick(number)
-        twin = Request(request.table.fork(), list(request.keys), list(request.tokens))
-        self.live.append(twin)
-        self.compute(twin, [0] * partial)
-        if len(twin.tokens) % BLOCK:
-            self.compute(twin, [1] * (BLOCK - len(twin.tokens) % BLOCK))
-
-    @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 99), use=st.booleans())
     def finish(self, number: int, use: bool) -> None:
         request = self.live.pop(number % len(self.live))

@@ -271,14 +271,14 @@ def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
     memory = Memory(rig, 10**9)
     rig.run(PROMPT, 2)
     others = [7, *PROMPT[::-1]]
-    younger = rig.pool.hot_bytes - rig.pool.tails.nbytes
+    younger = rig.pool.hot_bytes
     rig.run(others, 2)
     cached = (len(PROMPT) - 1) // BLOCK * BLOCK
     assert rig.loaded.layout is not None
     memory.admission._per_token = MB
     need = kv(rig, 600 + 4) + kv(rig, cached) + (len(PROMPT) - cached) * MB
     own = rig.loaded.layout.nbytes(cached)
-    memory.available = RESERVE + need - own - younger // 2 - rig.pool.tails.nbytes
+    memory.available = RESERVE + need - own - younger // 2
     memory.admission.take(Budget(most=rig.loaded.weight_bytes + need))
     again = rig.run(PROMPT, 4)
     assert len(again.got) == 4 and again.sequence.restored_hot == cached

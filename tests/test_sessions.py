@@ -189,10 +189,10 @@ def prompt_of(length: int, seed: int) -> list[int]:
 def test_a_sub_agent_never_evicts_its_parents_branch(model, sheltering):
     """A hot tier that holds the parent and a little more: the sub-agent computes twice as much."""
     parent, child = prompt_of(20 * BLOCK + 5, 1), prompt_of(40 * BLOCK + 5, 2)
-    with Rig(model, tails=False) as rig:
+    with Rig(model) as rig:
         rig.run(parent, n=2)
         held = rig.pool.hot_bytes
-    with Rig(model, hot=held + held // 4, tails=False) as rig:
+    with Rig(model, hot=held + held // 4) as rig:
         first = rig.run(parent, n=2)
         names = list(first.sequence.hashes) if sheltering else ()
         for turn in range(2):
@@ -211,10 +211,10 @@ def test_a_sub_agent_that_is_over_goes_before_its_parent(model):
         prompt_of(20 * BLOCK + 5, 2),
         prompt_of(15 * BLOCK, 3),
     )
-    with Rig(model, tails=False) as rig:
+    with Rig(model) as rig:
         rig.run(parent, n=2)
         held = rig.pool.hot_bytes
-    with Rig(model, hot=held * 2 + held // 10, tails=False) as rig:
+    with Rig(model, hot=held * 2 + held // 10) as rig:
         first = rig.run(parent, n=2)
         rig.run(child, n=2, shelter=list(first.sequence.hashes))
         rig.run(other, n=2)

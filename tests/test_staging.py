@@ -109,10 +109,10 @@ def test_restored_prefixes_are_bit_identical(family: str, tmp_path: Path):
     model = build_family(family, tmp_path / family)
     reference, tokens = Reference(model), prompt(300)
     cache = tmp_path / "cache"
-    with Rig(model, cache, record=True, tails=False) as rig:
+    with Rig(model, cache, record=True) as rig:
         assert_same(rig, tokens, reference, hot=0, cold=0)
         assert_same(rig, tokens, reference, hot=256, cold=0)
-    with Rig(model, cache, record=True, tails=False) as rig:
+    with Rig(model, cache, record=True) as rig:
         assert_same(rig, tokens, reference, hot=0, cold=256)
         assert_same(rig, tokens, reference, hot=256, cold=0)  # the very payloads that were read
         rig.on_engine(lambda: rig.pool.check({}))

@@ -177,14 +177,14 @@ class MemoryAdmission:
         return self.store.pool.hot_bytes if self.store is not None else 0
 
     def _clear_the_way(self, need: int, running: list[Sequence], hot: list[Block]) -> None:
-        """Give hot tails and blocks back that stand where the prompt must go, but not `hot`, its own."""
+        """Evict hot blocks that stand where the prompt must go, but not `hot`, its own."""
         if self.store is None:
             return
         _, room = self._room(running)
         excess = need - (room - self._hot())
         if excess > 0:
             self.store.pool.touch(hot)
-            self.store.pool.give_back(excess)
+            self.store.pool.evict(excess)
             self.store.pool.free(hot)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:

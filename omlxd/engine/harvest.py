@@ -9,17 +9,18 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 
 from ..kv.block_table import BlockTable
+from ..kv.checkpoints import checkpoint_name
+from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore
 from . import mlx_adapter, shelter
-from .hot_tails import HotTails
-from .payload import MLXPayload, append_blocks, copy_blocks, read_payload
-from .prefill_chunk import last_token_alone
+from .payload import MLXPayload, append_blocks, copy_blocks
 from .restore import Restore
 from .sequence import Sequence, capacity_for
 from .staging import transport
@@ -40,11 +41,22 @@ One digest over a mapping of the file needs far fewer such steps (2 cores: 13 to
 would not be those that were put in place."""
 
 
+PROMOTED_BLOCKS = 64
+"""Blocks that are copied into the hot tier at a time."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A restore under way: names that it reads, and restores that wait for it."""
+
+    names: set[BlockHash]
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
 class KVBridge:
     """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
 
     states  for a model that also keeps state which exists only at a position; else None
-    tails   whether less than a block is kept too, where that can be
     """
 
     def __init__(
@@ -55,7 +67,6 @@ class KVBridge:
         post: Callable[[Callable[[], None]], None],
         states: StateKeeper | None = None,
         readers: int | None = None,
-        tails: bool = True,
     ):
         self._model = model
         self._layout = layout
@@ -63,22 +74,19 @@ class KVBridge:
         self.store = store
         self._post = post
         self._block = store.block_size
-        self._tails: HotTails | None = None
-        if tails and layout.groups and states is None and last_token_alone():
-            self._tails = HotTails(model, layout, store)
+        self._restores: list[_Shared] = []
         readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
         self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
-        self._background = ThreadPoolExecutor(1, thread_name_prefix="kv-background")
 
     # ----------------------------------------------------------------- into the store
 
-    def harvest(
-        self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]], *, end: bool = False
-    ) -> None:
+    def harvest(self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]]) -> None:
         """Offer every full block of the cache that the store has not been offered yet.
 
         tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
-        end                   keep what follows the last full block too
+
+        Not a block that holds the newest token: it may have been put through the model, but nobody has
+        looked at the logits.
 
         Raises nothing: where there is no memory for copies, nobody's answer fails for it.
         """
@@ -87,7 +95,7 @@ class KVBridge:
             return
         if sequence.kv_length > table.num_tokens:
             table.append(sequence.kv_length - table.num_tokens)
-        full = sequence.kv_length // self._block
+        full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
         sequence.hash_output(full, self._block)
         try:
             self._offer(sequence, table, full, tensors)
@@ -96,8 +104,6 @@ class KVBridge:
         new = max(0, full - sequence.harvested)
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.harvested = max(sequence.harvested, full)  # Those that failed are not tried again.
-        if end and self._tails is not None:
-            self._tails.keep(sequence, tensors)
 
     def _offer(
         self,
@@ -114,8 +120,6 @@ class KVBridge:
                 key = sequence.key(index, self._block)
                 had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
                 sequence.stored[key.block_hash] = had_file
-                if self._tails is not None:
-                    self._tails.note(sequence, index)
 
     def harvest_prefilled(self, sequence: Sequence) -> None:
         """As `harvest`, from the sequence's own cache (not yet in a batch)."""
@@ -125,7 +129,7 @@ class KVBridge:
             def cut(start: int, stop: int) -> dict[str, mx.array]:
                 return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
 
-            self.harvest(sequence, cut, end=True)
+            self.harvest(sequence, cut)
 
     def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
         """Indices of blocks to copy, as runs of neighbours."""
@@ -140,11 +144,35 @@ class KVBridge:
         return runs
 
     def withdraw(self, sequence: Sequence) -> None:
-        """What the sequence has stored since its last good token, or its match, is worth nothing."""
-        if sequence.stored:
-            log.warning("request %d: what it has stored of itself is dropped again", sequence.id)
-            self.store.withdraw(sequence.stored)
-            sequence.stored = {}
+        """Logits are not finite: remove what the sequence has stored since its last good token or its match.
+
+        Before the first token also what it was restored from, as far as that is not finite: a process that
+        was killed may have left it.
+        """
+        names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.stored}
+        sequence.stored = {}
+        if names:
+            log.warning("request %d: %d blocks without finite logits are removed", sequence.id, len(names))
+            self.store.withdraw(names)
+
+    def _not_finite(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of matched blocks, and of the checkpoint resumed from, that hold NaN or infinity."""
+        if sequence.generated or sequence.cache is None:
+            return []
+        full = sequence.kv_length // self._block
+        good = mx.full((full,), True)
+        for array in mlx_adapter.tensors(sequence.cache).values() if full else ():
+            if mx.issubdtype(array.dtype, mx.floating):
+                finite = mx.isfinite(array[0, :, : full * self._block]).all(axis=(0, 2))
+                good = good & finite.reshape(full, self._block).all(axis=1)
+        names = [
+            name
+            for name, fine in zip(sequence.hashes, cast(list[bool], good.tolist()), strict=False)
+            if not fine
+        ]
+        if self.states is not None and sequence.resume and not self.states.is_finite(sequence):
+            names.append(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        return names
 
     def finish(self, sequence: Sequence) -> None:
         """Give the sequence's references back, its chain made recent in both tiers. Raises nothing."""
@@ -155,6 +183,8 @@ class KVBridge:
         try:
             used = sequence.hashes[: table.num_full]
             if self.states is not None:
+                if sequence.tip is not None and sequence.tip[0] * self._block >= len(sequence.tokens):
+                    sequence.tip = None  # As with blocks: nobody has looked at the logits after it.
                 if sequence.tip is not None:
                     self.store.stats.new_state_bytes += sequence.tip[1].nbytes
                 # Before its chain, so the most recent: without it the chain is worth nothing.
@@ -193,11 +223,44 @@ class KVBridge:
     def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
 
-        A block that can't be read ends the prefix there; the rest is computed.
+        A block that can't be read ends the prefix there; the rest is computed. While another sequence
+        reads some of the same files, this one waits for it, and takes what is hot then from RAM.
         """
-        Restore(
-            self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, ready
-        ).start()
+        names = self._cold_names(sequence)
+        for other in self._restores:
+            if names & other.names:
+                other.waiting.append(lambda: self._again(sequence, ready))
+                return
+        shared = _Shared(names)
+
+        def settled() -> None:
+            self._restores.remove(shared)
+            try:
+                ready()
+            finally:
+                for start in shared.waiting:
+                    start()
+
+        restore = Restore(
+            self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, settled
+        )
+        self._restores.append(shared)
+        restore.start()
+
+    def _again(self, sequence: Sequence, ready: Callable[[], None]) -> None:
+        if sequence.cancelled or not self._cold_names(sequence):
+            ready()  # What is hot is appended by `catch_up`.
+        else:
+            self.restore(sequence, ready)
+
+    def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
+        """Names of the matched blocks and the checkpoint that only the disk has."""
+        assert sequence.table is not None
+        blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
+        names = {name for name, block in blocks if block.payload is None}
+        if self.states is not None and sequence.resume and not self.states.is_hot(sequence):
+            names.add(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        return names
 
     def catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
@@ -222,8 +285,6 @@ class KVBridge:
         self.store.cut(table, have + len(payloads))
         if payloads:
             self._append(sequence, payloads)
-        if self._tails is not None:
-            self._tails.extend(sequence)
 
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
@@ -255,46 +316,32 @@ class KVBridge:
         if not payloads:
             sequence.kv_length = sequence.restored_hot = blocks * self._block
 
-    def promote_later(self, sequence: Sequence) -> None:
-        """Read blocks that came from the cold tier into the hot one, in the background.
+    def promote(self, sequence: Sequence) -> None:
+        """Copy what has just come from the cold tier into the hot one, as far as there is room.
 
-        Where restoring goes through payloads it has done so already, as far as there is room.
+        Where restoring goes through payloads it has done so already. Raises nothing.
         """
-        table = sequence.table
-        if table is None or self.store.cold is None or not transport().direct:
+        table, cache = sequence.table, sequence.cache
+        if table is None or cache is None or not self._layout.groups or not transport().direct:
             return
-        for index, block in enumerate(table.blocks[: sequence.kv_length // self._block]):
-            if block.payload is None and block.on_disk:
-                key = sequence.key(index, self._block)
-                self.store.pool.touch([block])
-                self._background.submit(self._promote, block, key)
-
-    def _promote(self, block: Any, key: Any) -> None:
-        payload = None
+        nbytes = self._layout.nbytes(self._block)
+        most = min(PROMOTED_BLOCKS, self.store.hot_budget() // nbytes)
+        restored = table.blocks[: sequence.kv_length // self._block]
+        cold = [index for index, block in enumerate(restored) if block.payload is None]
         try:
-            # Another request may have brought it meanwhile.
-            if block.payload is None and self.store.may_promote(self._layout.nbytes(self._block)):
-                payload = read_payload(
-                    self._layout, self._block, lambda views: self.store.load_into(key, views)
-                )
-        except Exception:
-            log.exception("promotion failed")
-            payload = None
-        kept = payload
-
-        def settle() -> None:
-            if kept is not None:
-                self.store.promote(block, key.block_hash, kept)
-            self.store.pool.free([block])
-
-        self._post(settle)
-
-    def drain(self) -> None:
-        """Wait until the background has nothing to do. Not from the engine thread."""
-        self._background.submit(int).result()
+            while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
+                cold = cold[most:]
+                first, last = run[0] * self._block, (run[-1] + 1) * self._block
+                tensors = {n: a[:, :, first:last] for n, a in mlx_adapter.tensors(cache).items()}
+                starts = [(index - run[0]) * self._block for index in run]
+                for index, payload in zip(
+                    run, copy_blocks(self._layout, tensors, starts, self._block), strict=True
+                ):
+                    self.store.promote(restored[index], sequence.hashes[index], payload)
+        except Exception:  # No memory for a copy, most likely: they stay cold.
+            log.exception("request %d: what it was restored from stays cold", sequence.id)
 
     def close(self, deadline_s: float) -> bool:
         """Flush what is queued. False: the deadline came first."""
         self._readers.shutdown(wait=False, cancel_futures=True)
-        self._background.shutdown(wait=False, cancel_futures=True)
         return self.store.close(deadline_s)

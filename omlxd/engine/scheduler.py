@@ -6,8 +6,7 @@ rows that decode.
 
 Chunks end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
-the same shape. Only on a CPU may a chunk begin inside of a block, where its bits are the same
-(hot_tails.py).
+the same shape.
 
 Runs on the engine thread alone; `submit`, `cancel` and `post` may be called from any thread.
 """
@@ -189,7 +188,7 @@ class Scheduler:
             self._release(sequence)
             return
         sequence.state = State.PREFILLING
-        self.bridge.promote_later(sequence)
+        self.bridge.promote(sequence)
 
     # ----------------------------------------------------------------- prefill
 
@@ -304,17 +303,17 @@ class Scheduler:
         if not leaving:
             return
         for sequence in leaving:
-            self._harvest_row(batch, sequence, end=True)
+            self._harvest_row(batch, sequence)
         batch.leave(leaving)
         if not batch.rows:
             self._batches.remove(batch)
         for sequence in leaving:
             self._release(sequence)
 
-    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence, *, end: bool = False) -> None:
+    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence) -> None:
         if self.bridge is None or sequence.table is None:
             return
-        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop), end=end)
+        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop))
 
     def _accept(self, sequence: Sequence, token: int) -> bool:
         """Take a sampled token. False: the sequence ends with it."""

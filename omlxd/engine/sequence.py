@@ -57,7 +57,6 @@ class Sequence:
     fork           blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
-    singly         where the first token taken from a tail may have been computed in a pass of its own
     shelter        blocks to hold while it runs; `sheltered`: those that it holds (shelter.py)
     stored         names of what it has given the store since its last good token, or its match; and
                    whether a file of it was there before
@@ -88,7 +87,6 @@ class Sequence:
     restores: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
-    singly: int | None = None
     cancelled: bool = False
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))

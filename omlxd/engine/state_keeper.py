@@ -182,6 +182,15 @@ class StateKeeper:
         )
         return payload, True
 
+    def is_finite(self, sequence: Sequence) -> bool:
+        """Whether the checkpoint that the sequence resumed from holds no NaN or infinity. Reads the disk."""
+        position = sequence.resume * self._block
+        payload, _ = self.read(sequence)
+        if payload is None:
+            return True
+        states = view_state(self._layout.at(position), payload, self._layout.shapes(position)).values()
+        return all(bool(mx.isfinite(a).all().item()) for a in states if mx.issubdtype(a.dtype, mx.floating))
+
     def keep_hot(self, sequence: Sequence, payload: MLXPayload) -> None:
         """A checkpoint came from the cold tier: keep it in RAM too, if there is room."""
         block_hash = sequence.hashes[sequence.resume - 1]

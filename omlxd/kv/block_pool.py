@@ -12,7 +12,7 @@ spare records, so that neither allocation nor eviction ever steps over the other
     in a free queue    <=>  ref_cnt == 0; in that of cached blocks <=> it also has a name
     in hash map as h   <=>  block_hash == h
     payload held        =>  block_hash set
-    hot_bytes          ==   sum of payload bytes, and those of tails
+    hot_bytes          ==   sum of payload bytes
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Sequence
 from .block import Block, Payload
 from .free_queue import FreeQueue
 from .hashing import BlockHash
-from .tails import Tails
 
 
 class BlockPool:
@@ -38,8 +37,8 @@ class BlockPool:
         self._max_records = max_records
         self.on_leaving: Callable[[Block], None] | None = None
         """Called with a block that is evicted and whose payload is nowhere else, before it goes."""
-        self.tails = Tails()
-        self._block_bytes = 0
+        self.hot_bytes = 0
+        """Bytes of payload in RAM."""
         self.evicted = 0
 
     # ----------------------------------------------------------------- lookup and references
@@ -47,11 +46,6 @@ class BlockPool:
     def __len__(self) -> int:
         """Records, of any state."""
         return len(self._blocks)
-
-    @property
-    def hot_bytes(self) -> int:
-        """Bytes of payload in RAM, tails among them."""
-        return self._block_bytes + self.tails.nbytes
 
     @property
     def num_free(self) -> int:
@@ -124,32 +118,27 @@ class BlockPool:
         """Keep `payload` as the hot copy of a named block that has none."""
         assert block.block_hash is not None and block.payload is None
         block.payload = payload
-        self._block_bytes += payload.nbytes
+        self.hot_bytes += payload.nbytes
 
     def drop_payload(self, block: Block) -> None:
         """Leave the hot tier; the record and its name stay."""
         if block.payload is not None:
-            self._block_bytes -= block.payload.nbytes
+            self.hot_bytes -= block.payload.nbytes
             block.payload = None
 
     # ----------------------------------------------------------------- eviction
 
     def evict(self, nbytes: int) -> int:
-        """Evict cached blocks, oldest first, then tails, until `nbytes` are gone. Returns bytes freed.
+        """Evict cached blocks, oldest first, until `nbytes` are gone. Returns bytes freed.
 
-        Frees less only when everything left is in use.
+        May free fewer bytes if all remaining blocks are referenced.
         """
         freed = 0
         while freed < nbytes and (block := self._cached.popleft()) is not None:
             freed += block.payload.nbytes if block.payload is not None else 0
             self._leave(block)
             self._spare.append(block)
-        return freed + self.tails.shed(nbytes - freed)
-
-    def give_back(self, nbytes: int) -> int:
-        """As `evict`, where memory is short and not just the tier full: tails go first."""
-        freed = self.tails.shed(nbytes)
-        return freed + self.evict(nbytes - freed)
+        return freed
 
     def _leave(self, block: Block) -> None:
         if not block.on_disk and block.payload is not None and self.on_leaving is not None:
@@ -189,9 +178,8 @@ class BlockPool:
         assert {b.block_id for b in queued} == {b.block_id for b in self._blocks if b.ref_cnt == 0}
         assert all(b.block_hash == h for h, b in self._by_hash.items())
         assert len(self._by_hash) == sum(b.block_hash is not None for b in self._blocks)
-        self.tails.check()
         payloads = sum(b.payload.nbytes for b in self._blocks if b.payload is not None)
-        assert self.hot_bytes == payloads + self.tails.nbytes
+        assert self.hot_bytes == payloads
         assert all(b.block_hash is not None for b in self._blocks if b.payload is not None)
         if references is not None:
             assert {b.block_id: b.ref_cnt for b in self._blocks if b.ref_cnt} == {

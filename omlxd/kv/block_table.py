@@ -1,8 +1,4 @@
-"""A request's blocks in order: append-only, forked by reference, copied on write.
-
-Only the last block may be partly filled. Full blocks never change, so a fork shares them for good;
-the last one is shared until somebody appends to it, and then the one who appends gets a copy.
-"""
+"""A request's blocks in order, append-only. Only the last block may be partly filled, and it is never shared."""
 
 from __future__ import annotations
 
@@ -16,15 +12,13 @@ from .hashing import BlockHash
 class BlockTable:
     """`block_size` in tokens. Holds one reference to each of its blocks."""
 
-    __slots__ = ("_block_size", "_pool", "blocks", "copies", "num_tokens")
+    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
 
     def __init__(self, pool: BlockPool, block_size: int):
         self._pool = pool
         self._block_size = block_size
         self.blocks: list[Block] = []
         self.num_tokens = 0
-        self.copies = 0
-        """Copies on write that appending has caused."""
 
     @property
     def num_full(self) -> int:
@@ -45,8 +39,6 @@ class BlockTable:
             used = self.num_tokens % size
             if used == 0:
                 self.blocks.append(self._pool.allocate())
-            elif self.blocks[-1].ref_cnt > 1:
-                self._copy_last()
             take = min(count, size - used)
             self.blocks[-1].num_tokens = used + take
             self.num_tokens += take
@@ -57,24 +49,8 @@ class BlockTable:
         assert index < self.num_full, "only full blocks have names"
         return self._pool.cache(self.blocks[index], block_hash, payload)
 
-    def fork(self) -> BlockTable:
-        """Another table of the same blocks."""
-        twin = BlockTable(self._pool, self._block_size)
-        self._pool.touch(self.blocks)
-        twin.blocks = list(self.blocks)
-        twin.num_tokens = self.num_tokens
-        return twin
-
     def free(self) -> None:
         """Give every reference back. The table is empty afterwards."""
         self._pool.free(self.blocks)
         self.blocks = []
         self.num_tokens = 0
-
-    def _copy_last(self) -> None:
-        shared = self.blocks[-1]
-        own = self._pool.allocate()
-        own.num_tokens = shared.num_tokens
-        self.blocks[-1] = own
-        self._pool.free([shared])
-        self.copies += 1

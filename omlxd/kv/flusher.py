@@ -59,6 +59,7 @@ class Flusher:
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
         self._removing: set[BlockHash] = set()
+        self._removals = 0  # Calls of the writer's `remove` that are not over.
         self.on_written: Callable[[BlockHash], None] = lambda block_hash: None
         """Called on the engine thread with a block whose file is in place."""
         pool.on_leaving = self._leaving
@@ -157,17 +158,26 @@ class Flusher:
     def remove(self, names: Collection[BlockHash]) -> None:
         """Files of these names go, and those that are on their way. None is counted on from now on.
 
-        One that is stored again meanwhile is written once they are gone.
+        One that is stored again meanwhile is written once they are gone. What can't be removed is tried
+        again by `tick` and `close`.
         """
         self._removing.update(names)
         self._writing.difference_update(names)
         for name in names:
             self.unwritten.pop(name)
+        self._remove(names)
+
+    def _remove(self, names: Collection[BlockHash]) -> None:
+        self._removals += 1
 
         def done(gone: Collection[BlockHash]) -> None:
-            self._post(lambda: self._removing.difference_update(gone))
+            self._post(lambda: self._removed(gone))
 
         self.writer.remove(names, done)
+
+    def _removed(self, gone: Collection[BlockHash]) -> None:
+        self._removals -= 1
+        self._removing.difference_update(gone)
 
     def _leaving(self, block: Block) -> None:
         """A block without a file is evicted: the last moment to write it."""
@@ -193,19 +203,23 @@ class Flusher:
 
     def tick(self) -> None:
         """Write what is due by now. Call it every few seconds on the engine thread."""
+        if self._removing and not self._removals:
+            self._remove(list(self._removing))
         idle_s = IDLE_S if self._write_back else 0.0
         for entry in self.unwritten.root_first(idle_s):
             if not self._write_later(entry.key.block_hash):
                 break
 
     def close(self, deadline_s: float) -> bool:
-        """Write what is due, newest chain first and root to leaf, and stop the writers.
+        """Write what is due, newest chain first and root to leaf, remove what must go, and stop the writers.
 
         The engine thread must have ended. False: the deadline came first, or the disk refused; what is
         not written is lost.
         """
         deadline = time.monotonic() + deadline_s
         complete = True
+        if self._removing:
+            self._remove(list(self._removing))
         for entry in self.unwritten.root_first():
             complete = self._write_at_end(entry, deadline)
             if not complete:

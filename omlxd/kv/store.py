@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .block import Block, Payload
+from .block import Block
 from .block_file import BlockFileError, BlockKey
 from .block_pool import BlockPool
 from .block_table import BlockTable
@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 UNREADABLE_LIMIT = 10_000
 """Names of bad files that are remembered, so that they are written anew when they are computed again."""
-
-TAIL_SHARE = 16
-"""Tails take at most one part in so many of the hot tier."""
 
 
 @dataclass(slots=True)
@@ -107,13 +104,13 @@ class KVStore:
         start = len(table.blocks)
         for index in range(start, min(limit, len(hashes))):
             block = self.pool.get_cached_block(hashes[index])
-            if block is not None and (block.payload is not None or block.on_disk):
+            if block is not None and (block.payload is not None or self._may_read(hashes[index])):
                 table.extend_cached([block])
                 if self.flusher is not None:
                     self.flusher.used(hashes[index], len(hashes) * self.block_size)
                 continue
-            if not self._has_file(hashes[index]):
-                break
+            if block is not None or not self._has_file(hashes[index]):
+                break  # A record is no file: reads of a failing disk wait, whoever asks.
             table.append(self.block_size)
             table.cache(index, hashes[index], None).on_disk = True
         added = len(table.blocks) - start
@@ -199,10 +196,11 @@ class KVStore:
         if self.flusher is not None:
             self.flusher.remove([name for name, had_file in names.items() if not had_file])
 
+    def _may_read(self, block_hash: BlockHash) -> bool:
+        return self.flusher is None or self.flusher.may_read(block_hash)
+
     def _has_file(self, block_hash: BlockHash) -> bool:
-        if self.cold is None or (self.flusher is not None and not self.flusher.may_read(block_hash)):
-            return False
-        return self.cold.has(block_hash)
+        return self.cold is not None and self._may_read(block_hash) and self.cold.has(block_hash)
 
     def make_room(self, nbytes: int) -> bool:
         budget = self._hot_budget()
@@ -221,41 +219,20 @@ class KVStore:
         """Evict down to the budget, which may have shrunk."""
         excess = self.pool.hot_bytes - self._hot_budget()
         if excess > 0:
-            self.pool.give_back(excess)
-
-    # ----------------------------------------------------------------- tails
-
-    def wants_tail(self, parent: BlockHash, tokens: Sequence[int], many: int, nbytes: int) -> bool:
-        """Whether `put_tail` would keep a tail of that size; ask before copying it."""
-        return nbytes <= self._hot_budget() // TAIL_SHARE and not self.pool.tails.known(
-            parent, tokens, many, self._hot_payload
-        )
-
-    def put_tail(self, parent: BlockHash, tokens: Sequence[int], many: int, payload: Payload) -> None:
-        """Keep KV of `tokens`, which follow the block `parent`, in RAM (tails.py)."""
-        tails = self.pool.tails
-        tails.shed(tails.nbytes + payload.nbytes - self._hot_budget() // TAIL_SHARE)
-        if self.make_room(payload.nbytes):
-            tails.put(parent, tokens, many, payload)
-
-    def longest_tail(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[Payload, int, int] | None:
-        """What is hot of `tokens`, which follow the block `parent`; see `Tails.longest`."""
-        return self.pool.tails.longest(parent, tokens, self._hot_payload)
-
-    def _hot_payload(self, name: BlockHash) -> Payload | None:
-        block = self.pool.get_cached_block(name)
-        return block.payload if block is not None else None
+            self.pool.evict(excess)
 
     # ----------------------------------------------------------------- reading the cold tier
 
     def load_into(self, key: BlockKey, buffers: Sequence[memoryview], tier: ColdTier | None = None) -> bool:
         """Read a block's file into `buffers` and check it. Any thread. False: a miss, nothing usable.
 
+        A file on its way out is not read, and none while reads pause (cold_health.py).
+
         tier  where from, if not from the store's own cold tier (another format in the same folder)
         """
         tier = tier or self.cold
         assert tier is not None
-        if self.flusher is not None and self.flusher.is_removing(key.block_hash):
+        if not self._may_read(key.block_hash):
             self._count("lost")
             return False
         try:
@@ -309,10 +286,6 @@ class KVStore:
         block.on_disk = False
         if block.payload is None:
             self.pool.forget(block)
-
-    def may_promote(self, nbytes: int) -> bool:
-        """Whether reading a block of `nbytes` into the hot tier could be worth it. Any thread."""
-        return self._hot_budget() >= nbytes
 
     def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:
         """Keep a payload read from the cold tier hot, if there is room and nobody else has it."""

@@ -28,7 +28,7 @@ _ONE_PATH_ERRORS = (FileNotFoundError, FileExistsError, IsADirectoryError, NotAD
 
 
 MOST_ACTIONS = 1000
-"""Actions that wait at most. Behind a disk that hangs they would gather without end."""
+"""Touches that wait at most. Behind a disk that hangs they would gather without end."""
 
 
 class WritablePayload(Protocol):
@@ -153,31 +153,34 @@ class StoreWriter:
         with self._room:
             return self._room.wait_for(lambda: self.has_room(nbytes), timeout=timeout_s)
 
-    def after_queued(self, action: Callable[[], None]) -> None:
+    def after_queued(self, action: Callable[[], None], *, must: bool = False) -> None:
         """Run `action` on a writer thread once every store queued so far is settled.
 
-        Never if the writer is closed, or if `MOST_ACTIONS` wait already.
+        must  also where the writer is closed (then the caller may run it), or `MOST_ACTIONS` wait already
         """
         with self._lock:
-            if self._closed or self._actions >= MOST_ACTIONS:
+            if not must and (self._closed or self._actions >= MOST_ACTIONS):
                 return
             self._jobs += 1
             self._actions += 1
             if self._unsettled:
                 self._waiting.append((self._last_ticket, action))
-            else:
+                return
+            if not self._closed:
                 self._queue.put(action)
+                return
+        self._work(action)
 
     def remove(self, names: Collection[BlockHash], done: Callable[[Collection[BlockHash]], None]) -> None:
-        """Remove files once every store queued so far is settled.
+        """Remove files once every store queued so far is settled; no bound and no close drops this.
 
-        `done(those that are gone)` runs on a writer thread; never, as with `after_queued`.
+        `done(those that are gone)` runs on a writer thread.
         """
 
         def remove_all() -> None:
             done([name for name in names if self._remove(name)])
 
-        self.after_queued(remove_all)
+        self.after_queued(remove_all, must=True)
 
     def _remove(self, name: BlockHash) -> bool:
         try:
