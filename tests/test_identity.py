@@ -62,3 +62,18 @@ def test_requests_that_share_a_prefix_at_the_same_time(model: Path, uncached: Re
     assert got == [uncached(p, 12)[0] for p in prompts]
     # Nobody computes the shared blocks twice, however they overlap in time.
     assert computed == sum(map(len, prompts)) - 4 * (200 // BLOCK) * BLOCK
+
+
+def test_a_request_right_behind_a_cold_one_reads_nothing_again(model: Path, uncached: Reference, tmp_path: Path):
+    tokens = prompt(500)
+    with Rig(model, tmp_path) as rig:
+        rig.run(tokens, 4)
+    with Rig(model, tmp_path) as rig:
+        prompts = [tokens, tokens, tokens[:450] + prompt(20, seed=3), tokens + prompt(90, seed=4)]
+        running = [rig.start(p, 6) for p in prompts]
+        assert [output.tokens() for output in running] == [uncached(p, 6)[0] for p in prompts]
+        rig.settle()
+        assert rig.run(tokens, 4).hot == 448
+        assert rig.store.stats.restored == 500 // BLOCK, "each file is read once"
+        assert [output.hot + output.cold for output in running] == [448, 448, 448, 448]
+        rig.on_engine(lambda: rig.pool.check({}))

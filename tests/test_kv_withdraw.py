@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 from kv_fakes import BLOCK, HASHES, KEYS, LAYOUT, Rig, all_bytes, chain, empty_payload, files_in
 
+from omlxd.kv import store_writer
 from omlxd.kv.block_table import BlockTable
 
 OWN = dict.fromkeys(HASHES[2:], False)
 BAD = 0xEE
+
+
+def denied(path: str) -> None:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
 
 def store_bad(rig: Rig, matched: int = 2) -> BlockTable:
@@ -120,9 +125,6 @@ def test_a_file_that_can_not_be_removed_is_not_read(tmp_path, monkeypatch):
     table = store_bad(rig, matched=0)
     rig.settle()
 
-    def denied(path: str) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-
     monkeypatch.setattr(rig.cold._fs, "unlink", denied)
     rig.store.withdraw(dict.fromkeys(HASHES, False))
     end(rig, table)
@@ -133,6 +135,55 @@ def test_a_file_that_can_not_be_removed_is_not_read(tmp_path, monkeypatch):
     rig.pool.evict(6 * LAYOUT.nbytes(BLOCK))
     assert rig.restore(KEYS) == []
     rig.check()
+    rig.drop()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize("queued", [False, True])
+def test_no_full_queue_and_no_close_drops_a_removal(tmp_path, monkeypatch, closed, queued):
+    monkeypatch.setattr(store_writer, "MOST_ACTIONS", 1)
+    rig = Rig(tmp_path)
+    table = store_bad(rig, matched=0)
+    if not queued:
+        rig.settle()
+    rig.store.record_use(HASHES)
+    if closed:
+        rig.writer.close()
+    rig.store.withdraw(dict.fromkeys(HASHES, False))
+    while rig.writer.step():
+        pass
+    rig.pump()
+    assert files_in(tmp_path) == [] and rig.restore(KEYS) == []
+    table.free()
+    rig.drop()
+
+
+def test_a_removal_that_failed_is_tried_again(tmp_path, monkeypatch):
+    rig = Rig(tmp_path)
+    table = store_bad(rig, matched=0)
+    rig.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.cold._fs, "unlink", denied)
+        rig.store.withdraw(dict.fromkeys(HASHES, False))
+        end(rig, table)
+        rig.tick()
+    assert len(files_in(tmp_path)) == 6
+    rig.tick()
+    assert files_in(tmp_path) == [] and not rig.flusher._removing
+    rig.drop()
+
+
+def test_a_removal_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
+    rig = Rig(tmp_path)
+    table = store_bad(rig, matched=0)
+    rig.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.cold._fs, "unlink", denied)
+        rig.store.withdraw(dict.fromkeys(HASHES, False))
+        end(rig, table)
+    assert len(files_in(tmp_path)) == 6
+    assert rig.store.close(0)
+    assert files_in(tmp_path) == []
     rig.drop()
 
 

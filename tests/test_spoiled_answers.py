@@ -84,8 +84,7 @@ def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
         rig.scheduler._model = whole
         again = rig.run(LONG, 5)
         assert again.got == want
-        # What the good request had of it; a model with state goes on from a block's end.
-        assert again.hot == (len(SHARED) if model.name == "qwen3" else 2 * BLOCK)
+        assert again.hot == 2 * BLOCK
         assert rig.run(OTHER, 5).hot >= 4 * BLOCK
         assert rig.run(LONG, 5).hot >= 6 * BLOCK, "it is kept again"
     with Rig(model, tmp_path) as rig:
@@ -122,3 +121,60 @@ def test_an_answer_that_is_spoiled_later_keeps_what_has_given_numbers(tmp_path_f
         assert [*tokens, *output.got] == alone.tokens[: 2 * BLOCK]
         rig.scheduler._model = whole
         assert rig.run(alone.tokens[: 2 * BLOCK + 1], 3).hot == BLOCK
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_the_last_tokens_kv_is_not_kept_where_an_answer_ends_with_a_block(family: str, tmp_path_factory):
+    """The answer's last token was put through the model, and nobody looked at the logits."""
+    with Rig(build_family(family, tmp_path_factory.mktemp("model") / family)) as rig:
+        tokens = prompt(BLOCK + 30)
+        whole = rig.scheduler._model
+        at_the_end = Spoiled(whole, lambda _, cache: getattr(cache[-1], "offset", 0) == 2 * BLOCK)
+        rig.scheduler._model = at_the_end
+        first = rig.run(tokens, BLOCK - 30)
+        assert len(first.sequence.tokens) == 2 * BLOCK
+        rig.scheduler._model = whole
+        again = rig.run([*first.sequence.tokens, 5], 3)
+        assert again.hot == BLOCK, "a block that holds the newest token"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("restart", [False, True])
+def test_nan_blocks_from_an_earlier_life_fail_one_request_and_go(
+    family: str, restart: bool, tmp_path_factory, tmp_path: Path
+):
+    """A process that dies before the first token leaves what its chunks have stored."""
+    folder = build_family(family, tmp_path_factory.mktemp("model") / family)
+    tokens = prompt(3 * BLOCK + 10)
+    with Rig(folder) as rig:
+        want = rig.run(tokens, 4).got
+    with Rig(folder, tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        embed = rig.loaded.model.model if family == "qwen3" else rig.loaded.model.language_model.model
+        weight = embed.embed_tokens.weight
+
+        def poison(value: float) -> None:
+            embed.embed_tokens.weight = mx.where(
+                (mx.arange(weight.shape[0]) == tokens[BLOCK + 5])[:, None], value, weight
+            )
+
+        rig.on_engine(lambda: poison(float("nan")))
+        stored = rig.scheduler._first_token
+        rig.scheduler._first_token = lambda sequence, logits: rig.scheduler._fail(  # it dies here
+            sequence, OmlxdError("gone")
+        )
+        with pytest.raises(OmlxdError, match="gone"):
+            rig.start(tokens, 4).tokens()
+        rig.settle()
+        rig.on_engine(lambda: setattr(embed.embed_tokens, "weight", weight))
+        rig.scheduler._first_token = stored
+        if not restart:
+            fails(rig, tokens)
+            assert rig.run(tokens, 4).got == want
+    with Rig(folder, tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        if restart:
+            fails(rig, tokens)
+        assert rig.run(tokens, 4).got == want
+    with Rig(folder, tmp_path) as rig:
+        assert rig.run(tokens, 4).got == want

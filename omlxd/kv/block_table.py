@@ -1,4 +1,4 @@
-"""A request's blocks in order, append-only. Only the last block may be partly filled, and it is never shared."""
+"""A request's blocks in order, append-only. Only the last may be partly filled; it is never shared."""
 
 from __future__ import annotations
 
