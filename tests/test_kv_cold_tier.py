@@ -83,6 +83,7 @@ def test_the_name_appears_only_when_the_file_is_whole(tmp_path):
 def test_a_failed_store_leaves_nothing(tmp_path, number):
     for at in range(1, 100):
         fs = FaultyFileSystem(Fault(at, "error", number))
+        (tmp_path / str(at)).mkdir()
         tier = ColdTier(tmp_path / str(at), block_format(), fs)
         try:
             store(tier)
@@ -144,3 +145,24 @@ def test_many_threads_store_and_load_the_same_blocks(tier, tmp_path):
     for thread in threads:
         thread.join()
     assert errors == [] and temps_in(tmp_path) == []
+
+
+def test_no_folder_is_made_in_place_of_a_cache_dir_that_went_away(tmp_path):
+    """Removed, replaced by an empty one (a mount point), or by another daemon's."""
+    root, lock = tmp_path / "cache", tmp_path / "cache" / ".lock"
+    root.mkdir()
+    lock.touch()
+    tier = ColdTier(root, block_format(), PosixFileSystem(str(lock)))
+    root.rename(tmp_path / "aside")
+    keys = chain(range(4))
+    for make in (lambda: None, root.mkdir, lock.touch):
+        make()
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(FileNotFoundError):
+            tier.store(keys[0], payload_of(keys[0].block_hash).buffers())
+        assert sorted(tmp_path.rglob("*")) == before
+    lock.unlink()
+    root.rmdir()
+    (tmp_path / "aside").rename(root)
+    tier.store(keys[0], payload_of(keys[0].block_hash).buffers())
+    assert tier.has(keys[0].block_hash)

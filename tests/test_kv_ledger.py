@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ledger_files import (
 )
 
 import omlxd.kv.ledger as ledger_module
-from omlxd.kv.ledger import UNDELETABLE_LIMIT, Ledger
+from omlxd.kv.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
 from omlxd.kv.paths import disk_bytes
 
 # --------------------------------------------------------------------- the cap
@@ -268,3 +269,55 @@ def test_a_block_costs_what_the_format_says(tmp_path):
     rig.serve(chain(range(8)))
     assert rig.ledger.stats().bytes_used == 2 * FILE_DISK_BYTES == bytes_on_disk(tmp_path)
     rig.drop()
+
+
+def test_nothing_is_granted_while_the_folder_is_away_and_all_is_counted_when_it_is_back(
+    ledger, tmp_path, caplog
+):
+    root, aside = ledger.root, tmp_path.parent / f"{tmp_path.name}-aside"
+    assert store(ledger, 1) and store(ledger, 2)
+    for replacement in (False, True):
+        root.rename(aside)
+        if replacement:
+            root.mkdir()
+        caplog.clear()
+        for _ in range(3):
+            assert ledger.reserve(PAGE) == 0 and ledger.stats().folder_away == 1
+        assert [r.levelname for r in caplog.records] == ["WARNING"] and "SSD cache off" in caplog.text
+        ledger.dropped([name(1)])
+        if replacement:
+            assert list(root.iterdir()) == []
+            root.rmdir()
+        assert not root.exists()
+        put(aside, name(7))  # By an engine that had a grant left.
+        aside.rename(root)
+        assert store(ledger, 3) and ledger.stats().folder_away == 0 and "is back" in caplog.text
+        account(ledger)
+    with pytest.raises(LedgerBusy):
+        Ledger(root, 10 * PAGE).lock()
+
+
+def test_a_folder_that_came_back_as_another_is_locked_before_it_is_used(ledger, tmp_path):
+    """A disk that was plugged in again: the old lock is on a file system that is no more."""
+    root, aside = ledger.root, tmp_path.parent / f"{tmp_path.name}-other"
+    assert store(ledger, 1)
+    shutil.copytree(root, aside)
+    root.rename(tmp_path.parent / f"{tmp_path.name}-gone")
+    aside.rename(root)
+    other = Ledger(root, 10 * PAGE)
+    other.lock()
+    assert ledger.reserve(PAGE) == 0, "another daemon has it"
+    other.close()
+    assert store(ledger, 2) and ledger.stats().files == 2
+    with pytest.raises(LedgerBusy):
+        other.lock()
+
+
+def test_a_close_leaves_a_folder_that_is_not_ours_alone(tmp_path):
+    ledger = Ledger(tmp_path / "cache", 10 * PAGE)
+    ledger.open()
+    assert store(ledger, 1)
+    ledger.root.rename(tmp_path / "aside")
+    ledger.root.mkdir()
+    ledger.close()
+    assert list(ledger.root.iterdir()) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kv_fakes import BLOCK, HASHES, KEYS, LAYOUT, Rig, all_bytes, chain, empty_payload, files_in
 
-from omlxd.kv import store_writer
+from omlxd.kv import flusher, store_writer
 from omlxd.kv.block_table import BlockTable
 
 OWN = dict.fromkeys(HASHES[2:], False)
@@ -159,6 +159,7 @@ def test_no_full_queue_and_no_close_drops_a_removal(tmp_path, monkeypatch, close
 
 
 def test_a_removal_that_failed_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(flusher, "RETRY_S", 0.0)
     rig = Rig(tmp_path)
     table = store_bad(rig, matched=0)
     rig.settle()
@@ -167,7 +168,7 @@ def test_a_removal_that_failed_is_tried_again(tmp_path, monkeypatch):
         rig.store.withdraw(dict.fromkeys(HASHES, False))
         end(rig, table)
         rig.tick()
-    assert len(files_in(tmp_path)) == 6
+    assert len(files_in(tmp_path)) == 6 and rig.flusher.has_work
     rig.tick()
     assert files_in(tmp_path) == [] and not rig.flusher._removing
     rig.drop()

@@ -87,6 +87,7 @@ def test_another_records_file_and_another_namespaces(files: RecordFiles, tmp_pat
 def test_whatever_fails_an_old_record_stays_or_the_new_one_is_there(tmp_path: Path, kind):
     for at in range(1, 50):
         root = tmp_path / f"{kind} {at}"
+        root.mkdir()
         put(RecordFiles(root, NAMESPACE), b"old" * 100)
         fs = FaultyFileSystem(Fault(at, kind, 5))
         with contextlib.suppress(OSError, Crash):

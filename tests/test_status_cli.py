@@ -79,6 +79,10 @@ def test_status_as_text():
     assert "b: b can't be loaded: why" in lines
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"
     assert as_text(status(model(), cold=False), URL).endswith("SSD cache: none")
+    gone = status(model())
+    assert gone.cold is not None
+    gone.cold.folder_away = True
+    assert "OFF, the folder is away" in as_text(gone, URL)
     assert "OFF, its disk fails" in as_text(status(model(values={"kv_cold_tier_on": 0.0})), URL)
 
 

@@ -11,7 +11,7 @@ TICK_S = 2.0
 
 
 class FlushClock:
-    """`post(f)` runs `f` on the engine thread. It is woken only while there is something to write."""
+    """`post(f)` runs `f` on the engine thread. It is woken only while there is something to do."""
 
     def __init__(self, flusher: Flusher, post: Callable[[Callable[[], None]], None]):
         self._flusher = flusher
@@ -21,7 +21,7 @@ class FlushClock:
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
-            if self._flusher.unwritten.due:
+            if self._flusher.has_work:
                 self._post(self._flusher.tick)
 
     def stop(self) -> None:

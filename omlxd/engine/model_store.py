@@ -17,8 +17,10 @@ from ..kv.block_pool import BlockPool
 from ..kv.checkpoints import CheckpointFiles, Checkpoints
 from ..kv.cold_tier import ColdTier
 from ..kv.flusher import Flusher
+from ..kv.fs import PosixFileSystem
 from ..kv.hashing import BlockHash, namespace_of
 from ..kv.namespace_file import describe_namespace
+from ..kv.paths import LOCK_NAME
 from ..kv.record_file import RecordFiles
 from ..kv.space import Space
 from ..kv.store import KVStore
@@ -135,7 +137,9 @@ class ModelStore:
                 settings.block_size,
                 read_bytes=transport().read_bytes,
             )
-            cold = ColdTier(Path(settings.cold_dir), format)
+            root = Path(settings.cold_dir)
+            self._fs = PosixFileSystem(str(root / LOCK_NAME))
+            cold = ColdTier(root, format, self._fs)
             queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
             flusher = Flusher(
                 pool,
@@ -145,7 +149,7 @@ class ModelStore:
                 settings.write_back,
             )
             self.turns = TurnFiles(
-                RecordFiles(Path(settings.cold_dir), self.namespace),
+                RecordFiles(root, self.namespace, self._fs),
                 flusher.writer,
                 space,
                 self._tokenizer,
@@ -171,7 +175,7 @@ class ModelStore:
         files = None
         if settings.cold_dir:
             files = CheckpointFiles(
-                Path(settings.cold_dir), self.namespace, states.at, read_bytes=transport().read_bytes
+                Path(settings.cold_dir), self.namespace, states.at, self._fs, transport().read_bytes
             )
         return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
 

@@ -57,6 +57,7 @@ class ColdStatus(msgspec.Struct, kw_only=True):
     files: int
     evicted_files: int
     evicted_bytes: int
+    folder_away: bool = False
 
 
 class DaemonStatus(msgspec.Struct, kw_only=True):
@@ -164,6 +165,7 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
         files=stats.files,
         evicted_files=stats.evicted_files,
         evicted_bytes=stats.evicted_bytes,
+        folder_away=bool(stats.folder_away),
     )
 
 

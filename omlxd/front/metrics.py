@@ -94,6 +94,7 @@ LEDGER = {
     "written_today_bytes": ("omlxd_cold_written_today_bytes", "Bytes written today, against the budget."),
     "daily_write_budget_bytes": ("omlxd_cold_daily_write_budget_bytes", "Of a day; 0: without limit."),
     "write_budget_used_up": ("omlxd_cold_write_budget_used_up", "1: something was refused today."),
+    "folder_away": ("omlxd_cold_folder_away", "1: the folder was removed, renamed or unmounted."),
 }
 
 

@@ -31,6 +31,8 @@ IDLE_S = 30.0
 """Write-back: a block that nobody has used for so long is written."""
 TRIES = 3
 """Stores of one block that may fail while others work: then it stays in RAM alone."""
+RETRY_S = 30.0
+"""Removals that failed are tried again so often."""
 
 
 class Flusher:
@@ -59,10 +61,16 @@ class Flusher:
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
         self._removing: set[BlockHash] = set()
+        self._removed_at = 0.0
         self._removals = 0  # Calls of the writer's `remove` that are not over.
         self.on_written: Callable[[BlockHash], None] = lambda block_hash: None
         """Called on the engine thread with a block whose file is in place."""
         pool.on_leaving = self._leaving
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `tick` may have something to do. Any thread."""
+        return bool(self.unwritten.due or self._removing)
 
     def is_writing(self, block_hash: BlockHash) -> bool:
         return block_hash in self._writing
@@ -169,6 +177,7 @@ class Flusher:
 
     def _remove(self, names: Collection[BlockHash]) -> None:
         self._removals += 1
+        self._removed_at = time.monotonic()
 
         def done(gone: Collection[BlockHash]) -> None:
             self._post(lambda: self._removed(gone))
@@ -203,7 +212,7 @@ class Flusher:
 
     def tick(self) -> None:
         """Write what is due by now. Call it every few seconds on the engine thread."""
-        if self._removing and not self._removals:
+        if self._removing and not self._removals and time.monotonic() - self._removed_at >= RETRY_S:
             self._remove(list(self._removing))
         idle_s = IDLE_S if self._write_back else 0.0
         for entry in self.unwritten.root_first(idle_s):

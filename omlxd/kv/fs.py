@@ -5,6 +5,8 @@ Only what the cold tier uses, in POSIX's terms; every method raises OSError as `
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -26,7 +28,10 @@ class FileSystem(Protocol):
     def sync(self, fd: int) -> None: ...
     def rename(self, source: str, target: str) -> None: ...
     def unlink(self, path: str) -> None: ...
-    def make_folder(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None:
+        """Make a folder and at most its parent: a cache dir that is away is not made anew."""
+        ...
+
     def is_file(self, path: str) -> bool:
         """An ordinary file, not a link to one. Raises nothing."""
         ...
@@ -34,8 +39,27 @@ class FileSystem(Protocol):
     def touch(self, path: str, mtime_ns: int) -> None: ...
 
 
+def identity(path: str | int) -> tuple[int, int] | None:
+    """Device and inode of a file, by path or descriptor; None: it is not there, or can't be looked at."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class PosixFileSystem:
-    """The real one."""
+    """The real one.
+
+    lock  the cache dir's: no folder is made while another file than at first, or none, has that path
+    """
+
+    _lock = ""
+    _identity: tuple[int, int] | None = None
+
+    def __init__(self, lock: str = ""):
+        self._lock = lock
+        self._identity = identity(lock) if lock else None
 
     def open_read(self, path: str) -> int:
         # O_NONBLOCK means nothing to a file, but a pipe in its place must not hold the reader for ever.
@@ -66,7 +90,14 @@ class PosixFileSystem:
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
-        os.makedirs(path, mode=0o700, exist_ok=True)
+        if self._lock:
+            now = identity(self._lock)
+            if now is None or now != (self._identity or now):
+                raise FileNotFoundError(errno.ENOENT, "the cache folder is away", self._lock)
+            self._identity = now
+        for folder in (os.path.dirname(path), path):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
 
     def is_file(self, path: str) -> bool:
         try:

@@ -36,6 +36,7 @@ from pathlib import Path
 from .fates import Fates
 from .file_order import FileOrder
 from .folders import entries_of, is_gone, subfolders, unlink
+from .fs import identity
 from .installed import Installed
 from .namespace_file import FILE_NAME
 from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
@@ -66,6 +67,7 @@ class LedgerStats:
 
     orphans_evicted_total  files of namespaces that no installed model has
     write_budget_used_up   1: something was refused today, 0: nothing was
+    folder_away            1: the cache dir is not where its lock was taken, 0: it is
     """
 
     bytes_used: int
@@ -79,6 +81,7 @@ class LedgerStats:
     written_today_bytes: int = 0
     daily_write_budget_bytes: int = 0
     write_budget_used_up: int = 0
+    folder_away: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +113,7 @@ class Ledger:
         self._evicted_orphans = 0
         self._lock_fd = -1
         self._has_stock = False
+        self._away = False
         self._leftovers_removed = 0
         self._gone: list[_Gone] = []
         """Engines that have ended and whose folders could not be read since."""
@@ -131,8 +135,11 @@ class Ledger:
         Raises LedgerBusy, or OSError when the folder can't be made or written.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._take_lock(os.O_CREAT)
+
+    def _take_lock(self, flags: int = 0) -> None:
         text = b""
-        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(self.root / LOCK_NAME, os.O_RDWR | flags | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The number is for people. A full disk has no room for it, and must still be opened,
@@ -150,10 +157,40 @@ class Ledger:
             raise
         self._lock_fd = fd
 
+    def _is_here(self) -> bool:
+        """Whether the folder is the one that was locked; its files are counted anew when it is back.
+
+        It may come back as another file system (a disk unplugged and plugged in), and is locked anew then.
+        Nothing is made in its place. Raises OSError when it is back and can't be read.
+        """
+        held, there = identity(self._lock_fd), identity(str(self.root / LOCK_NAME))
+        if there is not None and there != held:
+            old = self._lock_fd
+            try:
+                self._take_lock()
+            except (OSError, LedgerBusy):
+                there = None
+            else:
+                os.close(old)
+        if there is None:
+            if not self._away:
+                log.warning(
+                    "SSD cache off: the folder %s is not the one that was opened; it is used again once that "
+                    "is back, and nothing is made in its place",
+                    self.root,
+                )
+            self._away = True
+        elif self._away:
+            self._has_stock = False
+            self.take_stock()
+            self._away = False
+            log.warning("SSD cache on: the folder %s is back", self.root)
+        return not self._away
+
     def close(self) -> None:
         """Give up the lock."""
         if self._lock_fd >= 0:
-            if self._has_stock:
+            if self._has_stock and identity(self._lock_fd) == identity(str(self.root / LOCK_NAME)):
                 self._writes.close()
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -222,7 +259,7 @@ class Ledger:
 
     def reserve(self, nbytes: int) -> int:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
-        if nbytes <= 0 or not self._has_stock:
+        if nbytes <= 0 or not (self._has_stock or self._away) or not self._is_here():
             return 0
         self._settle_gone()
         if self._reserved + nbytes > self.cap:
@@ -381,4 +418,5 @@ class Ledger:
             written_today_bytes=max(0, self._writes.spent - self._reserved),
             daily_write_budget_bytes=self._writes.limit,
             write_budget_used_up=int(self._writes.used_up),
+            folder_away=int(self._away),
         )

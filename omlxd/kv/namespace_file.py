@@ -71,7 +71,7 @@ def describe_namespace(
     folder = root / namespace_dir(namespace)
     temp = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.mkdir(exist_ok=True, mode=0o700)
         temp.write_bytes(msgspec.json.format(msgspec.json.encode(new)))
         temp.replace(folder / FILE_NAME)
     except OSError:

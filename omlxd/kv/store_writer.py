@@ -178,20 +178,24 @@ class StoreWriter:
         """
 
         def remove_all() -> None:
-            done([name for name in names if self._remove(name)])
+            errors = {name: error for name in names if (error := self._remove(name)) is not None}
+            if errors:
+                log.warning(
+                    "cold tier: %d files can't be removed: %s", len(errors), next(iter(errors.values()))
+                )
+            done([name for name in names if name not in errors])
 
         self.after_queued(remove_all, must=True)
 
-    def _remove(self, name: BlockHash) -> bool:
+    def _remove(self, name: BlockHash) -> OSError | None:
         try:
             self._cold.remove(name)
         except FileNotFoundError:
-            return True
+            return None
         except OSError as error:
-            log.warning("cold tier: a file can't be removed: %s", error)
-            return False
+            return error
         self._space.dropped(self._cold.path_of(name))
-        return True
+        return None
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every store is settled and every action has run. False: the deadline came first."""

@@ -61,6 +61,8 @@ def cold_line(status: DaemonStatus) -> str:
         return "SSD cache: none"
     text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {cold.files} files"
     text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
+    if cold.folder_away:
+        return f"{text}; OFF, the folder is away: put it back, or restart omlxd"
     off = any(model.values.get("kv_cold_tier_on") == 0 for model in status.models)
     return text + ("; OFF, its disk fails: see the log" if off else "")
 
