@@ -46,7 +46,8 @@ class FaultyFileSystem(PosixFileSystem):
     `watch` is called after every operation: for what must hold at every instant.
     """
 
-    def __init__(self, fault: Fault | None = None, watch: Callable[[], None] = lambda: None):
+    def __init__(self, fault: Fault | None = None, watch: Callable[[], None] = lambda: None, lock: str = ""):
+        super().__init__(lock)
         self.fault = fault
         self._watch = watch
         self.count = 0

@@ -35,6 +35,7 @@ from kv_fakes import (
     bytes_of,
     bytes_on_disk,
     chain,
+    empty_payload,
     files_in,
     payload_of,
     ram_folder,
@@ -46,9 +47,13 @@ from omlxd.kv.block_file import BlockKey
 from omlxd.kv.block_table import BlockTable
 from omlxd.kv.cold_tier import ColdTier
 from omlxd.kv.flusher import IDLE_S
+from omlxd.kv.paths import LOCK_NAME
 
 FOLDER = "5" * 32
 """A namespace of nobody's."""
+
+SPOILED = empty_payload().tobytes()
+"""What stands for KV of NaN: no block of the oracle holds it."""
 
 TOKENS = st.integers(0, 1)
 """Two token ids, so that prefixes meet all the time."""
@@ -77,12 +82,14 @@ class StoreMachine(RuleBasedStateMachine):
         self.day, self.now = 1, 0.0
         self.root = Path(tempfile.mkdtemp(prefix="omlxd-kv-", dir=ram_folder()))
         self.over: list[int] = []
+        self.spoiled: set[bytes] = set()
+        self.earlier: set[bytes] = set()
         self.cap = cap
         self.records = records
         self.open(hot)
 
     def open(self, hot: float) -> None:
-        self.fs = FaultyFileSystem(watch=self.watch)
+        self.fs = FaultyFileSystem(watch=self.watch, lock=str(self.root / LOCK_NAME))
         self.rig = Rig(
             self.root,
             hot=hot,
@@ -98,6 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.flusher.unwritten._clock = lambda: self.now
         self.live: list[Request] = []
         self.tampered = False
+        self.aside: Path | None = None
         self.outside = 0  # bytes granted to another engine and not settled
         assert temps_in(self.root) == [], "a temporary file survived an open"
 
@@ -107,6 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "rig"):
+            self.come_back()
             self.rig.drop()
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -124,11 +133,17 @@ class StoreMachine(RuleBasedStateMachine):
         matched = self.rig.store.extend_match(table, [k.block_hash for k in keys], len(keys) - leave)
         assert matched == len(table.blocks) <= max(0, len(keys) - leave)
         for index, block in enumerate(table.blocks):
+            paused, on_disk = not self.rig.flusher.health.may_read(), block.payload is None
+            assert not (paused and on_disk), "a record is read while reads pause"
             data = self.rig.read(keys[index], block)
+            name = keys[index].block_hash
+            if data == SPOILED and name in self.earlier:
+                self.rig.store.withdraw({name: False})  # As the engine does before the first token.
+                data = None
             if data is None:
                 self.rig.store.cut(table, index)
                 break
-            assert data == bytes_of(keys[index].block_hash), "wrong bytes"
+            assert data == bytes_of(name), "wrong bytes"
         request = Request(table, keys[: len(table.blocks)], tokens[: len(table.blocks) * BLOCK])
         self.live.append(request)
         self.compute(request, tokens[len(request.tokens) :])
@@ -154,6 +169,50 @@ class StoreMachine(RuleBasedStateMachine):
             key = request.keys[index]
             if self.rig.store.wants(key.block_hash):
                 self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), blocks=st.lists(TOKENS, min_size=1, max_size=3), steps=st.integers(0, 4))
+    def spoil(self, number: int, blocks: list[int], steps: int) -> None:
+        """A request stores NaN, and withdraws it; whatever the queues hold, it is never read again."""
+        request, own = self.pick(number), {}
+        request.tokens += [token for block in blocks for token in [block] * BLOCK]
+        request.table.append(len(blocks) * BLOCK)
+        done, request.keys = len(request.keys), chain(request.tokens)
+        for index, key in enumerate(request.keys[done:], done):
+            if self.rig.store.wants(key.block_hash):
+                own[key.block_hash] = self.rig.store.put(request.table, index, key, empty_payload())
+        self.write(steps)
+        self.rig.store.withdraw(own)
+        self.spoiled.update(name for name, had_file in own.items() if not had_file)
+
+    @rule(count=st.integers(1, 4))
+    def busy(self, count: int) -> None:
+        """The queue of actions is full."""
+        for _ in range(count):
+            self.rig.writer.after_queued(lambda: None)
+
+    @rule()
+    def read_fails(self) -> None:
+        """The disk hangs until a read times out: from then on nobody reads, by file or by record."""
+        self.rig.flusher.health.read_failed(OSError(errno.ETIMEDOUT, "timed out"))
+
+    @precondition(lambda self: self.aside is None)
+    @rule(replaced=st.booleans())
+    def folder_goes(self, replaced: bool) -> None:
+        """Unmounted: the path is gone, or an empty mount point."""
+        self.aside = self.root.with_name(f"{self.root.name}-aside")
+        self.root.rename(self.aside)
+        if replaced:
+            self.root.mkdir()
+
+    @precondition(lambda self: self.aside is not None)
+    @rule()
+    def folder_returns(self) -> None:
+        assert self.aside is not None
+        if self.root.exists():
+            self.root.rmdir()  # Raises if anything was made in it.
+        self.aside.rename(self.root)
+        self.aside, self.tampered = None, True
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 99))
@@ -227,18 +286,26 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(hot=st.sampled_from([0, 1, 3, 8]), cap=st.integers(0, 10), temp=st.booleans())
     def crash(self, hot: int, cap: int, temp: bool) -> None:
         """The process is gone between two operations, or amid a write."""
+        self.come_back()
         if temp:
             (self.root / FOLDER / "00").mkdir(parents=True, exist_ok=True)
             (self.root / FOLDER / "00" / f"{'0' * 64}.safetensors.1-1.tmp").write_bytes(bytes(5000))
         self.rig.drop()
+        self.earlier |= self.spoiled  # What was to be removed may be there again.
         self.cap = cap
         self.open(hot)
+
+    def come_back(self) -> None:
+        if self.aside is not None:
+            self.folder_returns()
 
     @rule(hot=st.integers(0, 8))
     def restart(self, hot: int) -> None:
         """A clean stop: what was queued is on disk after it, unless the disk refused it."""
+        self.come_back()
         self.fs.fault = None
         self.rig.writer.resume()
+        self.rig.pump()
         keys = [key for request in self.live for key in request.keys]
         self.rig.settle()
         due, refused = list(self.rig.flusher.unwritten.due), self.rig.writer.stats.refused
@@ -311,7 +378,7 @@ class StoreMachine(RuleBasedStateMachine):
     def another_engine_reserves(self, count: int) -> None:
         self.outside += self.rig.ledger.reserve(count * FILE_DISK_BYTES)
 
-    @precondition(lambda self: self.outside)
+    @precondition(lambda self: self.outside and self.aside is None)
     @rule(number=st.integers(0, 9), told=st.booleans())
     def another_engine_stores(self, number: int, told: bool) -> None:
         other = ColdTier(self.root, block_format(OTHER_NAMESPACE))
@@ -337,12 +404,14 @@ class StoreMachine(RuleBasedStateMachine):
     def holds(self) -> None:
         if not hasattr(self, "rig"):
             return
+        if self.aside is not None:
+            assert not self.root.exists() or list(self.root.iterdir()) == [], "made anew in its place"
         self.rig.check(request.table for request in self.live)
         assert self.over == [], "over the cap at some instant"
         stats = self.rig.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cap
         assert not self.daily or stats.written_today_bytes <= self.daily * FILE_DISK_BYTES
-        if not self.tampered and not temps_in(self.root):
+        if self.aside is None and not self.tampered and not temps_in(self.root):
             assert bytes_on_disk(self.root) == stats.bytes_used and len(files_in(self.root)) == stats.files
         for request in self.live:
             assert request.table.num_tokens == len(request.tokens)
