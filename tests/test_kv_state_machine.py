@@ -43,6 +43,7 @@ from kv_fakes import (
 )
 from kv_machines import LONG, QUICK
 
+from omlxd.kv import store_writer
 from omlxd.kv.block_file import BlockKey
 from omlxd.kv.block_table import BlockTable
 from omlxd.kv.cold_tier import ColdTier
@@ -191,10 +192,15 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.rig.writer.after_queued(lambda: None)
 
-    @rule()
-    def read_fails(self) -> None:
+    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=3))
+    def read_fails(self, blocks: list[int]) -> None:
         """The disk hangs until a read times out: from then on nobody reads, by file or by record."""
+        self.serve(blocks, 0)
+        for block in list(self.rig.pool._by_hash.values()):
+            if block.on_disk:
+                self.rig.pool.drop_payload(block)
         self.rig.flusher.health.read_failed(OSError(errno.ETIMEDOUT, "timed out"))
+        self.request(blocks, 0)
 
     @precondition(lambda self: self.aside is None)
     @rule(replaced=st.booleans())
@@ -244,6 +250,7 @@ class StoreMachine(RuleBasedStateMachine):
     def settle(self) -> None:
         self.rig.settle()
         assert not self.rig.flusher.held and not self.rig.flusher._writing
+        assert not self.rig.flusher._removals, "a removal was dropped"
         stats = self.rig.ledger.stats()
         # A temporary file that could not be removed keeps its grant while its engine lives.
         assert stats.reserved == self.outside + self.rig.cold.left * FILE_DISK_BYTES, "a grant leaked"
@@ -416,6 +423,11 @@ class StoreMachine(RuleBasedStateMachine):
         for request in self.live:
             assert request.table.num_tokens == len(request.tokens)
             assert all(b.num_tokens == BLOCK for b in request.table.blocks[: request.table.num_full])
+
+
+@pytest.fixture(autouse=True)
+def few_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_writer, "MOST_ACTIONS", 3)
 
 
 def test_quick():
