@@ -12,19 +12,19 @@ from fake_engine import FakeEngine, app_of
 
 from omlxd import cli
 from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import is_block_path
+from omlxd.kv.paths import is_stored_path
 
 NAMESPACE = "ab" * 16
 
 
 def test_what_a_blocks_path_is():
     good = f"{NAMESPACE}/cd/{'cd' * 32}.safetensors"
-    assert is_block_path(good)
+    assert is_stored_path(good)
     for bad in (
         *("", "x", f"../{good}", f"/{good}", good + ".1-2.tmp", good.replace("/cd/", "/ce/")),
         *(f"{NAMESPACE}/../{good}", f"{NAMESPACE}/cd/../../x", f"{NAMESPACE}/cd/model.safetensors"),
     ):
-        assert not is_block_path(bad)
+        assert not is_stored_path(bad)
 
 
 def test_the_ledger_forgets_what_the_owner_takes_away(tmp_path: Path):

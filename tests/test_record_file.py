@@ -22,7 +22,7 @@ from kv_fakes import (
 )
 
 from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import file_kind, is_block_path, is_stored_path
+from omlxd.kv.paths import file_kind, is_stored_path
 from omlxd.kv.record_file import FORMAT, MOST_AGE_S, MOST_BYTES, Record, RecordError, RecordFiles
 
 NAME, OTHER = b"n" * 32, b"o" * 32
@@ -47,7 +47,7 @@ def test_a_record_comes_back_and_is_private(files: RecordFiles):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert file_kind(path.name) == "record"
-    assert is_stored_path(files.path_of(NAME)) and not is_block_path(files.path_of(NAME))
+    assert is_stored_path(files.path_of(NAME))
     assert files.remove(NAME) and files.remove(NAME) and not path.exists()
     with pytest.raises(FileNotFoundError):
         files.load(NAME)

@@ -48,11 +48,6 @@ class BlockPool:
         return len(self._blocks)
 
     @property
-    def num_free(self) -> int:
-        """Blocks with ref_cnt 0, cached ones among them."""
-        return len(self._cached) + len(self._spare)
-
-    @property
     def num_cached(self) -> int:
         """Blocks with a name."""
         return len(self._by_hash)

@@ -68,23 +68,14 @@ def temp_owner(name: str) -> int | None:
     return int(match["owner"]) if match is not None and match["temp"] else None
 
 
-def is_block_path(path: str) -> bool:
-    """Whether `path`, relative to the cache dir, is where a block's file lies."""
-    return _is_path_of(path, ("block",))
-
-
 def is_stored_path(path: str) -> bool:
     """Whether `path`, relative to the cache dir, is where a block's file or a record lies."""
-    return _is_path_of(path, ("block", "record"))
-
-
-def _is_path_of(path: str, kinds: tuple[str, ...]) -> bool:
     parts = path.split("/")
     return (
         len(parts) == 3
         and is_namespace_dir(parts[0])
         and is_fan_dir(parts[1])
-        and file_kind(parts[2]) in kinds
+        and file_kind(parts[2]) in ("block", "record")
         and parts[2].startswith(parts[1])
     )
 
