@@ -244,8 +244,8 @@ class KVBridge:
         restore = Restore(
             self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, settled
         )
-        self._restores.append(shared)
         restore.start()
+        self._restores.append(shared)  # Not if that raised: nobody would settle it.
 
     def _again(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         if sequence.cancelled or not self._cold_names(sequence):
