@@ -10,7 +10,7 @@ from app_client import PATHS, body, client, message_of
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_of, served
 
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
-from omlxd.errors import InvalidRequest, NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
+from omlxd.errors import NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines import resolve_name
 
@@ -24,10 +24,15 @@ def test_resolve_name():
     assert resolve_name("other", known) == "/models/other"
     assert resolve_name("claude-here", known, "org/tiny") == "claude-here"
     assert resolve_name("claude-opus-5-5", known, "org/tiny") == "org/tiny"
-    for name in ("", "  "):
-        with pytest.raises(InvalidRequest):
-            resolve_name(name, known, "org/tiny")
-    for name in ("gpt-4", "TINY", "ny", "claude"):
+    for name in ("", "  ", "default", "Dummy", "local", "local-model", "default:latest"):
+        assert resolve_name(name, known, "org/tiny") == "org/tiny"
+        with pytest.raises(NotFound):
+            resolve_name(name, [], None)
+    for name in ("OTHER", "other:latest", "/Models/Other:latest"):
+        assert resolve_name(name, known, "org/tiny") == "/models/other"
+    assert resolve_name("Fast:latest", known, None, {"fast": "org/tiny"}) == "org/tiny"
+    assert resolve_name("local", known, "org/tiny", {"local": "/models/other"}) == "/models/other"
+    for name in ("gpt-4", "gpt-4:latest", "other:8b", "ny", "claude"):
         with pytest.raises(NotFound, match="org/tiny, /models/other, claude-here"):
             resolve_name(name, known, "org/tiny")
     with pytest.raises(NotFound):
@@ -175,7 +180,6 @@ async def test_wrong_method(path):
 async def test_bad_requests(path, stream):
     async with client(app_of(FakeEngine())) as http:
         for status, given in [
-            (400, body(path, model="", stream=stream)),
             (400, body(path, temperature=-1, stream=stream)),
             (404, body(path, model="gpt-4", stream=stream)),
         ]:
@@ -184,6 +188,19 @@ async def test_bad_requests(path, stream):
             assert message_of(path, answer)
         answer = await http.post(path, content=b"{oops")
         assert answer.status_code == 400 and "JSON" in message_of(path, answer)
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses"])
+async def test_a_request_without_a_model_goes_to_the_default_one_and_the_answer_names_it(path, caplog):
+    caplog.set_level("INFO", "omlxd.access")
+    given = {"input": "hi"} if path == "/v1/responses" else body(path)
+    given.pop("model", None)
+    async with client(app_of(FakeEngine(), FakeEngine(model_id="org/other"))) as http:
+        answer = await http.post(path, json=given)
+        assert answer.status_code == 200 and answer.json()["model"] == "org/tiny"
+        assert (await http.post(path, json={**given, "model": None})).json()["model"] == "org/tiny"
+        assert (await http.post(path, json={**given, "model": "local"})).json()["model"] == "local"
+    assert "model=org/tiny status=200" in caplog.text
 
 
 # --------------------------------------------------------------------------- generating

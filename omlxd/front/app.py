@@ -149,6 +149,9 @@ class _Routes:
         parsed = with_timeout(dialect.parse(body, request.headers), request.headers)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find(parsed.model)
+        if not parsed.model:
+            trace_of(request.scope).model = engine.model_id
+            parsed = msgspec.structs.replace(parsed, model=engine.model_id)
         if (seconds := keep_alive_of(body)) is not None:
             self._engines.keep_alive(engine, seconds)
         trace = trace_of(request.scope)

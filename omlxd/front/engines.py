@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..chat import Conversation, Event, GenerateRequest, RawPrompt
-from ..errors import InvalidRequest, NotFound
+from ..errors import NotFound
 from ..kv.fates import Fate
 from ..kv.ledger import LedgerStats
 from ..wire import Explanation, ModelInfo, Stats
@@ -110,25 +110,50 @@ def basename(model_id: str) -> str:
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
+PLACEHOLDERS = frozenset(
+    [
+        "any",
+        "auto",
+        "current",
+        "custom",
+        "default",
+        "default-model",
+        "default_model",
+        "dummy",
+        "llm",
+        "local",
+        "local-llm",
+        "local-model",
+        "local_model",
+        "model",
+        "omlxd",
+        "placeholder",
+        "string",
+        "test",
+        "unused",
+    ]
+)
+"""Names that clients and their examples send where a server has one model."""
+
+
 def resolve_name(
     name: str, known: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
 ) -> str:
     """Which of the `known` model ids `name` means.
 
-    An exact id, else an alias, else a basename, else, for any name that begins with `claude-`,
-    `default`: Claude Code and its sub-agents ask for several. Raises InvalidRequest for an empty name,
-    and NotFound, which lists what there is.
+    An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
+    No name, a placeholder, and any name that begins with `claude-` (Claude Code and its sub-agents ask for
+    several) mean `default`. Raises NotFound, which lists what there is.
     """
-    if not name.strip():
-        raise InvalidRequest("model: this field is required", param="model")
-    if name in known:
-        return name
-    if aliases and (meant := aliases.get(name)) is not None:
-        return meant
-    for model_id in known:
-        if basename(model_id) == name:
+    spellings = {basename(model_id): model_id for model_id in reversed(known)} | dict(aliases or {})
+    spellings |= {model_id: model_id for model_id in known}
+    if name in spellings:
+        return spellings[name]
+    plain = name.strip().lower().removesuffix(":latest")
+    for spelling, model_id in spellings.items():
+        if spelling.lower() == plain:
             return model_id
-    if name.startswith("claude-") and default is not None:
+    if default is not None and (not plain or plain in PLACEHOLDERS or plain.startswith("claude-")):
         return default
     there_are = ", ".join(known) if known else "none"
     raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+"""Of a model. An owner names the model; a client may leave it out."""
 
 
 class InstalledStatus(msgspec.Struct, kw_only=True):
@@ -50,16 +55,16 @@ class Unloaded(msgspec.Struct):
 
 
 class LoadModel(msgspec.Struct):
-    model: str
+    model: Name
     keep_alive: str | float | int | None = None
 
 
 class UnloadModel(msgspec.Struct):
-    model: str
+    model: Name
 
 
 class PinModel(msgspec.Struct):
-    model: str
+    model: Name
     pinned: bool = True
 
 
@@ -67,4 +72,4 @@ class NameModel(msgspec.Struct):
     """`model` null takes the alias away."""
 
     alias: str
-    model: str | None
+    model: Name | None
