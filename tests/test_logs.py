@@ -12,8 +12,11 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from app_client import body, client
+from fake_engine import EVERYTHING, FakeEngine, app_of
 from test_serve import start  # noqa: F401 (a fixture)
 
+from omlxd.chat import Failed
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 from omlxd.front.logs import EngineLines, JsonFormatter, Logs, Redactor, TextFormatter
@@ -23,6 +26,7 @@ from omlxd.private_trace import LineFormatter, private_trace
 
 KEY = "s3cret-key-of-mine"
 PROMPT = "my private prompt"
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(autouse=True)
@@ -240,6 +244,41 @@ def test_what_an_engine_printed_at_debug_is_private_to_a_log_that_has_left_it(ca
 
 def grep(text: str, *secrets: str) -> list[str]:
     return [line for line in text.splitlines() if any(secret in line for secret in secrets)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_access_log_says_why_a_request_was_refused_and_whose_it_was(stream: bool, caplog):
+    caplog.set_level("INFO", "omlxd.access")
+    refused = Failed("invalid_request", f"tools: can't enforce the text '{PROMPT}' of 'f'", param="tools")
+    agent = {"user-agent": "some-client/1.2"}
+    bad_role = {"model": "tiny", "messages": [{"role": PROMPT, "content": PROMPT}]}
+    async with client(app_of(FakeEngine([refused])), headers=agent) as http:
+        for given in (
+            bad_role,
+            body(CHAT, stream=stream),
+            body(CHAT, model=PROMPT),
+            body(CHAT, model="gpt-4"),
+        ):
+            await http.post(CHAT, json=given)
+        await http.post(CHAT, content=b"{" + PROMPT.encode())
+    role, failed, unnamed, named, broken = (r.getMessage() for r in caplog.records)
+    assert all("client=some-client/1.2 param=" in line for line in (role, failed, unnamed, named, broken))
+    assert "status=400" in role and "param=messages.0.role problem: messages.0.role: " in role
+    assert "outcome=invalid_request" in failed
+    assert failed.endswith(r"param=tools problem: tools: can't enforce the text '\u2026' of 'f'")
+    assert "param=model problem: There is no model '" in unnamed and "no model 'gpt-4' here" in named
+    assert "not valid JSON" in broken
+    assert PROMPT not in caplog.text.replace(f"model={PROMPT}", "")
+
+
+async def test_bodies_are_logged_at_debug_alone(caplog):
+    async with client(app_of(FakeEngine(EVERYTHING))) as http:
+        for level, lines in (("INFO", 1), ("DEBUG", 2)):
+            caplog.clear()
+            caplog.set_level(level, "omlxd.access")
+            await http.post(CHAT, json={"messages": [{"role": "user", "content": PROMPT}]})
+            assert len(caplog.records) == lines
+            assert (PROMPT in caplog.text) == (level == "DEBUG")
 
 
 @pytest.mark.parametrize("form", ["json", pytest.param("text", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ The app knows only these two protocols; a scripted engine stands behind them in 
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -110,28 +111,9 @@ def basename(model_id: str) -> str:
     return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
-PLACEHOLDERS = frozenset(
-    [
-        "any",
-        "auto",
-        "current",
-        "custom",
-        "default",
-        "default-model",
-        "default_model",
-        "dummy",
-        "llm",
-        "local",
-        "local-llm",
-        "local-model",
-        "local_model",
-        "model",
-        "omlxd",
-        "placeholder",
-        "string",
-        "test",
-        "unused",
-    ]
+PLACEHOLDERS = re.compile(
+    "any|auto|current|custom|dummy|llm|model|omlxd|placeholder|string|test|unused"
+    "|(default|local)([-_ ](llm|model))?"
 )
 """Names that clients and their examples send where a server has one model."""
 
@@ -153,7 +135,7 @@ def resolve_name(
     for spelling, model_id in spellings.items():
         if spelling.lower() == plain:
             return model_id
-    if default is not None and (not plain or plain in PLACEHOLDERS or plain.startswith("claude-")):
+    if default is not None and (not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("claude-")):
         return default
     there_are = ", ".join(known) if known else "none"
     raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

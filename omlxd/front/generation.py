@@ -123,7 +123,7 @@ class GenerationResponse:
         collector = self._dialect.collector(self._parsed)
         while True:
             for event in await pump.next(None):
-                _note(event, trace)
+                _note(event, trace, pump)
                 if isinstance(event, Failed):
                     raise pump.error(event)
                 collector.event(event)
@@ -143,7 +143,7 @@ class GenerationResponse:
         quiet_until = clock() + interval
         while True:
             for event in events:
-                _note(event, trace)
+                _note(event, trace, pump)
                 out += encoder.error(pump.error(event)) if isinstance(event, Failed) else encoder.event(event)
             ended = bool(events) and isinstance(events[-1], (Finished, Failed))
             if out or ended:
@@ -156,11 +156,11 @@ class GenerationResponse:
             out = b"" if events else encoder.ping()
 
 
-def _note(event: Event, trace: RequestTrace) -> None:
+def _note(event: Event, trace: RequestTrace, pump: EventPump) -> None:
     if isinstance(event, Finished):
         trace.usage = event.usage
     elif isinstance(event, Failed):
-        trace.outcome = event.code
+        trace.fail(pump.error(event))
 
 
 async def _send_json(send: Send, body: bytes) -> None:

@@ -64,7 +64,7 @@ class Shell:
             await self._app(scope, receive, send)
             return
         trace = begin(scope)
-        body = _Body(receive, self._settings, self._bodies)
+        body = _Body(receive, self._settings, self._bodies, trace)
         versioned = any(name == b"anthropic-version" for name, _ in scope["headers"])
         answer = _Answer(send, trace, protocol_of(scope["path"], versioned))
         try:
@@ -88,7 +88,7 @@ class Shell:
             problem = OmlxdError(
                 f"Something went wrong inside omlxd; its log has the details under {trace.id}."
             )
-        trace.outcome = problem.code
+        trace.fail(problem)
         if answer.started:
             # The status is out: breaking the connection is the only honest end.
             raise problem
@@ -115,8 +115,9 @@ class _Budget:
 class _Body:
     """Counts a request's body as it comes in, and waits for it no longer than the settings say."""
 
-    def __init__(self, receive: Receive, settings: HttpSettings, budget: _Budget):
+    def __init__(self, receive: Receive, settings: HttpSettings, budget: _Budget, trace: RequestTrace):
         self._receive = receive
+        self._trace = trace
         self._budget = budget
         self._limit = settings.max_body_bytes
         self._pause_s = settings.body_pause_s
@@ -142,6 +143,8 @@ class _Body:
                 raise self._too_large()
             self._budget.take(size)
             self._size += size
+            if self._trace.wants_body:
+                self._trace.body += message.get("body", b"")
         return message
 
     def release(self) -> None:

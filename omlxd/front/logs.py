@@ -5,8 +5,9 @@ json  `{"time": …, "level": …, "logger": …, "message": …, "error": …}`
       which are a Struct given as `extra={"fields": …}`
 
 Every line, tracebacks and what engines print included, is searched for keys before it is written.
-Prompt text is never logged above debug: no line of ours holds any, and tracebacks leave the texts of
-exceptions out (private_trace.py). Libraries log at warning, since some print headers below it.
+Prompt text is never logged above debug, where requests' bodies are: no other line of ours holds any, and
+tracebacks leave the texts of exceptions out (private_trace.py). Libraries log at warning, since some print
+headers below it.
 """
 
 from __future__ import annotations
