@@ -265,8 +265,8 @@ async def test_the_access_log_says_why_a_request_was_refused_and_whose_it_was(st
     assert all("client=some-client/1.2 param=" in line for line in (role, failed, unnamed, named, broken))
     assert "status=400" in role and "param=messages.0.role problem: messages.0.role: " in role
     assert "outcome=invalid_request" in failed
-    assert failed.endswith(r"param=tools problem: tools: can't enforce the text '\u2026' of 'f'")
-    assert "param=model problem: There is no model '" in unnamed and "no model 'gpt-4' here" in named
+    assert failed.endswith(r"param=tools problem: tools: can't enforce the text '...' of '...'")
+    assert "param=model problem: There is no model '" in unnamed and "model=gpt-4 " in named
     assert "not valid JSON" in broken
     assert PROMPT not in caplog.text.replace(f"model={PROMPT}", "")
 
