@@ -28,6 +28,22 @@ def test_the_address_that_it_was_told_to_listen_on_is_a_name_of_it(start):  # no
     assert status(url, "evil.example") == status(url, "127.0.0.3") == 400
 
 
+def test_localhost_is_listened_on_by_both_of_its_addresses(start):  # noqa: F811
+    with socket.create_server(("::1", 0), family=socket.AF_INET6):
+        pass  # Else this machine has no IPv6, and the test says so.
+    daemon = start()
+    port = daemon.url.rpartition(":")[2]
+    assert daemon.url == f"http://127.0.0.1:{port}"
+    assert status(f"http://[::1]:{port}", f"[::1]:{port}") == status(daemon.url, "localhost") == 200
+
+
+def test_a_container_calls_the_machine_by_its_own_name_and_others_hear_of_the_flag(start):  # noqa: F811
+    url = start().url
+    assert status(url, "host.docker.internal:8000") == status(url, "host.containers.internal") == 200
+    refused = httpx.get(url + "/v1/models", headers={"host": "My-Mac.local:8000"}, trust_env=False)
+    assert refused.status_code == 400 and "`--allowed-host my-mac.local`" in refused.text
+
+
 def test_a_managers_socket_that_others_can_reach_is_called_by_any_name(tmp_path: Path):
     with socket.create_server(("0.0.0.0", 0), backlog=64) as kept:
         url = f"http://127.0.0.1:{kept.getsockname()[1]}"

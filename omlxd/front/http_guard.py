@@ -18,6 +18,8 @@ from .key_ring import KeyRing
 from .request_trace import trace_of
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
+"""What containers call the machine they run on. No page of the web can have such a name."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
 """Answered without a key."""
 
@@ -42,9 +44,11 @@ class Guard:
     def _check_host(self, headers: Headers) -> None:
         if self._hosts is None:
             return
-        if host_name(headers.get("host", "")) not in self._hosts:
+        if (name := host_name(headers.get("host", ""))) not in self._hosts:
             raise InvalidRequest(
-                "This server answers only to localhost: the Host header names something else.", param="host"
+                f"The Host header names {name[:200]!r}, and this server answers to localhost; if both "
+                f"are one, start it with `--allowed-host {name[:200] or 'NAME'}`.",
+                param="host",
             )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
@@ -75,7 +79,9 @@ def allowed_hosts(settings: HttpSettings) -> frozenset[str] | None:
     """Names that a Host header may hold, or None for any."""
     if not is_loopback(settings.host):
         return None
-    return frozenset(name.lower() for name in (*LOOPBACK_NAMES, settings.host, *settings.allowed_hosts))
+    return frozenset(
+        name.lower() for name in (*LOOPBACK_NAMES, *CONTAINER_NAMES, settings.host, *settings.allowed_hosts)
+    )
 
 
 def host_name(header: str) -> str:

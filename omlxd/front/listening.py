@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import logging
 import os
 import resource
 import socket
@@ -12,8 +13,9 @@ from ..config import Settings
 from ..errors import ConfigError
 from .activation import inherited_sockets
 
-BACKLOG = 1024
+log = logging.getLogger(__name__)
 
+BACKLOG = 1024
 
 RESERVE = 64
 """Open files kept for what is no connection: engines, the cache, the log."""
@@ -68,9 +70,23 @@ def open_sockets(settings: Settings, *, guarded: bool) -> list[socket.socket]:
                 )
         return given
     try:
-        return [bind(settings.host, settings.port)]
+        made = bind(settings.host, settings.port)
     except OSError as error:
         raise CannotListen(_why_not_bound(settings, error)) from error
+    return [made, *_same_port_on_ipv6(made)]
+
+
+def _same_port_on_ipv6(made: socket.socket) -> list[socket.socket]:
+    """The other address that `localhost` means to clients, if `made` listens on the first."""
+    host, port = made.getsockname()[:2]
+    if host != "127.0.0.1":
+        return []
+    try:
+        return [bind("::1", port)]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            log.warning("port %d on ::1 is in use: some clients reach another program at localhost", port)
+        return []  # This machine may have no IPv6.
 
 
 def all_loopback(sockets: list[socket.socket]) -> bool:
@@ -119,6 +135,8 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
     return f"can't listen on {host} port {port}: {error}."
 
 
-def url_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def urls_of(sockets: list[socket.socket]) -> str:
+    """For people, without `[::1]` where 127.0.0.1 has the same port."""
+    places = [one.getsockname()[:2] for one in sockets]
+    shown = [(host, port) for host, port in places if host != "::1" or ("127.0.0.1", port) not in places]
+    return " and ".join(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in shown)

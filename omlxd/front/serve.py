@@ -29,7 +29,7 @@ from ..keys import keys_path
 from ..models.catalog import default_model
 from ..models.resolve import check_folder
 from .key_ring import KeyRing
-from .listening import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, url_of
+from .listening import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
 from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
@@ -98,7 +98,7 @@ async def _serve(
     from ..kv.ledger import LedgerBusy
     from .reload import Reloader
 
-    urls = " and ".join(url_of(one) for one in sockets)
+    urls = urls_of(sockets)
     pool, stop = pool_and_stop(settings)
     notify = Notifier()
     loopback = all_loopback(sockets)
