@@ -85,6 +85,9 @@ def _main(argv: list[str]) -> int:
     add_flags(serve)
     for name, (_, description) in VERBS.items():
         verbs.add_parser(name, help=description, add_help=False)
+    if not argv:
+        parser.print_help()
+        return 0
     known, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]

@@ -115,6 +115,15 @@ def account(daemon: Daemon) -> dict[str, int]:
     return daemon.http.get("/omlxd/status").json()["cold"]
 
 
+def test_an_address_alone_means_the_folder_and_the_cap_of_the_daemon_there(running: Daemon, capsys):
+    assert cli.main(["cache", "stats", "--url", running.url, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["cache_dir"] == str(cache_of(running)) and shown["files"] == len(files(running))
+    assert (shown["cap_bytes"], shown["cap_source"]) == (account(running)["cap"], "the daemon's")
+    assert cli.main(["cache", "stats", "--url", "http://127.0.0.1:1"]) == 1
+    assert "Nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
+
+
 def test_stats_tell_of_the_daemon(running: Daemon, capsys):
     running.chat(prose(100))
     assert run(running, "stats") == 0

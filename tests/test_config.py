@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from omlxd import cli
+from omlxd.cli import main
 from omlxd.config import OPTIONS, Settings, is_loopback, load_settings
 from omlxd.errors import ConfigError
 from omlxd.sizes import disk_total, total_ram
@@ -183,7 +184,6 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
         ((*base, "--por", "1"), "did you mean --port?"),
         ((*base, "--port"), "expected one argument"),
         (("serv",), "invalid choice"),
-        ((), "required"),
     ):
         status, said = run(*argv)
         assert status == 2, argv
@@ -215,3 +215,9 @@ def test_a_reader_that_has_seen_enough_is_no_error():
     shell = f"{sys.executable} -m omlxd config show | head -n 1"
     done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=REPO)
     assert done.stdout.startswith("SETTING") and not done.stderr
+
+
+def test_the_command_alone_shows_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: omlxd") and "serve a model over HTTP" in shown and "doctor" in shown

@@ -19,6 +19,7 @@ from test_resolve import make
 from omlxd.chat import Failed, Finished
 from omlxd.engine.admission import MemoryAdmission
 from omlxd.errors import InvalidRequest, Unavailable
+from omlxd.front import memory_guard
 from omlxd.front.memory_shares import Holding, shares
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.wire import Budget, Wants
@@ -87,6 +88,17 @@ async def test_off_refuses_nothing(tmp_path: Path):
         assert isinstance((await ask(made, "giant"))[-1], Finished)
 
 
+async def test_off_leaves_the_limit_of_ram_caches_one_for_all_models(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(memory_guard, "LOOK_S", 0.05)
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 300)
+    flags = {"memory_limit": "off", "hot_cache_max_size": "600MB"}
+    async with pool(tmp_path, stub="--memory 300,500", **flags) as made:
+        await ask(made, "a")
+        await ask(made, "b")
+        await until(lambda: notes(tmp_path).count("budget 300000000 None 0") == 2)
+
+
 async def test_what_is_not_free_now_is_a_503_with_both_figures_and_no_failed_load(tmp_path: Path):
     heavy(tmp_path / "models" / "big", 9_000)
     async with pool(tmp_path, stub="--device 16000,3000") as made:
@@ -94,7 +106,7 @@ async def test_what_is_not_free_now_is_a_503_with_both_figures_and_no_failed_loa
             refused = (await ask(made, "big"))[-1]
             assert isinstance(refused, Failed) and refused.code == "unavailable" and refused.retry_after
             assert "9.2 GB" in refused.message and "2.2 GB are free" in refused.message
-        assert states(made) == {"big": "unloaded"}  # And not quarantined.
+        assert states(made) == {"big": "unloaded"}
 
 
 async def test_an_idle_model_gives_way_and_a_pinned_one_does_not(tmp_path: Path):

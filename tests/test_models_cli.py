@@ -81,6 +81,16 @@ def test_without_a_daemon(tmp_path: Path):
     assert status == 1 and "no hub id" in problem
 
 
+def test_the_demo_model_is_here_once_it_is_built(tmp_path: Path):
+    flags = ("--base-path", str(tmp_path), "--url", "http://127.0.0.1:9")
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    assert "not here yet" in run("show", "omlxd-demo", *flags, env=env)[1]
+    folder = tmp_path / "models" / "omlxd-demo"
+    make(folder)
+    page = run("show", "omlxd-demo", *flags, env=env)[1]
+    assert str(folder) in page and "not here yet" not in page
+
+
 @pytest.mark.parametrize("argv", [["alias", "x"], ["alias", "x", "y", "--off"], ["fly"], []])
 def test_arguments_that_make_no_sense(argv: list[str]):
     status, _, problem = run(*argv)

@@ -228,6 +228,13 @@ async def test_an_unknown_hub_id_is_told(hub: type[Hub], tmp_path: Path):
         await resolve_model("org/none", tmp_path)
 
 
+async def test_a_hub_that_is_not_reached_is_told_as_that(hub: type[Hub], tmp_path: Path, monkeypatch):
+    for name, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ModelError, match="org/tiny can't be downloaded: the hub can't be reached"):
+            await resolve_model("org/tiny", tmp_path)
+
+
 def test_resolving_imports_nothing_heavy():
     import subprocess
 

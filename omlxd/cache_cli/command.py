@@ -40,6 +40,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     root = settings.paged_ssd_cache_dir
     verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
+        if args.url and args.run is not why_miss.run and args.paged_ssd_cache_dir is None:
+            root = through_daemon.folder_of(args.url)
         return verb(args, settings, root)
     except DaemonRuns as error:
         return _told(str(error))
@@ -119,6 +121,7 @@ def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     with contextlib.suppress(DaemonRuns):
         if daemon := through_daemon.find(root, settings, args.url):
             found.live = daemon.status
+            found.cap_bytes, found.cap_source = daemon.cap, "the daemon's"
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:

@@ -50,8 +50,8 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
 class CacheStats(msgspec.Struct, kw_only=True):
     """Of a whole cache dir.
 
-    cap_bytes   of the settings that this command sees; a daemon's own flags are not among them
-    cap_source  where the cap stands: `default`, a flag, a variable, a line of the file
+    cap_bytes   of the daemon that holds the folder, if it answers; else of this command's settings
+    cap_source  where the cap stands: `the daemon's`, `default`, a flag, a variable, a line of the file
     daemon      whether one holds the lock; daemon_pid its process, None where it isn't known
     live        what the daemon says of itself, if it answers
     temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`

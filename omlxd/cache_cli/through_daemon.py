@@ -32,6 +32,11 @@ class Holder:
     key: str
     status: DaemonStatus
 
+    @property
+    def cap(self) -> int:
+        """Most bytes that the folder may take."""
+        return self.status.cold.cap if self.status.cold else 0
+
     def forget(self, paths: Sequence[str], *, remove: bool) -> tuple[int, int, list[str]]:
         """(files gone, bytes on disk gone, why some stay); see `Forget`. Raises DaemonError."""
         files = nbytes = 0
@@ -57,6 +62,14 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
     if status.cold is None or not _same(Path(status.cold.dir), root):
         raise DaemonRuns(root, pid)  # The one that answers is another.
     return Holder(where, key, status)
+
+
+def folder_of(url: str) -> Path:
+    """The cache dir of the daemon at `url`. Raises DaemonError, ConfigError."""
+    cold = fetch(*address(url), "/omlxd/status", DaemonStatus).cold
+    if cold is None:
+        raise DaemonError(f"The daemon at {url} has no SSD cache, or its folder can't be used.")
+    return Path(cold.dir)
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from ..kv.ledger import LedgerStats
 from .engine_figures import EngineFigures, FiguresOf
 from .engines import Engine, Engines
 
-_CANNOT = frozenset({"loading", "restarting", "failed", "quarantined"})
+_CANNOT = frozenset({"loading", "restarting", "failed"})
 """States in which a request would wait, or be refused. In any other it is served, loading if need be."""
 _SOON = frozenset({"loading", "restarting"})
 

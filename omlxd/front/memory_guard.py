@@ -36,6 +36,8 @@ QUIET_S = 10.0
 """Engines that nobody has used for so long hold what they held."""
 SHRINK_TRIES = 5
 SHRINK_S = 0.2
+UNGUARDED = 1 << 62
+"""Bytes that all engines may take where nothing is guarded."""
 MEASURABLE = 64 << 20
 """Weights below this tell nothing of a factor."""
 
@@ -58,7 +60,7 @@ class Pool(Protocol):
 
 
 class MemoryGuard:
-    """`limit`: bytes for all engines together; None: what the machine has; 0: nothing is guarded.
+    """`limit`: bytes for all engines together; None: what the machine has; 0: nothing but `hot_most` holds.
 
     hot_most  bytes of all hot tiers together; None: what is left
     """
@@ -238,16 +240,20 @@ class MemoryGuard:
 
     def _matters(self, engines: int) -> bool:
         """One engine alone without a limit looks after itself."""
-        return self._limit != 0 and (engines > 1 or bool(self._limit and engines))
+        if self._limit == 0:
+            return engines > 1 and bool(self._hot_most)
+        return engines > 1 or bool(self._limit and engines)
 
     def _share_out(self, claimed: int) -> None:
-        if self._device is None or self._limit == 0:
+        if self._device is None or (self._limit == 0 and not self._hot_most):
             return
-        most = self._most(self._device)
+        most = self._most(self._device) if self._limit != 0 else UNGUARDED
         found = shares(self._holdings, most, self._hot_most, claimed)
         for engine in self._pool.others(None):
             budget = found.get(engine.model_id)
-            if budget is not None:
+            if budget is not None and self._limit == 0:
+                budget = Budget(hot=budget.hot)
+            elif budget is not None:
                 # What an engine calls its own is less the process that it counts nowhere.
                 live = max(0, (budget.live or 0) - PROCESS_BYTES)
                 budget = Budget(hot=budget.hot, live=live, most=most - PROCESS_BYTES)
@@ -257,9 +263,13 @@ class MemoryGuard:
 
     def _differs(self, old: Budget | None, new: Budget) -> bool:
         """By more than a twentieth: what engines hold changes all the time."""
-        if old is None or old.hot is None or new.hot is None or old.live is None or new.live is None:
+        if old is None:
             return True
-        return abs(old.hot - new.hot) * 20 > old.hot or abs(old.live - new.live) * 20 > old.live
+        pairs = ((old.hot, new.hot), (old.live, new.live))
+        return any(
+            before != now and (before is None or now is None or abs(before - now) * 20 > before)
+            for before, now in pairs
+        )
 
     async def answer(self, engine: ModelEngine, wants: Wants) -> None:
         """A prompt of `engine` lacks memory: take it from hot tiers and idle models, then say what it has."""

@@ -82,7 +82,8 @@ def default_model(settings: Settings) -> InstalledModel | None:
             if model.id == spec:
                 return model
     if not spec:
-        return InstalledModel(DEMO_ID, "", "demo", None)
+        built = settings.base_path / "models" / DEMO_ID
+        return InstalledModel(DEMO_ID, "", "demo", built if looks_like_model(built) else None)
     if is_local(spec):
         return InstalledModel(model_id(spec), spec, "folder", Path(spec).expanduser().absolute())
     return InstalledModel(spec, spec, "hub", hub_snapshot(hub_cache_dir(), spec))

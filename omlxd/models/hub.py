@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 
+import httpx
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 """What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
@@ -26,6 +27,11 @@ def main(argv: list[str]) -> int:
         return _fail(f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN.")
     except RepositoryNotFoundError:
         return _fail(f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN.")
+    except (ConnectionError, httpx.TransportError, LocalEntryNotFoundError):
+        return _fail(
+            f"{repo} can't be downloaded: the hub can't be reached; check the network, "
+            "or unset HF_HUB_OFFLINE."
+        )
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return _fail(f"{repo} can't be downloaded: {reason[0]}")

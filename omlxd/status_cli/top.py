@@ -29,7 +29,7 @@ WIDE = 100
 """Columns of a terminal that has room for everything."""
 NAME = 24
 _COLUMNS = ("RUN", "WAIT", "IN/S", "HIT/S", "OUT/S", "HITS", "RAM TIER", "PROCESS", "MLX")
-_STATE_STYLES = {"ready": "green", "failed": "red", "quarantined": "red"}
+_STATE_STYLES = {"ready": "green", "failed": "red"}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
