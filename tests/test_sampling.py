@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
+from omlxd.engine.host import _sampling_defaults
 from omlxd.engine.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 
 VOCAB = 50
@@ -153,3 +157,17 @@ def test_defaults_of_the_model_fill_what_the_request_leaves_open():
     assert (filled.temperature, filled.top_p, filled.top_k) == (0.6, 0.95, 5)
     assert RowSampling.of(Sampling(temperature=0.0), defaults).greedy
     assert RowSampling.of(Sampling(top_k=-1), defaults).top_k == 0
+
+
+def test_a_model_that_names_no_temperature_is_sampled_as_llama_cpp_does(tmp_path: Path):
+    file = tmp_path / "generation_config.json"
+    usual = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+    assert _sampling_defaults(tmp_path) == usual
+    for text, expected in (
+        ('{"eos_token_id": 2}', usual),
+        ('{"top_p": 0.5}', replace(usual, top_p=0.5)),
+        ('{"temperature": 1.0}', SamplingDefaults()),
+        ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
+    ):
+        file.write_text(text)
+        assert _sampling_defaults(tmp_path) == expected

@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ from .output import OutputParser, prepare
 from .output_thread import OutputThread
 from .prompt import PromptPipeline, RenderedPrompt
 from .request_sink import RequestSink, usage_of
-from .sampling import RowSampling, SamplerRow, SamplingDefaults
+from .sampling import UNNAMED, RowSampling, SamplerRow, SamplingDefaults
 from .scheduler import Scheduler
 from .sequence import Sequence
 from .sessions import Lineage, Sessions, Standing, lineage_of
@@ -291,11 +292,11 @@ def _sampling_defaults(model: Path) -> SamplingDefaults:
     try:
         config = json.loads((model / "generation_config.json").read_text())
     except (OSError, ValueError):
-        return SamplingDefaults()
+        return UNNAMED
     known = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
     if config.get("do_sample") is False:
         known["temperature"] = 0.0
-    return SamplingDefaults(**known)
+    return replace(SamplingDefaults() if "temperature" in known else UNNAMED, **known)
 
 
 def _note(model: Path) -> str:

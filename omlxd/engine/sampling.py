@@ -44,6 +44,11 @@ class SamplingDefaults:
     repetition_penalty: float = 1.0
 
 
+UNNAMED = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""For models whose files name no temperature: llama.cpp's and LM Studio's defaults (Ollama's temperature is
+0.8 too). At 1.0 with no filter, as vLLM has it, small models talk nonsense."""
+
+
 @dataclass(slots=True, frozen=True)
 class RowSampling:
     """`chat.Sampling` with every default filled in."""
