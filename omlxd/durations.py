@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-from .errors import ConfigError
-
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_CHARS = 64
 """A client may send any text, and looking for units takes the square of its length."""
@@ -26,16 +24,6 @@ def duration(value: str | float) -> float:
         return math.inf
     parts = _PART.findall(text)
     return sum(float(number) * _UNITS[unit] for number, unit in parts) if parts else float(text)
-
-
-def parse_duration(text: str, param: str) -> float:
-    """As `duration`; raises ConfigError, whose `param` and message name the setting."""
-    try:
-        return duration(text)
-    except ValueError:
-        raise ConfigError(
-            f"{param}: {text!r} is no length of time; write 90s, 30m or 2h.", param=param
-        ) from None
 
 
 def spoken(seconds: float | None) -> str:

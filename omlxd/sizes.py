@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 
-from .errors import ConfigError
-
 _UNITS = {
     "": 1,
     "b": 1,
@@ -27,39 +25,37 @@ _UNITS = {
     "tib": 2**40,
 }
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*|%)")
-_SMALLEST = 10**6
+SMALLEST = 10**6
 """Bytes. Below this a cache holds not one block: it is a forgotten unit (`8` for `8GB`)."""
 
 
-def parse_size(
-    text: str, param: str, whole: Callable[[], int] | None = None, *, least: int = _SMALLEST
-) -> int:
+def parse_size(text: str, whole: Callable[[], int] | None = None, *, least: int = SMALLEST) -> int:
     """Bytes that `text` stands for: 0, or `least` and more. `whole` gives the bytes that `100%` is; None: no
     percentages.
 
-    Raises ConfigError, whose `param` and message name the flag, for anything that makes no sense:
-    no number, an unknown unit, more than 100%, or a size too small to be meant.
+    Raises ValueError (`no size: …`) for anything that makes no sense: no number, an unknown unit, more than
+    100%, or a size too small to be meant.
     """
     found = _SIZE.fullmatch(text.strip())
     if not found:
-        raise _refuse(text, param, "write a size as 8GB, 512MB, 20% or 0")
+        raise _refuse("write a size as 8GB, 512MB, 20% or 0")
     number, unit = float(found["number"]), found["unit"].lower()
     if unit == "%":
         if whole is None:
-            raise _refuse(text, param, "a percentage means nothing here; write a size as 8GB")
+            raise _refuse("a percentage means nothing here; write a size as 8GB")
         if number > 100:
-            raise _refuse(text, param, "a percentage goes from 0% to 100%")
+            raise _refuse("a percentage goes from 0% to 100%")
         return int(whole() * number / 100)
     if unit not in _UNITS:
-        raise _refuse(text, param, f"{found['unit']!r} is no unit; use MB, GB, TB, MiB, GiB, TiB or %")
+        raise _refuse(f"{found['unit']!r} is no unit; use MB, GB, TB, MiB, GiB, TiB or %")
     # Integers stay exact; a float would lose bytes beyond 2^53.
     nbytes = int(found["number"]) * _UNITS[unit] if "." not in found["number"] else int(number * _UNITS[unit])
     if 0 < nbytes < least:
         if unit:
-            raise _refuse(text, param, f"that is too little; {human(least)} is the least")
-        raise _refuse(text, param, f"that is {nbytes} bytes; write the unit, as in {found['number']}GB")
+            raise _refuse(f"that is too little; {human(least)} is the least")
+        raise _refuse(f"that is {nbytes} bytes; write the unit, as in {found['number']}GB")
     if nbytes >= 2**63:
-        raise _refuse(text, param, "no machine has that much")
+        raise _refuse("no machine has that much")
     return nbytes
 
 
@@ -104,8 +100,8 @@ def disk_total(folder: Path) -> int:
         except OSError:
             continue
         return stat.f_frsize * stat.f_blocks
-    raise ConfigError(f"No disk is found for {folder}.", param=str(folder))
+    raise ValueError(f"no part of a disk: none is found for {folder}")
 
 
-def _refuse(text: str, param: str, why: str) -> ConfigError:
-    return ConfigError(f"{param}: {text!r} is no size: {why}.", param=param)
+def _refuse(why: str) -> ValueError:
+    return ValueError(f"no size: {why}")

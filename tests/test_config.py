@@ -42,15 +42,19 @@ def refused(flags: dict[str, str] | None = None, env: dict[str, str] | None = No
 
 
 def values(given: Settings) -> dict[str, object]:
-    return {name: value for name, value in msgspec.structs.asdict(given).items() if name != "sources"}
+    return {
+        name: value
+        for name, value in msgspec.structs.asdict(given).items()
+        if name not in ("sources", "config")
+    }
 
 
 def test_defaults(tmp_path: Path):
     got = settings(home=tmp_path)
     assert (got.model, got.host, got.port, got.api_key) == ("", "127.0.0.1", 8000, "")
     assert got.paged_ssd_cache_dir == tmp_path / "cache"
-    assert got.paged_ssd_cache_max_size == 100 * 10**9
-    assert got.hot_cache_max_size is None
+    assert got.cold_cache_bytes == 100 * 10**9
+    assert got.hot_cache_bytes is None
     assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, 8)
     assert got.no_cache is False and got.seed is None and got.log_level == "info"
     assert got.sources["port"] == "default" and got.sources["base_path"] == "--base-path"
@@ -88,9 +92,9 @@ def test_config_by_variable_and_missing_files(tmp_path: Path):
 
 def test_sizes_and_percentages(tmp_path: Path):
     got = settings({"hot_cache_max_size": "25%", "paged_ssd_cache_max_size": "10%"}, home=tmp_path)
-    assert got.hot_cache_max_size == total_ram() // 4
-    assert got.paged_ssd_cache_max_size == disk_total(tmp_path) // 10
-    assert settings({"hot_cache_max_size": "0"}, home=tmp_path).hot_cache_max_size == 0
+    assert got.hot_cache_bytes == total_ram() // 4
+    assert got.cold_cache_bytes == disk_total(tmp_path) // 10
+    assert settings({"hot_cache_max_size": "0"}, home=tmp_path).hot_cache_bytes == 0
 
 
 @pytest.mark.parametrize(

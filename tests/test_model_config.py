@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from test_resolve import make
 
+from omlxd.chat import GenerateRequest, RawPrompt, Sampling
 from omlxd.config import ModelSettings, load_settings
 from omlxd.durations import duration, spoken
 from omlxd.errors import ConfigError, InvalidRequest
+from omlxd.front.model_settings import settings_of, with_settings
 from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache
 
 EVERYTHING = """
@@ -72,7 +74,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("ttl = true", "no length of time"),
         ("aliases = [1]", "no list of names"),
         ("template-args = 3", "no table"),
-        ("block-size = 48", "no power of two"),
+        ("block-size = 48", "48 is none of 16, 32, 64, 128, 256, 512, 1024"),
         ("tempreature = 1", "did you mean temperature?"),
         ("max-tokens = 1\nmax_tokens = 2", "given twice"),
     ],
@@ -170,3 +172,21 @@ def test_the_default_model(tmp_path: Path):
     assert hub and hub.source == "hub" and demo and demo.source == "demo"
     with pytest.raises(ConfigError, match="--model-dir: there is no folder"):
         load_settings({**base, "model_dir": str(tmp_path / "nowhere")}, {})
+
+
+def test_defaults_hold_for_every_model_and_a_models_own_settings_win(tmp_path: Path):
+    text = '[defaults]\ntemperature = 0.4\nmin-p = 0.1\n[models."org/x"]\ntemperature = 0.2\n'
+    (tmp_path / "omlxd.toml").write_text(text)
+    settings = load_settings({"base_path": str(tmp_path)}, {})
+    own, other = (settings_of(name, settings) for name in ("org/x", "org/other"))
+    assert (own.temperature, own.min_p) == (0.2, 0.1) and (other.temperature, other.min_p) == (0.4, 0.1)
+    asked = GenerateRequest(prompt=RawPrompt(text="hi"), sampling=Sampling(min_p=0.0))
+    assert with_settings(asked, other).sampling == Sampling(temperature=0.4, min_p=0.0)
+    assert settings.sources["defaults.min-p"].endswith("line 3 (min-p)")
+    for line, words in (
+        ("temperature = -1", r"line 2 \(temperature\): -1 is no number"),
+        ("pin = true", "'pin' is no sampling setting"),
+    ):
+        (tmp_path / "omlxd.toml").write_text(f"[defaults]\n{line}\n")
+        with pytest.raises(ConfigError, match=words):
+            load_settings({"base_path": str(tmp_path)}, {})

@@ -28,15 +28,15 @@ from omlxd.sizes import disk_total, human, parse_size, total_ram
     ],
 )
 def test_sizes_are_read_to_the_byte(text: str, nbytes: int):
-    assert parse_size(text, "--x", lambda: 1000) == nbytes
+    assert parse_size(text, lambda: 1000) == nbytes
 
 
 def test_what_is_too_little_is_told_by_what_was_forgotten():
-    with pytest.raises(ConfigError, match="that is 8 bytes; write the unit, as in 8GB"):
-        parse_size("8", "--x")
-    with pytest.raises(ConfigError, match="'8kB' is no size: that is too little; 1 MB is the least"):
-        parse_size("8kB", "--x")
-    assert parse_size("8kB", "--x", least=1000) == 8000  # Of a log file, for one.
+    with pytest.raises(ValueError, match="that is 8 bytes; write the unit, as in 8GB"):
+        parse_size("8")
+    with pytest.raises(ValueError, match="no size: that is too little; 1 MB is the least"):
+        parse_size("8kB")
+    assert parse_size("8kB", least=1000) == 8000  # Of a log file, for one.
     assert load_settings({"log_file_size": "20kB"}, {}).log_file_size == 20_000
 
 
@@ -62,15 +62,17 @@ def test_what_is_too_little_is_told_by_what_was_forgotten():
     ],
 )
 def test_nonsense_is_refused_by_the_flags_name(text: str):
+    with pytest.raises(ValueError, match=r"^no size: "):
+        parse_size(text, lambda: 1000)
     with pytest.raises(ConfigError) as caught:
-        parse_size(text, "--hot-cache-max-size", lambda: 1000)
-    assert caught.value.param == "--hot-cache-max-size"
-    assert caught.value.message.startswith("--hot-cache-max-size: ")
+        load_settings({"ssd_cache_daily_write_budget": text}, {})
+    assert caught.value.param == "--ssd-cache-daily-write-budget"
+    assert caught.value.message.startswith(f"--ssd-cache-daily-write-budget: {text!r} is no size: ")
 
 
 def test_a_percentage_of_nothing_is_refused():
-    with pytest.raises(ConfigError, match="percentage"):
-        parse_size("20%", "--x")
+    with pytest.raises(ValueError, match="percentage"):
+        parse_size("20%")
 
 
 def test_ram_and_disk_are_real(tmp_path: Path):

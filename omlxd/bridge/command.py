@@ -53,7 +53,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         log_file=None,
         no_jit_load=False,
         max_loaded_models=0,
-        model_ttl=None,
+        model_ttl=float("inf"),
     )
     source, sink = _own_pipes()
     Logs(settings)

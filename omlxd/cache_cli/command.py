@@ -116,7 +116,7 @@ def _age(text: str) -> float:
 
 
 def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    cap = 0 if settings.no_cache else settings.paged_ssd_cache_max_size
+    cap = 0 if settings.no_cache else settings.cold_cache_bytes
     found = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
     with contextlib.suppress(DaemonRuns):
         if daemon := through_daemon.find(root, settings, args.url):

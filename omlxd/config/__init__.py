@@ -1,20 +1,31 @@
 """Settings of `omlxd serve`, and where each value came from.
 
 Order: flag, then environment (`OMLXD_` and the flag's name in upper snake case), then the TOML
-file's `[serve]` table, then the default. One table of `Option`s drives all four, so that a name
-is spelled the same everywhere. Every value goes through its option's parser as text, so that a
-flag, a variable and a line of the file are refused for the same reasons, each by its own name.
-The file alone may also hold settings of single models, under `[models."org/name"]` (models.py).
+file's `[serve]` table, then the default. The fields of `Settings` drive all four, so that a name
+is spelled the same everywhere, and one conversion (values.py) refuses a flag, a variable and a line
+of the file for the same reasons, each by its own name. The file alone may also hold settings of
+single models, under `[models."org/name"]`, and sampling for all of them, under `[defaults]`.
 """
 
-from .flags import add_flags
-from .models import ModelSettings, closest, full_name
-from .options import OPTIONS, Option, Settings
-from .parsers import is_loopback
 from .reading import load_settings
+from .settings import (
+    BY_NAME,
+    NEXT_LOAD,
+    OPTIONS,
+    SAMPLING,
+    ModelSettings,
+    Option,
+    Settings,
+    add_flags,
+    full_name,
+)
+from .values import closest, is_loopback
 
 __all__ = [
+    "BY_NAME",
+    "NEXT_LOAD",
     "OPTIONS",
+    "SAMPLING",
     "ModelSettings",
     "Option",
     "Settings",

@@ -1,4 +1,4 @@
-"""Settings put together from flags, environment and file, and closest words for what is misspelt."""
+"""Settings put together from flags, environment and file."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from ..errors import ConfigError
 from ..keys import keys_path, read_keys
-from . import parsers
-from .models import ModelSettings, closest, parse_models
-from .options import BY_NAME, OPTIONS, Settings
+from ..sizes import disk_total, human, total_ram
+from .settings import BY_NAME, OPTIONS, SAMPLING, ModelSettings, Option, Settings, full_name
+from .values import closest, convert, expected, is_loopback
+
+_MODEL_TYPES = get_type_hints(ModelSettings, include_extras=True)
+_TABLES = ("serve", "defaults", "models")
 
 
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
@@ -22,94 +25,172 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     Raises ConfigError in one sentence that names the flag, the variable or the line at fault.
     """
     environ = os.environ if environ is None else environ
-    given: dict[str, tuple[str, str]] = {}
+    given: dict[str, tuple[Any, str]] = {}
     for name, option in BY_NAME.items():
         if name in flags:
             given[name] = flags[name], option.flag
         elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
             given[name] = environ[option.variable], option.variable
-    from_file, models, places = _read_file(_config_file(flags, environ, given))
-    for name, value in from_file.items():
-        given.setdefault(name, value)
+    path, source = _config_file(flags, environ, given)
+    file = _File(path) if path else None
+    given = (file.serve if file else {}) | given
 
     values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    sources = {"config": source}
     for option in OPTIONS:
-        text, source = given.get(option.name, (option.default, "default"))
-        values[option.name] = option.parse(text, source if source != "default" else option.flag, values)
+        value, source = given.get(option.name, (option.default, "default"))
         sources[option.name] = source
+        values[option.field] = _value(option, value, option.flag if source == "default" else source, values)
     if given.get("api_key", ("x", ""))[0] == "":
         raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.", param=sources["api_key"])
-    guarded = values["api_key"] or parsers.is_loopback(values["host"])
+    guarded = values["api_key"] or is_loopback(values["host"])
     if not guarded and not read_keys(keys_path(values["base_path"])):
         raise ConfigError(
             f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
             "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1.",
             param=sources["host"],
         )
-    return Settings(**values, models=models, sources=sources | places)
+    if file is None:
+        return Settings(**values, sources=sources)
+    return Settings(
+        **values, config=path, models=file.models, defaults=file.defaults, sources=sources | file.places
+    )
+
+
+def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) -> Any:
+    """`before`: the settings that stand before this one, by field. Raises ConfigError."""
+    if value == option.none:
+        return None
+    match option.name:
+        case "paged_ssd_cache_dir" if not value:
+            return before["base_path"] / "cache"
+        case "memory_limit" if value == "off":
+            return 0
+        case "log_level" | "ssd_cache_admission" | "allowed_host" if isinstance(value, str):
+            value = value.lower()
+    wholes = {"hot_cache_max_size": total_ram, "memory_limit": total_ram}
+    wholes["paged_ssd_cache_max_size"] = lambda: disk_total(before["paged_ssd_cache_dir"])
+    got = convert(
+        option.type,
+        value,
+        place,
+        wrong=option.wrong,
+        secret=option.name == "api_key",
+        whole=wholes.get(option.name),
+    )
+    problem = ""
+    if option.name == "model_dir" and not got.is_dir():
+        problem = f"there is no folder {got}"
+    elif option.name == "hot_cache_max_size" and got > total_ram():
+        problem = f"{value!r} is more than this machine's RAM ({human(total_ram())})"
+    elif option.name == "log_file_size" and not got:
+        problem = "a size is needed, as 10MB"
+    if problem:
+        raise ConfigError(f"{place}: {problem}.", param=place)
+    return got
 
 
 def _config_file(
-    flags: Mapping[str, str], environ: Mapping[str, str], given: Mapping[str, tuple[str, str]]
-) -> Path | None:
-    """The file to read, or None. One that was named must exist; the default one need not."""
+    flags: Mapping[str, str], environ: Mapping[str, str], given: Mapping[str, tuple[Any, str]]
+) -> tuple[Path | None, str]:
+    """The file to read, or None, and who names it. A named one must exist, the default one need not."""
     for text, source in ((flags.get("config"), "--config"), (environ.get("OMLXD_CONFIG"), "OMLXD_CONFIG")):
         if text is not None and (text or source == "--config"):
             path = Path(text).expanduser().absolute()
             if not path.is_file():
                 raise ConfigError(f"{source}: there is no file {path}.", param=source)
-            return path
-    text, source = given.get("base_path", (BY_NAME["base_path"].default, "--base-path"))
-    path = parsers.path(text, source, {}) / "omlxd.toml"
-    return path if path.is_file() else None
+            return path, source
+    option = BY_NAME["base_path"]
+    text, source = given.get("base_path", (option.default, option.flag))
+    path = _value(option, text, source, {}) / "omlxd.toml"
+    return (path, "default") if path.is_file() else (None, f"default ({path} is not there)")
 
 
-def _read_file(
-    path: Path | None,
-) -> tuple[dict[str, tuple[str, str]], dict[str, ModelSettings], dict[str, str]]:
-    """The file's `[serve]` table as option name → (text, where it stands), and what `parse_models` gives."""
-    if path is None:
-        return {}, {}, {}
-    try:
-        source = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(source)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: {error}.", param=str(path)) from error
-    for table, entries in tables.items():
-        if table not in ("serve", "models") or not isinstance(entries, dict):
-            place = _place(path, source, table)
-            if table.replace("-", "_") in BY_NAME and not isinstance(entries, dict):
-                raise ConfigError(
-                    f"{place}: {table!r} stands in no table; put [serve] before it.", param=table
-                )
-            hint = closest(table, ["serve", "models"]) if table not in ("serve", "models") else ""
-            raise ConfigError(
-                f"{place}: {table!r} is unknown{hint}; settings stand under [serve], those of one model "
-                'under [models."its name"].',
-                param=table,
-            )
-    values: dict[str, tuple[str, str]] = {}
-    for key, value in tables.get("serve", {}).items():
-        name, place = key.replace("-", "_"), _place(path, source, key)
-        if name not in BY_NAME:
-            hint = closest(key.replace("_", "-"), [known.replace("_", "-") for known in BY_NAME])
-            raise ConfigError(f"{place}: {key!r} is no setting{hint}.", param=key)
-        if name in values:
-            raise ConfigError(f"{place}: {key!r} is given twice.", param=key)
-        if isinstance(value, bool):
-            text = "true" if value else "false"
-        elif isinstance(value, (str, int, float)):
-            text = str(value)
-        else:
-            raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
-        values[name] = text, place
-    return values, *parse_models(tables.get("models", {}), path, source)
+class _File:
+    """A file of settings. Raises ConfigError, which names the line.
 
+    serve     the `[serve]` table: option name → (value, where it stands)
+    models    the `[models]` tables, each with what `defaults` says and it does not
+    places    `full_name` → where it stands
+    """
 
-def _place(path: Path, source: str, key: str) -> str:
-    """`file line N (key)`. tomllib tells no line numbers, and settings stand one a line."""
-    for number, line in enumerate(source.splitlines(), 1):
-        if re.match(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[\]=.]", line):
-            return f"{path} line {number} ({key})"
-    return f"{path} ({key})"
+    def __init__(self, path: Path):
+        self._path = path
+        try:
+            self._text = path.read_text(encoding="utf-8")
+            tables = tomllib.loads(self._text)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: {error}.", param=str(path)) from error
+        for table, entries in tables.items():
+            if table not in _TABLES or not isinstance(entries, dict):
+                raise self._unknown_table(table, isinstance(entries, dict))
+        self.places: dict[str, str] = {}
+        self.serve: dict[str, tuple[Any, str]] = {}
+        for name, (key, value) in self._entries(tables.get("serve", {}), list(BY_NAME), "serve").items():
+            place = self._place(key, "serve")
+            if isinstance(value, (list, dict)):
+                raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
+            self.serve[name] = value, place
+        self.defaults = self._model(tables.get("defaults", {}), list(SAMPLING), "defaults")
+        self.models: dict[str, ModelSettings] = {}
+        owners: dict[str, str] = {}
+        for name, entries in tables.get("models", {}).items():
+            if not isinstance(entries, dict):
+                place = self._place(name, "models")
+                raise ConfigError(f'{place}: settings of a model stand under [models."{name}"].', param=name)
+            own = self.models[name] = self._model(entries, list(_MODEL_TYPES), "models", name)
+            for alias in own.aliases:
+                if (other := owners.setdefault(alias, name)) != name:
+                    place = self._place("aliases", "models", name)
+                    problem = f"{alias!r} is an alias of {other!r} already"
+                    raise ConfigError(f"{place}: {problem}.", param="aliases")
+
+    def _model(self, entries: Mapping[str, Any], fields: list[str], *table: str) -> ModelSettings:
+        values = {name: getattr(self.defaults, name) for name in SAMPLING} if table != ("defaults",) else {}
+        for field, (key, value) in self._entries(entries, fields, *table).items():
+            place = self.places[full_name(field, *table)] = self._place(key, *table)
+            kind = _MODEL_TYPES[field]
+            values[field] = convert(kind, value, place, wrong=expected(kind))
+        return ModelSettings(**values)
+
+    def _entries(
+        self, entries: Mapping[str, Any], names: list[str], *table: str
+    ) -> dict[str, tuple[str, Any]]:
+        """Name → (key as written, value)."""
+        got: dict[str, tuple[str, Any]] = {}
+        for key, value in entries.items():
+            name = key.replace("-", "_")
+            if name not in names:
+                kinds = {"serve": "setting", "defaults": "sampling setting", "models": "setting of a model"}
+                what = kinds[table[0]]
+                hint = closest(key.replace("_", "-"), [known.replace("_", "-") for known in names])
+                raise ConfigError(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.", param=key)
+            if name in got:
+                raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.", param=key)
+            got[name] = key, value
+        return got
+
+    def _unknown_table(self, name: str, is_table: bool) -> ConfigError:
+        place = self._place(name)
+        if name.replace("-", "_") in BY_NAME and not is_table:
+            return ConfigError(f"{place}: {name!r} stands in no table; put [serve] before it.", param=name)
+        hint = closest(name, list(_TABLES)) if name not in _TABLES else ""
+        return ConfigError(
+            f"{place}: {name!r} is unknown{hint}; settings stand under [serve], those of one model under "
+            '[models."its name"], sampling for all of them under [defaults].',
+            param=name,
+        )
+
+    def _place(self, key: str, *table: str) -> str:
+        """`file line N (key)`. tomllib tells no line numbers, and settings stand one a line."""
+        header = r"\s*\.\s*".join(rf"[\"']?{re.escape(name)}[\"']?" for name in table)
+        entry = re.compile(rf"\s*(?:\[(?:.*\.)?)?\s*[\"']?{re.escape(key)}[\"']?\s*[\]=.]")
+        inside = not table
+        for number, line in enumerate(self._text.splitlines(), 1):
+            if table and re.match(rf"\s*\[\s*{header}\s*[\].]", line):
+                inside = True
+            elif inside and table and re.match(r"\s*\[", line) and not entry.match(line):
+                inside = False
+            if inside and entry.match(line):
+                return f"{self._path} line {number} ({key})"
+        return f"{self._path} ({key})"

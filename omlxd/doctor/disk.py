@@ -57,7 +57,7 @@ def _existing(folder: Path) -> Path:
 
 def check_space(settings: Settings) -> Finding:
     """Free room against what the SSD cache may still take."""
-    folder, cap = settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size
+    folder, cap = settings.paged_ssd_cache_dir, settings.cold_cache_bytes
     free = _free(folder)
     if not cap or settings.no_cache:
         return ok("space", f"{human(free)} free; the SSD cache is off")

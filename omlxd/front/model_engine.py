@@ -43,7 +43,7 @@ class ModelEngine:
         self.leaving = False
         self.admitted = False
         self.keep_alive: float | None = None
-        self.default_ttl: float | None = None
+        self.default_ttl = math.inf
         self._may_load = may_load
         self._context: int | None = None
         self._footprint: Footprint | None = None
@@ -153,7 +153,7 @@ class ModelEngine:
             return self.keep_alive
         if self.settings.ttl is not None:
             return self.settings.ttl
-        return math.inf if self.by_name or self.default_ttl is None else self.default_ttl
+        return math.inf if self.by_name else self.default_ttl
 
     @property
     def expires_at(self) -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from ..chat import Conversation, GenerateRequest, RawPrompt
-from ..config.models import NEXT_LOAD, ModelSettings
+from ..config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from .engines import basename
 
 NOTHING = ModelSettings()
@@ -15,18 +13,18 @@ NOTHING = ModelSettings()
 Prompt = Conversation | RawPrompt
 
 
-def settings_of(model_id: str, tables: Mapping[str, ModelSettings]) -> ModelSettings:
-    """The settings of `model_id`: those under its whole id, else those under its last part."""
-    return tables.get(model_id) or tables.get(basename(model_id)) or NOTHING
+def settings_of(model_id: str, settings: Settings) -> ModelSettings:
+    """The settings of `model_id`: those under its whole id, else under its last part, else the defaults."""
+    tables = settings.models
+    return tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
 
 
 def with_settings(request: GenerateRequest, settings: ModelSettings) -> GenerateRequest:
     """`request` with what it leaves open taken from `settings`."""
-    if settings is NOTHING:
+    if settings == NOTHING:
         return request
     own = request.sampling
-    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-    given = {name: value for name in fields if (value := getattr(settings, name)) is not None}
+    given = {name: value for name in SAMPLING if (value := getattr(settings, name)) is not None}
     sampling = {name: value for name, value in given.items() if getattr(own, name) is None}
     return msgspec.structs.replace(
         request,

@@ -61,7 +61,7 @@ class EnginePool:
         self.book = ModelBook(settings.base_path / "models.json")
         self.cold = ColdLedger(
             settings.paged_ssd_cache_dir,
-            0 if settings.no_cache else settings.paged_ssd_cache_max_size,
+            0 if settings.no_cache else settings.cold_cache_bytes,
             daily_writes=settings.ssd_cache_daily_write_budget,
         )
         self._engines: dict[str, ModelEngine] = {}
@@ -70,7 +70,7 @@ class EnginePool:
         self._making_room = asyncio.Lock()
         self._keepers: list[asyncio.Task[None]] = []
         self._guard = MemoryGuard(
-            self, self.book, settings.memory_limit, settings.hot_cache_max_size, room_wait_s
+            self, self.book, settings.memory_limit_bytes, settings.hot_cache_bytes, room_wait_s
         )
         self._first = next(iter(self.models()), None) if self._starts_with_one() else None
 
@@ -131,7 +131,7 @@ class EnginePool:
             on_want=lambda wants: in_background(self._guard.answer(self._engines[installed.id], wants)),
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
-        made.settings = settings_of(installed.id, self._settings.models)
+        made.settings = settings_of(installed.id, self._settings)
         made.pinned = installed.id in self.book.pinned
         made.default_ttl = self._settings.model_ttl
         return made
@@ -261,9 +261,9 @@ class EnginePool:
         """
         self._settings = settings
         self.catalog.look(settings)
-        self._guard.apply(settings.memory_limit, settings.hot_cache_max_size)
+        self._guard.apply(settings.memory_limit_bytes, settings.hot_cache_bytes)
         for engine in self.models():
-            engine.settings = settings_of(engine.model_id, settings.models)
+            engine.settings = settings_of(engine.model_id, settings)
             engine.default_ttl = settings.model_ttl
             engine.process.supervisor.set_log_level(settings.log_level)
             later = for_next_load(engine.loaded_with, engine.settings)
@@ -352,7 +352,7 @@ class EnginePool:
                 enabled=not no_cache,
                 block_size=own.block_size or settings.block_size,
                 initial_blocks=settings.initial_cache_blocks,
-                hot_max_bytes=0 if no_cache else settings.hot_cache_max_size,
+                hot_max_bytes=0 if no_cache else settings.hot_cache_bytes,
                 cold_dir="" if no_cache else self.cold.folder,
                 admission=settings.ssd_cache_admission,
                 write_back=settings.hot_cache_write == "back",

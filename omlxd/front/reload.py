@@ -13,8 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from ..config import Settings
-from ..config.options import BY_NAME
+from ..config import BY_NAME, Settings
 from ..errors import ConfigError
 from .key_ring import KeyRing
 from .logs import Logs
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 
 LIVE = frozenset(
     {
-        *("log_level", "api_key", "models"),
+        *("log_level", "api_key", "models", "defaults"),
         *("model_dir", "model_ttl", "max_loaded_models", "memory_limit", "no_jit_load", "no_hf_cache"),
     }
 )
@@ -79,10 +78,14 @@ class Reloader:
         old = self.settings
         if not self._loopback and old.api_key and not new.api_key and not self._keys.has_file_keys:
             raise ConfigError("without a key, other machines could use this daemon.")
-        names = [name for name in (*BY_NAME, "models") if getattr(old, name) != getattr(new, name)]
+        fields = {name: option.field for name, option in BY_NAME.items()}
+        fields |= {name: name for name in ("models", "defaults")}
+        names = [name for name, field in fields.items() if getattr(old, field) != getattr(new, field)]
         later = [name for name in names if name not in LIVE | FROM_THE_NEXT_LOAD]
         # What waits must still be known as a change at the next SIGHUP.
-        self.settings = msgspec.structs.replace(new, **{name: getattr(old, name) for name in later})
+        self.settings = msgspec.structs.replace(
+            new, **{fields[name]: getattr(old, fields[name]) for name in later}
+        )
         self._logs.apply(new)
         self._keys.replace_own(new.api_key)
         self._pool.apply(self.settings)
@@ -94,5 +97,5 @@ class Reloader:
 
 
 def _flags(names: Sequence[str]) -> str:
-    shown = ["[models]" if name == "models" else BY_NAME[name].flag for name in names]
+    shown = [BY_NAME[name].flag if name in BY_NAME else f"[{name}]" for name in names]
     return ", ".join(shown) or "nothing changed at once"

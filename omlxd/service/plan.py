@@ -12,7 +12,7 @@ import msgspec
 
 import omlxd
 
-from ..config import OPTIONS, Option, Settings, load_settings, parsers
+from ..config import OPTIONS, Option, Settings, load_settings
 from ..errors import ConfigError
 from ..models.resolve import is_local
 
@@ -24,8 +24,6 @@ CARRIED = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 """Variables of the installing shell that say where models are. No token is among them."""
 MARK = "OMLXD_SERVICE"
 """A variable of the service; also how we know that a file is ours."""
-
-_PATHS = (parsers.path, parsers.cold_dir, parsers.optional_path)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +88,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 def _absolute(name: str, text: str) -> str:
     """Paths as they are meant here: a service starts in /."""
     option = _OPTIONS.get(name)
-    is_path = name == "config" or (option is not None and option.parse in _PATHS)
+    is_path = name == "config" or (option is not None and option.is_path)
     if text and (is_path or (name == "model" and is_local(text))):
         return str(Path(text).expanduser().absolute())
     return text

@@ -49,14 +49,14 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def shown(settings: Settings) -> list[Shown]:
-    """In the order of the table of options; then what the file says of single models."""
-    rows = [
-        Shown(option.name, _plain(option.name, getattr(settings, option.name)), settings.sources[option.name])
-        for option in OPTIONS
-    ]
-    for model, own in settings.models.items():
+    """The file, each option in order, then what the file says of all models and of single ones."""
+    named = [("config", settings.config), *((o.name, getattr(settings, o.field)) for o in OPTIONS)]
+    rows = [Shown(name, _plain(name, value), settings.sources[name]) for name, value in named]
+    tables = [(settings.defaults, ("defaults",))]
+    tables += [(own, ("models", model)) for model, own in settings.models.items()]
+    for own, path in tables:
         for field in ModelSettings.__struct_fields__:
-            name = full_name(model, field)
+            name = full_name(field, *path)
             if name in settings.sources:
                 rows.append(Shown(name, _plain(field, getattr(own, field)), settings.sources[name]))
     return rows
@@ -83,7 +83,7 @@ def as_text(rows: Sequence[Shown]) -> str:
 
 
 def _called(name: str) -> str:
-    return name if name.startswith("models.") else "--" + name.replace("_", "-")
+    return name if "." in name else "--" + name.replace("_", "-")
 
 
 def _told(row: Shown) -> str:

@@ -1,0 +1,299 @@
+"""What can be set: the settings of `omlxd serve`, and those of single models.
+
+A field's annotation is all there is of a setting: its type and limits (msgspec), its help, its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, field
+
+from .values import Bytes, FileBytes, Limit, Seconds, Stay, expected
+
+BlockSize = Literal[16, 32, 64, 128, 256, 512, 1024]
+KvBits = Literal[0, 4, 8]
+KvGroup = Literal[32, 64, 128]
+Hoist = Literal["auto", "always", "never"]
+"""What becomes of system messages before the first assistant's turn."""
+Slots = Annotated[int, Meta(ge=1, le=1024)]
+_ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
+
+
+def _option(name: str, usage: str, *, wrong: str = "", none: str | None = None) -> Meta:
+    """usage: `METAVAR=default`, "" for a switch. wrong: what a refused value is. none: the text for None."""
+    metavar, _, default = usage.partition("=")
+    extra = {"metavar": metavar, "default": default if metavar else "false", "wrong": wrong, "none": none}
+    return Meta(description=_HELP[name], extra=extra)
+
+
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file says of one model; None: nothing.
+
+    thinking        whether the model thinks, where the request leaves it open
+    template_args   arguments of the chat template; a request's own go first
+    context_limit   tokens of prompt and answer at most, below what the model could
+    ttl             seconds that it stays loaded without a request; infinite: for good
+    healing         earlier turns are put back as they were generated
+    request_timeout seconds that a request may take; 0: no limit
+    pin             never unloaded to make room, nor for being idle
+    """
+
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=10**9)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    thinking: bool | None = None
+    template_args: dict[str, Any] = {}
+    context_limit: Annotated[int, Meta(ge=16, le=2**31 - 1)] | None = None
+    ttl: Stay | None = None
+    pin: bool = False
+    aliases: tuple[Annotated[str, Meta(pattern=r"\S")], ...] = ()
+    block_size: BlockSize | None = None
+    kv_bits: KvBits | None = None
+    kv_group_size: KvGroup | None = None
+    no_cache: bool | None = None
+    max_concurrent_requests: Slots | None = None
+    healing: bool | None = None
+    hoist_system: Hoist | None = None
+    request_timeout: Limit | None = None
+
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Fields that the file may also set for all models, under `[defaults]`."""
+NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.index("block_size") :]
+"""Fields that a loaded engine does not take up; every other one is live."""
+
+
+_HELP = {
+    "model": "model to load at start: local folder, hub id as ORG/NAME (downloaded once), or"
+    " a name under --model-dir; default: none with --model-dir, else the embedded "
+    "demo model",
+    "model_dir": "folder of models, as DIR/NAME or DIR/ORG/NAME; they are loaded when they are asked for",
+    "model_ttl": "how long a model that was loaded on demand stays without a request, as 30m or "
+    "2h; 0: until its memory is needed",
+    "max_loaded_models": "models that are loaded at the same time; 0: as many as memory allows",
+    "no_jit_load": "load no model because a request names it, only by --model and `omlxd models load`",
+    "memory_limit": "most that weights, live KV and RAM caches of all models may take together, as "
+    "24GB or 60%% of RAM; auto: what the machine and its GPU have; off: nothing is "
+    "estimated, refused or divided",
+    "stall_timeout": "how long an engine that has work may make no progress before it is ended and "
+    "started again; 0: for ever",
+    "no_hf_cache": "don't offer the models that lie in the Hugging Face cache",
+    "host": "address to listen on; any but loopback needs --api-key",
+    "port": "port to listen on; 0 takes a free one and prints it",
+    "api_key": "key that every request must carry; better given as OMLXD_API_KEY, which `ps` doesn't show",
+    "base_path": "folder of everything that omlxd keeps",
+    "paged_ssd_cache_dir": "folder of the SSD cache; default: cache under --base-path",
+    "paged_ssd_cache_max_size": "most that the SSD cache may take, as 100GB or 20%% of its disk; 0: no SSD "
+    "cache",
+    "ssd_cache_admission": "which blocks are written to the SSD cache: always; second-use, when they are "
+    "asked for again; min-length:N, of prompts of at least N tokens",
+    "ssd_cache_daily_write_budget": "most that is written to the SSD cache in a day, as 200GB; 0: no limit",
+    "if_cache_busy": "if another omlxd holds the SSD cache's folder: stop, or no-ssd to serve without one",
+    "hot_cache_max_size": "most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; "
+    "auto: grows up to what memory safely allows",
+    "hot_cache_write": "through: blocks go to SSD as they are made; back: as they leave RAM, lie idle,"
+    " or at the end",
+    "initial_cache_blocks": "cache blocks made ready at start; more are made on demand",
+    "block_size": "tokens in a cache block, a power of two from 16 to 1024",
+    "kv_bits": "bits of a number of the KV cache: 8 takes about half of the memory and disk "
+    "that 16 does, 4 about a quarter, and answers change; 0: as the model computes "
+    "it",
+    "kv_group_size": "numbers that share a scale with --kv-bits; must divide the width of the model's heads",
+    "no_cache": "compute every prompt from its first token: no RAM cache, no SSD cache",
+    "max_concurrent_requests": "requests that decode at the same time; more wait their turn",
+    "request_timeout": "longest that a request may take, as 600 (seconds) or 1h; its answer then ends "
+    "as one that is too long; 0: no limit",
+    "seed": "where a model's random numbers begin when it is loaded, for requests without a"
+    " seed of their own: the same requests in the same order then get the same "
+    "answers; random: anywhere",
+    "hoist_system": "put system messages that stand before the first answer at the head of the "
+    "prompt: always, never, or auto",
+    "no_healing": "render earlier answers as the client sends them, not as they were generated",
+    "log_level": "one of debug, info, warning, error",
+    "log_format": "text: a line of words and key=value pairs; json: one object a line",
+    "log_file": "file to log to, rotated; default: standard error",
+    "log_file_size": "size at which --log-file is put aside and a new one begun",
+    "log_file_count": "log files that were put aside and are kept",
+    "cors_origin": "web pages that may use this daemon from a browser, as https://chat.example, "
+    "with commas between; default: none",
+    "allowed_host": "further names that a request may call this daemon by, as a proxy before it "
+    "does; with commas between; default: localhost alone",
+}
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `omlxd serve` is told. Sizes in bytes; an empty `model` is the embedded demo model.
+
+    hot_cache_bytes     None: grows up to what memory safely allows; 0: no hot tier
+    model_ttl           seconds that a model loaded on demand stays after its last request
+    memory_limit_bytes  None: what the machine has; 0: nothing is guarded
+    request_timeout     seconds; 0: no limit
+    config    the file that was read; None: none
+    models    what the file says under `[models."id"]`, by the id, or alias, as written there
+    defaults  what it says under `[defaults]`; `models` has it too
+    sources   option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`;
+              settings of models by their `full_name`
+    """
+
+    model: Annotated[str, _option("model", "MODEL")]
+    model_dir: Annotated[Path | None, _option("model_dir", "DIR", none="")]
+    model_ttl: Annotated[Stay, _option("model_ttl", "TIME=60m")]
+    max_loaded_models: Annotated[int, Meta(ge=0, le=1000), _option("max_loaded_models", "N=0")]
+    no_jit_load: Annotated[bool, _option("no_jit_load", "")]
+    memory_limit_bytes: Annotated[Bytes | None, _option("memory_limit", "SIZE=auto", none="auto")] = field(
+        name="memory_limit"
+    )
+    stall_timeout: Annotated[Seconds, _option("stall_timeout", "TIME=120s")]
+    no_hf_cache: Annotated[bool, _option("no_hf_cache", "")]
+    host: Annotated[
+        str,
+        Meta(pattern=r"^[A-Za-z0-9.:_%-]+\Z"),
+        _option("host", "ADDR=127.0.0.1", wrong="no address; 127.0.0.1 is this machine alone"),
+    ]
+    port: Annotated[int, Meta(ge=0, le=65535), _option("port", "N=8000")]
+    api_key: Annotated[
+        str,
+        Meta(pattern=r"^[\x21-\x7e]*\Z"),
+        _option("api_key", "KEY", wrong="a key is letters, digits and signs, with no spaces"),
+    ]
+    base_path: Annotated[Path, _option("base_path", "DIR=~/.omlxd")]
+    paged_ssd_cache_dir: Annotated[Path, _option("paged_ssd_cache_dir", "DIR")]
+    cold_cache_bytes: Annotated[Bytes, _option("paged_ssd_cache_max_size", "SIZE=100GB")] = field(
+        name="paged_ssd_cache_max_size"
+    )
+    ssd_cache_admission: Annotated[
+        str,
+        Meta(pattern=r"^(always|second-use|min-length:\d{1,9})\Z"),
+        _option(
+            "ssd_cache_admission",
+            "POLICY=always",
+            wrong="none of always, second-use and min-length:N with N in tokens, as min-length:1000",
+        ),
+    ]
+    ssd_cache_daily_write_budget: Annotated[Bytes, _option("ssd_cache_daily_write_budget", "SIZE=0")]
+    if_cache_busy: Annotated[Literal["stop", "no-ssd"], _option("if_cache_busy", "WHAT=stop")]
+    hot_cache_bytes: Annotated[Bytes | None, _option("hot_cache_max_size", "SIZE=auto", none="auto")] = field(
+        name="hot_cache_max_size"
+    )
+    hot_cache_write: Annotated[Literal["through", "back"], _option("hot_cache_write", "MODE=through")]
+    initial_cache_blocks: Annotated[int, Meta(ge=1, le=10_000_000), _option("initial_cache_blocks", "N=256")]
+    # A turn recomputes up to a block, so small is better until files are slow to read. Files to arrays as a
+    # share of plain reads in the same round, an 8B shape, 2 virtual CPUs, page cache warm, median of 7 rounds
+    # (tools/bench/restore.py, 1.5 GB): of 64, three runs, 2 threads .98, 1.20 and .99, lowest round .54; of
+    # 128 and 256, one run, 1.04 and 1.00. With 500 MB of 64 .89; with 3 GB, two runs, .70 and 1.09. Dropped,
+    # 1.26 and more. A small model's pieces are half as long: .64 of plain (7.2 GB/s).
+    block_size: Annotated[BlockSize, _option("block_size", "N=64")]
+    kv_bits: Annotated[KvBits, _option("kv_bits", "N=0")]
+    kv_group_size: Annotated[KvGroup, _option("kv_group_size", "N=64")]
+    no_cache: Annotated[bool, _option("no_cache", "")]
+    max_concurrent_requests: Annotated[int, Meta(ge=1, le=1024), _option("max_concurrent_requests", "N=8")]
+    request_timeout: Annotated[Limit, _option("request_timeout", "TIME=1h")]
+    seed: Annotated[
+        Annotated[int, Meta(ge=0, lt=10**18)] | None,
+        _option("seed", "N=random", wrong="neither a whole number nor `random`", none="random"),
+    ]
+    hoist_system: Annotated[Hoist, _option("hoist_system", "WHEN=auto")]
+    no_healing: Annotated[bool, _option("no_healing", "")]
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("log_level", "LEVEL=info")]
+    log_format: Annotated[Literal["text", "json"], _option("log_format", "FORMAT=text")]
+    log_file: Annotated[Path | None, _option("log_file", "FILE", none="")]
+    log_file_size: Annotated[FileBytes, _option("log_file_size", "SIZE=10MB")]
+    log_file_count: Annotated[int, Meta(ge=1, le=100), _option("log_file_count", "N=5")]
+    cors_origin: Annotated[
+        tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
+        _option(
+            "cors_origin",
+            "ORIGINS",
+            wrong="no origin; one is written https://chat.example, with no path, or *",
+        ),
+    ]
+    allowed_host: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+\Z")], ...],
+        _option("allowed_host", "NAMES", wrong="no name of a host; give it without a port"),
+    ]
+    config: Path | None = None
+    models: dict[str, ModelSettings] = {}
+    defaults: ModelSettings = ModelSettings()
+    sources: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        """Every value but the key's: settings end up in logs and bug reports."""
+        shown = {name: getattr(self, name) for name in self.__struct_fields__ if name != "sources"}
+        shown["api_key"] = "***" if self.api_key else ""
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting as people write it: `name` in snake case, its default as text. `field`: of `Settings`."""
+
+    name: str
+    field: str
+    type: Any
+    help: str
+    metavar: str
+    default: str
+    wrong: str
+    none: str | None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "OMLXD_" + self.name.upper()
+
+    @property
+    def is_switch(self) -> bool:
+        return not self.metavar
+
+    @property
+    def is_path(self) -> bool:
+        return self.metavar in ("DIR", "FILE")
+
+
+def _options() -> Iterable[Option]:
+    for each in msgspec.structs.fields(Settings):
+        for meta in getattr(each.type, "__metadata__", ()):
+            if meta.extra:
+                yield Option(
+                    name=each.encode_name,
+                    field=each.name,
+                    type=each.type,
+                    help=meta.description,
+                    **{**meta.extra, "wrong": meta.extra["wrong"] or expected(each.type)},
+                )
+
+
+# Read in this order: a value may depend on those before it.
+OPTIONS = tuple(_options())
+BY_NAME = {option.name: option for option in OPTIONS}
+
+
+def full_name(field: str, *table: str) -> str:
+    """Of a setting in another table of the file, as TOML writes it: `models."org/name".max-tokens`."""
+    models = [msgspec.json.encode(name).decode() for name in table[1:]]
+    return ".".join([*table[:1], *models, field.replace("_", "-")])
+
+
+def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option] = OPTIONS) -> None:
+    """Every value stays text here: reading.py converts flags, variables and the file alike."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
+    )
+    for option in options:
+        if option.is_switch:
+            parser.add_argument(
+                option.flag, dest=option.name, action="store_const", const="true", help=option.help
+            )
+            continue
+        shown = f" (default: {option.default})" if option.default else ""
+        parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help + shown)

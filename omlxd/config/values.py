@@ -1,0 +1,133 @@
+"""Values of settings: msgspec's types, and sizes, times and paths as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from ..durations import duration
+from ..errors import ConfigError
+from ..sizes import SMALLEST, parse_size
+
+SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
+
+
+class Bytes(int):
+    """A size: `8GB`, `20%` where there is a whole. `least`: what is smaller, and not 0, is refused."""
+
+    least = SMALLEST
+
+
+class FileBytes(Bytes):
+    """The size of a file, which may be small."""
+
+    least = 1000
+
+
+class Seconds(float):
+    """A length of time; infinite: for ever."""
+
+
+class Stay(Seconds):
+    """How long something stays. 0 and infinity: for good."""
+
+
+class Limit(Seconds):
+    """The longest that something may take. 0: no limit."""
+
+
+def convert(
+    kind: Any,
+    value: Any,
+    place: str,
+    *,
+    wrong: str,
+    secret: bool = False,
+    whole: Callable[[], int] | None = None,
+) -> Any:
+    """`value`, text or what TOML holds, as type `kind`. Raises ConfigError in one sentence.
+
+    place  the flag, variable or line; wrong: what a value is that does not fit; whole: bytes that 100% is
+    """
+
+    def custom(kind: type, value: Any) -> Any:
+        if kind is Path:
+            if not value or not isinstance(value, str):
+                raise ValueError("no path")
+            return Path(value).expanduser().absolute()
+        if issubclass(kind, Bytes):
+            return kind(parse_size(str(value), whole, least=kind.least))
+        try:
+            seconds = duration(str(value))
+        except ValueError:
+            raise ValueError("no length of time; write 90s, 30m or 2h, 0 for good") from None
+        if kind is Stay:
+            seconds = seconds or math.inf
+        return kind(0.0 if kind is Limit and math.isinf(seconds) else seconds)
+
+    info = _plain(inspect.type_info(kind))
+    if isinstance(value, str):
+        if isinstance(info, inspect.BoolType):
+            value = SWITCHES.get(value.lower(), value)
+        elif isinstance(info, inspect.LiteralType):
+            value = value.lower()
+        elif isinstance(info, inspect.VarTupleType):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return msgspec.convert(value, kind, strict=not isinstance(value, str), dec_hook=custom)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ValueError) and isinstance(info, inspect.CustomType):
+            wrong = str(error.__cause__)
+        what = "" if secret else f"{value!r} is "
+        raise ConfigError(f"{place}: {what}{wrong}.", param=place) from None
+
+
+def expected(kind: Any) -> str:
+    """What a value is that does not fit `kind`: `no whole number from 1 to 8`."""
+    match _plain(inspect.type_info(kind)):
+        case inspect.IntType() as number:
+            return f"no whole number from {number.ge} to {number.le}"
+        case inspect.FloatType() as number:
+            low = f"above {number.gt:g}" if number.ge is None else f"from {number.ge:g}"
+            return f"no number {low}" + (" up" if number.le is None else f" to {number.le:g}")
+        case inspect.BoolType():
+            return "neither true nor false"
+        case inspect.LiteralType() as words:
+            return f"none of {', '.join(map(str, sorted(words.values)))}"
+        case inspect.VarTupleType():
+            return "no list of names"
+        case inspect.DictType():
+            return "no table; write { enable_thinking = false }"
+        case _:
+            return ""  # The conversion says it.
+
+
+def _plain(info: inspect.Type) -> inspect.Type:
+    """Without metadata and None."""
+    while isinstance(info, inspect.Metadata | inspect.UnionType):
+        if isinstance(info, inspect.Metadata):
+            info = info.type
+        else:
+            info = next(each for each in info.types if not isinstance(each, inspect.NoneType))
+    return info
+
+
+def closest(word: str, words: list[str]) -> str:
+    """` (did you mean …?)`, or nothing when no word is near."""
+    near = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`. A name other than localhost counts as reachable."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
