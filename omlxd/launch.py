@@ -61,9 +61,13 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
+    """begins: tokens that its first prompt takes, about: system text, tools and the question."""
+
     program: str
     install: str
     start: Callable[[Target], Start]
+    begins: int
+    wants: str = ""
 
 
 # --------------------------------------------------------------------------- the agents
@@ -124,9 +128,16 @@ def _opencode(target: Target) -> Start:
 
 
 AGENTS = {
-    "claude": Agent("claude", "npm install -g @anthropic-ai/claude-code", _claude),
-    "codex": Agent("codex", "npm install -g @openai/codex", _codex),
-    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode),
+    "claude": Agent(
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        _claude,
+        20_000,
+        # On an older Node npm takes an old version, whose prompt is twice as long.
+        " on Node 22 or newer",
+    ),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex, 10_000),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode, 10_000),
 }
 
 
@@ -214,7 +225,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     try:
         url, key = address(known.url)
         path = None if known.print_env else _found(agent)
-        start = agent.start(find_target(url, key, known.model))
+        target = find_target(url, key, known.model)
+        if warning := too_small(agent, target):
+            print(f"omlxd: {warning}", file=sys.stderr)
+        start = agent.start(target)
         if path is None:
             print(shell_text(agent, start, rest))
             return 0
@@ -223,6 +237,16 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         return COULD_NOT
     sys.stdout.flush()
     os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, url))
+
+
+def too_small(agent: Agent, target: Target) -> str:
+    """A warning if the model's context has no room for the agent's first prompt and an answer; else ""."""
+    if target.context is None or target.context - (target.output_tokens or 0) >= agent.begins:
+        return ""
+    return (
+        f"the context of {target.model} is {target.context} tokens; {agent.program} begins with about "
+        f"{agent.begins}, so it will soon fail. Take a model with 32768 or more."
+    )
 
 
 def environment(environ: Mapping[str, str], start: Start, url: str) -> dict[str, str]:
@@ -251,5 +275,7 @@ def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
 def _found(agent: Agent) -> str:
     path = shutil.which(agent.program)
     if path is None:
-        raise LaunchError(f"{agent.program} is not on the PATH; install it with `{agent.install}`.")
+        raise LaunchError(
+            f"{agent.program} is not on the PATH; install it with `{agent.install}`{agent.wants}."
+        )
     return path

@@ -72,7 +72,7 @@ def convert(
             seconds = seconds or math.inf
         return kind(0.0 if kind is Limit and math.isinf(seconds) else seconds)
 
-    info = _plain(inspect.type_info(kind))
+    info, written = _plain(inspect.type_info(kind)), value
     if isinstance(value, str):
         if isinstance(info, inspect.BoolType):
             value = SWITCHES.get(value.lower(), value)
@@ -81,11 +81,11 @@ def convert(
         elif isinstance(info, inspect.VarTupleType):
             value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        return msgspec.convert(value, kind, strict=not isinstance(value, str), dec_hook=custom)
+        return msgspec.convert(value, kind, strict=not isinstance(written, str), dec_hook=custom)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError) and isinstance(info, inspect.CustomType):
             wrong = str(error.__cause__)
-        what = "" if secret else f"{value!r} is "
+        what = "" if secret else f"{written!r} is "
         raise ConfigError(f"{place}: {what}{wrong}.", param=place) from None
 
 
