@@ -81,7 +81,9 @@ def convert(
         elif isinstance(info, inspect.VarTupleType):
             value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        return msgspec.convert(value, kind, strict=not isinstance(written, str), dec_hook=custom)
+        got = msgspec.convert(value, kind, strict=not isinstance(written, str), dec_hook=custom)
+        # Plain numbers, which msgspec can encode.
+        return int(got) if isinstance(got, Bytes) else float(got) if isinstance(got, Seconds) else got
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ValueError) and isinstance(info, inspect.CustomType):
             wrong = str(error.__cause__)
