@@ -102,7 +102,7 @@ def expected(kind: Any) -> str:
         case inspect.BoolType():
             return "neither true nor false"
         case inspect.LiteralType() as words:
-            return f"none of {', '.join(map(str, sorted(words.values)))}"
+            return f"none of {', '.join(map(str, words.values))}"
         case inspect.VarTupleType():
             return "no list of names"
         case inspect.DictType():
