@@ -140,7 +140,7 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
-    """`auto`, `none`, `required`, or `named:<tool>`."""
+    """`auto`, `none`, `required`, or `named:<tool>`, which is one call of it."""
     allowed_tools: tuple[str, ...] = ()
     """Names of the tools that may be called, with `auto` and `required`; the prompt lists all the same.
     Empty: all."""
@@ -152,6 +152,11 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     """How hard to think, where the template has a word for it (`reasoning_effort`); a hint."""
     continue_final: bool = False
     """The last message is the assistant's, and its text the beginning of the answer."""
+
+    @property
+    def one_call(self) -> bool:
+        """Whether the answer ends with its first call."""
+        return not self.parallel_calls or self.tool_choice.startswith("named:")
 
 
 class RawPrompt(Struct, frozen=True, tag="raw"):

@@ -222,13 +222,12 @@ def test_a_required_call_is_made(host: Host):
     assert names <= {"Read", "Bash"}
 
 
-def test_a_named_call_is_made_once_if_calls_may_not_be_parallel(host: Host):
+def test_a_named_call_is_made_once(host: Host):
     for seed in range(2):
         events = host.ask(
             chat(
                 tools=(READ, BASH),
                 tool_choice="named:Read",
-                parallel_calls=False,
                 temperature=1.0,
                 seed=seed,
                 max_tokens=300,

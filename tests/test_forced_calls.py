@@ -129,7 +129,7 @@ def check_named(tokenizer, name: str, special: bool, seeds: range) -> None:
     model = spelled(tokenizer, name, special)
     compiler, walker = compiler_of(model), Walker(model)
     for tool in TOOLS:
-        how: Any = {"tools": TOOLS, "tool_choice": f"named:{tool.name}", "parallel_calls": False}
+        how: Any = {"tools": TOOLS, "tool_choice": f"named:{tool.name}"}
         walks = [walker.walk(compiled(compiler, **how), seed) for seed in seeds]
         for tokens in filter(None, walks):
             (call,) = calls_in(model, tokens, TOOLS)
@@ -160,6 +160,9 @@ def test_one_call_and_several(tokenizer, name, special):
             counts.append(len(calls_in(model, tokens, tools)))
         one = compiled(compiler, tools=tools, tool_choice="required", parallel_calls=False)
         if (tokens := walker.walk(one, seed, free=400)) is not None:
+            assert len(calls_in(model, tokens, tools)) == 1
+        named = compiled(compiler, tools=tools, tool_choice="named:choices")
+        if (tokens := walker.walk(named, seed, free=400)) is not None:
             assert len(calls_in(model, tokens, tools)) == 1
     assert max(counts) > 1
 

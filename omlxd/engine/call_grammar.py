@@ -20,7 +20,7 @@ from ..chat import Tool
 from ..errors import InvalidRequest
 from .call_inputs import INPUT, input_term, json_input
 from .call_spellings import SPELLINGS, JsonCalls, Spelling, TagCalls, ValueCalls, unreadable
-from .schema_branches import Unenforceable, branches
+from .schema_branches import Unenforceable, branches, closed
 from .value_grammar import (
     Check,
     Literal,
@@ -299,7 +299,7 @@ def _whole(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 def enforceable(tool: Tool, check: Check) -> dict[str, Any]:
     """The schema of a tool's arguments, or any object. Raises InvalidRequest if the tool is strict."""
-    schema = {**tool.parameters, "type": "object"} if tool.parameters else {"type": "object"}
+    schema = {"properties": {}, **tool.parameters, "type": "object"}
     if problem := check(schema):
         if tool.strict:
             raise InvalidRequest(
@@ -320,7 +320,7 @@ JSON_OPTIONS: dict[str, Any] = {
 
 def json_term(schema: dict[str, Any]) -> str:
     """A term for JSON that is as `schema` says."""
-    schema = {**schema, "x-guidance": JSON_OPTIONS}
+    schema = {**closed(schema), "x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 

@@ -13,6 +13,7 @@ from ..errors import InvalidRequest
 from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term
 from .harmony import CONTROLS
 from .harmony_grammar import HarmonyGrammar
+from .schema_branches import closed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -51,7 +52,7 @@ class Wanted:
             format=request.format,
             tools=tools,
             forced=forced,
-            many=chat is None or chat.parallel_calls,
+            many=chat is None or not chat.one_call,
             thought=chat is not None and chat.thinking is not False,
             chat=chat is not None,
             param=request.format.param if request.format and not forced else choice,
@@ -190,7 +191,7 @@ def _grammar_of(format: AnswerFormat) -> str:
     options: Any = JSON_OPTIONS
     match format.kind:
         case "json":
-            return LLMatcher.grammar_from_json_schema(format.schema, overrides=options)
+            return LLMatcher.grammar_from_json_schema(closed(format.schema), overrides=options)
         case "regex":
             return LLMatcher.grammar_from_regex(format.text)
         case "lark":

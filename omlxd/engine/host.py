@@ -158,7 +158,7 @@ class EngineHost:
             starts_in_thinking=rendered.starts_in_thinking,
             stop=request.sampling.stop,
             reasoning=rendered.reasoning and not request.forced,
-            one_call=not getattr(request.prompt, "parallel_calls", True),
+            one_call=getattr(request.prompt, "one_call", False),
         )
 
         def over() -> None:

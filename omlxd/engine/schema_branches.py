@@ -226,3 +226,109 @@ def _tags(schema: dict[str, Any], key: str) -> set[str]:
         inner.get("enum", [inner["const"]] if "const" in inner else []) if isinstance(inner, dict) else []
     )
     return {value for value in values if isinstance(value, str)}
+
+
+# --------------------------------------------------------------------------- closed objects
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+_SINGLE = ("items", "additionalProperties", "contains")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_MOST_NODES = 20_000
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """`schema`, for generating: an object has no properties but those that its schema names.
+
+    JSON Schema allows any others where `additionalProperties` is missing, and pydantic leaves it out; a
+    small model then invents keys until its limit of tokens. An object stays open where its schema has
+    `additionalProperties` or `unevaluatedProperties` that allow some, or names no properties at all.
+    """
+    try:
+        return _Closing(schema).alone(schema)
+    except (Unenforceable, TypeError, AttributeError, RecursionError):
+        return schema
+
+
+class _Closing:
+    """`root`: the schema that `$ref` looks into."""
+
+    def __init__(self, root: dict[str, Any]):
+        self._root = root
+        self._nodes = 0
+
+    def alone(self, node: Any) -> Any:
+        """A schema that no other one in the same place adds properties to."""
+        if not isinstance(node, dict):
+            return node
+        parts = [word for word in (*_IN_PLACE, "$ref") if word in node]
+        own = any(word in node for word in ("properties", "patternProperties", "additionalProperties"))
+        if not own and len(parts) == 1 and (parts[0] != "allOf" or len(node["allOf"]) == 1):
+            inner = self._inner(node)
+            return inner if parts == ["$ref"] else {**inner, parts[0]: [*map(self.alone, node[parts[0]])]}
+        whole = self._beside(node)
+        names = self._names(node)
+        if names is None or "additionalProperties" in node or not (names or own):
+            return whole
+        properties = {**dict.fromkeys(names, True), **whole.get("properties", {})}
+        return {**whole, "properties": properties, "additionalProperties": False}
+
+    def _beside(self, node: Any) -> Any:
+        """A schema beside which others may name properties too: it is not closed itself."""
+        if not isinstance(node, dict):
+            return node
+        inner = {key: value for key, value in self._inner(node).items() if key != "$ref"}
+        parts = {word: [*map(self._beside, node[word])] for word in _IN_PLACE if word in node}
+        if "$ref" in node:
+            parts["allOf"] = [*parts.get("allOf", ()), self._beside(self._target(node))]
+        return {**inner, **parts}
+
+    def _inner(self, node: dict[str, Any]) -> dict[str, Any]:
+        """`node` with the schemas of an object's values and a list's items closed."""
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise Unenforceable("a schema that leads to itself")
+        node = {
+            key: value
+            for key, value in node.items()
+            if key != "unevaluatedProperties" or (isinstance(value, dict) and value)
+        }
+        node |= {
+            word: {key: self.alone(value) for key, value in node[word].items()}
+            for word in _BY_NAME
+            if word in node
+        }
+        node |= {word: self.alone(node[word]) for word in _SINGLE if word in node}
+        if "prefixItems" in node:
+            node["prefixItems"] = [*map(self.alone, node["prefixItems"])]
+        if (
+            node.get("properties")
+            and is_any(node.get("additionalProperties"))
+            and "patternProperties" not in node
+        ):
+            # As a pattern: an escape in another property's name can't make it one of those named.
+            node |= {"patternProperties": {"": True}, "additionalProperties": False}
+        return node
+
+    def _names(self, node: Any) -> dict[str, None] | None:
+        """Properties that a schema and those in its place name, in order; None: it is open to others."""
+        if not isinstance(node, dict):
+            return {}
+        self._nodes += 1
+        if self._nodes > _MOST_NODES:
+            raise Unenforceable("a schema that leads to itself")
+        if any(
+            node.get(word, False) is not False for word in ("additionalProperties", "unevaluatedProperties")
+        ):
+            return None
+        names = dict.fromkeys([*node.get("properties", ()), *node.get("required", ())])
+        parts = [part for word in _IN_PLACE for part in node.get(word, ())]
+        if "$ref" in node:
+            parts.append(self._target(node))
+        for inner in map(self._names, parts):
+            if inner is None:
+                return None
+            names |= inner
+        return names
+
+    def _target(self, node: dict[str, Any]) -> Any:
+        return resolved({"$ref": node["$ref"]}, self._root)
