@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from families import build_family
+from host import Host, chat, finished, text_of
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from msgspec.structs import replace
 from talk import (
     CALL,
     ME,
@@ -241,7 +244,7 @@ def test_the_same_text_elsewhere_in_the_session_is_not_healed(prompts):
 
 
 def test_conversations_without_a_name(prompts):
-    """Told apart by their first messages; where two are the same to the last word, neither is healed."""
+    """Told apart by their first messages, then by thinking that comes back; with neither, none is healed."""
     first = Session(prompts, Scope())
     first.ask(user("Hello"))
     answer = first.generate(thought(prompts, "OK"))
@@ -249,9 +252,16 @@ def test_conversations_without_a_name(prompts):
     assert first.kept() and first.rendered.healed == 1
     second = Session(prompts, Scope())
     second.ask(user("Hello"))
-    second.generate(thought(prompts, "OK").replace("see", "look"))
+    looked = second.generate(thought(prompts, "OK").replace("see", "look"))
     rendered = second.ask(echo(answer), user("Go on"))
     assert rendered.healed == 0 and rendered.refused == ("ambiguous",)
+    for session, other in ((first, "look"), (second, "see")):
+        session.messages = session.messages[:2]
+        session.ask(
+            echo(answer, thinking=True) if session is first else echo(looked, thinking=True), user("Go")
+        )
+        decoded = prompts._tokenizer.decode(session.rendered.tokens)
+        assert session.rendered.healed == 1 and f"Let me  {other}" not in decoded
 
 
 def test_a_turn_cut_off_is_not_remembered(prompts):
@@ -260,6 +270,32 @@ def test_a_turn_cut_off_is_not_remembered(prompts):
     answer = session.generate(thought(prompts, "OK"), ended=False)
     rendered = session.ask(echo(answer), user("Go on"))
     assert rendered.healed == 0 and rendered.refused == ()
+
+
+def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
+    """As it was generated, whatever tokens its text would have; not one that is cut within a thought."""
+    host = Host(build_family("qwen3", tmp_path))
+    try:
+        memory = host.engine.prompts.memory
+        assert memory is not None
+        for question in ("Hello", "What?", "Where?"):
+            asked = chat(question, temperature=0, max_tokens=40)
+            events = host.ask(asked)
+            assert finished(events).reason == "length"
+            answer = Message("assistant", (TextPart(text_of(events)),))
+            talk = replace(asked.prompt, messages=(*asked.prompt.messages, answer, user("Go on")))
+            rendered = host.engine.prompts.render(talk, scope=Scope())
+            before = host.engine.prompts.render(asked.prompt).tokens
+            (turn,) = memory._places[rendered.session, rendered.chain[1]].turns.values()
+            assert len(turn.tokens) == 40
+            assert rendered.tokens[: turn.length] == [*before, *turn.tokens]
+        assert memory.healed and memory.unknown == 0
+        places = len(memory)
+        thinks = host.ask(chat("Think", thinking=True, temperature=0, max_tokens=4))
+        assert finished(thinks).reason == "length" and not text_of(thinks)
+        assert len(memory) == places
+    finally:
+        host.close()
 
 
 def test_healing_off(folder):

@@ -28,6 +28,7 @@ class Parser:
         self.faulty, self.stops_at = faulty, stops_at
         self.reasoning_tokens = 0
         self.stopped: str | None = None
+        self.in_answer = True
 
     @property
     def ended(self) -> bool:

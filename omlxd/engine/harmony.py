@@ -67,6 +67,10 @@ class HarmonySplitter:
         return self._state or State.ANSWER
 
     @property
+    def in_answer(self) -> bool:
+        return self._plain.in_answer if self._plain is not None else self._state is State.ANSWER
+
+    @property
     def position(self) -> int:
         return self._plain.position if self._plain is not None else self._position
 

@@ -10,8 +10,9 @@ put in place of the rendered turn (splicing.py) where all of this holds:
 - the prompt that the turn was generated from is, token for token, the prompt that is being built.
 
 So the model sees nothing that it did not write itself, or that the client did not send; a turn that
-the client has edited is rendered as the client sent it. Turns that ended by themselves are remembered
-alone: not those cut off by a limit, a stop string or a client that went away.
+the client has edited is rendered as the client sent it. Remembered are turns that ended by themselves and
+answers that a limit of tokens cut; not those cut within thinking or a call, nor by a stop string, by time or
+by a client that went away.
 
 What is known of a place is also written beside the KV (turn_files.py), and read when a conversation
 comes back to it: so a session outlives its engine. A place that is to be answered loses its file before
@@ -28,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from .canonical import Digest
-from .turn import Place, PrefixDigest, Turn
+from .turn import Place, PrefixDigest, Said, Turn
 
 MOST_BYTES = 32 << 20
 """Of remembered turns: about eight million generated tokens."""
@@ -37,7 +38,8 @@ REASONS = ("edited", "thinking_edited", "ambiguous", "prefix", "template", "too_
 """Why a turn is rendered as the client sent it, though one was generated at its place:
 
 edited, thinking_edited  the client changed its text or calls, or its thinking
-ambiguous                two conversations without a name look the same, and theirs differed
+ambiguous                two conversations without a name look the same, and theirs differed; the client
+                         sent no thinking that tells them apart
 prefix                   what stands before it has other tokens than it was generated from
 template                 the template's text can't be told apart around it
 too_long                 the prompt would no longer fit
@@ -53,11 +55,11 @@ _PLACE_BYTES, _TURN_BYTES = 300, 300
 class Files(Protocol):
     """Where places are kept beyond this process: TurnFiles (turn_files.py)."""
 
-    def load(self, place: Place) -> dict[Digest, Turn] | None:
-        """Turns by answer, none where there is no file; None: it can't be told now."""
+    def load(self, place: Place) -> dict[Said, Turn] | None:
+        """Turns by what was sent, none where there is no file; None: it can't be told now."""
         ...
 
-    def save(self, place: Place, turns: Mapping[Digest, Turn], done: Callable[[bool], None]) -> bool:
+    def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool:
         """Write them later; `done(in place?)` on another thread. False, and no `done`: not taken."""
         ...
 
@@ -72,13 +74,13 @@ class Files(Protocol):
 class Known:
     """What is known of one place.
 
-    turns      by answer, the newest last; None: two conversations without a name gave the same answer there,
-               and it was not generated alike
+    turns      by what was sent, the newest last; None: two conversations without a name were sent the same
+               there, and it was not generated alike
     begun      answers that were begun there, one if its file was found; answering: that have not ended
     on_disk    its file is in place, and holds `turns`; unsaved: it is to be written; writing: it is being
     """
 
-    turns: dict[Digest, Turn | None] = field(default_factory=dict)
+    turns: dict[Said, Turn | None] = field(default_factory=dict)
     begun: int = 0
     answering: int = 0
     on_disk: bool = False
@@ -123,15 +125,14 @@ class TurnMemory:
         """The turn, or why there is none; "" where nothing was generated there. May read a file."""
         known = self._known(place)
         with self._lock:
-            if answer not in known.turns:
+            same = [(said, turn) for said, turn in known.turns.items() if said[0] == answer]
+            if not same:
                 self.unknown += not known.turns
                 return "edited" if known.turns else ""
-            turn = known.turns[answer]
-        if turn is None:
-            return "ambiguous"
-        if thought is not None and thought != turn.thought:
+        if thought is not None and not (same := [each for each in same if each[0][1] == thought]):
             return "thinking_edited"
-        return turn
+        _, turn = same[-1]
+        return "ambiguous" if turn is None or (place.implicit and len(same) > 1) else turn
 
     def _known(self, place: Place) -> Known:
         with self._lock:
@@ -205,12 +206,12 @@ class TurnMemory:
         """`generated` without the token that ended the turn. Reads and writes nothing itself."""
         digest = PrefixDigest(prompt)
         before = digest.value
-        turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value, thought)
+        turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value)
         with self._lock:
             known = self._held(place) or Known()
             if place.key in self._places:
                 self._bytes -= self._places.pop(place.key).nbytes
-            _put(known, place, answer, turn)
+            _put(known, place, (answer, thought), turn)
             known.unsaved = True
             self._add(place, known)
             self._save(place, known)
@@ -228,7 +229,7 @@ class TurnMemory:
         """Have the place written if it must be and may be: not while it is answered. Under the lock."""
         # Which of two answers a conversation without a name goes on with is not for a crash to decide.
         told_apart = not place.implicit or known.begun < 2
-        turns = {answer: turn for answer, turn in known.turns.items() if turn is not None}
+        turns = {said: turn for said, turn in known.turns.items() if turn is not None}
         if self._files is not None and not known.answering and not known.writing:
             if known.unsaved and told_apart and turns:
                 known.unsaved = False
@@ -258,15 +259,15 @@ class TurnMemory:
             self._bytes -= oldest.nbytes
 
 
-def _put(known: Known, place: Place, answer: Digest, turn: Turn) -> None:
+def _put(known: Known, place: Place, said: Said, turn: Turn) -> None:
     """Add a turn to what is known of `place`, as its newest."""
     clash = False
-    if place.implicit and answer in known.turns:
+    if place.implicit and said in known.turns:
         # Two conversations that look the same to the last word: nothing tells whose it is.
-        earlier = known.turns[answer]
+        earlier = known.turns[said]
         clash = earlier is None or earlier.whole != turn.whole
-    known.turns.pop(answer, None)
-    known.turns[answer] = None if clash else turn
+    known.turns.pop(said, None)
+    known.turns[said] = None if clash else turn
     if len(known.turns) > MOST_ANSWERS:
         del known.turns[next(iter(known.turns))]
 

@@ -185,7 +185,8 @@ class EngineHost:
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
-        sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
+        if not request.forced:
+            sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
         self.prompts.begin(rendered.place)
@@ -217,10 +218,11 @@ class EngineHost:
         sequence.sink.abandon()
 
     def _learn(self, place: Place | None, sequence: Sequence, answer: Answer) -> None:
-        """A turn has ended by itself: later prompts get it as it was generated."""
+        """A turn is over: later prompts get it as it was generated."""
         tokens, start = sequence.tokens, sequence.prompt_length
-        if len(tokens) > start and tokens[-1] in sequence.eos:
-            self.prompts.learn(place, answer, tokens[:start], tokens[start:-1])
+        if len(tokens) > start and not sequence.timed_out:
+            end = len(tokens) - (tokens[-1] in sequence.eos)
+            self.prompts.learn(place, answer, tokens[:start], tokens[start:end])
 
     def _sampler(
         self, request: GenerateRequest, tokens: list[int], constraint: Constraint | ForcedAnswer | None

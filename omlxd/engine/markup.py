@@ -125,6 +125,10 @@ class Splitter:
         self._call_tags = CallTags("", "")
         self._call_scan = _Scan(())
 
+    @property
+    def in_answer(self) -> bool:
+        return self.state is State.ANSWER
+
     def feed(self, text: str) -> None:
         self._text += text
         while self._step_call() if self.state is State.CALL else self._step_text():

@@ -87,6 +87,11 @@ class OutputParser:
         return self._found.ended
 
     @property
+    def in_answer(self) -> bool:
+        """Whether the next letter would be the answer's."""
+        return self._splitter.in_answer
+
+    @property
     def stopped(self) -> str | None:
         return self._found.stops.matched
 

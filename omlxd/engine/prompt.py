@@ -150,7 +150,7 @@ class PromptPipeline:
             self.memory.end(place)
 
     def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
-        """Remember a turn that ended by itself: `generated` from `prompt`, `answer` sent of it."""
+        """Remember a turn: `generated` from `prompt`, `answer` sent of it."""
         if place is not None and self.memory is not None:
             self.memory.remember(place, answer.digest, answer.thought, prompt, generated)
 

@@ -30,6 +30,9 @@ class Parser(Protocol):
     @property
     def ended(self) -> bool: ...
 
+    @property
+    def in_answer(self) -> bool: ...
+
     def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]: ...
 
     def finish(self, reason: FinishReason) -> list[Event]: ...
@@ -40,7 +43,8 @@ class RequestSink:
 
     stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
     over()   once, when it ends otherwise than by failing or its client's going away
-    learn()  gets what the client was sent of a turn that ended by itself, before its last event
+    learn()  gets what the client was sent of a turn that ended by itself or by its limit of tokens within the
+             answer's text, before its last event
     """
 
     def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
@@ -115,17 +119,18 @@ class RequestSink:
         return events
 
     def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
+        in_answer = self._parser.in_answer
         events = self._emit(self._parser.finish(reason))
         stopped = self._parser.stopped
+        # A turn that was ended after its one call is not what the model would have written, and
+        # a broken call comes back as something else.
+        whole = not self._parser.ended and not self._cut
+        if whole and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
+            self.learn(self._answer)
         if stopped is not None:
             reason = "stop_sequence"
-        elif reason == "stop":
-            # A turn that was ended after its one call is not what the model would have written, and
-            # a broken call comes back as something else.
-            if self.learn is not None and not self._parser.ended and not self._cut:
-                self.learn(self._answer)
-            if self._answer.calls or self._cut:
-                reason = "tool_calls"
+        elif reason == "stop" and (self._answer.calls or self._cut):
+            reason = "tool_calls"
         self.over()
         usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
         events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])

@@ -34,6 +34,10 @@ class PrefixDigest:
         return self._state.digest()
 
 
+Said = tuple[Digest, Digest | None]
+"""What a client was sent of a turn: digests of its text and calls, and of its thinking."""
+
+
 @dataclass(slots=True, frozen=True)
 class Turn:
     """A turn that the model wrote.
@@ -41,14 +45,12 @@ class Turn:
     prompt         digest of the tokens it was generated from, `prompt_length` of them
     tokens         what was generated, without the token that ended the turn
     whole          digest of both
-    thought        digest of its thinking; None: it had none
     """
 
     prompt: Digest
     prompt_length: int
     tokens: array[int]
     whole: Digest
-    thought: Digest | None
 
     @property
     def length(self) -> int:

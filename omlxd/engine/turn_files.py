@@ -26,8 +26,7 @@ import msgspec
 from ..kv.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
 from ..kv.space import Space
 from ..kv.store_writer import StoreWriter
-from .canonical import Digest
-from .turn import Place, Turn
+from .turn import Place, Said, Turn
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +95,8 @@ class TurnFiles:
 
     # ----------------------------------------------------------------- reading
 
-    def load(self, place: Place) -> dict[Digest, Turn] | None:
-        """Turns by answer, none where there is no good record; None: the disk can't be read now."""
+    def load(self, place: Place) -> dict[Said, Turn] | None:
+        """Turns by what was sent, none where there is no good record; None: the disk can't be read now."""
         health = self._writer.health
         if not health.may_read():
             return None
@@ -119,7 +118,7 @@ class TurnFiles:
 
     # ----------------------------------------------------------------- writing
 
-    def save(self, place: Place, turns: Mapping[Digest, Turn], done: Callable[[bool], None]) -> bool:
+    def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool:
         """Queue a record of `turns`, the newest last: as many of these as it may hold."""
         record = self._records.record(self.name_of(place), encoded(turns, self._most_bytes))
 
@@ -147,13 +146,13 @@ class TurnFiles:
         self._writer.after_queued(touch)
 
 
-def encoded(turns: Mapping[Digest, Turn], most_bytes: int) -> bytes:
+def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
     """A record's payload, without the oldest turns if it were too long; empty: not even one fits."""
     kept: list[_Stored] = []
     room = most_bytes - 5
-    for answer, turn in reversed([*turns.items()]):
+    for (answer, thought), turn in reversed([*turns.items()]):
         tokens = _little(turn.tokens).tobytes()
-        one = _Stored(answer, turn.thought, turn.prompt, turn.prompt_length, tokens, turn.whole)
+        one = _Stored(answer, thought, turn.prompt, turn.prompt_length, tokens, turn.whole)
         room -= len(msgspec.msgpack.encode(one))
         if room < 0:
             break
@@ -161,9 +160,9 @@ def encoded(turns: Mapping[Digest, Turn], most_bytes: int) -> bytes:
     return msgspec.msgpack.encode(kept[::-1]) if kept else b""
 
 
-def decoded(payload: bytes) -> dict[Digest, Turn]:
+def decoded(payload: bytes) -> dict[Said, Turn]:
     """Raises ValueError where it holds no turns, or nonsense."""
-    turns: dict[Digest, Turn] = {}
+    turns: dict[Said, Turn] = {}
     for one in _decoder.decode(payload):
         digests = [one.answer, one.prompt, one.whole]
         if one.thought is not None:
@@ -172,7 +171,7 @@ def decoded(payload: bytes) -> dict[Digest, Turn]:
             raise ValueError("makes no sense")
         tokens = array("I")
         tokens.frombytes(one.tokens)
-        turns[one.answer] = Turn(one.prompt, one.prompt_length, _little(tokens), one.whole, one.thought)
+        turns[one.answer, one.thought] = Turn(one.prompt, one.prompt_length, _little(tokens), one.whole)
     if not turns:
         raise ValueError("holds no turns")
     return turns

@@ -1,7 +1,7 @@
 """Ends requests whose time is up, wherever they are: waiting, restoring, prefilling or decoding.
 
 It is looked at between two steps of the engine, so a prefill ends with the chunk that it is in. What
-was computed stays cached, block by block, as it is right; a turn that was cut off is not remembered
+was computed stays cached, block by block, as it is right; a turn that was cut off so is not remembered
 (healing.py), nor where it stood in its session (sessions.py).
 """
 
