@@ -97,7 +97,7 @@ class Session:
         events = [event for token in generated for event in parser.add_token(token)] + parser.finish("stop")
         for event in events:
             answer.add(event)
-        self.prompts.begin(self.rendered.place)
+        self.prompts.begin(self.rendered)
         if ended:
             self.prompts.learn(self.rendered.place, answer, self.rendered.tokens, generated)
         self.prompts.end(self.rendered.place)

@@ -278,6 +278,7 @@ def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
     try:
         memory = host.engine.prompts.memory
         assert memory is not None
+        healed = 0
         for question in ("Hello", "What?", "Where?"):
             asked = chat(question, temperature=0, max_tokens=40)
             events = host.ask(asked)
@@ -289,13 +290,32 @@ def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
             (turn,) = memory._places[rendered.session, rendered.chain[1]].turns.values()
             assert len(turn.tokens) == 40
             assert rendered.tokens[: turn.length] == [*before, *turn.tokens]
-        assert memory.healed and memory.unknown == 0
+            healed += rendered.healed
+            assert rendered.unknown == 0
+        assert healed
         places = len(memory)
         thinks = host.ask(chat("Think", thinking=True, temperature=0, max_tokens=4))
         assert finished(thinks).reason == "length" and not text_of(thinks)
         assert len(memory) == places
     finally:
         host.close()
+
+
+def test_prompts_that_are_only_counted_or_explained_are_none_of_the_figures(folder):
+    prompts = pipeline(folder, QWEN3)
+    session = Session(prompts)
+    session.ask(user("Hello"))
+    answer = session.generate(thought(prompts, "OK"))
+    nobodys = (user("Hi"), Message("assistant", (TextPart("Yes"),)), user("Sure?"))
+    before = prompts.figures()
+    rendered = [session.ask(echo(answer), user("Go on")), Session(prompts).ask(*nobodys)]
+    assert [(one.healed, one.unknown) for one in rendered] == [(1, 0), (0, 1)]
+    assert prompts.memory.healed == before["prompt_turns_healed_total"] == prompts.memory.unknown == 0
+    for one in rendered:
+        prompts.begin(one)
+        prompts.end(one.place)
+    after = prompts.figures()
+    assert after["prompt_turns_healed_total"] == 1 and after["prompt_turns_unknown_total"] == 1
 
 
 def test_healing_off(folder):

@@ -118,6 +118,7 @@ def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path)
     tokens = [1, 2, 3, 4, 5, 6, 70, 80, 90]
     files.store(tokens)  # As the request itself did when it ended.
     assert files.why(tokens).cause == "none"
+    assert files.why(tokens, reached=6).hot_tokens == 6  # as the log counts it, a block in part too
     told = files.why(tokens, reached=4)
     assert (told.cause, told.position, told.stored) == ("differs", 6, "7 8")
 

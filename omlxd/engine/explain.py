@@ -76,7 +76,7 @@ class Explainer:
             prompt_tokens=len(tokens),
             block_size=size,
             namespace=namespace_dir(self.namespace),
-            hot_tokens=tiers[:usable].count("hot") * size,
+            hot_tokens=reached if reached >= 0 else tiers[:usable].count("hot") * size,
             cold_tokens=tiers[:usable].count("cold") * size,
             chain_tokens=chain * size,
             position=chain * size,

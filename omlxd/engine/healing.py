@@ -127,7 +127,6 @@ class TurnMemory:
         with self._lock:
             same = [(said, turn) for said, turn in known.turns.items() if said[0] == answer]
             if not same:
-                self.unknown += not known.turns
                 return "edited" if known.turns else ""
         if thought is not None and not (same := [each for each in same if each[0][1] == thought]):
             return "thinking_edited"
@@ -186,12 +185,12 @@ class TurnMemory:
         if filed:
             self._files.used(filed)
 
-    def count(self, healed: int, refused: Sequence[str]) -> None:
-        """Note what became of a prompt's turns."""
-        if healed or refused:
-            with self._lock:
-                self.healed += healed
-                self.refusals.update(refused)
+    def count(self, healed: int, refused: Sequence[str], unknown: int) -> None:
+        """Note what became of the turns of a prompt that will be answered."""
+        with self._lock:
+            self.healed += healed
+            self.refusals.update(refused)
+            self.unknown += unknown
 
     # ----------------------------------------------------------------- after it
 

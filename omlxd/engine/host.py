@@ -133,9 +133,8 @@ class EngineHost:
 
         `end()` runs on the output thread after the last event.
         """
-        context = min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
-        scope = Scope(request.session, request.cache_salt)
-        rendered = self.prompts.render(request.prompt, scope=scope, most=context - 1)
+        context = self._context(request)
+        rendered = self._render(request, context)
         tokens = rendered.tokens
         room = context - len(tokens)
         if room <= 0:
@@ -189,7 +188,7 @@ class EngineHost:
             sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
-        self.prompts.begin(rendered.place)
+        self.prompts.begin(rendered)
         self.scheduler.submit(sequence)
         return sequence
 
@@ -235,9 +234,12 @@ class EngineHost:
             logprobs=request.sampling.logprobs,
         )
 
-    def _tokens(self, request: GenerateRequest) -> list[int]:
+    def _render(self, request: GenerateRequest, context: int) -> RenderedPrompt:
         scope = Scope(request.session, request.cache_salt)
-        return self.prompts.render(request.prompt, scope=scope, most=self.loaded.context_length - 1).tokens
+        return self.prompts.render(request.prompt, scope=scope, most=context - 1)
+
+    def _context(self, request: GenerateRequest) -> int:
+        return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
 
     def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         """Why `request` misses where it does; see engine/explain.py. Any thread. Raises OmlxdError."""
@@ -245,7 +247,7 @@ class EngineHost:
         tokenizer = self.loaded.tokenizer
         states = bridge.states if bridge is not None else None
         return Explainer(
-            tokens_of=self._tokens,
+            tokens_of=lambda request: self._render(request, self._context(request)).tokens,
             text_of=lambda tokens: tokenizer.decode(list(tokens)),
             namespace=self.namespace,
             block_size=settings.block_size,

@@ -49,6 +49,8 @@ class RenderedPrompt:
     session             name of the conversation, its own or one made of its first messages; cache salt
     chain               canonical digests of the conversation's beginnings (canonical.py)
     healed, refused     turns put back as they were generated; reasons why others were not
+    unknown             turns at whose place nothing is known to have been generated
+    turns               places of those that are known
     exposed             somebody's control tokens are read as control tokens
     """
 
@@ -62,6 +64,8 @@ class RenderedPrompt:
     chain: tuple[Digest, ...] = ()
     healed: int = 0
     refused: tuple[str, ...] = ()
+    unknown: int = 0
+    turns: tuple[Place, ...] = ()
     exposed: bool = False
 
 
@@ -139,10 +143,12 @@ class PromptPipeline:
         """What the template makes of `prompt`. Raises InvalidRequest."""
         return self._renderer.text(prompt).plain
 
-    def begin(self, place: Place | None) -> None:
-        """A turn will be generated at `place`; `end` must follow."""
-        if place is not None and self.memory is not None:
-            self.memory.begin(place)
+    def begin(self, rendered: RenderedPrompt) -> None:
+        """The prompt will be answered; `end` must follow. Its turns are counted, and recent from now on."""
+        if rendered.place is not None and self.memory is not None:
+            self.memory.used(rendered.turns)
+            self.memory.count(rendered.healed, rendered.refused, rendered.unknown)
+            self.memory.begin(rendered.place)
 
     def end(self, place: Place | None) -> None:
         """It was, or it will not be."""
@@ -194,11 +200,13 @@ class PromptPipeline:
         """`rendered` with turns as they were generated, where that makes a difference."""
         places = [Place(rendered.session, before, implicit) for before in rendered.chain]
         turns, refused = _turns(prompt, places, memory)
-        if prompt.continue_final:  # what will be generated is no turn
+        if prompt.continue_final:  # What will be generated is no turn.
             turns.pop(len(prompt.messages) - 1, None)
-        else:
-            rendered = replace(rendered, place=places[-1])
-        memory.used([places[index] for index in turns])
+        unknown = refused.count("")
+        refused = [reason for reason in refused if reason]
+        known = tuple(places[index] for index in turns)
+        place = None if prompt.continue_final else places[-1]
+        rendered = replace(rendered, place=place, turns=known, unknown=unknown)
         if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
             spliced = self._splicer.splice(prompt, text, turns)
             refused += spliced.refused
@@ -206,14 +214,13 @@ class PromptPipeline:
                 refused.append("too_long")
             elif spliced.healed:
                 rendered = replace(rendered, tokens=spliced.tokens, healed=spliced.healed)
-        memory.count(rendered.healed, refused)
         return replace(rendered, refused=tuple(refused))
 
 
 def _turns(
     prompt: Conversation, places: list[Place], memory: TurnMemory
 ) -> tuple[dict[int, Turn], list[str]]:
-    """(message index → the turn that stood there, reasons why others are not known)."""
+    """(message index → the turn that stood there, reasons why others are not put back; "": not known)."""
     roles = [message.role for message in prompt.messages]
     turns: dict[int, Turn] = {}
     refused: list[str] = []
@@ -225,7 +232,7 @@ def _turns(
         found = memory.find(places[index], *answer_of(prompt.messages[index]))
         if isinstance(found, Turn):
             turns[index] = found
-        elif found:
+        else:
             refused.append(found)
     return turns, refused
 
