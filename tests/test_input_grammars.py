@@ -1,4 +1,4 @@
-"""Custom tools whose input is a text of a grammar: held to it in every format."""
+"""Custom tools whose input is a text of a grammar: held to it where text stands bare, else refused."""
 
 # ruff: noqa: F811 -- fixtures of other modules
 
@@ -16,24 +16,22 @@ from parsing import tokenizer  # noqa: F401 -- a fixture
 from responses import conversation
 from test_forced_calls import CASES, allows, compiled, compiler_of, spelled
 from test_harmony import tokenizer as harmony  # noqa: F401 -- a fixture
-from test_harmony import tokens_of
 
 from omlxd.chat import Conversation, Tool, ToolCall, ToolCallDelta
-from omlxd.engine.call_inputs import INPUT
-from omlxd.engine.constraint import ConstraintCompiler
+from omlxd.engine.call_grammar import INPUT
 from omlxd.engine.output import OutputParser
 from omlxd.errors import InvalidRequest
-from omlxd.models import demo
 
 LINES = r"""
 start: line+  // a comment with "quotes" and /slashes/
 line: KEY " = " value LF
-value: ESCAPED_STRING | INT -> number
+value: STRING | INT -> number
 KEY: /[a-z]{1,9}/
-%import common (ESCAPED_STRING, INT)
+STRING: /"[^"\n<\]]*"/
+%import common (INT, DIGIT)
 %import common.LF
 """
-IS_LINES = re.compile(r'([a-z]{1,9} = ("([^"\\\n]|\\.)*"|[0-9]+)\n)+')
+IS_LINES = re.compile(r'([a-z]{1,9} = ("[^"\n<\]]*"|[0-9]+)\n)+')
 PATCH = r"""
 start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF
@@ -73,7 +71,11 @@ def walker_of(model: TokenizerWrapper) -> Walker:
     return Walker(model, ODD, ENDS)
 
 
-@pytest.mark.parametrize(("name", "special"), CASES)
+QUOTED = ("json_tools", "pythonic", "kimi_k2", "mistral")
+BARE = [case for case in CASES if case[0] not in QUOTED]
+
+
+@pytest.mark.parametrize(("name", "special"), BARE)
 def test_noise_writes_what_the_grammar_says(tokenizer, name, special):
     model = spelled(tokenizer, name, special)
     compiler, walker, tool = compiler_of(model), walker_of(model), custom(LINES)
@@ -91,10 +93,6 @@ def test_noise_writes_what_the_grammar_says(tokenizer, name, special):
 
 
 FRAMES = {
-    "json_tools": '<tool_call>\n{"name": "apply", "arguments": {"input": "%s"}}\n</tool_call>',
-    "pythonic": '<|tool_call_start|>[apply(input="%s")]<|tool_call_end|>',
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.apply:0<|tool_call_argument_begin|>"
-    '{"input": "%s"}<|tool_call_end|><|tool_calls_section_end|>',
     "qwen3_coder": "<tool_call>\n<function=apply>\n<parameter=input>\n%s\n</parameter>\n</function>\n"
     "</tool_call>",
     "glm47": "<tool_call>apply<arg_key>input</arg_key><arg_value>%s</arg_value></tool_call>",
@@ -103,7 +101,6 @@ FRAMES = {
     "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="apply" index="1"<|sep|><|open|>argument key="input" '
     'type="string"<|sep|>%s<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>',
 }
-QUOTED = ("json_tools", "pythonic", "kimi_k2")
 PATCHES = [case for case in CASES if case[0] in FRAMES]
 
 
@@ -113,30 +110,23 @@ def test_a_patch_in_codex_grammar(tokenizer, name, special, choice):
     model = spelled(tokenizer, name, special)
     compiler, tool = compiler_of(model), custom(PATCH)
 
-    def call(text: str) -> str:
-        return FRAMES[name] % (json.dumps(text, ensure_ascii=False)[1:-1] if name in QUOTED else text)
-
     def may(text: str) -> bool:
         how: dict[str, Any] = {"tools": (tool,), "tool_choice": choice, "parallel_calls": False}
-        return allows(model, compiled(compiler, **how), call(text))
+        return allows(model, compiled(compiler, **how), FRAMES[name] % text)
 
     assert may(TEXT)
-    assert input_of(model, model.encode(call(TEXT), add_special_tokens=False), tool) == TEXT
+    assert input_of(model, model.encode(FRAMES[name] % TEXT, add_special_tokens=False), tool) == TEXT
     for wrong in ("", "Hello", TEXT.replace("Add", "Odd"), TEXT.replace("\n+x", "\nx")):
         assert not may(wrong), wrong
 
 
-def test_a_patch_in_harmony(harmony):
-    compiler = ConstraintCompiler(harmony, demo.VOCAB + 16)
-    head = "<|channel|>commentary to=functions.apply <|constrain|>json<|message|>"
-    for text, fine in ((TEXT, True), (TEXT.replace("Add", "Odd"), False)):
-        constraint = compiled(compiler, tools=(custom(PATCH),), tool_choice="required")
-        allowed = True
-        for token in tokens_of(harmony, f"{head}{json.dumps({'input': text}, ensure_ascii=False)}<|call|>"):
-            allowed = allowed and constraint.mask is not None and bool(constraint.mask[token])
-            if allowed:
-                constraint.advance(token)
-        assert allowed == fine
+@pytest.mark.parametrize("choice", ["required", "auto"])
+@pytest.mark.parametrize("name", [*QUOTED, "harmony"])
+def test_a_grammar_of_text_that_stands_in_json_is_refused(tokenizer, harmony, name, choice):
+    model = harmony if name == "harmony" else spelled(tokenizer, name)
+    with pytest.raises(InvalidRequest, match=r"grammar of 'apply' can't be enforced: .* JSON") as refused:
+        compiler_of(model).compile(chat(tools=(custom(PATCH),), tool_choice=choice), thinking=False)
+    assert refused.value.param == "tools"
 
 
 @pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "gemma4", "pythonic", "muse_spark"])
@@ -155,16 +145,13 @@ def test_a_regular_expression(tokenizer, name):
     ("grammar", "says"),
     [
         ("start: nothing", "nothing"),
-        ("start: /a(?=b)/", "assert"),
-        ("start: /(a/", "can't be read"),
-        ('start: "a"i', "regular expression"),
-        ("start: %json {}", "%json"),
-        ("%import common.SQL\nstart: SQL", "common.SQL"),
-        ("start: <tool_call>", "<tool_call>"),
+        ("start: /a(?=b)/", "look-around"),
+        ("start: /(a/", "unclosed group"),
+        ("%import common.SQL\nstart: SQL", "SQL"),
     ],
 )
-def test_grammars_that_cant_be_carried_over_are_refused(tokenizer, grammar, says):
-    compiler = compiler_of(spelled(tokenizer, "json_tools"))
+def test_a_grammar_that_is_none_is_refused(tokenizer, grammar, says):
+    compiler = compiler_of(spelled(tokenizer, "qwen3_coder"))
     with pytest.raises(InvalidRequest, match=re.escape(says)) as refused:
         compiler.compile(chat(tools=(custom(grammar),)), thinking=False)
     assert refused.value.param == "tools"

@@ -18,7 +18,6 @@ from typing import Any
 
 from ..chat import Tool
 from ..errors import InvalidRequest
-from .call_inputs import INPUT, input_term, json_input
 from .call_spellings import SPELLINGS, JsonCalls, Spelling, TagCalls, ValueCalls, unreadable
 from .schema_branches import Unenforceable, branches, closed
 from .value_grammar import (
@@ -33,6 +32,8 @@ from .value_grammar import (
 )
 
 TEXT = r"TEXT: /(.|\n)*/"
+INPUT = "input"
+"""The one parameter of a tool whose input has a grammar."""
 
 
 class CallGrammar:
@@ -129,25 +130,23 @@ class CallGrammar:
     # ----------------------------------------------------------------- one text of a grammar
 
     def _input_call(self, spelling: Spelling, rule: str, tool: Tool) -> str:
-        """A call of a tool whose one parameter is a text of a grammar."""
+        """A call of a tool whose one parameter is a text of a grammar. Raises InvalidRequest."""
         literal = self._literal
-        bare = isinstance(spelling, TagCalls) or (isinstance(spelling, ValueCalls) and not spelling.python)
-        text = input_term(tool, self.inputs, escaped=not bare)
+        text = f"@input_{len(self.inputs)}"
+        self.inputs[text[1:]] = tool.input_grammar
         before = literal(self._opened(spelling.before))
-        match spelling:
-            case JsonCalls():
-                name = plain(json.dumps(tool.name, ensure_ascii=False) if spelling.quoted else tool.name)
-                told = f"{name} {literal(spelling.between)} {json_input(text)} {literal(spelling.after)}"
-            case TagCalls():
-                begin, end = spelling.cdata or ("", "")
-                value = f"{literal(begin)} {text} {literal(end + spelling.pad)}"
-                close = literal(spelling.close + spelling.pad + spelling.tail)
-                given = self._between(spelling, INPUT, "string", f"{value} {close}")
-                told = f"{literal(tool.name + spelling.named)} {given} {literal(spelling.after)}"
-            case ValueCalls():
-                mark = literal(spelling.values.quote) if bare else plain('"')
-                given = f"{plain(INPUT + ('=' if spelling.python else ':'))} {mark} {text} {mark}"
-                told = f"{plain(tool.name + spelling.opens)} {given} {literal(spelling.closes)}"
+        if isinstance(spelling, TagCalls):
+            begin, end = spelling.cdata or ("", "")
+            close = literal(spelling.close + spelling.pad + spelling.tail)
+            value = f"{literal(begin)} {text} {literal(end + spelling.pad)} {close}"
+            given = self._between(spelling, INPUT, "string", value)
+            told = f"{literal(tool.name + spelling.named)} {given} {literal(spelling.after)}"
+        elif isinstance(spelling, ValueCalls) and spelling.values.quote:
+            mark = literal(spelling.values.quote)
+            given = f"{plain(INPUT + ':')} {mark} {text} {mark}"
+            told = f"{plain(tool.name + spelling.opens)} {given} {literal(spelling.closes)}"
+        else:
+            raise no_grammar_in_json(tool)
         return f"{rule}: {before} {told}"
 
     # ----------------------------------------------------------------- one JSON object
@@ -295,6 +294,15 @@ def _whole(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
             raise Unenforceable("what is no JSON schema") from error
 
     return made
+
+
+def no_grammar_in_json(tool: Tool) -> InvalidRequest:
+    """The text of such a tool stands in a JSON string, where other letters mean it than the grammar has."""
+    return InvalidRequest(
+        f"tools: the grammar of {tool.name!r} can't be enforced: this model writes its calls as JSON; give "
+        "the tool a format of text, or of a regular expression",
+        param="tools",
+    )
 
 
 def enforceable(tool: Tool, check: Check) -> dict[str, Any]:

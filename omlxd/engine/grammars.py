@@ -141,12 +141,12 @@ class Grammars:
     def _messages(self, wanted: Wanted) -> str:
         messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, wanted.thought)
         if wanted.forced:
-            return _packed(messages.forced(), messages.inputs)
+            return messages.forced()
         if wanted.format is None:
-            return _packed(messages.free(), messages.inputs)
+            return messages.free()
         if wanted.tools or wanted.format.kind == "json":
             self._checked_schema(wanted.format)
-            return _packed(messages.answer(json_term(wanted.format.schema)), messages.inputs)
+            return messages.answer(json_term(wanted.format.schema))
         inner = self._answer(wanted.format)
         answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
         whole = {"name": "messages", "lark_grammar": messages.answer("@answer")}

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..chat import Tool
-from .call_grammar import TEXT, enforceable, json_term
-from .call_inputs import input_term, json_input
+from .call_grammar import TEXT, enforceable, json_term, no_grammar_in_json
 from .value_grammar import Check, Literal
 
 _GO_ON = "<|end|><|start|>assistant"
@@ -20,7 +19,6 @@ class HarmonyGrammar:
     """Rules of Lark. Raises InvalidRequest where there can be no such grammar.
 
     thinking  a message of analysis may come first
-    inputs    grammars that the rules name by `@`
     """
 
     def __init__(self, tools: Sequence[Tool], literal: Literal, check: Check, thinking: bool):
@@ -28,13 +26,11 @@ class HarmonyGrammar:
         self._thinking = thinking
         names = [f"call_{index}" for index in range(len(tools))]
         self._calls = [f"calls: {' | '.join(names)}"] if names else []
-        self.inputs: dict[str, str] = {}
         for name, tool in zip(names, tools, strict=True):
             to = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json{_BODY}"
             if tool.input_grammar:
-                arguments = json_input(input_term(tool, self.inputs, escaped=True))
-            else:
-                arguments = json_term(enforceable(tool, check))
+                raise no_grammar_in_json(tool)
+            arguments = json_term(enforceable(tool, check))
             self._calls.append(f"{name}: {literal(to)} {arguments} {literal('<|call|>')}")
 
     def forced(self) -> str:
