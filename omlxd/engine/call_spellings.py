@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,84 @@ class TagCalls:
     typed: bool = False
     plain: str = ""
     cdata: tuple[str, str] | None = None
+
+    @property
+    def reading(self) -> TagReading:
+        return _reading(self)
+
+
+@dataclass(slots=True, frozen=True)
+class TagReading:
+    """How calls of a `TagCalls` are read from what stands between a call's outer tags, with any space.
+
+    begins     the text of a call begins with one of these, or holds `key` where there are none
+    head       group 1: the tool's name
+    parameter  group 1: its name; `data` or the last group: its value
+    end        behind the last parameter
+    quoted     names stand in quotes; such a text may hold several calls
+    """
+
+    begins: tuple[str, ...]
+    key: str
+    head: re.Pattern[str]
+    parameter: re.Pattern[str]
+    end: re.Pattern[str]
+    close: str
+    pad: str
+    quoted: bool
+
+    def fits(self, text: str) -> bool:
+        return text.startswith(self.begins) if self.begins else self.key in text
+
+    def value(self, match: re.Match[str]) -> str:
+        """A parameter's value without the newlines that belong to its tags."""
+        value = match[match.lastindex or 2]
+        if self.pad:
+            return value.removeprefix(self.pad).removesuffix(self.pad)
+        padded = self.quoted and len(value) > 1 and not match.groupdict().get("data")
+        return value[1:-1] if padded and value.startswith("\n") and value.endswith("\n") else value
+
+
+@functools.cache
+def _reading(row: TagCalls) -> TagReading:
+    opening, ending = row.before.rpartition("\n")[2], row.after.partition("\n")[0]
+    quoted = row.key.endswith('"')
+    begins = (opening.partition(" ")[0] + " " * quoted,) if row.named else ()
+    last = '"' if quoted else ">" if row.named else "<"  # no name holds it
+    if not row.named:  # the outer tags are the call's own
+        head, end = rf"\s*([^<]*?)\s*(?={row.key})", r"\s*$"
+    else:
+        head = rf"\s*{_loose(opening)}([^{last}]+){_loose(row.named.strip())}"
+        end = rf"\s*{ending}"
+        if row.cdata:  # the outer tags are part of the call's
+            tag, quote = opening[:-1], opening[-1]
+            begins = (*begins, quote)
+            head = head.replace(_loose(opening), rf"(?:{_loose(tag)})?{quote}")
+            end = rf"\s*(?:{ending}|$)"
+    value = "(.*?)"
+    if row.cdata:
+        first, last = map(re.escape, row.cdata)
+        value = rf"(?:\s*{first}(?P<data>.*?){last}\s*|(.*?))"
+    parameter = rf"\s*{_loose(row.key)}([^{last}]*){_loose(row.keyed.strip())}{value}{row.close}"
+    if row.pad:  # a tag in a value is part of it, unless one follows that goes on with the call
+        parameter += rf"\s*(?={row.key}|{ending})"
+    return TagReading(
+        begins,
+        row.key,
+        re.compile(head),
+        re.compile(parameter, re.DOTALL),
+        re.compile(end),
+        row.close,
+        row.pad,
+        quoted,
+    )
+
+
+def _loose(tag: str) -> str:
+    """A pattern for part of a tag, in which there may be other attributes and more space."""
+    tag = re.escape(tag).replace("><", r">\s*<")
+    tag = tag.replace(r'\ name="', r'\b[^>]*?\bname="')
+    return re.sub(r'^">', r'"[^>]*>', tag)
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,6 +272,12 @@ SPELLINGS: dict[str, Spelling] = {
         ValueSpelling("<escape>", spaces=False, never=("<end_function_call>",)),
     ),
 }
+
+
+READINGS = tuple(
+    dict.fromkeys(row.reading for row in SPELLINGS.values() if isinstance(row, TagCalls) and not row.typed)
+)
+"""Of all that are told by their looks."""
 
 
 def spelling_name(tokenizer: Any) -> str:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
+from .call_spellings import READINGS, TagReading
 from .call_writer import MAX_HEAD, Properties, Writer
 from .tool_calls import NAME, json_text, typed_text
 
-_FUNCTION = re.compile(r"\s*<function=([^>]*)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|</function>)", re.DOTALL)
-_ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
-_PAIRS = {
-    prefix: (
-        re.compile(rf"\s*([^<]*?)\s*(?=<{prefix}arg_key>)"),
-        re.compile(
-            rf"\s*<{prefix}arg_key>(.*?)</{prefix}arg_key>\s*<{prefix}arg_value>(.*?)</{prefix}arg_value>",
-            re.DOTALL,
-        ),
-    )
-    for prefix in ("", "longcat_")
-}
-
 
 class TagWriter(Writer):
-    """A head that holds the name, then parameters, each a key and a value between tags.
+    """A head that holds the name, then parameters, each a key and a value between tags."""
 
-    ends  the tag that ends a parameter: nothing is looked for before it comes
-    """
-
-    def __init__(self, properties: Properties, head: re.Pattern[str], parameter: re.Pattern[str], ends: str):
+    def __init__(self, properties: Properties, tags: TagReading):
         super().__init__(properties)
-        self._head: re.Pattern[str] | None = head
-        self._parameter = parameter
-        self._ends = ends
+        self._tags = tags
         self._looked = 0
 
     @property
@@ -41,19 +21,19 @@ class TagWriter(Writer):
 
     def feed(self, text: str) -> None:
         self._text += text
-        if self.dead or (self._head is not None and not self._begin(self._head)):
+        if self.dead or not (self.name or self._begin()):
             return
-        while self._text.find(self._ends, self._looked) >= 0:
-            match = self._parameter.match(self._text)
+        close = self._tags.close  # nothing is looked for before it comes
+        while self._text.find(close, self._looked) >= 0:
+            match = self._tags.parameter.match(self._text)
             if match is None:
                 return
-            self._member(match[1].strip(), match[2])
+            self._member(match[1].strip(), self._tags.value(match))
             self._text, self._looked = self._text[match.end() :], 0
-        self._looked = max(0, len(self._text) - len(self._ends))
+        self._looked = max(0, len(self._text) - len(close))
 
     def close(self) -> bool:
-        rest = self._text.strip()
-        if self.dead or not self.arguments or rest != ("</function>" if self._ends == "</parameter>" else ""):
+        if self.dead or not self.arguments or not self._tags.end.fullmatch(self._text.rstrip()):
             return False
         self.arguments += "}"
         self._text = ""
@@ -62,31 +42,25 @@ class TagWriter(Writer):
     def cut(self) -> str:
         return self.arguments
 
-    def _begin(self, head: re.Pattern[str]) -> bool:
-        match = head.match(self._text)
+    def _begin(self) -> bool:
+        match = self._tags.head.match(self._text)
         if match is None:
             return False
         name = match[1].strip()
         if match.end() > MAX_HEAD or not NAME.fullmatch(name):
             self.dead = True
             return False
-        self.name, self._head = name, None
+        self.name = name
         self._types = self._properties(name)
         self._text = self._text[match.end() :]
         return True
 
     def _member(self, key: str, value: str) -> None:
-        if self._ends == "</parameter>":  # one newline each side belongs to the tags
-            value = value.removeprefix("\n").removesuffix("\n")
         told = json_text(typed_text(value, self._types.get(key), key in self._types))
         self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {told}"
 
 
 def tag_writer(text: str, properties: Properties) -> TagWriter | None:
-    """The writer for a call that begins with `text`; None: it has no tags, or not yet."""
-    if text.startswith("<function="):
-        return TagWriter(properties, _FUNCTION, _PARAMETER, "</parameter>")
-    if (pair := _ARG_KEY.search(text)) and not text.startswith("<function"):
-        prefix = pair[1]
-        return TagWriter(properties, _PAIRS[prefix][0], _PAIRS[prefix][1], f"</{prefix}arg_value>")
-    return None
+    """The writer for a call that begins with `text`; None: it has no tags, or not yet, or quoted names."""
+    tags = next((tags for tags in READINGS if tags.fits(text)), None)
+    return TagWriter(properties, tags) if tags is not None and not tags.quoted else None

@@ -1,11 +1,9 @@
 """The text of a tool call into a name and typed arguments.
 
 These spellings are read here, because they can be told by their looks and their values can be typed
-by the tool's schema: JSON, `name<arg_key>k</arg_key><arg_value>v</arg_value>` (GLM, LongCat),
-`<function=name><parameter=k>v</parameter></function>` (Qwen coder), the tags with quoted names of
-Muse Spark, MiniMax and MiniCPM5, Gemma's `call:name{k:v}` (gemma_calls.py) and Python's
-`[name(k=v)]` (pythonic_calls.py). All others go to the parser that mlx-lm found for the model. Text that
-makes no sense gives None, never an exception: it is then shown.
+by the tool's schema: JSON, a tag a parameter (call_spellings.py), Gemma's `call:name{k:v}`
+(gemma_calls.py) and Python's `[name(k=v)]` (pythonic_calls.py). All others go to the parser that mlx-lm
+found for the model. Text that makes no sense gives None, never an exception: it is then shown.
 """
 
 from __future__ import annotations
@@ -20,47 +18,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..chat import Tool
+from .call_spellings import READINGS, TagReading
 from .gemma_calls import gemma_calls
 from .pythonic_calls import pythonic_calls
 from .schema_branches import Unenforceable, branches, resolved
 from .shaping import shape_tools
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
-_FUNCTION = re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>\s*(?=<parameter=|$)", re.DOTALL)
-_ARG_KEY = re.compile(r"<(longcat_|)arg_key>")
-_ARG_PAIR = re.compile(r"<(longcat_|)arg_key>(.*?)</\1arg_key>\s*<\1arg_value>(.*?)</\1arg_value>", re.DOTALL)
-
-
-@dataclass(slots=True, frozen=True)
-class _Tags:
-    """Tags with quoted names: of a call, of a parameter and its value (text between CDATA's marks
-    stands for itself), of a call's end."""
-
-    call: re.Pattern[str]
-    parameter: re.Pattern[str]
-    end: re.Pattern[str]
-
-
-_TAGS = {
-    "<atem:invoke": _Tags(
-        re.compile(r'\s*<atem:invoke\b[^>]*?\bname="([^"]+)"[^>]*>'),
-        re.compile(r'\s*<atem:parameter\b[^>]*?\bname="([^"]+)"[^>]*>(.*?)</atem:parameter>', re.DOTALL),
-        re.compile(r"\s*</atem:invoke>"),
-    ),
-    "<invoke": _Tags(
-        re.compile(r'\s*<invoke\s+name="([^"]+)"\s*>'),
-        re.compile(r'\s*<parameter\s+name="([^"]+)"\s*>(.*?)</parameter>', re.DOTALL),
-        re.compile(r"\s*</invoke>"),
-    ),
-    '"': _Tags(  # MiniCPM5's: its first and last tag are the marks of a call
-        re.compile(r'(?:\s*<function\s+name=)?"([^"]+)"\s*>'),
-        re.compile(
-            r'\s*<param\s+name="([^"]+)"\s*>(?:\s*<!\[CDATA\[(?P<data>.*?)\]\]>\s*|(.*?))</param>', re.DOTALL
-        ),
-        re.compile(r"\s*(?:</function>|$)"),
-    ),
-}
 
 _Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
@@ -96,16 +60,13 @@ class ToolCallReader:
 
     def _spellings(self, text: str) -> tuple[_Spelling, ...]:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
-        if text.startswith("<function="):
-            return (self._function,)
-        if any(text.startswith(begins) for begins in _TAGS):
-            return (self._tagged, self._json, self._by_mlx_lm)
+        if tags := next((tags for tags in READINGS if tags.fits(text)), None):
+            rest = (self._by_mlx_lm,) if tags.quoted else ()
+            return (lambda text: self._tagged(tags, text), self._json, *rest)
         if text.startswith("call:"):
             return (gemma_calls, self._by_mlx_lm)
         if text.startswith("["):
             return (self._json, pythonic_calls, self._by_mlx_lm)
-        if _ARG_KEY.search(text):
-            return (self._arg_pairs, self._json)
         if text in self._tools:  # a call without arguments, where those would have tags
             return (lambda name: [(name, {})],)
         return (self._json, self._by_mlx_lm)
@@ -131,53 +92,21 @@ class ToolCallReader:
         value = loads(text)
         return [_call_of(item) for item in (value if isinstance(value, list) else [value])]
 
-    def _function(self, text: str) -> list[_Call] | None:
-        match = _FUNCTION.fullmatch(text)
-        if not match:
-            return None
-        name, body = match[1].strip(), match[2].strip()
-        types = self.properties(name)
-        arguments, at = {}, 0
-        for parameter in _PARAMETER.finditer(body):
-            if parameter.start() != at:
-                return None
-            at = parameter.end()
-            key, value = parameter[1].strip(), parameter[2]
-            # One newline each side belongs to the tags.
-            value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key] = typed_text(value, types.get(key), key in types)
-        return [(name, arguments)] if at == len(body) else None
-
-    def _arg_pairs(self, text: str) -> list[_Call] | None:
-        begins = _ARG_KEY.search(text)
-        if not begins or _ARG_PAIR.sub("", text[begins.start() :]).strip():
-            return None
-        name = text[: begins.start()]
-        types = self.properties(name.strip())
-        pairs = {pair[2].strip(): pair[3] for pair in _ARG_PAIR.finditer(text)}
-        arguments = {key: typed_text(value, types.get(key), key in types) for key, value in pairs.items()}
-        return [(name.strip(), arguments)]
-
-    def _tagged(self, text: str) -> list[_Call] | None:
-        tags = next(tags for begins, tags in _TAGS.items() if text.startswith(begins))
+    def _tagged(self, tags: TagReading, text: str) -> list[_Call] | None:
         calls: list[_Call] = []
         at = 0
-        while invoke := tags.call.match(text, at):
-            at = invoke.end()
-            types = self.properties(invoke[1])
-            arguments = {}
+        while head := tags.head.match(text, at):
+            at = head.end()
+            name, arguments = head[1].strip(), {}
+            types = self.properties(name)
             while parameter := tags.parameter.match(text, at):
                 at = parameter.end()
-                key = parameter[1]
-                value = parameter[parameter.lastindex or 2]
-                bare = len(value) > 1 and not parameter.groupdict().get("data")
-                if bare and value.startswith("\n") and value.endswith("\n"):
-                    value = value[1:-1]  # those belong to the tags
-                arguments[key] = typed_text(value, types.get(key), key in types)
+                key = parameter[1].strip()
+                arguments[key] = typed_text(tags.value(parameter), types.get(key), key in types)
             if (end := tags.end.match(text, at)) is None:
                 return None
             at = end.end()
-            calls.append((invoke[1], arguments))
+            calls.append((name, arguments))
         return calls if at == len(text) else None
 
     def _by_mlx_lm(self, text: str) -> list[_Call] | None:
