@@ -109,6 +109,8 @@ class CallGrammar:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
         make = _whole(make)
         try:
+            if problem := self._check({**tool.parameters, "type": "object"}):
+                raise Unenforceable(problem)
             return make(spelling, rule, tool, True)
         except Unenforceable as problem:
             if tool.strict:

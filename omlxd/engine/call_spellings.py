@@ -109,8 +109,8 @@ def _reading(row: TagCalls) -> TagReading:
             end = rf"\s*(?:{ending}|$)"
     value = "(.*?)"
     if row.cdata:
-        first, last = map(re.escape, row.cdata)
-        value = rf"(?:\s*{first}(?P<data>.*?){last}\s*|(.*?))"
+        opens, closes = map(re.escape, row.cdata)
+        value = rf"(?:\s*{opens}(?P<data>.*?){closes}\s*|(.*?))"
     parameter = rf"\s*{_loose(row.key)}([^{last}]*){_loose(row.keyed.strip())}{value}{row.close}"
     if row.pad:  # a tag in a value is part of it, unless one follows that goes on with the call
         parameter += rf"\s*(?={row.key}|{ending})"

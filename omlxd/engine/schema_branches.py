@@ -14,7 +14,7 @@ TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
 MAX_BRANCHES = 200
 _MAX_STEPS = 32
 
-_UNENFORCEABLE = (
+_RARE = (
     *("not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies"),
     *("propertyNames", "patternProperties", "contains", "minContains", "maxContains"),
     *("additionalItems", "$dynamicRef", "$recursiveRef"),
@@ -25,7 +25,7 @@ _OF_TYPE: dict[str, tuple[str, ...]] = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-_LOOSE = ("format", "pattern", "minProperties", "maxProperties", "uniqueItems", *_UNENFORCEABLE)
+_LOOSE = ("format", "pattern", "minProperties", "maxProperties", "uniqueItems", *_RARE)
 """Passed over where a schema need not be enforced."""
 
 
@@ -60,7 +60,8 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
     """Alternatives that together are `schema`, or part of what it allows.
 
-    strict  raises Unenforceable for what can't be enforced; else that is passed over
+    strict  raises Unenforceable for what llguidance can enforce and `value_grammar` can't; else what can't
+            be enforced is passed over
     """
     try:
         found = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
@@ -95,21 +96,17 @@ def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Itera
     for name in ("anyOf", "oneOf"):
         if isinstance(given := schema.get(name), list):
             rest = {key: value for key, value in schema.items() if key != name}
-            parts: list[list[dict[str, Any]]] = []
             for part in given:
                 whole = resolved(part, root)
                 whole = _merged(rest, {} if whole is True else whole) if _asserts(rest) else whole
-                parts.append(list(islice(_split(whole, root, strict, steps - 1), MAX_BRANCHES + 1)))
-            if name == "oneOf" and strict and not _apart(parts):
-                raise Unenforceable("oneOf, whose alternatives may both be right")
-            yield from (branch for part in parts for branch in part)
+                yield from islice(_split(whole, root, strict, steps - 1), MAX_BRANCHES + 1)
             return
     yield from _typed(_judged(schema, strict))
 
 
 def _asserts(schema: dict[str, Any]) -> bool:
     """Whether `schema` says more than titles and defaults."""
-    words = {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *_UNENFORCEABLE}
+    words = {"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", *_RARE}
     return any(name in schema for name in words.union(*_OF_TYPE.values()))
 
 
@@ -131,27 +128,22 @@ def _merged(one: dict[str, Any], two: Any) -> dict[str, Any]:
 
 
 def _judged(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """`schema` without what need not be looked at. Raises Unenforceable."""
+    """`schema` without what need not be looked at. Raises Unenforceable.
+
+    Strict: llguidance has taken the schema, so what it knows nothing of is not there.
+    """
     if not strict:
         return {key: value for key, value in schema.items() if key not in _LOOSE}
-    for name in _UNENFORCEABLE:
+    for name in ("patternProperties", "additionalItems"):
         if name in schema:
             raise Unenforceable(name)
-    if schema.get("minProperties", 0) > len(schema.get("required") or ()):
-        raise Unenforceable("minProperties")
-    if "maxProperties" in schema and schema["maxProperties"] < len(schema.get("properties") or ()):
-        raise Unenforceable("maxProperties")
-    if "maxProperties" in schema and not schema.get("properties"):
-        raise Unenforceable("maxProperties")
-    if schema.get("uniqueItems") and schema.get("maxItems", 2) > 1:
-        raise Unenforceable("uniqueItems")
+    for name in ("minProperties", "maxProperties"):
+        if name in schema and not schema.get("properties"):
+            raise Unenforceable(name)
     if (prefix := schema.get("prefixItems")) is not None:
         least, most = schema.get("minItems", 0), schema.get("maxItems", len(prefix))
         if not least <= len(prefix) <= most:
             raise Unenforceable("prefixItems beside minItems or maxItems")
-    for name in ("unevaluatedProperties", "unevaluatedItems"):
-        if isinstance(schema.get(name), dict):
-            raise Unenforceable(name)
     return schema
 
 
@@ -187,45 +179,6 @@ def _is(value: Any, kind: str) -> bool:
             return isinstance(value, (int, float))
     types = {"string": str, "array": list, "object": dict, "null": type(None)}
     return kind in types and isinstance(value, types[kind])
-
-
-def _apart(told: list[list[dict[str, Any]]]) -> bool:
-    """Whether no value can be as two of `told` say, each a list of branches."""
-    return all(
-        _two_apart(one, two)
-        for index, those in enumerate(told)
-        for others in told[index + 1 :]
-        for one in those
-        for two in others
-    )
-
-
-def _two_apart(one: dict[str, Any], two: dict[str, Any]) -> bool:
-    if "enum" in one and "enum" in two:
-        return all(value not in two["enum"] for value in one["enum"])
-    if "enum" in one or "enum" in two:
-        values, other = (one["enum"], two) if "enum" in one else (two["enum"], one)
-        return "type" in other and not any(_is(value, other["type"]) for value in values)
-    kinds = {one.get("type"), two.get("type")}
-    if None in kinds:
-        return False
-    if len(kinds) == 2:
-        return kinds != {"integer", "number"}
-    if kinds != {"object"}:
-        return False
-    shared = set(one.get("required") or ()) & set(two.get("required") or ())
-    return any(
-        _tags(one, key) and _tags(two, key) and not _tags(one, key) & _tags(two, key) for key in shared
-    )
-
-
-def _tags(schema: dict[str, Any], key: str) -> set[str]:
-    """The texts that a property may be, if it is one of some."""
-    inner = (schema.get("properties") or {}).get(key)
-    values = (
-        inner.get("enum", [inner["const"]] if "const" in inner else []) if isinstance(inner, dict) else []
-    )
-    return {value for value in values if isinstance(value, str)}
 
 
 # --------------------------------------------------------------------------- closed objects
