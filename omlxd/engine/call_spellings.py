@@ -112,8 +112,8 @@ def _reading(row: TagCalls) -> TagReading:
         opens, closes = map(re.escape, row.cdata)
         value = rf"(?:\s*{opens}(?P<data>.*?){closes}\s*|(.*?))"
     parameter = rf"\s*{_loose(row.key)}([^{last}]*){_loose(row.keyed.strip())}{value}{row.close}"
-    if row.pad:  # a tag in a value is part of it, unless one follows that goes on with the call
-        parameter += rf"\s*(?={row.key}|{ending})"
+    if row.named:  # a tag in a value is part of it, unless one follows that goes on with the call
+        parameter += rf"\s*(?={_loose(row.key)}|{ending}{'|$' if row.cdata else ''})"
     return TagReading(
         begins,
         row.key,

@@ -6,6 +6,7 @@ VALUE  <|"|>text<|"|> (Gemma 4), <escape>text<escape> (FunctionGemma), a number,
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -15,6 +16,8 @@ _KEY = re.compile(r"([^\s:{}\[\],<]+)\s*:\s*")
 _NUMBER = re.compile(r"-?\d+(?P<float>(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[\s,\]}])")
 _WORD = re.compile(r"(true|false|null|None|True|False)(?=[\s,\]}])")
 _WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False}
+_COLON = re.compile(r"\s*:\s*")
+_json_string = json.JSONDecoder(strict=False).raw_decode
 _SPACE = re.compile(r"\s*")
 MAX_DEPTH = 64
 
@@ -38,6 +41,8 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
         if text.startswith(mark, at):
             end = text.index(mark, at + len(mark))
             return text[at + len(mark) : end], end + len(mark)
+    if text.startswith('"', at):  # as in JSON, where a model forgets its own marks
+        return _json_string(text, at)
     if text.startswith("{", at):
         return _object(text, at + 1, depth - 1)
     if text.startswith("[", at):
@@ -73,10 +78,13 @@ def _key(text: str, at: int) -> tuple[str, int]:
     for mark in _MARKS:
         if text.startswith(mark, at):
             end = text.index(mark, at + len(mark))
-            after = _after_space(text, end + len(mark), 1)
-            if not text.startswith(":", after):
+            if (colon := _COLON.match(text, end + len(mark))) is None:
                 raise ValueError("no key")
-            return text[at + len(mark) : end], _after_space(text, after + 1, 1)
+            return text[at + len(mark) : end], colon.end()
+    if text.startswith('"', at):
+        key, after = _json_string(text, at)
+        if colon := _COLON.match(text, after):
+            return key, colon.end()
     match = _KEY.match(text, at)
     if match is None:
         raise ValueError("no key")

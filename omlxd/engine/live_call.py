@@ -25,6 +25,7 @@ import copy
 from .call_writer import Properties, Writer
 from .json_call_writer import JsonWriter
 from .tag_call_writer import tag_writer
+from .tool_calls import ParsedCall
 
 
 class LiveCall:
@@ -62,6 +63,10 @@ class LiveCall:
     def close(self) -> str | None:
         """The last of the arguments of a whole call; None: it is none."""
         return self.news() if self.writer.close() else None
+
+    def begins(self, call: ParsedCall) -> bool:
+        """Whether what has gone out is the beginning of `call`."""
+        return self.writer.name == call.name and call.arguments.startswith(self.writer.arguments)
 
     def resume(self, text: str) -> bool | None:
         """Whether the call is whole with `text` behind what came; None: `text` ends inside its string."""

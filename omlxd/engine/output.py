@@ -181,14 +181,14 @@ class _Found:
             self._id = _new_id()
         self._events.append(ToolCallDelta(self._id, self._live.writer.name, text))
 
-    def _end_live(self, truncated: bool) -> None:
-        """The call under way is over, whole or not."""
-        writer = self._live.writer
-        last = None if truncated else self._live.close()
+    def _end_whole(self) -> None:
         self._called = True
-        if last is not None:
-            self._events.append(ToolCall(self._id, writer.name, writer.arguments))
-            return
+        self._events.append(ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+
+    def _end_live(self, truncated: bool) -> None:
+        """The call under way is over, and not whole."""
+        writer = self._live.writer
+        self._called = True
         whole = writer.cut() if truncated and not writer.dead else writer.arguments
         self._events.append(ToolCallCut(self._id, writer.name, whole, writer.whole))
         if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
@@ -205,8 +205,7 @@ class _Found:
         whole = self._live.resume(text)
         if whole:
             self._piece(self._live.news())
-            self._called = True
-            self._events.append(ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+            self._end_whole()
         return whole
 
     def call_broken(self) -> None:
@@ -216,22 +215,30 @@ class _Found:
     def call_breaks(self, ended: bool) -> bool:
         if self.ended or not self._id:
             return False
-        self._end_live(truncated=not ended)
+        if ended and self._live.close() is not None:
+            self._end_whole()
+        else:
+            self._end_live(truncated=not ended)
         return True
 
     def call(self, text: str) -> bool:
-        if self._id and not self.ended:
-            if self._live.writer.in_string:
-                return False
-            self._end_live(truncated=False)
+        begun = bool(self._id) and not self.ended
+        if begun and self._live.writer.in_string:
+            return False
+        if begun and self._live.close() is not None:
+            self._end_whole()
             return True
         calls = [] if self.ended else self._reader.read(text)
+        if begun and not (calls and self._live.begins(calls[0])):
+            self._end_live(truncated=False)
+            return True
         if calls is None:
             return False
         self.boundary()
         for call in calls[:1] if self._one_call else calls:
             self._called = True
-            self._events.append(ToolCall(id=_new_id(), name=call.name, arguments=call.arguments))
+            self._events.append(ToolCall(self._id or _new_id(), call.name, call.arguments))
+            self._id = ""
         return True
 
     def is_call(self, text: str) -> bool:

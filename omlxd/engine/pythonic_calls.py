@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
@@ -15,19 +17,31 @@ _KEY = "key_of_a_call_"
 _SKIPPED = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
-def pythonic_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None: `text` holds something else. May raise anything at all."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
+"""A string, in which models leave newlines as they are."""
+
+
+def pythonic_calls(
+    text: str, parameters: Callable[[str], Iterable[str]]
+) -> list[tuple[str, dict[str, Any]]] | None:
+    """(name, arguments) of each call; None: `text` holds something else. May raise anything at all.
+
+    parameters  a tool's name → its parameters' names, in order, for values that stand without one
+    """
+    if '"""' not in text and "'''" not in text:
+        text = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), text)
     source, names = _renamed(text)
     body = ast.parse(source, mode="eval").body
     if not isinstance(body, ast.List) or not body.elts or len(body.elts) != len(names):
         return None
     calls: list[tuple[str, dict[str, Any]]] = []
     for node, name in zip(body.elts, names, strict=True):
-        if not isinstance(node, ast.Call) or node.args:
+        if not isinstance(node, ast.Call):
             return None
-        calls.append(
-            (name, {(each.arg or "").removeprefix(_KEY): _value(each.value) for each in node.keywords})
-        )
+        keys = list(parameters(name))[: len(node.args)] if node.args else []
+        given = {key: _value(value) for key, value in zip(keys, node.args, strict=True)}
+        named = {(each.arg or "").removeprefix(_KEY): _value(each.value) for each in node.keywords}
+        calls.append((name, given | named))
     return calls
 
 
@@ -41,6 +55,8 @@ def _renamed(text: str) -> tuple[str, list[str]]:
     ]
     for token, after in zip(tokens, [*tokens[1:], None], strict=True):
         told = token.string
+        if token.type == tokenize.ERRORTOKEN and not told.isspace():
+            raise ValueError("no Python")
         if depth == 1 and told not in ("(", ")", ",", "]"):
             name += told
             continue

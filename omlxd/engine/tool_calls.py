@@ -61,12 +61,11 @@ class ToolCallReader:
     def _spellings(self, text: str) -> tuple[_Spelling, ...]:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if tags := next((tags for tags in READINGS if tags.fits(text)), None):
-            rest = (self._by_mlx_lm,) if tags.quoted else ()
-            return (lambda text: self._tagged(tags, text), self._json, *rest)
+            return (lambda text: self._tagged(tags, text), self._json)
         if text.startswith("call:"):
             return (gemma_calls, self._by_mlx_lm)
         if text.startswith("["):
-            return (self._json, pythonic_calls, self._by_mlx_lm)
+            return (self._json, lambda text: pythonic_calls(text, self.properties))
         if text in self._tools:  # a call without arguments, where those would have tags
             return (lambda name: [(name, {})],)
         return (self._json, self._by_mlx_lm)
@@ -89,8 +88,13 @@ class ToolCallReader:
     # ----------------------------------------------------------------- spellings
 
     def _json(self, text: str) -> list[_Call] | None:
-        value = loads(text)
-        return [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+        calls: list[_Call] = []
+        at = 0
+        while at < len(text):  # one value, or several behind one another
+            value, end = _decoder.raw_decode(text, at)
+            at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n,;"))
+            calls += [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+        return calls
 
     def _tagged(self, tags: TagReading, text: str) -> list[_Call] | None:
         calls: list[_Call] = []
@@ -122,11 +126,14 @@ class ToolCallReader:
 
 def loads(text: str) -> Any:
     """JSON as models write it: raw newlines in strings, numbers beyond all bounds. Raises ValueError."""
-    return json.loads(text, strict=False, parse_float=_finite)
+    return _decoder.decode(text)
 
 
 def _finite(text: str) -> float:
     return max(-sys.float_info.max, min(float(text), sys.float_info.max))
+
+
+_decoder = json.JSONDecoder(strict=False, parse_float=_finite)
 
 
 _HALF = re.compile("[\ud800-\udfff]")
