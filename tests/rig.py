@@ -176,7 +176,7 @@ class Rig:
 
     def use_grid(self, tokens: int) -> None:
         """Prefill in chunks that end at multiples of `tokens`, each with a checkpoint."""
-        self.scheduler.pacer.chunk_end = lambda start, **_: (start // tokens + 1) * tokens
+        self.scheduler.pacer.chunk_end = lambda start: (start // tokens + 1) * tokens
         if self.scheduler.bridge is not None and self.keeper is not None:
             self.keeper.interval = tokens
 

@@ -300,11 +300,11 @@ def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
 
 
 def test_a_long_prompts_peak_says_nothing_of_a_short_one(rig: Rig):
-    admission = MemoryAdmission(rig.loaded, 2048 * 100, lambda wants: None)
-    assert admission.working(10**6) == admission.working(2048) == 2048 * 100
+    admission = MemoryAdmission(rig.loaded, 2048 * 100, lambda wants: None, chunk=BLOCK)
+    assert admission.working(10**6) == admission.working(BLOCK) == BLOCK * 100
     rig.on_engine(lambda: setattr(rig.scheduler, "memory", admission))
     rig.run([n % 1000 for n in range(5000)], 2)
-    assert admission.working(20_000) > admission.working(5000) > 10 * admission.working(100) > 0
+    assert admission.working(20_000) > admission.working(5000) > 5 * admission.working(10) > 0
 
 
 def test_a_waiting_prompt_can_be_cancelled(rig: Rig):

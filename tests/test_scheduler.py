@@ -53,21 +53,6 @@ def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(mode
         assert not rig.scheduler._batches and not rig.scheduler.active_sequences
 
 
-def test_a_long_prefill_does_not_stop_others_from_decoding(model: Path):
-    with Rig(model) as rig:
-        slow_down(rig, 0.01)
-        decoding = rig.start(prompt(30), 30_000)
-        assert decoding.first.wait(60)
-        rig.scheduler.pacer.rate = 1000.0  # as measured on a slow device: chunks of 256
-        rig.scheduler.pacer.note = lambda tokens, seconds: None
-        before = len(decoding.got)
-        long = rig.start(prompt(4000, seed=1), 1)
-        long.tokens()
-        # 4000 tokens in chunks of 256, a decode step after each.
-        assert len(decoding.got) - before >= 4000 // 256 - 1
-        rig.scheduler.cancel(decoding.sequence)
-
-
 def test_a_short_prompt_overtakes_a_long_one(model: Path):
     with Rig(model) as rig:
         done: list[str] = []

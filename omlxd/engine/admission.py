@@ -47,8 +47,9 @@ class Verdict(Enum):
 
 
 class MemoryAdmission:
-    """`working`: bytes that computing a whole chunk is thought to take, until it has been measured.
+    """`working`: bytes that computing `IDLE_CHUNK` tokens is thought to take, until it has been measured.
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
+    `chunk`: tokens that are computed in one pass at most.
 
     store  whose hot tier gives way to prompts; None: there is none
     want   asks the front for memory; answered by `take`
@@ -61,6 +62,7 @@ class MemoryAdmission:
         want: Callable[[Wants], None],
         *,
         pair: int = 0,
+        chunk: int = IDLE_CHUNK,
         measure: Callable[[], tuple[int, int]] = memory,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -69,6 +71,7 @@ class MemoryAdmission:
         self._measure = measure
         self._clock = clock
         self._per_token = working / IDLE_CHUNK
+        self._chunk = chunk
         self._seen = 0
         self._per_pair = 0.0
         self._farthest = 0
@@ -119,7 +122,7 @@ class MemoryAdmission:
 
         At its worst chunk.
         """
-        chunk = min(length - cached, IDLE_CHUNK)
+        chunk = min(length - cached, self._chunk)
         context = min(length, REACH * self._farthest) if self._fused else length
         attention = context * self._per_pair
         if not self._fused:  # What is beyond the contexts whose scores are in `_per_token`.
@@ -231,7 +234,7 @@ class MemoryAdmission:
         context tell too little of what is far: what the scores take stays the least, unless they take less.
         """
         tokens = stop - start
-        if tokens < MEASURABLE_TOKENS:
+        if tokens < min(MEASURABLE_TOKENS, self._chunk):
             return
         took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
         if not start:

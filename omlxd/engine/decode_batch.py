@@ -111,6 +111,11 @@ class DecodeBatch:
         self._told = self._sampler.rows, likelihoods
         return emitted
 
+    def wait(self) -> None:
+        """Until the step that was started last has been computed."""
+        if self._inputs is not None:
+            mx.eval(self._inputs)
+
     def _read(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
         """Wait for the tokens of the step before."""
         if not any(unread):

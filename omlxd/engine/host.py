@@ -78,7 +78,9 @@ class EngineHost:
         self._load_peak = mx.get_peak_memory()
         if load.guard:
             prints = footprint(Path(load.model_path))
-            self.scheduler.memory = MemoryAdmission(self.loaded, prints.working, want, pair=prints.pair)
+            self.scheduler.memory = MemoryAdmission(
+                self.loaded, prints.working, want, pair=prints.pair, chunk=self.scheduler.pacer.largest
+            )
             self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._store.open(space, self.scheduler.post)

@@ -1,10 +1,11 @@
 """Continuous batching: which sequence gets the next piece of the device's time.
 
-One iteration is one prefill chunk, if anything is prefilling, and one decode step of every batch.
-The chunk is bounded by a token budget (prefill_pacer.py), so that a long prompt never stops the
-rows that decode.
+Prompts are computed pass by pass (prefill_pacer.py). Between the layers of a pass that may take long,
+or beside which others decode, the scheduler looks up: rows whose step is due get it, a request that
+was cancelled or whose time is up ends the pass, and a layer counts as progress. Decoding and prefill
+get equal time: a gap between tokens is at most a step and the longer of a step and a layer.
 
-Chunks end on block boundaries, and the last one begins at the last boundary before the prompt's
+Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
 the same shape.
 
@@ -40,10 +41,17 @@ log = logging.getLogger(__name__)
 HARVEST_TOKENS = 256
 """Output tokens between two harvests of a decoding row: each waits for the step in flight."""
 
+LONG_PASS_S = 0.2
+"""Seconds above which a pass is looked into between its layers."""
+
 SHORT_S = 0.2
 """Seconds between two looks at whether there is memory for who is next."""
 IDLE_S = 5.0
 """Seconds without work after which memory is given back, and between two looks at it."""
+
+
+class Interrupted(Exception):
+    """The request whose pass is being computed has been cancelled."""
 
 
 class Sink(Protocol):
@@ -77,6 +85,8 @@ class Scheduler:
         self._stopping = False
         self.memory: MemoryAdmission | None = None
         self._short = False  # Who is next waits for memory.
+        self._computing: Sequence | None = None
+        self._decode_s = self._step_s = self._stepped_at = 0.0  # All steps, the last one, its end.
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
         self.steps = 0
@@ -103,12 +113,16 @@ class Scheduler:
     def run(self) -> None:
         """Until `stop`. An exception inside a step fails that step's sequences and no others."""
         while not self._stopping:
-            self._drain(block=not self._busy())
-            self.watchdog.check((*self._waiting, *self._active))
-            self._admit()
-            self._prefill_one()
-            for batch in list(self._batches):
-                self._step(batch)
+            self.turn()
+
+    def turn(self) -> None:
+        """One pass of a prompt, and a decode step of every batch if that is due. Waits for work if there is none."""
+        self._drain(block=not self._busy())
+        self.watchdog.check((*self._waiting, *self._active))
+        self._admit()
+        prefilling = self._prefill_one()
+        if not prefilling or self._step_due():
+            self._decode(wait=prefilling)
 
     def _busy(self) -> bool:
         return (
@@ -192,17 +206,21 @@ class Scheduler:
 
     # ----------------------------------------------------------------- prefill
 
-    def _prefill_one(self) -> None:
-        """One chunk of one sequence."""
+    def _prefill_one(self) -> bool:
+        """One pass of one sequence. False: none is prefilling."""
         ready = [s for s in self._active if s.state is State.PREFILLING]
         if not ready:
-            return
+            return False
         sequence = self.pacer.pick(ready)
         try:
             self._prefill(sequence)
+        except Interrupted:
+            sequence.cache = None  # Half written. What earlier passes computed has been offered.
+            self._release(sequence)
         except Exception as error:
             log.exception("prefill failed")
             self._fail(sequence, _internal(error))
+        return True
 
     def _prefill(self, sequence: Sequence) -> None:
         if self.bridge is not None:
@@ -216,14 +234,14 @@ class Scheduler:
         if not sequence.begun:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
-        stop = self.pacer.next_stop(sequence, decoding=bool(self._batches))
+        stop = self.pacer.next_stop(sequence)
         if self.memory is not None:
             self.memory.begin_chunk()
-        began = time.perf_counter()
-        logits = compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
+        began, decoded = time.perf_counter(), self._decode_s
+        logits = self._compute(sequence, stop)
         if stop < length:
-            self.pacer.note(stop - start, time.perf_counter() - began)
-            if self.memory is not None:
+            self.pacer.note(stop - start, time.perf_counter() - began - (self._decode_s - decoded))
+            if self.memory is not None and decoded == self._decode_s:
                 self.memory.end_chunk(start, stop)
         self.steps += 1
         self.prefilled_tokens += stop - start
@@ -234,6 +252,30 @@ class Scheduler:
             sequence.sink.progress(Progress(stop, length))
             return
         self._first_token(sequence, logits[:, -1, :])
+
+    def _compute(self, sequence: Sequence, stop: int) -> mx.array:
+        """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""
+        hook = self._loaded.hook
+        if self._batches or self.pacer.seconds(stop - sequence.kv_length) > LONG_PASS_S:
+            hook.call = self._between_layers
+        self._computing = sequence
+        try:
+            return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
+        finally:
+            hook.call = self._computing = None
+
+    def _between_layers(self) -> None:
+        sequence, hook = self._computing, self._loaded.hook
+        assert sequence is not None
+        self.steps += 1
+        self._drain(block=False)
+        self.watchdog.check((*self._waiting, *self._active))
+        if sequence.cancelled:
+            raise Interrupted
+        if self._step_due():
+            hook.call = None
+            self._decode(wait=True)
+            hook.call = self._between_layers
 
     def _keep_prefilled(self, sequence: Sequence) -> None:
         """Offer the store what a sequence that is in no batch has computed."""
@@ -273,6 +315,22 @@ class Scheduler:
             best = DecodeBatch(self._model)
             self._batches.append(best)
         return best
+
+    def _step_due(self) -> bool:
+        """Whether prefill has had as much time as the last step took."""
+        return bool(self._batches) and time.perf_counter() - self._stepped_at >= self._step_s
+
+    def _decode(self, *, wait: bool) -> None:
+        """A step of every batch. `wait` for its end: prefill goes on, and each is to have its own time."""
+        began = time.perf_counter()
+        for batch in list(self._batches):
+            self._step(batch)
+        if wait:
+            for batch in self._batches:
+                batch.wait()
+        self._stepped_at = time.perf_counter()
+        self._step_s = self._stepped_at - began
+        self._decode_s += self._step_s
 
     def _step(self, batch: DecodeBatch) -> None:
         rows = list(batch.rows)
@@ -351,13 +409,14 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self._waiting.leave(sequence)
             self._over(sequence)
-        elif sequence.state is State.PREFILLING:
+        elif sequence.state is State.PREFILLING and sequence is not self._computing:
             self._release(sequence)
         elif sequence.state is State.DECODING:
             for batch in list(self._batches):
                 if sequence in batch.rows:
                     self._leave(batch, [sequence])
-        # RESTORING: `_restored` releases it once the I/O threads have let go of its arrays.
+        # RESTORING: `_restored` releases it once the I/O threads have let go of its arrays. Whose pass
+        # is being computed is released when that is interrupted.
 
     def _release(self, sequence: Sequence) -> None:
         """Slot, cache and references back."""
@@ -375,8 +434,8 @@ class Scheduler:
         if not sequence.cancelled:
             sequence.sink.failed(sequence, error)
         sequence.cancelled = True
-        if sequence.state is State.RESTORING:
-            return
+        if sequence.state is State.RESTORING or sequence is self._computing:
+            return  # As in `_cancel`.
         sequence.cache = None
         if self.bridge is not None:
             self.bridge.finish(sequence)

@@ -157,11 +157,7 @@ class Bench:
         sequence = self._sequence(tokens, block or self.blocks[0], new, sink)
         scheduler.submit(sequence)
         while not sink.ended or scheduler.active_sequences:
-            scheduler._drain(block=not scheduler._busy())
-            scheduler._admit()
-            scheduler._prefill_one()
-            for batch in list(scheduler._batches):
-                scheduler._step(batch)
+            scheduler.turn()
         return sequence
 
 

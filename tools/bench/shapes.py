@@ -109,6 +109,7 @@ def build(shape: Shape, words: int = WORDS, seed: int = 1) -> LoadedModel:
         states=mlx_adapter.states_of(cache),
         kv_reuse="",
         batchable=True,
+        hook=mlx_adapter.LayerHook(model),
     )
 
 

@@ -11,6 +11,7 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
 - `mlx::core::clear_cache` is a symbol of its library (freed.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
+- `model.layers` are the modules that a pass calls one after the other (loading.py, `LayerHook`);
 - transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
   (lean_imports.py; tests/test_lean_imports.py).
 """
@@ -31,13 +32,14 @@ from .caches import (
 )
 from .freed import give_memory_back
 from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
-from .loading import LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
+from .loading import LayerHook, LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .quantised import Quantisation
 from .types import backend, compute_dtype, storage_dtype, versions
 
 __all__ = [
     "Cache",
     "EvenBatchKVCache",
+    "LayerHook",
     "LoadedModel",
     "Quantisation",
     "StateLayout",

@@ -101,14 +101,11 @@ def put_states(cache: Cache, states: dict[str, mx.array], position: int) -> None
 
 def state_arrays(cache: Cache) -> list[mx.array]:
     """Every array of a cache, of whatever class: what must be evaluated after a chunk."""
-    found: list[mx.array] = []
-    _collect([layer.state for layer in cache], found)
-    return found
+    return arrays_of([layer.state for layer in cache])
 
 
-def _collect(tree: Any, found: list[mx.array]) -> None:
+def arrays_of(tree: Any) -> list[mx.array]:
+    """Every array in nested lists and tuples."""
     if isinstance(tree, mx.array):
-        found.append(tree)
-    elif isinstance(tree, list | tuple):
-        for child in tree:
-            _collect(child, found)
+        return [tree]
+    return [a for child in tree for a in arrays_of(child)] if isinstance(tree, list | tuple) else []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,41 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...errors import ModelError
 from ...kv.layout import KVLayout
-from .caches import state_arrays
+from .caches import arrays_of, state_arrays
 from .layouts import Cache, StateLayout, is_batchable, layout_of, leaves, reuse_obstacle, states_of
 from .quantised import Quantisation, quantised_layers
+
+
+class LayerHook:
+    """Runs `call` after every layer of a forward pass, once the layer's output is evaluated; None: off.
+
+    What `call` raises ends the pass: the cache is then half written. `call` may run other passes, with
+    other caches: mlx-lm's models keep nothing of a pass outside of its cache. Evaluating between layers
+    changes no bit.
+    """
+
+    def __init__(self, model: Any = None):
+        self.call: Callable[[], None] | None = None
+        for layer in {id(one): one for one in getattr(model, "layers", ())}.values():
+            if isinstance(layer, nn.Module):
+                layer.__class__ = self._hooked(type(layer))
+
+    def _hooked(self, kind: Any) -> Any:
+        def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            out = kind.__call__(layer, *args, **kwargs)
+            if self.call is not None:
+                mx.eval(arrays_of(out))
+                self.call()
+            return out
+
+        return type(kind.__name__, (kind,), {"__call__": __call__})
 
 
 @dataclass(slots=True)
 class LoadedModel:
     """A model ready to run.
 
+    hook     runs between its layers
     layout   its per-token KV; without groups when it keeps none
     states   its state that exists only at a position; without tensors when it keeps none
     Both None: its KV can't be reused, and `kv_reuse` says why.
@@ -41,6 +68,7 @@ class LoadedModel:
     states: StateLayout | None
     kv_reuse: str
     batchable: bool
+    hook: LayerHook = field(default_factory=LayerHook)
 
     @property
     def model_type(self) -> str:
@@ -74,6 +102,7 @@ def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
         states=None if obstacle else states_of(cache),
         kv_reuse=obstacle,
         batchable=is_batchable(cache),
+        hook=LayerHook(model),
     )
 
 

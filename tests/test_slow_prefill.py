@@ -1,0 +1,194 @@
+"""Prefill on slow machines: between its layers it can be ended, counts as progress, and lets others decode."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cold_run import prompt
+from families import build_family
+from rig import BLOCK, Output, Rig
+
+from omlxd.chat import Sampling
+from omlxd.engine.prefill_pacer import IDLE_CHUNK, PrefillPacer
+
+LAYERS = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_family("qwen3", tmp_path_factory.mktemp("model"), changes={"num_hidden_layers": LAYERS})
+
+
+def slow_layers(rig: Rig, pass_s: float, token_s: float) -> None:
+    """Every forward pass takes `pass_s` and `token_s` a token, alike in all layers."""
+
+    def slow(kind):
+        def __call__(layer, x, *args, **kwargs):
+            time.sleep((pass_s + x.shape[1] * token_s) / LAYERS)
+            return kind.__call__(layer, x, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {"__call__": __call__})
+
+    for layer in rig.loaded.model.layers:
+        layer.__class__ = slow(type(layer))
+
+
+class Timed(Output):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def token(self, token, told=None):
+        self.times.append(time.monotonic())
+        super().token(token, told)
+
+
+def in_a_pass(rig: Rig) -> Output:
+    """A long prompt, in the middle of its first pass."""
+    output = rig.start(prompt(1745), 1)
+    while not output.progressed:
+        time.sleep(0.005)
+    time.sleep(0.5)
+    return output
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_for_it(model: Path, how: str):
+    with Rig(model, slots=1) as rig:
+        slow_layers(rig, 0.0, 0.1)
+        output = in_a_pass(rig)
+        waiting = rig.start(prompt(1, seed=1), 1, output=Timed())
+        ended = time.monotonic()
+        if how == "cancel":
+            rig.scheduler.cancel(output.sequence)
+        else:
+            output.sequence.deadline = ended
+            assert output.tokens() == [] and output.reason == "length"
+            assert time.monotonic() - ended < 1
+        waiting.tokens()
+        assert waiting.times[0] - ended < 1
+        rig.settle()
+        rig.on_engine(lambda: rig.pool.check({}))
+
+
+def test_a_request_that_waits_is_ended_beside_a_slow_pass(model: Path):
+    with Rig(model, slots=1) as rig:
+        slow_layers(rig, 0.0, 0.1)
+        computing = in_a_pass(rig)
+        waiting = rig.start(prompt(30), 1)
+        waiting.sequence.deadline = ended = time.monotonic()
+        assert waiting.tokens() == [] and time.monotonic() - ended < 1
+        rig.scheduler.cancel(computing.sequence)
+
+
+def test_a_layer_is_progress(model: Path):
+    with Rig(model) as rig:
+        slow_layers(rig, 0.0, 0.1)
+        output = in_a_pass(rig)
+        before = rig.scheduler.steps
+        time.sleep(1.5)
+        assert rig.scheduler.steps > before and output.progressed == [(0, 1745)]
+        rig.scheduler.cancel(output.sequence)
+
+
+def test_an_engine_stops_in_the_middle_of_a_slow_pass(model: Path):
+    rig = Rig(model)
+    slow_layers(rig, 0.0, 0.1)
+    output = in_a_pass(rig)
+    began = time.monotonic()
+    rig.close()
+    assert time.monotonic() - began < 1 and output.error
+
+
+def test_what_a_pass_that_was_cut_off_left_is_not_served(model: Path):
+    """Of a model with state too: it is at no position between the layers."""
+    for path in (model, None):
+        path = path or build_family("gemma3_text", model.parent / "gemma")
+        with Rig(path, record=True) as rig:
+            expected = rig.run(prompt(500), 4, salt="alone")
+            alone = rig.recorder.logits[-4:]
+            rig.recorder.logits.clear()
+            output = Output()
+            passes = 0
+
+            def cut() -> None:
+                nonlocal passes
+                passes += 1
+                if passes == 9:  # In the middle of a layer stack, whatever its height.
+                    rig.scheduler.cancel(output.sequence)
+
+            between = rig.scheduler._between_layers
+            rig.scheduler._between_layers = lambda: (cut(), between())
+            rig.scheduler.pacer.rate = 0.001
+            rig.scheduler.pacer.note = lambda tokens, seconds: None
+            rig.start(prompt(500), 4, output=output)
+            rig.settle()
+            assert output.sequence.cancelled and not output.got
+            assert rig.run(prompt(500), 4).got == expected.got
+            for (_, a), (_, b) in zip(alone, rig.recorder.logits[-4:], strict=True):
+                assert np.array_equal(a, b)
+            rig.on_engine(lambda: rig.pool.check({}))
+
+
+def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model: Path):
+    with Rig(model) as rig:
+        slow_layers(rig, 0.08, 0.004)  # a step 84 ms, a pass 336 ms
+        decoding = rig.start(prompt(30), 30_000, output=Timed())
+        assert decoding.first.wait(60)
+        time.sleep(1)
+        began = time.monotonic()
+        rig.start(prompt(320, seed=1), 1).tokens(60)
+        end = time.monotonic()
+        rig.scheduler.cancel(decoding.sequence)
+        times = decoding.times
+        gaps = [(b, b - a) for a, b in zip(times, times[1:], strict=False)]
+        alone = statistics.median(gap for at, gap in gaps if at < began)
+        beside = [gap for at, gap in gaps if began < at < end]
+        assert statistics.median(beside) < 2.6 * alone
+        assert end - began < 3 * 320 / BLOCK * 0.336, "and the prefill gets its half"
+
+
+def test_others_that_decode_change_no_bit_of_a_prompt(model: Path):
+    with Rig(model, record=True) as rig:
+        rig.run(prompt(700), 2, salt="alone")
+        alone = [last for many, last in rig.recorder.logits if many > 1]
+        rig.recorder.logits.clear()
+        decoding = rig.start(prompt(30), 30_000, sampling=Sampling(temperature=1.0))
+        assert decoding.first.wait(60)
+        rig.recorder.logits.clear()
+        rig.start(prompt(700), 2).tokens()
+        rig.scheduler.cancel(decoding.sequence)
+        beside = [last for many, last in rig.recorder.logits if many > 1]
+        assert len(beside) == len(alone) == 700 // BLOCK + 1
+        assert all(np.array_equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+def test_sizes_of_passes(monkeypatch: pytest.MonkeyPatch):
+    def ends(backend: str, rate: float, start: int, block: int = 64) -> int:
+        monkeypatch.setattr("omlxd.engine.mlx_adapter.backend", lambda: backend)
+        pacer = PrefillPacer(block)
+        pacer.rate = rate
+        return pacer.chunk_end(start)
+
+    for rate in (0.0, 10.0, 1e6):
+        assert ends("cpu", rate, 640) == 704 and ends("cpu", rate, 650) == 704
+        assert ends("cpu", rate, 0, block=256) == 256
+    assert ends("metal", 0.0, 0) == 64 and ends("cuda", 0.0, 0) == IDLE_CHUNK
+    for backend in ("metal", "cuda"):
+        assert ends(backend, 100.0, 64) == 128
+        assert ends(backend, 1100.0, 64) == 512  # Half a second, on the grid of its size.
+        assert ends(backend, 1e6, 64) == IDLE_CHUNK and ends(backend, 1e6, 2048) == 2 * IDLE_CHUNK
+
+
+def test_the_rate_follows_a_slower_machine_and_leaps_with_a_faster_one():
+    pacer = PrefillPacer(64)
+    assert pacer.seconds(64) == float("inf")
+    pacer.note(64, 1.0)  # Kernels were compiled meanwhile.
+    pacer.note(64, 0.064)
+    assert pacer.rate == pytest.approx(1000)
+    pacer.note(500, 1.0)
+    assert 500 < pacer.rate < 1000

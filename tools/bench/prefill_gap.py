@@ -1,0 +1,92 @@
+"""What a long cold prompt costs those who decode beside it, and a short turn that comes meanwhile.
+
+    python -m tools.bench.prefill_gap [--shape cpu] [--prompt 2048] [--context 256]
+
+A stream decodes alone, then beside the prefill; in the middle of that a turn of 100 tokens asks for 15.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.sequence import Sequence
+from tools.bench.gpu_rig import Bench, Collector, row
+
+ALONE = 24
+"""Tokens that the stream decodes alone, and that are measured."""
+
+
+class Clock(Collector):
+    """When tokens came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def token(self, token: int, told: Any = None) -> None:
+        self.times.append(time.perf_counter())
+
+    def failed(self, sequence: Sequence, error: Exception) -> None: ...  # The stream, at the end.
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", default="cpu")
+    parser.add_argument("--prompt", type=int, default=2048, help="tokens of the cold prompt")
+    parser.add_argument("--context", type=int, default=256, help="tokens of the stream's prompt")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(options.shape, Path(folder), options.prompt, [64])
+        scheduler = Scheduler(bench.loaded, None, slots=4, block_size=64)
+        run(bench, scheduler, options.prompt, options.context)
+
+
+def run(bench: Bench, scheduler: Scheduler, long: int, context: int) -> None:
+    def submit(length: int, new: int, seed: int) -> tuple[Sequence, Clock]:
+        sink = Clock()
+        sequence = bench._sequence(bench.prompt(length, seed), 64, new, sink)
+        scheduler.submit(sequence)
+        return sequence, sink
+
+    def ask() -> None:
+        wait(lambda: len(stream.times) > ALONE)
+        marks.append(time.perf_counter())
+        cold, first = submit(long, 1, 1)
+        wait(lambda: cold.kv_length >= long // 4)
+        marks.append(time.perf_counter())
+        short = submit(100, 15, 2)[1]
+        wait(lambda: short.ended)
+        marks.append(time.perf_counter())
+        wait(lambda: first.ended)
+        marks.append(time.perf_counter())
+        scheduler.stop()
+
+    marks: list[float] = []
+    _, stream = submit(context, 100_000, 0)
+    threading.Thread(target=ask, daemon=True).start()
+    scheduler.run()
+    began, turn, turn_end, end = marks
+    gaps = [(b, b - a) for a, b in zip(stream.times, stream.times[1:], strict=False)]
+    row("gap between tokens", "median ms", "longest ms")
+    row("---", "---", "---")
+    for name, part in (
+        ("alone", [gap for at, gap in gaps[2:] if at < began]),
+        ("beside the prefill", [gap for at, gap in gaps if began <= at < end]),
+    ):
+        row(name, statistics.median(part) * 1000, max(part) * 1000)
+    print(f"cold prompt {end - began:.2f} s; 15 tokens of a turn beside it {turn_end - turn:.2f} s")
+
+
+def wait(there: Any) -> None:
+    while not there():
+        time.sleep(0.001)
+
+
+if __name__ == "__main__":
+    main()
