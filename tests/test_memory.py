@@ -18,6 +18,7 @@ from test_resolve import make
 
 from omlxd.chat import Failed, Finished
 from omlxd.engine.admission import MemoryAdmission
+from omlxd.engine.waiting_line import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
 from omlxd.front import memory_guard
 from omlxd.front.memory_shares import Holding, shares
@@ -245,6 +246,24 @@ def test_one_that_does_not_fit_waits_while_others_run(rig: Rig):
     assert not first.reason
     memory.available = 10**9
     assert len(second.tokens()) == 4
+    rig.scheduler.cancel(first.sequence)
+
+
+def test_short_prompts_go_before_one_that_waits_for_memory_and_no_more_than_patience_has_it(rig: Rig):
+    memory = Memory(rig, 10**9)
+    first = rig.start(PROMPT, 100_000)
+    assert first.first.wait(60)
+    memory.available = RESERVE + kv(rig, 600)
+    memory.admission.store = None  # No hot tier gives way.
+    long = rig.start(PROMPT * 10, 4)
+    for n in range(PATIENCE):
+        assert len(rig.start([n + 1] * 20, 2).tokens()) == 2
+    late = rig.start([99] * 20, 2)
+    for _ in range(3):
+        rig.on_engine(lambda: None)
+    assert not late.got and not long.got and not memory.wants
+    memory.available = 10**9
+    assert len(long.tokens()) == 4 and len(late.tokens()) == 2
     rig.scheduler.cancel(first.sequence)
 
 

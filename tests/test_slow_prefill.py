@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model:
         end = time.monotonic()
         rig.scheduler.cancel(decoding.sequence)
         times = decoding.times
-        gaps = [(b, b - a) for a, b in zip(times, times[1:], strict=False)]
+        gaps = [(b, b - a) for a, b in itertools.pairwise(times)]
         alone = statistics.median(gap for at, gap in gaps if at < began)
         beside = [gap for at, gap in gaps if began < at < end]
         assert statistics.median(beside) < 2.6 * alone

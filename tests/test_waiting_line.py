@@ -1,7 +1,5 @@
 """Who gets the next slot."""
 
-import pytest
-
 from omlxd.engine.sampling import RowSampling, SamplerRow
 from omlxd.engine.sequence import Sequence
 from omlxd.engine.waiting_line import PATIENCE, WaitingLine
@@ -23,6 +21,13 @@ def sequence(session: str = "") -> Sequence:
     )
 
 
+def take(line: WaitingLine, active: list[Sequence]) -> Sequence:
+    following = line.next(active)
+    assert following is not None
+    line.take(following)
+    return following
+
+
 def line_of(*sequences: Sequence) -> WaitingLine:
     line = WaitingLine()
     for one in sequences:
@@ -35,7 +40,7 @@ def test_equals_go_in_order_of_arrival():
     line = line_of(*waiting)
     active = []
     while len(line):
-        active.append(line.take(active))
+        active.append(take(line, active))
     a1, a2, b1, b2, c1, c2 = waiting
     assert active == [a1, b1, c1, a2, b2, c2]
 
@@ -43,16 +48,16 @@ def test_equals_go_in_order_of_arrival():
 def test_without_sessions_it_is_a_plain_queue():
     waiting = [sequence() for _ in range(5)]
     line = line_of(*waiting)
-    assert [line.take([]) for _ in waiting] == waiting and list(line) == []
+    assert [take(line, []) for _ in waiting] == waiting and list(line) == []
 
 
 def test_a_crowd_does_not_keep_another_client_out():
     crowd = [sequence(f"swarm/agent-{n}") for n in range(20)]
     line = line_of(*crowd)
-    active = [line.take([]) for _ in range(8)]
+    active = [take(line, []) for _ in range(8)]
     late = sequence("other")
     line.join(late)
-    assert line.take(active[1:]) is late
+    assert take(line, active[1:]) is late
 
 
 def test_nobody_is_overtaken_for_ever():
@@ -61,9 +66,9 @@ def test_nobody_is_overtaken_for_ever():
     line = line_of(first)
     for n in range(PATIENCE):
         line.join(sequence(f"new-{n}"))
-        assert line.take([running]) is not first
+        assert take(line, [running]) is not first
     line.join(sequence("one too many"))
-    assert line.take([running]) is first
+    assert take(line, [running]) is first
 
 
 def test_leaving_the_line():
@@ -71,6 +76,21 @@ def test_leaving_the_line():
     line = line_of(one, two)
     line.leave(one)
     line.leave(one)
-    assert list(line) == [two] and line.take([]) is two
-    with pytest.raises(ValueError):
-        line.take([])
+    assert list(line) == [two] and take(line, []) is two
+    assert line.next([]) is None
+
+
+def test_the_shortest_goes_before_one_that_waits_for_memory_but_not_for_ever():
+    stuck = sequence()
+    line = line_of(stuck)
+    assert line.next([], stuck) is None
+    for _ in range(PATIENCE):
+        longer, short = sequence(), sequence()
+        longer.prompt_length = 2
+        line.join(longer)
+        line.join(short)
+        assert line.next([], stuck) is short
+        line.take(short)
+        line.leave(longer)
+    line.join(sequence())
+    assert line.next([]) is stuck and line.next([], stuck) is None

@@ -87,14 +87,19 @@ class MemoryAdmission:
         self._asked: Sequence | None = None
         self._asked_at = 0.0
         self._answered = False
-        self._looked_for: int | None = None  # By its arrival.
-        self._look_again = 0.0
-        self._through = 0
+        self._looked: dict[
+            int, tuple[float, int]
+        ] = {}  # By arrival: when to look again, and what was needed.
 
     # ----------------------------------------------------------------- deciding
 
-    def decide(self, sequence: Sequence, active: Iterable[Sequence]) -> Verdict:
-        """Whether `sequence` may begin beside `active`. Raises OmlxdError when it is refused."""
+    def decide(
+        self, sequence: Sequence, active: Iterable[Sequence], stuck: Sequence | None = None
+    ) -> Verdict:
+        """Whether `sequence` may begin beside `active`. Raises OmlxdError when it is refused.
+
+        stuck  who waits for memory before it: then it is not refused, nor is the front asked for it
+        """
         running = list(active)
         need = self.need(sequence)
         total, room = self._room(running)
@@ -103,12 +108,13 @@ class MemoryAdmission:
             through, hot = self._through_cache(sequence, room)
             need = min(need, through)
         if need <= room:
-            self._asked = None
+            if self._asked is sequence:
+                self._asked = None
             there = sum(block.payload.nbytes for block in hot if block.payload is not None)
             self._clear_the_way(need - there, running, hot)
             return Verdict.FITS
         never = need > self._most(total)
-        if not never and (running or self._may_hope(sequence, need - room)):
+        if stuck or (not never and (running or self._may_hope(sequence, need - room))):
             return Verdict.WAIT
         self._asked = None
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
@@ -137,8 +143,9 @@ class MemoryAdmission:
         not looked up again: who waits is asked for with every step that others decode.
         """
         now = self._clock()
-        if self._looked_for == sequence.arrival and now < self._look_again and self._through > room:
-            return self._through, []
+        self._looked = {arrival: look for arrival, look in self._looked.items() if now < look[0]}
+        if (look := self._looked.get(sequence.arrival)) and look[1] > room:
+            return look[1], []
         layout, states, cached = self._loaded.layout, self._loaded.states, 0
         hot: list[Block] = []
         if self.store is not None and layout is not None and not (states and states.tensors):
@@ -151,9 +158,9 @@ class MemoryAdmission:
                 if tier == "hot" and (block := self.store.pool.get_cached_block(name)) is not None:
                     hot.append(block)
         twice = layout.nbytes(cached) if layout is not None and cached else 0
-        self._looked_for, self._look_again = sequence.arrival, now + LOOK_S
-        self._through = self._kv(sequence) + twice + self.working(sequence.prompt_length, cached)
-        return self._through, hot
+        through = self._kv(sequence) + twice + self.working(sequence.prompt_length, cached)
+        self._looked[sequence.arrival] = now + LOOK_S, through
+        return through, hot
 
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))

@@ -165,20 +165,25 @@ class Scheduler:
     # ----------------------------------------------------------------- admission
 
     def _admit(self) -> None:
-        self._short = False
-        while self._waiting and len(self._active) < self._slots:
-            sequence = self._waiting.take(self._active)
+        stuck: Sequence | None = None
+        while len(self._active) < self._slots:
+            sequence = self._waiting.next(self._active, stuck)
+            if sequence is None:
+                break
             try:
-                if self.memory is not None and self.memory.decide(sequence, self._active) is Verdict.WAIT:
-                    self._waiting.put_back(sequence)
-                    self._short = True
-                    return
+                if self.memory and self.memory.decide(sequence, self._active, stuck) is Verdict.WAIT:
+                    if stuck is not None:
+                        break  # Nor is there memory for the shortest.
+                    stuck = sequence
+                    continue
+                self._waiting.take(sequence)
                 self._active.append(sequence)
                 self._begin(sequence)
             except Exception as error:
                 if not isinstance(error, OmlxdError):
                     log.exception("admission failed")
                 self._fail(sequence, _internal(error))
+        self._short = stuck is not None
 
     def _begin(self, sequence: Sequence) -> None:
         """Give an admitted sequence its cached prefix, from disk if need be."""

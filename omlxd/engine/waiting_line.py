@@ -2,7 +2,8 @@
 
 The next one is of the client that holds the fewest slots; among equals, the first to arrive. A client
 is a session with all its sub-agents; requests that name no session are one client together. One that
-others overtook `PATIENCE` times goes next, whoever holds what: nobody waits for ever.
+others overtook `PATIENCE` times goes next, whoever holds what: nobody waits for ever. Until then the
+shortest prompt may go before one that waits for memory.
 
 Not thread-safe: the engine thread's.
 """
@@ -39,28 +40,32 @@ class WaitingLine:
     def join(self, sequence: Sequence) -> None:
         self._places.append(_Place(sequence))
 
-    def put_back(self, sequence: Sequence) -> None:
-        """`sequence`, which `take` gave, could not begin: it is the next one, whoever holds what."""
-        self._places.insert(0, _Place(sequence, PATIENCE))
-
     def leave(self, sequence: Sequence) -> None:
         """Does nothing if it isn't there."""
         self._places = [place for place in self._places if place.sequence is not sequence]
 
-    def take(self, active: Iterable[Sequence]) -> Sequence:
-        """The next one, out of the line; `active` hold slots. Raises ValueError when nobody waits."""
-        held = Counter(client_of(sequence) for sequence in active)
-        index = self._next(held)
-        for place in self._places[:index]:
-            place.overtaken += 1
-        return self._places.pop(index).sequence
+    def next(self, active: Iterable[Sequence], stuck: Sequence | None = None) -> Sequence | None:
+        """Who is next, and stays in the line; `active` hold slots. None: nobody.
 
-    def _next(self, held: Counter[str]) -> int:
-        for index, place in enumerate(self._places):
-            if place.overtaken >= PATIENCE:
-                return index
+        stuck  who would be, but waits for memory
+        """
+        others = [place for place in self._places if place.sequence is not stuck]
+        late = next((place.sequence for place in self._places if place.overtaken >= PATIENCE), None)
+        if late is not None or not others:
+            return late if late is not stuck else None
         # `min` takes the first of equals.
-        return min(range(len(self._places)), key=lambda i: held[client_of(self._places[i].sequence)])
+        if stuck is not None:
+            return min(others, key=lambda place: place.sequence.prompt_length).sequence
+        held = Counter(client_of(sequence) for sequence in active)
+        return min(others, key=lambda place: held[client_of(place.sequence)]).sequence
+
+    def take(self, sequence: Sequence) -> None:
+        """`sequence` goes, past all that came before it."""
+        for place in self._places:
+            if place.sequence is sequence:
+                break
+            place.overtaken += 1
+        self.leave(sequence)
 
 
 def client_of(sequence: Sequence) -> str:
