@@ -76,12 +76,14 @@ class Budget(Struct, frozen=True, tag="budget"):
     hot     of the hot tier
     live    of weights and live KV together
     most    as `live`, if no other engine were there
+    freed   of freed arrays that MLX keeps for reuse
     ticket  of the `Wants` that it answers; 0: none
     """
 
     hot: int | None = None
     live: int | None = None
     most: int | None = None
+    freed: int | None = None
     ticket: int = 0
 
 

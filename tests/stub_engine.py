@@ -33,7 +33,7 @@ class Stub:
         self.grants: dict[int, int] = {}
         self.granted = threading.Condition()
         self.answered: set[int] = set()
-        self.hot_share = float("inf")
+        self.hot_share = self.freed_share = float("inf")
 
     def send(self, message: object) -> None:
         with self.lock:
@@ -43,10 +43,15 @@ class Stub:
         self.send(wire.Events(events=((id, event),)))
 
     def memory(self) -> dict[str, float]:
-        active, hot = (float(size) * 1e6 for size in self.args.memory.split(","))
-        hot = min(hot, self.hot_share)
+        active, hot, freed = ([*(float(size) * 1e6 for size in self.args.memory.split(",")), 0.0])[:3]
+        hot, freed = min(hot, self.hot_share), min(freed, self.freed_share)
         peak = float(self.args.load_peak) * 1e6
-        figures = {"mlx_active_bytes": active + hot, "kv_hot_bytes": hot, "mlx_load_peak_bytes": peak}
+        figures = {
+            "mlx_active_bytes": active + hot,
+            "kv_hot_bytes": hot,
+            "mlx_cache_bytes": freed,
+            "mlx_load_peak_bytes": peak,
+        }
         return figures if active else {}
 
     def note(self, text: str) -> None:
@@ -95,6 +100,8 @@ class Stub:
                 self.granted.notify_all()
             if message.hot is not None:
                 self.hot_share = message.hot
+            if message.freed is not None:
+                self.freed_share = message.freed
         elif isinstance(message, wire.LogLevel):
             self.note(f"level {message.level}")
         elif isinstance(message, wire.Quit):

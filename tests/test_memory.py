@@ -7,6 +7,7 @@ import json
 import struct
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from daemon import PATIENCE_S, family_model
 from engine_processes import until
@@ -17,6 +18,7 @@ from test_pool import ask, notes, pool, states, surroundings  # noqa: F401
 from test_resolve import make
 
 from omlxd.chat import Failed, Finished
+from omlxd.engine import mlx_adapter
 from omlxd.engine.admission import MemoryAdmission
 from omlxd.engine.waiting_line import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
@@ -31,18 +33,20 @@ sizes = st.integers(0, 10**12)
 
 
 @given(
-    st.dictionaries(st.text(min_size=1), st.builds(Holding, firm=sizes, hot=sizes), min_size=1, max_size=5),
+    st.dictionaries(
+        st.text(min_size=1), st.builds(Holding, firm=sizes, hot=sizes, freed=sizes), min_size=1, max_size=5
+    ),
     st.integers(0, 10**13),
     st.none() | sizes,
     sizes,
 )
 def test_shares_never_add_up_to_more_than_there_is(holdings, total: int, hot_most: int | None, claimed: int):
     budgets = shares(holdings, total, hot_most, claimed)
-    hot = sum(budget.hot or 0 for budget in budgets.values())
+    hot = sum((budget.hot or 0) + (budget.freed or 0) for budget in budgets.values())
     firm = sum(held.firm for held in holdings.values())
     assert hot <= max(0, total - claimed - firm)
     if hot_most is not None:
-        assert hot <= hot_most
+        assert sum(budget.hot or 0 for budget in budgets.values()) <= hot_most
     for name, budget in budgets.items():
         assert budget.live is not None and budget.live >= holdings[name].firm
 
@@ -50,9 +54,47 @@ def test_shares_never_add_up_to_more_than_there_is(holdings, total: int, hot_mos
 def test_what_one_does_not_use_goes_to_the_others():
     holdings = {"idle": Holding(100 * MB, 0), "busy": Holding(100 * MB, 900 * MB)}
     budgets = shares(holdings, 2200 * MB)
-    assert budgets["busy"].hot and budgets["busy"].hot > 1900 * MB
+    assert budgets["busy"].hot and budgets["busy"].hot > 1850 * MB
     alike = shares({"a": Holding(0, 500 * MB), "b": Holding(0, 500 * MB)}, 1000 * MB)
-    assert alike["a"].hot == alike["b"].hot == 500 * MB
+    assert alike["a"].hot == alike["b"].hot
+    assert all(b.freed and (b.hot or 0) + b.freed == 500 * MB for b in alike.values())
+
+
+async def test_what_mlx_keeps_counts_and_gives_way_to_a_load(tmp_path: Path):
+    for name in ("a", "b"):
+        heavy(tmp_path / "models" / name, 300)
+    async with pool(tmp_path, memory_limit="1600MB", stub="--memory 300,0,700") as made:
+        await ask(made, "a")
+        assert isinstance((await ask(made, "b"))[-1], Finished)
+        assert states(made) == {"a": "ready", "b": "ready"}
+        await made._guard.look()
+        assert made._guard._holdings["a"].freed < 100 * MB
+        made._guard._share_out(0)
+        await made._guard.look()
+        assert sum(held.freed for held in made._guard._holdings.values()) < 30 * MB
+
+
+def test_what_mlx_keeps_is_bounded_by_the_model_and_by_the_grant():
+    def keep(megabytes: int) -> None:
+        arrays = [mx.zeros(1 << 20) for _ in range(megabytes // 4)]
+        mx.eval(arrays)
+        del arrays
+
+    try:
+        for weights, granted, most in (
+            (0, None, 128 << 20),
+            (512 << 20, None, 256 << 20),
+            (0, 20 * MB, 20 * MB),
+        ):
+            mlx_adapter.keep_at_most(1 << 40, None)
+            keep(400)
+            assert mx.get_cache_memory() > most
+            mlx_adapter.keep_at_most(weights, granted)
+            assert mx.get_cache_memory() <= most
+            keep(400)
+            assert mx.get_cache_memory() <= most
+    finally:
+        mlx_adapter.keep_at_most(1 << 40, None)
 
 
 # --------------------------------------------------------------------------- before a load

@@ -30,7 +30,7 @@ def model(id: str = "org/tiny", state: str = "ready", **more) -> ModelStatus:
             "prefix_cache_queries_total": 400.0,
         },
         **{"prefix_cache_hits_hot_total": 200.0, "prefix_cache_hits_cold_total": 100.0},
-        **{"kv_hot_bytes": 5e6, "kv_hot_budget_bytes": 8e9, "mlx_active_bytes": 3e9},
+        **{"kv_hot_bytes": 5e6, "kv_hot_budget_bytes": 8e9, "mlx_active_bytes": 3e9, "mlx_cache_bytes": 6e7},
         **{"kv_bytes_written_total": 0.0, "kv_bytes_restored_total": 0.0},
     }
     values |= more.pop("values", {})
@@ -74,7 +74,26 @@ def test_status_as_text():
     lines = told.splitlines()
     assert lines[0] == f"omlxd 1.2 at {URL}, process 7, up 1 h 1 min, front 37 MB"
     assert lines[3].split() == [
-        *("org/tiny", "ready", "2", "1", "2", "GB", "3", "GB", "4096", "75%", "5", "MB", "of", "8", "GB")
+        *(
+            "org/tiny",
+            "ready",
+            "2",
+            "1",
+            "2",
+            "GB",
+            "3",
+            "GB",
+            "+",
+            "60",
+            "MB",
+            "4096",
+            "75%",
+            "5",
+            "MB",
+            "of",
+            "8",
+            "GB",
+        )
     ]
     assert "b: b can't be loaded: why" in lines
     assert lines[-1] == "SSD cache /cache: 1 GB of 100 GB in 12 files, 3 evicted since the start"

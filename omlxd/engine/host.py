@@ -45,9 +45,6 @@ from .turn import Place, Scope
 
 log = logging.getLogger(__name__)
 
-MLX_CACHE_BYTES = 2 << 30
-"""Freed arrays that MLX may keep for reuse; without a limit they count as memory in use for good."""
-
 
 class EngineHost:
     """`space`: where the cold tier gets its room. `output`: where events go.
@@ -62,7 +59,7 @@ class EngineHost:
         space: Space,
         want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
-        mx.set_cache_limit(MLX_CACHE_BYTES)
+        mlx_adapter.keep_at_most(0, load.budget.freed)
         # Of this thread, which is the one that samples: MLX's own begin with the time of day.
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._settings = load.cache
@@ -76,6 +73,7 @@ class EngineHost:
         self._store = ModelStore(load, self.loaded, files)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
+        mlx_adapter.keep_at_most(self.loaded.weight_bytes, load.budget.freed)
         if load.guard:
             prints = footprint(Path(load.model_path))
             self.scheduler.memory = MemoryAdmission(
@@ -268,6 +266,7 @@ class EngineHost:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.take(budget)
             self._store.share_hot(budget.hot)
+            mlx_adapter.keep_at_most(self.loaded.weight_bytes, budget.freed)
 
         self.scheduler.post(take)
 

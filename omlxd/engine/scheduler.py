@@ -116,7 +116,7 @@ class Scheduler:
             self.turn()
 
     def turn(self) -> None:
-        """One pass of a prompt, and a decode step of every batch if that is due. Waits for work if there is none."""
+        """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
         self._drain(block=not self._busy())
         self.watchdog.check((*self._waiting, *self._active))
         self._admit()

@@ -2,8 +2,8 @@
 
 Before a load, what its files say that it needs (models/footprint.py), times what was seen of it in
 earlier loads, is held against what is really free: of the machine, of the GPU, and of the owner's
-limit. What is missing is taken from hot tiers first, then from idle models, least recently used first,
-if all of these together hold enough.
+limit. What is missing is taken from hot tiers and from what MLX keeps of freed arrays, then from idle models,
+least recently used first, if all of these together hold enough.
 What could fit later is told to wait, then refused for now (503); what can never fit is refused for
 good (400), both with both figures.
 """
@@ -16,6 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from ..errors import InvalidRequest, NotNow
 from ..models.footprint import PROCESS_BYTES, Footprint
@@ -152,18 +154,18 @@ class MemoryGuard:
         return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
 
     def _hot(self) -> int:
-        """Bytes of all hot tiers, which can give way."""
-        return sum(held.hot for held in self._holdings.values())
+        """Bytes of all hot tiers, and of what MLX keeps, which can give way."""
+        return sum(held.spare for held in self._holdings.values())
 
     async def _room(self, engine: ModelEngine) -> Room:
         await self.look()
         assert self._device is not None
         device, claimed = self._device, self._claimed()
         holdings = self._holdings
-        counted = self._most(device) - claimed - sum(held.firm + held.hot for held in holdings.values())
+        counted = self._most(device) - claimed - sum(held.firm + held.spare for held in holdings.values())
         going = [other for other in self._pool.others(engine) if other.evictable]
         names = {other.model_id for other in going}
-        given = sum(held.hot + (held.firm if name in names else 0) for name, held in holdings.items())
+        given = sum(held.spare + (held.firm if name in names else 0) for name, held in holdings.items())
         given += sum(self._claims.get(name, 0) for name in names)
         # A process takes more than it counts: rather one goes in vain than one is kept that would be enough.
         beyond = sum(other.memory_bytes or 0 for other in going)
@@ -210,7 +212,8 @@ class MemoryGuard:
                 continue
             hot = int(stats.values.get("kv_hot_bytes", 0))
             active = int(stats.values.get("mlx_active_bytes", 0)) + PROCESS_BYTES
-            self._holdings[engine.model_id] = Holding(max(0, active - hot), hot)
+            freed = int(stats.values.get("mlx_cache_bytes", 0))
+            self._holdings[engine.model_id] = Holding(max(0, active - hot), hot, freed)
             self._claims.pop(engine.model_id, None)
             self._learn(engine, int(stats.values.get("mlx_load_peak_bytes", 0)))
 
@@ -256,7 +259,7 @@ class MemoryGuard:
             elif budget is not None:
                 # What an engine calls its own is less the process that it counts nowhere.
                 live = max(0, (budget.live or 0) - PROCESS_BYTES)
-                budget = Budget(hot=budget.hot, live=live, most=most - PROCESS_BYTES)
+                budget = msgspec.structs.replace(budget, live=live, most=most - PROCESS_BYTES)
             if budget is not None and self._differs(self._sent.get(engine.model_id), budget):
                 self._sent[engine.model_id] = budget
                 engine.process.supervisor.send(budget)
@@ -282,12 +285,8 @@ class MemoryGuard:
                 await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")
             alone = not self._matters(len(self._pool.others(None)))
             self._share_out(self._claimed())
-            own = self._sent.get(engine.model_id, Budget())
-            engine.process.supervisor.send(
-                Budget(ticket=wants.ticket)
-                if alone
-                else Budget(hot=own.hot, live=own.live, most=own.most, ticket=wants.ticket)
-            )
+            own = Budget() if alone else self._sent.get(engine.model_id, Budget())
+            engine.process.supervisor.send(msgspec.structs.replace(own, ticket=wants.ticket))
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
         return (await self._room(engine)).free + self._hot() < nbytes

@@ -9,14 +9,25 @@ from ..wire import Budget
 
 SLACK = 64 << 20
 """An engine may have this much more for its hot tier than it uses, so that it can grow."""
+FREED_PART = 32
+"""All engines' MLX may keep one part of so many of what is left, for arrays to come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one engine holds. `firm`: weights and live KV, which nothing but its end gives back."""
+    """What one engine holds. `firm`: weights and live KV, which nothing but its end gives back.
+
+    `freed`: what its MLX keeps for arrays to come.
+    """
 
     firm: int
     hot: int
+    freed: int = 0
+
+    @property
+    def spare(self) -> int:
+        """What it can give back."""
+        return self.hot + self.freed
 
 
 def shares(
@@ -31,6 +42,8 @@ def shares(
     the rest to the others. Any engine's prompts may take all that is left, since hot tiers give way.
     """
     spare = max(0, total - claimed - sum(held.firm for held in holdings.values()))
+    freed = spare // (FREED_PART * max(1, len(holdings)))
+    spare -= freed * len(holdings)
     hot_left = spare if hot_most is None else min(spare, hot_most)
     budgets: dict[str, Budget] = {}
     by_use = sorted(holdings, key=lambda name: holdings[name].hot)
@@ -40,5 +53,5 @@ def shares(
         last = done == len(by_use) - 1
         hot = alike if last else min(alike, held.hot + max(SLACK, held.hot // 4))
         hot_left -= hot
-        budgets[name] = Budget(hot=hot, live=held.firm + spare)
+        budgets[name] = Budget(hot=hot, live=held.firm + spare, freed=freed)
     return budgets

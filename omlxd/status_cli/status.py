@@ -68,18 +68,23 @@ def cold_line(status: DaemonStatus) -> str:
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:
-    mlx = model.values.get("mlx_active_bytes")
     return (
         model.id,
         model.state,
         str(model.running),
         str(model.waiting),
         human(model.resident) if model.resident else "-",
-        human(int(mlx)) if mlx is not None else "-",
+        mlx_memory(model),
         str(model.context_length) if model.context_length else "-",
         percent(hit_rate(model)),
         ram_tier(model),
     )
+
+
+def mlx_memory(model: ModelStatus) -> str:
+    """What MLX's arrays take, and what it keeps for arrays to come."""
+    active, freed = (int(model.values.get(f"mlx_{kind}_bytes", 0)) for kind in ("active", "cache"))
+    return f"{human(active)} + {human(freed)}" if active else "-"
 
 
 def ram_tier(model: ModelStatus) -> str:

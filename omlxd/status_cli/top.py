@@ -22,7 +22,7 @@ from ..errors import ConfigError
 from ..front.admin import DaemonStatus, ModelStatus
 from ..sizes import human
 from .figures import duration, hit_rate, model_of, percent, rates
-from .status import PATH, add_url, cold_line
+from .status import PATH, add_url, cold_line, mlx_memory
 
 INTERVAL_S = 1.0
 WIDE = 100
@@ -143,7 +143,6 @@ def _short(id: str) -> str:
 
 def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[RenderableType]:
     rate = rates(before, model, seconds)
-    mlx = model.values.get("mlx_active_bytes")
     return [
         model.id,
         Text(model.state, style=_STATE_STYLES.get(model.state, "yellow")),
@@ -155,7 +154,7 @@ def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list
         percent(hit_rate(model)),
         human(int(model.values.get("kv_hot_bytes", 0))),
         human(model.resident) if model.resident else "-",
-        human(int(mlx)) if mlx is not None else "-",
+        mlx_memory(model),
     ]
 
 

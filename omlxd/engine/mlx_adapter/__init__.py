@@ -30,7 +30,7 @@ from .caches import (
     state_tensors,
     tensors,
 )
-from .freed import give_memory_back
+from .freed import give_memory_back, keep_at_most
 from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
 from .loading import LayerHook, LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .quantised import Quantisation
@@ -51,6 +51,7 @@ __all__ = [
     "extend",
     "filled_cache",
     "give_memory_back",
+    "keep_at_most",
     "keep_rows",
     "last_position_only",
     "layout_of",

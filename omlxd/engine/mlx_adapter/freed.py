@@ -25,6 +25,20 @@ else:
     _clear.argtypes, _clear.restype = (), None
 
 
+MOST = 2 << 30
+FIXED, PART = 128 << 20, 4
+"""Worth keeping is what a pass takes, which grows with the weights: something fixed, and a part of them."""
+
+
+def keep_at_most(weights: int, granted: int | None) -> None:
+    """Keep fewer freed arrays than a model of `weights` bytes has use for, and than `granted` bytes."""
+    most = min(MOST, FIXED + weights // PART)
+    most = most if granted is None else min(most, granted)
+    mx.set_cache_limit(most)
+    if mx.get_cache_memory() > most:
+        give_memory_back()
+
+
 def give_memory_back() -> None:
     """Free what MLX keeps for arrays to come. Waits for what the CPU computes. Any thread."""
     if _clear is not None:
