@@ -2,8 +2,8 @@
 
 Prompts are computed pass by pass (prefill_pacer.py). Between the layers of a pass that may take long,
 or beside which others decode, the scheduler looks up: rows whose step is due get it, a request that
-was cancelled or whose time is up ends the pass, and a layer counts as progress. Decoding and prefill
-get equal time: a gap between tokens is at most a step and the longer of a step and a layer.
+was cancelled or whose time is up ends the pass, and a layer counts as progress. Prefill
+gets half the time of a step between two: a gap between tokens is a step, that half and at most a layer.
 
 Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
@@ -322,8 +322,8 @@ class Scheduler:
         return best
 
     def _step_due(self) -> bool:
-        """Whether prefill has had as much time as the last step took."""
-        return bool(self._batches) and time.perf_counter() - self._stepped_at >= self._step_s
+        """Whether prefill has had half the time that the last step took."""
+        return bool(self._batches) and time.perf_counter() - self._stepped_at >= self._step_s / 2
 
     def _decode(self, *, wait: bool) -> None:
         """A step of every batch. `wait` for its end: prefill goes on, and each is to have its own time."""
