@@ -294,3 +294,9 @@ def unreadable(spelling: Spelling, name: str, tool: bool) -> bool:
     if isinstance(spelling, TagCalls):
         return re.search(r"[<>\"&\n]|^\s|\s$|^$", name) is not None
     return False
+
+
+def carries_text(spelling: str) -> bool:
+    """Whether text stands bare in the calls of `spelling`: between tags, or between a mark of their own."""
+    calls = SPELLINGS.get(spelling)
+    return isinstance(calls, TagCalls) or (isinstance(calls, ValueCalls) and bool(calls.values.quote))

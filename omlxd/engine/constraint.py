@@ -161,7 +161,7 @@ class ConstraintCompiler:
         """
         prompt = request.prompt
         chat = prompt if isinstance(prompt, Conversation) else None
-        wanted = Wanted.of(request)
+        wanted = Wanted.of(request, lambda: self._parts("tools")[0].bare_text)
         if wanted is None:
             return None
         from llguidance import LLMatcher

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from ..chat import AnswerFormat, Conversation, GenerateRequest, Tool
 from ..errors import InvalidRequest
 from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term
+from .call_spellings import carries_text
 from .harmony import CONTROLS
 from .harmony_grammar import HarmonyGrammar
 from .schema_branches import closed
@@ -40,10 +43,17 @@ class Wanted:
     param: str
 
     @classmethod
-    def of(cls, request: GenerateRequest) -> Wanted | None:
-        """None: anything will do."""
+    def of(cls, request: GenerateRequest, bare_text: Callable[[], bool]) -> Wanted | None:
+        """None: the answer may be anything.
+
+        bare_text()  whether the model's calls can carry the text of a custom tool's grammar. Where they
+                     can't, a call that is not forced is free: the tool's description states the
+                     grammar, and Codex offers such a tool with each request.
+        """
         chat = request.prompt if isinstance(request.prompt, Conversation) else None
         tools, forced = _tools_of(chat)
+        if not forced and any(tool.input_grammar for tool in tools) and not bare_text():
+            tools = [msgspec.structs.replace(tool, input_grammar="") for tool in tools]
         limited = chat is not None and 0 < len(tools) < len(chat.tools)
         if request.format is None and not forced and not limited and not any(map(_is_held, tools)):
             return None
@@ -80,6 +90,8 @@ class Grammars:
 
     spelling  of calls, as in call_spellings.py
     controls  tokens that no text holds → their ids
+
+    bare_text  calls can carry the text of a custom tool's grammar
     """
 
     def __init__(self, vocabulary: LLTokenizer, spelling: str, controls: Mapping[str, int]):
@@ -89,6 +101,7 @@ class Grammars:
         words = sorted(map(re.escape, controls), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(words)})") if words else re.compile(r"((?!))")
         self._harmony = controls.keys() >= set(CONTROLS)
+        self.bare_text = not self._harmony and carries_text(spelling)
 
     def of(self, wanted: Wanted) -> str:
         if self._harmony and wanted.chat:
