@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from .errors import ConfigError
+from .small_file import read_with_facts
 
 FILE_NAME = "keys.json"
 KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
@@ -53,9 +54,7 @@ def keys_path(base_path: Path) -> Path:
 def read_keys(path: Path) -> tuple[Key, ...]:
     """The keys in `path`; none if there is no such file. Raises ConfigError for one that can't be trusted."""
     try:
-        with path.open("rb") as file:
-            facts = os.fstat(file.fileno())
-            text = file.read()
+        text, facts = read_with_facts(path)
     except FileNotFoundError:
         return ()
     except OSError as error:

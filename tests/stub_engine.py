@@ -181,6 +181,9 @@ class Stub:
                     self.socket.sendall(b"\x04\x00\x00\x00\xc1\xc1\xc1\xc1")
             elif verb == "fail":
                 return self.event(message.id, Failed(code="internal", message="told to fail"))
+            elif verb == "leave":
+                self.send(wire.LoadFailed(message=value))
+                os._exit(5)
             elif verb == "reserve":
                 self.send(wire.Reserve(ticket=message.id, nbytes=int(value)))
                 with self.granted:

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from ..errors import ConfigError
 from ..keys import keys_path, read_keys
 from ..sizes import disk_total, human, total_ram
+from ..small_file import read_small
 from .settings import BY_NAME, OPTIONS, SAMPLING, ModelSettings, Option, Settings, full_name
 from .values import closest, convert, expected, is_loopback
 
@@ -103,7 +104,7 @@ def _config_file(
     option = BY_NAME["base_path"]
     text, source = given.get("base_path", (option.default, option.flag))
     path = _value(option, text, source, {}) / "omlxd.toml"
-    return (path, "default") if path.is_file() else (None, f"default ({path} is not there)")
+    return (path, "default") if path.exists() else (None, f"default ({path} is not there)")
 
 
 class _File:
@@ -117,7 +118,7 @@ class _File:
     def __init__(self, path: Path):
         self._path = path
         try:
-            self._text = path.read_text(encoding="utf-8")
+            self._text = read_small(path).decode()
             tables = tomllib.loads(self._text)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"{path}: {error}.", param=str(path)) from error

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import xxhash
 
+from ..small_file import read_small
+
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
 _MEMO = "fingerprints.json"
@@ -101,7 +103,7 @@ def _read_memo(folder: Path | None) -> dict[str, str]:
     if folder is None:
         return {}
     with contextlib.suppress(OSError, ValueError):
-        memo = json.loads((folder / _MEMO).read_text())
+        memo = json.loads(read_small(folder / _MEMO))
         if isinstance(memo, dict):
             return {str(k): str(v) for k, v in memo.items()}
     return {}

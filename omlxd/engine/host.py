@@ -22,6 +22,7 @@ from ..kv.hashing import chain_root, hash_blocks
 from ..kv.paths import namespace_dir
 from ..kv.space import Space
 from ..models.footprint import footprint
+from ..small_file import read_small
 from . import mlx_adapter
 from .admission import MemoryAdmission
 from .answer import Answer
@@ -44,6 +45,10 @@ from .sessions import Lineage, Sessions, Standing, lineage_of
 from .turn import Place, Scope
 
 log = logging.getLogger(__name__)
+
+
+COUNTED_CONTEXTS = 4
+"""Clients count what they may then shorten; a prompt of more contexts than this is too long to be counted."""
 
 
 class EngineHost:
@@ -126,7 +131,9 @@ class EngineHost:
     def count(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
         most = self.loaded.context_length - 1
-        return len(self.prompts.render(prompt, scope=Scope(session, ""), most=most).tokens)
+        refuse = COUNTED_CONTEXTS * most
+        rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
+        return len(rendered.tokens)
 
     def start(self, id: int, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
         """Render, hash and submit a request; its events go to the output thread. Raises OmlxdError.
@@ -236,7 +243,7 @@ class EngineHost:
 
     def _render(self, request: GenerateRequest, context: int) -> RenderedPrompt:
         scope = Scope(request.session, request.cache_salt)
-        return self.prompts.render(request.prompt, scope=scope, most=context - 1)
+        return self.prompts.render(request.prompt, scope=scope, most=context - 1, refuse=context - 1)
 
     def _context(self, request: GenerateRequest) -> int:
         return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
@@ -295,8 +302,8 @@ def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:
 def _sampling_defaults(model: Path) -> SamplingDefaults:
     """From generation_config.json, whose `do_sample: false` means greedy."""
     try:
-        config = json.loads((model / "generation_config.json").read_text())
-    except (OSError, ValueError):
+        config = dict(json.loads(read_small(model / "generation_config.json")))
+    except (OSError, ValueError, TypeError, RecursionError):
         return UNNAMED
     known = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
     if config.get("do_sample") is False:
@@ -307,6 +314,6 @@ def _sampling_defaults(model: Path) -> SamplingDefaults:
 def _note(model: Path) -> str:
     """The demo model's own warning."""
     try:
-        return str(json.loads((model / "omlxd_demo.json").read_text()).get("note", ""))
-    except (OSError, ValueError):
+        return str(json.loads(read_small(model / "omlxd_demo.json")).get("note", ""))
+    except (OSError, ValueError, AttributeError, RecursionError):
         return ""

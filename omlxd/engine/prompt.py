@@ -13,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..chat import Conversation, RawPrompt
+from ..chat import Conversation, RawPrompt, TextPart, ToolResultPart
+from ..errors import PromptTooLong
 from .answer import Answer
 from .canonical import Digest, answer_of, chain_of, opening
 from .healing import REASONS, TurnMemory
@@ -101,19 +102,29 @@ class PromptPipeline:
             )
 
     def render(
-        self, prompt: Conversation | RawPrompt, *, scope: Scope | None = None, most: int | None = None
+        self,
+        prompt: Conversation | RawPrompt,
+        *,
+        scope: Scope | None = None,
+        most: int | None = None,
+        refuse: int | None = None,
     ) -> RenderedPrompt:
-        """Tokens of `prompt`. Raises InvalidRequest.
+        """Tokens of `prompt`. Raises InvalidRequest and PromptTooLong.
 
-        scope  whose turns are put back as they were generated; None: nobody's
-        most   tokens that a prompt with such turns may have
+        scope   whose turns are put back as they were generated; None: nobody's
+        most    tokens that a prompt with such turns may have
+        refuse  a text that surely has more tokens is refused, before all of it has been read
         """
         if isinstance(prompt, RawPrompt):
-            return self._raw(prompt)
+            return self._raw(prompt, refuse)
+        if refuse is not None and len(prompt.messages) > refuse:
+            raise PromptTooLong(len(prompt.messages), refuse)
+        self._refuse(_texts(prompt), refuse, trimmed=True)
         text = self._renderer.text(prompt)
+        self._refuse([text.plain], refuse)
         start = self._tokenizer.think_start
         rendered = RenderedPrompt(
-            tokens=self._encode(text),
+            tokens=self._encode(text, refuse),
             text=text.plain,
             starts_in_thinking=bool(start) and text.plain.rstrip().endswith(start),
             reasoning=True,
@@ -175,16 +186,25 @@ class PromptPipeline:
                 values |= self._files.figures()
         return values
 
-    def _encode(self, text: Text) -> list[int]:
-        if text.mark:
-            return self._splicer.encode(text.marked, text.mark)
-        # A template has written itself what the tokenizer puts around a text.
-        return self.tokens.encode(text.plain, special=not self._renderer.has_template)
+    def _refuse(self, texts: list[str], most: int | None, *, trimmed: bool = False) -> None:
+        """Raise PromptTooLong if `texts` surely have more than `most` tokens; `trimmed`: a template may."""
+        if most is None or sum(map(len, texts)) <= 2 * most:
+            return
+        if (least := self.tokens.bound.least(texts, trimmed=trimmed)) > most:
+            raise PromptTooLong(least, most)
 
-    def _raw(self, prompt: RawPrompt) -> RenderedPrompt:
+    def _encode(self, text: Text, most: int | None) -> list[int]:
+        if text.mark:
+            return self._splicer.encode(text.marked, text.mark, most)
+        # A template has written itself what the tokenizer puts around a text.
+        return self.tokens.encode(text.plain, special=not self._renderer.has_template, most=most)
+
+    def _raw(self, prompt: RawPrompt, refuse: int | None) -> RenderedPrompt:
         if prompt.tokens is not None:
             return RenderedPrompt(tokens=list(prompt.tokens))
-        return RenderedPrompt(tokens=self.tokens.encode(prompt.text, special=True), text=prompt.text)
+        self._refuse([prompt.text], refuse)
+        tokens = self.tokens.encode(prompt.text, special=True, most=refuse)
+        return RenderedPrompt(tokens=tokens, text=prompt.text)
 
     # ----------------------------------------------------------------- healing
 
@@ -215,6 +235,13 @@ class PromptPipeline:
             elif spliced.healed:
                 rendered = replace(rendered, tokens=spliced.tokens, healed=spliced.healed)
         return replace(rendered, refused=tuple(refused))
+
+
+def _texts(prompt: Conversation) -> list[str]:
+    """What every template writes, but for spaces at its ends."""
+    parts = (part for message in prompt.messages for part in message.parts)
+    texts = (part.text for part in parts if isinstance(part, TextPart | ToolResultPart))
+    return [text for text in texts if "</think>" not in text]
 
 
 def _turns(

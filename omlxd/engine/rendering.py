@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from ..chat import Conversation
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, ModelError
 from .marks import holds, map_strings, special_starts, unused_marks
 from .shaping import Shaped, compact_json, plain_text, shape
+from .template_process import TemplateLost, install
 from .template_traits import PLAIN, TemplateTraits, as_parts, probe
 
 log = logging.getLogger(__name__)
@@ -60,12 +61,16 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Any, marking: bool, hoist: bool = False):
+        install()
         self._tokenizer = tokenizer
         self._marking = marking
         self._hoist = hoist
         self._switches = _template_switches(tokenizer)
         self.has_template = bool(tokenizer.has_chat_template)
-        self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
+        try:
+            self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
+        except TemplateLost as error:
+            raise ModelError(f"its chat template can't be used: {error}") from None
         specials = special_tokens(tokenizer)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
         self._special_starts = special_starts(specials)
@@ -93,44 +98,46 @@ class Renderer:
 
     def _written(self, conversation: Conversation, generation: bool) -> Text:
         messages, tools = shape(conversation, self.traits, hoist=self._hoist)
-        arguments = self._arguments(conversation)
+        inputs = [messages, tools, self._arguments(conversation)]
 
-        def applied(messages: list[Shaped], tools: list[Shaped] | None) -> str:
+        def applied(messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
             if conversation.continue_final:
                 return self._begun(messages, tools, arguments)
             return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
 
-        special = holds([messages, tools], self._special)
+        special = holds(inputs, self._special)
         try:
-            plain = applied(messages, tools)
+            plain = applied(*inputs)
         except InvalidRequest:
             # gpt-oss's template refuses its own control tokens in a text; marked it doesn't see them.
             if not special:
                 raise
-            marked = self._marked(None, messages, tools, applied)
+            marked = self._marked(None, inputs, applied)
             if marked.exposed:
                 raise
             return marked
-        return self._marked(plain, messages, tools, applied) if special else Text(plain, plain)
+        return self._marked(plain, inputs, applied) if special else Text(plain, plain)
 
     def _marked(
         self,
         plain: str | None,
-        messages: list[Shaped],
-        tools: list[Shaped] | None,
-        applied: Callable[[list[Shaped], list[Shaped] | None], str],
+        inputs: list[Any],
+        applied: Callable[..., str],
     ) -> Text:
         """Control tokens within the messages are marked, if the template lets the marks through.
 
-        plain  as the template writes it without them; None: it doesn't
+        plain   as the template writes it without them; None: it doesn't
+        inputs  messages, tools and arguments
+        Raises InvalidRequest for a text that uses all marks, which nobody needs but to have its tokens read.
         """
-        marks = unused_marks(plain or compact_json([messages, tools]), 1) if self._marking else []
         pattern = self._special_starts
         bare = Text(plain or "", plain or "", exposed=True)
-        if not marks or pattern is None:
+        if not self._marking or pattern is None:
             return bare
+        if not (marks := unused_marks(plain or compact_json(inputs), 1)):
+            raise InvalidRequest("messages: control tokens beside all of U+FDD0 to U+FDEF", param="messages")
         [mark] = marks
-        marked = map_strings([messages, tools], lambda text: pattern.sub(mark, text))
+        marked = map_strings(inputs, lambda text: pattern.sub(mark, text))
         try:
             text = applied(*marked)
         except InvalidRequest:

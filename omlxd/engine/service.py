@@ -4,7 +4,8 @@
 |----------|---------------------------------------------------------------|
 | main     | reads frames and hands them on                                |
 | engine   | loads the model, then runs the scheduler: the only MLX thread |
-| request  | (two) render, tokenise and hash prompts                       |
+| request  | (two, and two for large ones) render, tokenise, hash prompts  |
+| stats    | says what the engine holds                                    |
 | output   | detokenises, parses, sends events                             |
 | pulse    | tells the front that work gets done, while it does            |
 | kv-…     | read and write block files                                    |
@@ -22,15 +23,20 @@ import os
 import socket
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
+import mlx.core as mx
+import psutil
+
 from .. import wire
-from ..chat import Event
-from ..errors import OmlxdError
+from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart
+from ..errors import InvalidRequest, OmlxdError
+from ..sizes import human, total_ram
 from . import mlx_adapter
 from .host import EngineHost
 from .hot_budget import memory
+from .lanes import Lane
 from .output_thread import OutputThread
 from .sequence import Sequence
 from .space import FrontSpace
@@ -38,6 +44,12 @@ from .space import FrontSpace
 log = logging.getLogger(__name__)
 
 REQUEST_THREADS = 2
+LARGE_CHARS = 1 << 19
+"""A prompt of so much text has its turn beside other large ones: a small one never waits for it."""
+MEMORY_LOOK_S = 0.25
+BEYOND_MLX_BYTES = 2 << 30
+BEYOND_MLX_FRACTION = 0.1
+"""Of the machine's memory. Blocks on their way to disk may be a twentieth (model_store.py)."""
 PULSE_S = 1.0
 """Between two looks at whether work gets done."""
 ORPHAN_FLUSH_S = 1.0
@@ -55,7 +67,9 @@ class EngineService:
         self._connected = True
         self._space = FrontSpace(self._send)
         self._output = OutputThread(self._send_events)
-        self._requests = ThreadPoolExecutor(REQUEST_THREADS, thread_name_prefix="request")
+        self._small = Lane("request", REQUEST_THREADS)
+        self._large = Lane("large", REQUEST_THREADS)
+        self._figures = Lane("stats", 1)
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence | None] = {}
         self._host: Future[EngineHost] = Future()
@@ -75,6 +89,7 @@ class EngineService:
         self._send(wire.Events(events=events))
 
     def run(self) -> None:
+        threading.Thread(target=self._watch_memory, name="memory", daemon=True).start()
         total, available = memory()
         self._send(wire.Device(backend=mlx_adapter.backend(), total=total, available=available))
         decoder = wire.FrameDecoder(wire.ToEngine)
@@ -94,6 +109,19 @@ class EngineService:
         last.daemon = True
         last.start()
         self._close(deadline_s)
+
+    def _watch_memory(self) -> None:
+        """End this process when it takes far more than MLX, tokenizer and blocks on their way should."""
+        process = psutil.Process()
+        most = BEYOND_MLX_BYTES + int(total_ram() * BEYOND_MLX_FRACTION)
+        beyond = 0
+        while beyond <= most:
+            time.sleep(MEMORY_LOOK_S)
+            beyond = process.memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
+        what = f"it took {human(beyond)} beside its model and KV, and {human(most)} is the most"
+        log.error("this engine ends: %s", what)
+        self._send(wire.LoadFailed(message=what))
+        os._exit(5)
 
     def _read_grants(self, decoder: wire.FrameDecoder, messages: list[Any]) -> None:
         """`messages`: what came with the `Quit`, behind it."""
@@ -116,13 +144,14 @@ class EngineService:
             case wire.Generate():
                 with self._lock:
                     self._sequences[message.id] = None
-                self._requests.submit(self._generate, message)
+                request = message.request
+                self._lane(request.prompt).put(request.session, lambda: self._generate(message))
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Count():
-                self._requests.submit(self._count, message)
+                self._lane(message.prompt).put(message.session, lambda: self._count(message))
             case wire.GetStats():
-                self._requests.submit(self._stats, message)
+                self._figures.put("", lambda: self._stats(message))
             case wire.Explain():
                 # May take seconds: no request waits behind it.
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
@@ -179,6 +208,9 @@ class EngineService:
 
     # ----------------------------------------------------------------- request threads
 
+    def _lane(self, prompt: Conversation | RawPrompt) -> Lane:
+        return self._large if _size(prompt) > LARGE_CHARS else self._small
+
     def _generate(self, message: wire.Generate) -> None:
         try:
             host = self._host.result()
@@ -186,7 +218,7 @@ class EngineService:
                 if message.id not in self._sequences:
                     return
             sequence = host.start(message.id, message.request, lambda: self._forget(message.id))
-        except Exception as error:
+        except BaseException as error:  # A library may panic.
             self._forget(message.id)
             self._fail(message.id, error)
             return
@@ -201,14 +233,14 @@ class EngineService:
         try:
             tokens = self._host.result().count(message.prompt, message.session)
             self._send(wire.Counted(id=message.id, tokens=tokens))
-        except Exception as error:
+        except BaseException as error:  # A library may panic.
             self._fail(message.id, error)
 
     def _explain(self, message: wire.Explain) -> None:
         try:
             explanation = self._host.result().explain(message.request, message.reached)
             self._send(wire.Explained(id=message.id, explanation=explanation))
-        except Exception as error:
+        except BaseException as error:  # A library may panic.
             self._fail(message.id, error)
 
     def _stats(self, message: wire.GetStats) -> None:
@@ -216,7 +248,9 @@ class EngineService:
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 
-    def _fail(self, id: int, error: Exception) -> None:
+    def _fail(self, id: int, error: BaseException) -> None:
+        if isinstance(error, RecursionError):
+            error = InvalidRequest("the request holds a value that is nested too deeply")
         if not isinstance(error, OmlxdError):
             log.exception("request %d failed", id, exc_info=error)
             error = OmlxdError(f"{type(error).__name__}: {error}")
@@ -235,7 +269,8 @@ class EngineService:
     # ----------------------------------------------------------------- the end
 
     def _close(self, deadline_s: float) -> None:
-        self._requests.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._small, self._large, self._figures):
+            lane.close()
         if not self._host.done():
             return
         host = self._host.result()
@@ -250,6 +285,15 @@ class EngineService:
         self._output.close(1.0)
         host.close(max(0.0, end - time.monotonic()))
         self._space.release_all()
+
+
+def _size(prompt: Conversation | RawPrompt) -> int:
+    """Characters, and what takes as long as so many: 0.1 ms for a message, 0.1 ms for a tool."""
+    if isinstance(prompt, RawPrompt):
+        return len(prompt.text) + 4 * len(prompt.tokens or ())
+    parts = [part for message in prompt.messages for part in message.parts]
+    texts = sum(len(part.text) for part in parts if isinstance(part, TextPart | ToolResultPart))
+    return texts + 64 * (len(parts) + len(prompt.tools))
 
 
 def _reason(error: Exception) -> str:

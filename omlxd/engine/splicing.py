@@ -89,9 +89,11 @@ class Splicer:
                 return Spliced(tokens, len(left), refused)
         return Spliced(self.encode(text.marked, text.mark), 0, [*refused, *("template" for _ in left)])
 
-    def encode(self, marked: str, mark: str) -> list[int]:
-        """Tokens of a text that is cut at `mark`."""
-        return self._tokens.encode_pieces(marked.split(mark)) if mark else self._tokens.encode(marked)
+    def encode(self, marked: str, mark: str, most: int | None = None) -> list[int]:
+        """Tokens of a text that is cut at `mark`. Raises PromptTooLong if there are more than `most`."""
+        if mark:
+            return self._tokens.encode_pieces(marked.split(mark), most=most)
+        return self._tokens.encode(marked, most=most)
 
     def _spliced(self, conversation: Conversation, text: Text, turns: dict[int, Turn]) -> list[int]:
         first = min(turns)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from .template_process import TemplateLost
+
 Apply = Callable[..., str]
 """apply(messages, tools) -> text; raises whatever the template raises."""
 
@@ -68,7 +70,7 @@ _TOOL = {
 
 
 def probe(apply: Apply) -> TemplateTraits:
-    """The traits of a template. `apply` renders with a generation prompt. Never raises."""
+    """The traits of a template. `apply` renders with a generation prompt. Raises TemplateLost alone."""
     parts = not _shows(apply, [_user("falcon")], "falcon") and _shows(
         apply, [_user([{"type": "text", "text": "falcon"}])], "falcon"
     )
@@ -133,6 +135,8 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _shows(apply: Apply, messages: list[dict[str, Any]], *words: str, tools: bool = False) -> bool:
     try:
         text = apply(messages, [_TOOL] if tools else None)
+    except TemplateLost:
+        raise
     except Exception:  # a template raises what it likes
         return False
     at = 0

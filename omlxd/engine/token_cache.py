@@ -15,6 +15,10 @@ A segment begins with its token, so the text behind it stands at no text's start
 some sentencepiece-like pre-tokenizers write a space before the first word of a text alone. Whether
 all of it holds for a tokenizer is probed when it is loaded; where not, texts are tokenised whole.
 
+A segment of more than `PIECE_CHARS` is tokenised in pieces as well (token_bound.py says where it may be
+cut, and each cut is tried on the text around it), so that a text too long for the model is noticed
+before all of it has been read.
+
 `tools/bench/tokenise.py` on the demo's tokenizer and 96k tokens of a recorded session tells what it
 is worth: ratios of the whole text's time.
 """
@@ -22,6 +26,7 @@ is worth: ratios of the whole text's time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import re
@@ -31,8 +36,20 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import InvalidRequest, PromptTooLong
+from .token_bound import TokenBound
+
 CACHE_BYTES = 32 << 20
 """Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
+
+PIECE_CHARS = 1 << 18
+"""Tokenised at a time: 0.1 s, and 90 MB while it lasts if each is a token."""
+UNCUT_CHARS = 1 << 20
+"""Of a piece that can't be cut."""
+_AROUND_CUT = 32
+"""Characters on either side on which a cut is tried."""
+_TRIES = 16
+"""Of cuts of one piece."""
 
 _ENTRY_BYTES = 200
 """What a segment costs beside its ids."""
@@ -65,48 +82,69 @@ class TokenCache:
         self._lead = min(self._cutting, default="")
         self.cuts = bool(self._cutting) and self._proven()
         self.joins = self.cuts and self._joins()
+        self._around = self._what_is_put_around() if self.cuts else None
+
+    @functools.cached_property
+    def bound(self) -> TokenBound:
+        """Made when the first large text comes: it looks at the whole vocabulary."""
+        return TokenBound(self._backend)
 
     @property
     def nbytes(self) -> int:
         return self._bytes
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
+    def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
         """The ids of `text`: those of transformers' own `encode`, to the last one.
 
-        special  add what the tokenizer puts around a text (then nothing is remembered)
+        special  add what the tokenizer puts around a text
+        most     raise PromptTooLong as soon as there are twice as many ids: clients shorten a prompt by
+                 the figure that they get, so a smaller excess is counted to its end
+        Raises InvalidRequest for a text that the tokenizer can't read, or not at one go.
         """
-        if special or not self.cuts:
+        around = self._around if special else ([], [])
+        if not self.cuts or around is None:
+            if len(text) > max(UNCUT_CHARS, 8 * (most or 0)):
+                raise _uncut(len(text))
             return self._whole(text, special)
-        return self.encode_pieces([text])
+        before, after = around
+        return [*before, *self.encode_pieces([text], most=most), *after]
 
-    def encode_pieces(self, pieces: list[str]) -> list[int]:
+    def encode_pieces(self, pieces: list[str], *, most: int | None = None) -> list[int]:
         """The ids of each piece, one after the other, none beginning a text. Needs `cuts`."""
-        first, *others = pieces
-        segments = self._split(first)
+        segments: list[str] = []
         led: set[int] = set()
-        for piece in others:
-            following = self._split(piece)
-            if following and self._tokens.match(following[0]) is None:
-                # Behind a token, as nothing before it: what a tokenizer puts before a text's first
-                # word would be put before this piece otherwise.
-                following[0] = self._lead + following[0]
-                led.add(len(segments))
-            segments += following
+        for index, piece in enumerate(pieces):
+            for number, segment in enumerate(self._split(piece)):
+                inner = number or not index or self._tokens.match(segment) is not None
+                for part in self._parts(segment):
+                    if not inner:
+                        # Behind a token, as nothing before it: what a tokenizer puts before a text's first
+                        # word would be put before this piece otherwise.
+                        led.add(len(segments))
+                        part = self._lead + part
+                    segments.append(part)
+                    inner = False
+        if most is not None and len(segments) > 2 * most:  # each has a token
+            raise PromptTooLong(len(segments), most)
         tokens: list[int] = []
-        for index, ids in enumerate(self._ids(segments)):
+        for index, ids in enumerate(self._ids(segments, most)):
             tokens += ids[1:] if index in led else ids
         return tokens
 
-    def _ids(self, segments: list[str]) -> list[array[int]]:
+    def _ids(self, segments: list[str], most: int | None) -> list[array[int]]:
         keys = [hashlib.blake2b(segment.encode(), digest_size=16).digest() for segment in segments]
         found = self._known(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in found}.values())
-        if missing:
-            with self._encoding.together():
+        count = sum(map(len, found.values()))
+        for batch in _batches(missing, [len(segment) for segment in segments]):
+            if most is not None and count > 2 * most + len(segments):  # each may have an id that is dropped
+                raise PromptTooLong(count - len(segments), most)
+            with self._encoding.together(), _readable():
                 encoded = self._backend.encode_batch_fast(
-                    [segments[i] for i in missing], add_special_tokens=False
+                    [segments[i] for i in batch], add_special_tokens=False
                 )
-            new = {keys[i]: array("I", one.ids) for i, one in zip(missing, encoded, strict=True)}
+            new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
+            count += sum(map(len, new.values()))
             self._remember(new)
             found |= new
         return [found[key] for key in keys]
@@ -122,8 +160,43 @@ class TokenCache:
         bounds = [0, *at, len(text)]
         return [text[a:b] for a, b in itertools.pairwise(bounds) if b > a]
 
+    def _parts(self, segment: str) -> list[str]:
+        """`segment`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""
+        parts: list[str] = []
+        at = 0
+        while len(segment) - at > PIECE_CHARS and self.joins:
+            tries = itertools.islice(
+                self.bound.joints.finditer(segment, at + PIECE_CHARS // 2, at + UNCUT_CHARS), _TRIES
+            )
+            cut = next((match.start() for match in tries if self._parts_at(segment, match.start())), 0)
+            if not cut:
+                break
+            parts.append(segment[at:cut])
+            at = cut
+        if len(segment) - at > UNCUT_CHARS:
+            raise _uncut(len(segment) - at)
+        return [*parts, segment[at:]]
+
+    def _parts_at(self, text: str, at: int) -> bool:
+        """Whether the ids around `at` are those of the two sides."""
+        one, two = text[max(at - _AROUND_CUT, 0) : at], text[at : at + _AROUND_CUT]
+        with self._encoding.together():
+            encoded = self._backend.encode_batch_fast(
+                [self._lead + one + two, self._lead + one, self._lead + two], add_special_tokens=False
+            )
+        both, first, second = (each.ids[1:] for each in encoded)
+        return both == first + second
+
+    def _what_is_put_around(self) -> tuple[list[int], list[int]] | None:
+        """Ids before and behind a text; None: it is not as simple as that."""
+        bare, dressed = self._whole("a", False), self._whole("a", True)
+        for at in range(len(dressed) - len(bare) + 1):
+            if bare and dressed[at : at + len(bare)] == bare:
+                return dressed[:at], dressed[at + len(bare) :]
+        return None
+
     def _whole(self, text: str, special: bool) -> list[int]:
-        with self._encoding.alone():
+        with self._encoding.alone(), _readable():
             return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _proven(self) -> bool:
@@ -205,6 +278,39 @@ class _Shared:
         with self._free:  # Held to the end: nobody joins meanwhile.
             self._free.wait_for(lambda: not self._holders)
             yield
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Where the tokenizer's regular expression gives up on a text, the backend panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest("the model's tokenizer can't read this text", param="messages") from None
+
+
+def _uncut(length: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"a text of {length} characters can't be tokenised in parts, and whole it may have {UNCUT_CHARS}: "
+        "it has no line or word that ends",
+        param="messages",
+    )
+
+
+def _batches(indexes: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """`indexes` in groups of up to `PIECE_CHARS` together, or one longer."""
+    batch: list[int] = []
+    size = 0
+    for index in indexes:
+        if batch and size + lengths[index] > PIECE_CHARS:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        size += lengths[index]
+    if batch:
+        yield batch
 
 
 def _cost(ids: array[int]) -> int:

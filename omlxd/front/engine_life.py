@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
@@ -14,6 +15,8 @@ from msgspec.structs import replace
 
 from .. import wire
 from ..errors import OmlxdError
+from ..models.footprint import footprint
+from ..sizes import human
 from .cold_ledger import Account
 from .engine_link import EngineLink
 
@@ -23,6 +26,10 @@ STALL_S = 120.0
 """Seconds without any progress after which an engine that has work is ended."""
 SLOW_CHUNKS = 4.0
 """An engine may also be silent for this many times its longest silence so far: a slow machine's chunks."""
+
+LOAD_LOOK_S = 0.25
+LOAD_SPARE_BYTES = 2 << 30
+"""Of memory, beyond twice what a model's files say that it needs."""
 
 Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
@@ -54,7 +61,7 @@ class EngineLife:
         self._load = load
         self._account = account
         self._guard = guard
-        self._load_failed = ""
+        self._failed = ""
         self._heard = 0
         self._steps = -1
         self._admitting: asyncio.Task[None] | None = None
@@ -76,9 +83,9 @@ class EngineLife:
             in_background(self._link.close())
         if self.stalled:
             return f"it made no progress for {stall_s:.0f} s or more"
-        if self._owner.state == "ready":
-            return ended
-        return self._load_failed or f"{ended}{_quoted(self._link.last_words)}"
+        if self._failed or self._owner.state == "ready":
+            return self._failed or ended
+        return f"{ended}{_quoted(self._link.last_words)}"
 
     # ----------------------------------------------------------------- messages
 
@@ -100,7 +107,7 @@ class EngineLife:
                 self._account.loaded(message.info.namespace, self._load.model_path)
             owner.loaded(message.info)
         elif isinstance(message, wire.LoadFailed):
-            self._load_failed = message.message or "the engine gave no reason"
+            self._failed = message.message or "the engine gave no reason"
             self._link.terminate()  # It exits by itself; this is for one that hangs on the way out.
         elif self._account is not None:
             self._account.handle(message)
@@ -124,6 +131,7 @@ class EngineLife:
             self._link.send(self._load)
         else:
             self._link.send(load)
+            await self._watch_load(Path(load.model_path))
 
     # ----------------------------------------------------------------- progress
 
@@ -150,6 +158,18 @@ class EngineLife:
                 self.stalled = True
                 self._link.kill()
                 return
+
+    async def _watch_load(self, folder: Path) -> None:
+        """End an engine that takes far more than its files say: it may hold Python's lock, and not notice."""
+        need = (await asyncio.to_thread(footprint, folder)).loading()
+        with contextlib.suppress(psutil.Error):  # It has ended.
+            process = psutil.Process(self._link.pid)
+            while self._owner.state in ("loading", "restarting"):
+                if (took := process.memory_info().rss) > 2 * need + LOAD_SPARE_BYTES:
+                    self._failed = f"it took {human(took)} while it loaded; its files need {human(need)}"
+                    self._link.kill()
+                    return
+                await asyncio.sleep(LOAD_LOOK_S)
 
     def _progress(self) -> tuple[object, ...] | None:
         """Something that changes while work gets done; None: there is none to do."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..small_file import read_small
+
 log = logging.getLogger(__name__)
 
 
@@ -65,7 +67,7 @@ class ModelBook:
 
     def _read(self) -> _Book:
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=_Book)
+            return msgspec.json.decode(read_small(self._path), type=_Book)
         except FileNotFoundError:
             return _Book()
         except (OSError, msgspec.MsgspecError) as error:

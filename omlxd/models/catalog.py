@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from ..config import Settings
+from ..small_file import read_small
 from .resolve import DEMO_ID, is_local, model_id
 
 Source = Literal["folder", "model-dir", "hub", "demo"]
@@ -145,7 +146,7 @@ def hub_snapshot(cache: Path, repo: str) -> Path | None:
     """The folder of `repo` (ORG/NAME) as its main branch was when it was downloaded."""
     base = cache / ("models--" + repo.replace("/", "--"))
     try:
-        revision = (base / "refs" / "main").read_text().strip()
+        revision = read_small(base / "refs" / "main").decode(errors="replace").strip()
     except OSError:
         return None
     folder = base / "snapshots" / revision

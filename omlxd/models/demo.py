@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ModelError
+from ..small_file import read_small
 from .demo_template import TEMPLATE
 from .demo_text import ENDINGS, PROSE, WORDS, syllables
 
@@ -91,7 +92,7 @@ class Marker(msgspec.Struct):
 def is_demo(folder: Path) -> bool:
     """Whether `folder` holds a demo model of this version."""
     try:
-        marker = msgspec.json.decode((folder / MARKER).read_bytes(), type=Marker)
+        marker = msgspec.json.decode(read_small(folder / MARKER), type=Marker)
     except (OSError, msgspec.DecodeError):
         return False
     return marker.version == VERSION

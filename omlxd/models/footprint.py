@@ -6,11 +6,14 @@ kept as a factor a model (front/model_book.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from ..small_file import check_small, read_small
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
@@ -66,8 +69,8 @@ def footprint(folder: Path) -> Footprint:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json; empty when it can't be read."""
     try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes())
-    except (OSError, msgspec.MsgspecError):
+        config = msgspec.json.decode(read_small(folder / "config.json"))
+    except (OSError, msgspec.MsgspecError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 
@@ -122,6 +125,7 @@ class _Tensor(msgspec.Struct):
 def _header(file: Path) -> dict[str, _Tensor]:
     """A weight file's tensors by name; empty when it can't be read."""
     try:
+        check_small(file.stat(), file, sys.maxsize)
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             return msgspec.json.decode(opened.read(min(length, _MAX_HEADER)), type=dict[str, _Tensor])

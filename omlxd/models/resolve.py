@@ -17,11 +17,16 @@ from pathlib import Path
 import msgspec
 
 from ..errors import ModelError
+from ..small_file import SMALL, check_small, read_small
 
 DEMO_ID = "omlxd-demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("*.tiktoken",))
+_READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+_LARGE = ("added_tokens", "merges", "tekken", "tokenizer", "vocab")
+_MAX_TOKENIZER = 256 << 20
+"""Bytes; the largest tokenizer.json of today has 35 MB."""
 _MAX_HEADER = 100 * 2**20
 """Bytes; the safetensors format's own limit."""
 
@@ -114,6 +119,7 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(f"--model: {folder} is a file; give the folder that holds config.json.")
     try:
+        _check_files(folder)
         _check_config(folder)
         weights = _weight_files(folder)
         for path in weights:
@@ -121,9 +127,20 @@ def check_folder(folder: Path) -> None:
     except PermissionError as error:
         raise ModelError(f"--model: {error.filename or folder} can't be read: permission denied.") from error
     except OSError as error:
-        raise ModelError(f"--model: {folder} can't be read: {error.strerror or error}.") from error
+        raise ModelError(
+            f"--model: {error.filename or folder} can't be read: {error.strerror or error}."
+        ) from error
     if not any(all(any(folder.glob(name)) for name in names) for names in _TOKENIZERS):
         raise ModelError(f"--model: {folder} has no tokenizer: tokenizer.json or tokenizer.model is missing.")
+
+
+def _check_files(folder: Path) -> None:
+    """Raise OSError for what an engine would read without end, or wait for."""
+    for path in folder.iterdir():
+        if path.is_dir() or not path.exists():
+            continue
+        most = _MAX_TOKENIZER if path.name.startswith(_LARGE) else SMALL
+        check_small(path.stat(), path, sys.maxsize if path.suffix not in _READ_WHOLE else most)
 
 
 def _check_config(folder: Path) -> None:
@@ -131,7 +148,7 @@ def _check_config(folder: Path) -> None:
     if not path.is_file():
         raise ModelError(f"--model: {folder} is no model folder: config.json is missing.")
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
+        config = msgspec.json.decode(read_small(path), type=dict[str, msgspec.Raw])
     except msgspec.DecodeError as error:
         raise ModelError(f"--model: {path} is no JSON object ({error}).") from error
     if "model_type" not in config:
@@ -147,7 +164,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"--model: {folder} has no weights: there is no *.safetensors file in it.")
         return found
     try:
-        names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        names = sorted(set(msgspec.json.decode(read_small(index), type=_Index).weight_map.values()))
     except msgspec.DecodeError as error:
         raise ModelError(f"--model: {index} is no index of weights ({error}).") from error
     missing = [name for name in names if not (folder / name).is_file()]

@@ -1,0 +1,118 @@
+"""The fewest tokens that a text can have, by its bytes alone: a huge text is refused before it is read.
+
+A byte-level BPE drops nothing of a text, so each token stands for at most as many bytes as the
+vocabulary's longest. Runs of spaces or dashes are tokens of 128 bytes and more in many vocabularies, so
+bytes of words are counted by themselves, against the token that holds most of them. What normalises a
+text may shrink it first: NFC to a third, NFKC to a quarter. Where a tokenizer may drop text, or make one
+unknown token of much, nothing is known.
+
+Texts are cut where no token of the vocabulary spans the cut: what BPE or a unigram model makes of the
+whole is then what it makes of the parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tokenizers.pre_tokenizers import ByteLevel
+
+SLICE = 1 << 20
+"""Characters that are counted before other threads get their turn."""
+
+_FILLER = b" \t\r\n\x0b\x0c!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+_FILLER_LETTERS = str.maketrans("", "", _FILLER.decode() + "ĠĊĉčċČ▁")
+_JOINTS = {
+    r"(?<=[A-Za-z])(?= [A-Za-z])": re.compile(r"[A-Za-z][ Ġ▁][A-Za-z]"),
+    r"(?<=[A-Za-z])(?=[\",:;({\[])": re.compile(r"[A-Za-z][\",:;({\[]"),
+    r"(?<=\n)(?=[^\W\d_])": re.compile(r"[\nĊ](?![ĊĠĉč▁])[^\W\d_]"),
+}
+"""Where every pre-tokenizer of the field cuts → a token that would span it: between a word and the space
+before the next, between a word and what JSON or code puts behind it, and between the end of a line and a
+letter."""
+_SHRINKS = {"NFC": 3, "NFKC": 4, "Prepend": 1}
+
+
+class TokenBound:
+    """`backend`: a `tokenizers.Tokenizer`, or None.
+
+    known   whether anything can be said
+    joints  matches (empty) where a text may be cut
+    """
+
+    def __init__(self, backend: Any):
+        self._longest = self._words = 0.0
+        if backend is None:
+            self.joints = re.compile("(?!)")
+            return
+        tokens = list(backend.get_vocab(with_added_tokens=True))
+        free = (at for at, spans in _JOINTS.items() if not any(map(spans.search, tokens)))
+        self.joints = re.compile("|".join(free) or "(?!)")
+        if not (shrink := _shrink(backend, set(tokens))):
+            return
+        self._words = shrink * max((_bytes(t.translate(_FILLER_LETTERS)) for t in tokens), default=0)
+        added = backend.get_added_tokens_decoder().values()
+        if not any(token.lstrip or token.rstrip for token in added):
+            self._longest = shrink * max(map(_bytes, tokens), default=0)
+
+    @property
+    def known(self) -> bool:
+        return self._words > 0
+
+    def least(self, texts: Iterable[str], *, trimmed: bool = False) -> int:
+        """Tokens that `texts` have at least; 0 if nothing is known. `trimmed`: they may lose their filler."""
+        if not self.known:
+            return 0
+        words = total = 0
+        for text in texts:
+            for at in range(0, len(text), SLICE):
+                piece = text[at : at + SLICE].encode(errors="replace")
+                total += len(piece)
+                words += len(piece.translate(None, _FILLER))
+        least = words / self._words
+        return int(max(least, total / self._longest) if self._longest and not trimmed else least)
+
+
+def _bytes(token: str) -> int:
+    return len(token.encode(errors="replace"))
+
+
+def _shrink(backend: Any, tokens: set[str]) -> int:
+    """By how much a text may shrink before it becomes tokens; 0: nobody knows."""
+    if type(getattr(backend, "model", None)).__name__ != "BPE":
+        return 0
+    # Without its vocabulary, which may be 30 MB.
+    parts = {
+        name: json.loads(part.__getstate__()) if (part := getattr(backend, name)) is not None else None
+        for name in ("normalizer", "pre_tokenizer")
+    }
+    pre = list(_leaves(parts["pre_tokenizer"], "pretokenizers"))
+    if any(leaf["type"] not in ("ByteLevel", "Split", "Metaspace", "Digits", "Punctuation") for leaf in pre):
+        return 0
+    if any(leaf.get("behavior") == "Removed" for leaf in pre):
+        return 0
+    by_bytes = any(leaf["type"] == "ByteLevel" for leaf in pre)
+    letters = ByteLevel.alphabet() if by_bytes else [f"<0x{byte:02X}>" for byte in range(256)]
+    # A byte without a token is dropped, or is part of an unknown one.
+    if not (by_bytes or backend.model.byte_fallback) or not tokens.issuperset(letters):
+        return 0
+    shrink = 1
+    for leaf in _leaves(parts["normalizer"], "normalizers"):
+        if leaf["type"] == "Replace" and leaf["pattern"] == {"String": " "} and leaf["content"]:
+            continue
+        if leaf["type"] not in _SHRINKS:
+            return 0
+        shrink *= _SHRINKS[leaf["type"]]
+    return shrink
+
+
+def _leaves(part: dict[str, Any] | None, inner: str) -> Iterable[dict[str, Any]]:
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for one in part[inner]:
+        yield from _leaves(one, inner)

@@ -1,0 +1,196 @@
+"""Texts far too long for a model: refused by their bytes, or in pieces, and nobody waits for them."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from talk import folder, user  # noqa: F401 (a fixture)
+from tokenizers_zoo import fast, zoo
+
+from omlxd.chat import Conversation, RawPrompt
+from omlxd.engine import token_cache
+from omlxd.engine.lanes import Lane
+from omlxd.engine.prompt import PromptPipeline
+from omlxd.engine.token_bound import TokenBound
+from omlxd.engine.token_cache import TokenCache
+from omlxd.errors import InvalidRequest, PromptTooLong
+
+CONTEXT = 131_071
+NAMES = ["demo", "bytes", "bytes-prefix", "bytes-nfc", "bytes-odd", "unigram-first", "unigram-never", "llama"]
+FRAGMENTS = [
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\r\n",
+        "\t",
+        "word",
+        " word",
+        "the user",
+        "a b",
+        "\nThe",
+        "don't",
+        " 12 345",
+        "1",
+    ),
+    *("é", "e\u0301", "漢字", "。", "😀", "<|im_end|>", "<|im", "▁", "x y\nz", "\u00a0", "://", "=====", "A"),
+]
+TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=60).map("".join)
+
+
+@functools.cache
+def _zoo():
+    return zoo()
+
+
+@functools.cache
+def cache_of(name: str) -> TokenCache:
+    return TokenCache(fast(_zoo()[name]), max_bytes=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=TEXTS)
+@settings(max_examples=150)
+def test_pieces_give_the_ids_of_the_whole(name, text):
+    cache = cache_of(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "PIECE_CHARS", 8)
+        assert cache.encode(text) == cache._tokenizer.encode(text, add_special_tokens=False)
+        assert cache.encode(text, special=True) == cache._tokenizer.encode(text, add_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(text=TEXTS)
+@settings(max_examples=150)
+def test_a_text_has_no_fewer_tokens_than_its_bound(name, text):
+    cache = cache_of(name)
+    tokens = len(cache._tokenizer.encode(text, add_special_tokens=False))
+    assert cache.bound.least([text], trimmed=True) <= cache.bound.least([text]) <= tokens
+
+
+def test_prose_is_cut_in_many_pieces():
+    cache = cache_of("demo")
+    assert len(cache._parts("The user asks.\n" * 100_000)) >= 4
+
+
+def test_minified_json_is_cut_too():
+    text = '{"a":[{"name":"kestrel","wing":"left"},' * 60_000
+    cache = cache_of("demo")
+    assert len(cache._parts(text)) >= 4
+    assert cache.encode(text) == cache._tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        Conversation(tuple(user("") for _ in range(2000))),
+        Conversation((user("<|im_end|>" * 3000),)),
+        RawPrompt(text="<|im_end|>" * 3000),
+    ],
+)
+def test_many_messages_or_tokens_are_refused_before_they_are_tokenised(prompts, prompt):
+    with pytest.raises(PromptTooLong):
+        prompts.render(prompt, refuse=1000)
+
+
+def test_a_word_that_spans_two_is_no_place_to_cut():
+    tokenizer = zoo()["bytes"]
+    tokenizer.add_tokens(["of the"])
+    assert TokenBound(_zoo()["bytes"]).joints.search("of the")
+    assert not TokenBound(tokenizer).joints.search("of the")
+
+
+@pytest.fixture
+def prompts(folder) -> PromptPipeline:  # noqa: F811
+    return PromptPipeline(load_tokenizer(folder))
+
+
+@pytest.mark.parametrize("unit", [" ", "the user ", "1234567890", "漢字", "\n", "é"])
+@pytest.mark.parametrize("raw", [True, False])
+def test_ten_megabytes_are_refused_in_a_moment(prompts, unit, raw):
+    text = unit * (10_600_000 // len(unit.encode()))
+    prompt = RawPrompt(text=text) if raw else Conversation((user(text),))
+    prompts.render(Conversation((user("x"),)))
+    began = time.process_time()
+    with pytest.raises(PromptTooLong):
+        prompts.render(prompt, refuse=CONTEXT)
+    assert time.process_time() - began < 1.0  # 0.1 s; tokenising it took 5 to 10 s
+
+
+def test_a_run_that_the_bound_lets_pass_is_refused_in_words(prompts):
+    for raw in (True, False):
+        text = " " * 10_600_000
+        with pytest.raises(InvalidRequest, match="can't be tokenised in parts"):
+            prompts.render(RawPrompt(text=text) if raw else Conversation((user(text),)), refuse=10**6)
+
+
+def test_a_text_is_read_no_further_than_twice_what_is_allowed(prompts, monkeypatch):
+    monkeypatch.setattr(token_cache, "PIECE_CHARS", 4096)
+    cache = prompts.tokens
+    text = "The user asks.\n" * 50_000
+    with pytest.raises(PromptTooLong):
+        cache.encode(text, most=1000)
+    assert cache.misses < 5000
+    assert len(cache.encode("The user asks.\n" * 400, most=1000)) > 1000  # Counted to its end.
+
+
+def test_a_tokenizer_that_panics_fails_one_request(prompts, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    class Backend:
+        def encode_batch_fast(self, *args, **named):
+            raise PanicException("Onig: Regex search error: retry-limit-in-match over")
+
+    monkeypatch.setattr(prompts.tokens, "_backend", Backend())
+    with pytest.raises(InvalidRequest, match="can't read this text"):
+        prompts.render(Conversation((user("x"),)))
+
+
+def test_memory_of_pieces(prompts):
+    """Of 2 MB of words and digits with room for all of them: pieces are let go before the next is read."""
+    text = "".join(f"the user asks {number:07d}\n" for number in range(100_000))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tokens = prompts.tokens.encode(text, most=10**7)
+    unit = 1024 if sys.platform == "darwin" else 1
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+    assert len(tokens) > 1_000_000
+    assert grown < 250_000  # kB; at one go 1.4 GB for 4 MB of digits
+
+
+def test_a_lane_serves_clients_by_turns():
+    lane = Lane("test", 1)
+    order: list[str] = []
+    go, over = threading.Event(), threading.Event()
+    lane.put("a", lambda: go.wait(60) and None)
+    for number in range(3):
+        lane.put("a", lambda number=number: order.append(f"a{number}"))
+    lane.put("b", lambda: order.append("b0"))
+    lane.put("c", lambda: order.append("c0"))
+    lane.put("a", over.set)
+    go.set()
+    assert over.wait(60)
+    assert order.index("b0") <= 1 and order.index("c0") <= 2
+    assert [work for work in order if work[0] == "a"] == ["a0", "a1", "a2"]
+    lane.close()
+
+
+def test_work_that_fails_does_not_end_a_lane():
+    lane, over = Lane("test", 1), threading.Event()
+
+    def fail() -> None:
+        raise BaseException("a panic")
+
+    lane.put("", fail)
+    lane.put("", over.set)
+    assert over.wait(60)
+    lane.close()
