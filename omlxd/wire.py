@@ -20,7 +20,7 @@ Life of an engine, as the front sees it:
 | `Quit`           | flushes stores, then exits 0     |
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
-`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger.py). `Alive` tells that
+`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger/ledger.py). `Alive` tells that
 work gets done, for as long as it does.
 """
 
@@ -42,7 +42,7 @@ MAX_FRAME = 256 * 1024 * 1024
 class CacheSettings(Struct, frozen=True):
     """KV store settings of one engine. Sizes in bytes; `cold_dir` empty: no cold tier.
 
-    admission   which blocks are written (kv/admission.py). write_back: not before they leave RAM or idle
+    admission   which blocks are written (kv/cold/flusher.py). write_back: not before they leave RAM or idle
     kv_bits     8 or 4: per-token KV is quantised, in groups of `kv_group_size`; 0: it is not
     """
 

@@ -9,10 +9,10 @@ import pytest
 from kv_fakes import BLOCK, LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_format, chain, payload_of
 
 from omlxd.cli import main
-from omlxd.kv.block_file import BlockKey
-from omlxd.kv.checkpoints import CheckpointFiles, checkpoint_name
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.namespace_file import describe_namespace
+from omlxd.kv.checkpoint import CheckpointFiles, checkpoint_name
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.block_file import BlockKey
+from omlxd.kv.files.namespace import describe_namespace
 
 DAY = 86400
 KEYS = chain(range(8 * BLOCK))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from daemon import Daemon
 
-from omlxd.kv.paths import disk_bytes, file_kind
+from omlxd.kv.files.paths import disk_bytes, file_kind
 
 
 def on_disk(cache: Path, *, temporary: bool = False) -> int:

@@ -29,7 +29,7 @@ from omlxd import wire
 from omlxd.engine import mlx_adapter, scheduler
 from omlxd.engine.decode_batch import DecodeBatch
 from omlxd.engine.service import EngineService
-from omlxd.kv.fs import PosixFileSystem
+from omlxd.kv.files.fs import PosixFileSystem
 
 MOMENTS = ("loading", "prefill", "decode", "writing")
 """The weights are there and nobody knows yet; a prompt's first chunk is done, others are not; some tokens

@@ -26,8 +26,8 @@ from omlxd.chat import (
 from omlxd.front.app import create_app
 from omlxd.front.engines import resolve_name
 from omlxd.front.http_settings import HttpSettings
-from omlxd.kv.fates import Fate, Fates
-from omlxd.kv.ledger import LedgerStats
+from omlxd.kv.ledger.evicted_log import Fate, Fates
+from omlxd.kv.ledger.ledger import LedgerStats
 from omlxd.wire import ModelInfo
 
 Step = Event | float | Exception

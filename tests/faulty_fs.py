@@ -1,4 +1,5 @@
-"""A file system that fails or crashes at its N-th operation: the seam of omlxd/kv/fs.py, used in earnest.
+"""A file system that fails or crashes at its N-th operation: the seam of omlxd/kv/files/fs.py, used in
+earnest.
 
 SQLite tests itself so: run a scenario with a fault at operation 1, then at 2, and so on until one
 run ends without meeting its fault; after each, reopen and check.
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from omlxd.kv.fs import Buffer, PosixFileSystem
+from omlxd.kv.files.fs import Buffer, PosixFileSystem
 
 T = TypeVar("T")
 

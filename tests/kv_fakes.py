@@ -16,23 +16,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omlxd.kv.admission import admission_of
 from omlxd.kv.block import Block
-from omlxd.kv.block_file import BlockFormat, BlockKey
-from omlxd.kv.block_pool import BlockPool
-from omlxd.kv.block_table import BlockTable
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.flusher import Flusher
-from omlxd.kv.fs import FileSystem
+from omlxd.kv.block_pool import BlockPool, BlockTable
+from omlxd.kv.cold.flusher import Flusher, admission_of
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.cold.writer import StoreWriter, WritablePayload
+from omlxd.kv.files.block_file import BlockFormat, BlockKey
+from omlxd.kv.files.fs import FileSystem, TempLeft
+from omlxd.kv.files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
-from omlxd.kv.placing import TempLeft
-from omlxd.kv.space import LedgerSpace
+from omlxd.kv.ledger.ledger import Ledger
+from omlxd.kv.ledger.write_budget import WriteBudget
 from omlxd.kv.store import KVStore
-from omlxd.kv.store_writer import StoreWriter, WritablePayload
-from omlxd.kv.write_budget import WriteBudget
+from tools.bench.ledger_space import LedgerSpace
 
 BLOCK = 4
 """Tokens a block."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kv_fakes import Rig, chain, payload_of
 
-from omlxd.kv.store_writer import StoreWriter
+from omlxd.kv.cold.writer import StoreWriter
 
 
 def main(root: Path, cap: int, seed: int) -> None:

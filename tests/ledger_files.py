@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_fakes import bytes_on_disk, files_in
 
-from omlxd.kv.ledger import Ledger
+from omlxd.kv.ledger.ledger import Ledger
 
 REPO = Path(__file__).resolve().parents[1]
 PAGE = 4096

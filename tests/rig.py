@@ -22,16 +22,16 @@ from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
 from omlxd.engine.state_keeper import StateKeeper
-from omlxd.kv.block_file import BlockFormat
 from omlxd.kv.block_pool import BlockPool
-from omlxd.kv.checkpoints import CheckpointFiles, Checkpoints
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.flusher import Flusher
+from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
+from omlxd.kv.cold.flusher import Flusher
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.cold.writer import StoreWriter
+from omlxd.kv.files.block_file import BlockFormat
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.space import LedgerSpace
+from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from omlxd.kv.store_writer import StoreWriter
+from tools.bench.ledger_space import LedgerSpace
 
 BLOCK = 64
 GREEDY = Sampling(temperature=0.0)

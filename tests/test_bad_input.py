@@ -19,7 +19,7 @@ import httpx
 import pytest
 from daemon import BLOCK, Daemon, demo_model, family_model, own_usage, prose, wait_until
 
-from omlxd.kv.cold_health import PAUSE_S
+from omlxd.kv.cold.health import PAUSE_S
 
 MESSAGES, CHAT, COMPLETIONS = "/v1/messages", "/v1/chat/completions", "/v1/completions"
 BOTH = pytest.mark.parametrize("path", [MESSAGES, CHAT])

@@ -20,10 +20,10 @@ from cache_folder import (
 from kv_fakes import LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_format, payload_of
 
 from omlxd.cache_cli.verify import Verdict, Verifier
-from omlxd.kv.block_file import BlockFormat, BlockKey
-from omlxd.kv.checkpoints import checkpoint_name
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.paths import namespace_dir
+from omlxd.kv.checkpoint import checkpoint_name
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.block_file import BlockFormat, BlockKey
+from omlxd.kv.files.paths import namespace_dir
 
 
 def test_a_sound_cache_is_all_good(cache: Cache, capsys: pytest.CaptureFixture[str]):

@@ -20,8 +20,8 @@ from cache_folder import (
 from kv_fakes import NAMESPACE
 
 from omlxd.cache_cli import command
-from omlxd.kv.namespace_file import read_namespace
-from omlxd.kv.paths import namespace_dir
+from omlxd.kv.files.namespace import read_namespace
+from omlxd.kv.files.paths import namespace_dir
 
 # --------------------------------------------------------------------- scrub
 

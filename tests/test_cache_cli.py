@@ -25,9 +25,9 @@ from kv_fakes import BLOCK, NAMESPACE, OTHER_NAMESPACE
 
 from omlxd.cache_cli.lock import DaemonRuns, exclusive, holder
 from omlxd.cli import main
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.namespace_file import read_namespace
-from omlxd.kv.paths import namespace_dir
+from omlxd.kv.files.namespace import read_namespace
+from omlxd.kv.files.paths import namespace_dir
+from omlxd.kv.ledger.ledger import Ledger
 
 # --------------------------------------------------------------------- stats
 

@@ -11,8 +11,8 @@ from daemon import Daemon, own_usage, prose, wait_until
 from fake_engine import FakeEngine, app_of
 
 from omlxd import cli
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import is_stored_path
+from omlxd.kv.files.paths import is_stored_path
+from omlxd.kv.ledger.ledger import Ledger
 
 NAMESPACE = "ab" * 16
 

@@ -17,7 +17,7 @@ from rig import BLOCK, Rig
 from omlxd.engine import mlx_adapter
 from omlxd.engine.payload import copy_state
 from omlxd.engine.state_keeper import SHARE, _interval
-from omlxd.kv.checkpoints import checkpoint_name
+from omlxd.kv.checkpoint import checkpoint_name
 
 CASES = ("gemma3_text", "qwen3_5", "mamba2")
 

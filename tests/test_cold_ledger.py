@@ -13,7 +13,7 @@ import pytest
 
 from omlxd.front import cold_ledger
 from omlxd.front.cold_ledger import ColdLedger
-from omlxd.kv.ledger import Ledger, LedgerBusy
+from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
 from omlxd.wire import Grant, Reserve
 
 CAP = 10_000_000

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from omlxd.front.app import create_app
 from omlxd.front.metrics import HELP
-from omlxd.kv.ledger import LedgerStats
+from omlxd.kv.ledger.ledger import LedgerStats
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "config" / "grafana.json").read_text())
 METRIC = re.compile(r"\b(?:vllm:|omlxd_|process_)\w+")

@@ -18,7 +18,7 @@ from omlxd.engine import harvest as harvest_module
 from omlxd.engine import state_keeper
 from omlxd.engine.restore import Restore
 from omlxd.errors import OmlxdError
-from omlxd.kv.fs import PosixFileSystem
+from omlxd.kv.files.fs import PosixFileSystem
 from omlxd.kv.store import KVStore
 
 

@@ -13,10 +13,10 @@ import pytest
 from kv_fakes import Rig
 from ledger_files import NS, PAGE, ledger, name, put  # noqa: F401
 
-import omlxd.kv.ledger as ledger_module
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.store_writer import MOST_ACTIONS, StoreWriter
-from omlxd.kv.write_budget import WriteBudget
+import omlxd.kv.ledger.ledger as ledger_module
+from omlxd.kv.cold.writer import MOST_ACTIONS, StoreWriter
+from omlxd.kv.ledger.ledger import Ledger
+from omlxd.kv.ledger.write_budget import WriteBudget
 
 
 def write(ledger: Ledger, number: int, pages: int = 1) -> tuple[str, int]:

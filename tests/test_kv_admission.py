@@ -14,7 +14,7 @@ from kv_fakes import (
     payload_of,
 )
 
-from omlxd.kv.admission import SEEN_EACH, SecondUse, admission_of
+from omlxd.kv.cold.flusher import SEEN_EACH, SecondUse, admission_of
 
 
 def test_second_use_writes_what_a_second_request_finds_hot(tmp_path):

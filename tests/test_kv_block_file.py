@@ -28,10 +28,10 @@ from kv_fakes import (
 )
 from safetensors.numpy import load_file
 
-import omlxd.kv.block_file as block_file
-from omlxd.kv.block_file import ALIGNMENT, BlockFileError, BlockFormat, BlockKey
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.fs import IOV_MAX, PosixFileSystem
+import omlxd.kv.files.block_file as block_file
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.block_file import ALIGNMENT, BlockFileError, BlockFormat, BlockKey
+from omlxd.kv.files.fs import IOV_MAX, PosixFileSystem
 from omlxd.kv.layout import Group, KVLayout
 
 KEYS = chain(range(12))

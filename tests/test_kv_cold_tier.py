@@ -23,9 +23,8 @@ from kv_fakes import (
     temps_in,
 )
 
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.fs import PosixFileSystem
-from omlxd.kv.placing import TempLeft
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.fs import PosixFileSystem, TempLeft
 
 KEY = lone_key(0)
 

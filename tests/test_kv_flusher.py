@@ -18,8 +18,8 @@ from kv_fakes import (
     on_disk,
 )
 
-from omlxd.kv import flusher as flusher_module
-from omlxd.kv.store_writer import StoreWriter
+from omlxd.kv.cold import flusher as flusher_module
+from omlxd.kv.cold.writer import StoreWriter
 
 
 def test_write_back_writes_what_leaves_ram(tmp_path):

@@ -22,9 +22,9 @@ from ledger_files import (
     store,
 )
 
-import omlxd.kv.ledger as ledger_module
-from omlxd.kv.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
-from omlxd.kv.paths import disk_bytes
+import omlxd.kv.ledger.ledger as ledger_module
+from omlxd.kv.files.paths import disk_bytes
+from omlxd.kv.ledger.ledger import UNDELETABLE_LIMIT, Ledger, LedgerBusy
 
 # --------------------------------------------------------------------- the cap
 

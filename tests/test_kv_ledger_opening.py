@@ -21,8 +21,8 @@ from ledger_files import (
     store,
 )
 
-import omlxd.kv.ledger as ledger_module
-from omlxd.kv.ledger import Ledger, LedgerBusy
+import omlxd.kv.ledger.ledger as ledger_module
+from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
 
 
 def test_leftovers_go_and_strangers_stay(tmp_path):
@@ -75,7 +75,7 @@ def test_a_second_ledger_is_told_that_the_folder_is_busy(ledger, tmp_path):
     with pytest.raises(LedgerBusy):
         Ledger(tmp_path, PAGE).open()
     code = (
-        "import sys; from pathlib import Path; from omlxd.kv.ledger import *\n"
+        "import sys; from pathlib import Path; from omlxd.kv.ledger.ledger import *\n"
         "try: Ledger(Path(sys.argv[1]), 4096).open()\n"
         "except LedgerBusy: print('busy')"
     )

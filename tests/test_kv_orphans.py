@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_fakes import bytes_on_disk
 
-from omlxd.kv import ledger as ledger_module
-from omlxd.kv.file_order import FileOrder
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.namespace_file import FILE_NAME, describe_namespace
+from omlxd.kv.files.namespace import FILE_NAME, describe_namespace
+from omlxd.kv.ledger import ledger as ledger_module
+from omlxd.kv.ledger.eviction_order import FileOrder
+from omlxd.kv.ledger.ledger import Ledger
 
 PAGE = 4096
 

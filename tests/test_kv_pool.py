@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from omlxd.kv.block_pool import BlockPool
-from omlxd.kv.block_table import BlockTable
+from omlxd.kv.block_pool import BlockPool, BlockTable
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 
 

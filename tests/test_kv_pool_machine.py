@@ -21,8 +21,7 @@ from hypothesis.stateful import (
 from kv_machines import LONG, QUICK
 
 from omlxd.kv.block import Block
-from omlxd.kv.block_pool import BlockPool
-from omlxd.kv.block_table import BlockTable
+from omlxd.kv.block_pool import BlockPool, BlockTable
 from omlxd.kv.hashing import hash_blocks
 
 TOKENS = st.integers(0, 1)

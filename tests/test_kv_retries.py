@@ -20,8 +20,8 @@ from kv_fakes import (
     on_disk,
 )
 
-from omlxd.kv import flusher as flusher_module
-from omlxd.kv.cold_health import PAUSE_S, ColdHealth
+from omlxd.kv.cold import flusher as flusher_module
+from omlxd.kv.cold.health import PAUSE_S, ColdHealth
 from omlxd.kv.hashing import hash_blocks
 
 

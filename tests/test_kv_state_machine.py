@@ -43,12 +43,12 @@ from kv_fakes import (
 )
 from kv_machines import LONG, QUICK
 
-from omlxd.kv import store_writer
-from omlxd.kv.block_file import BlockKey
-from omlxd.kv.block_table import BlockTable
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.flusher import IDLE_S
-from omlxd.kv.paths import LOCK_NAME
+from omlxd.kv.block_pool import BlockTable
+from omlxd.kv.cold import writer
+from omlxd.kv.cold.flusher import IDLE_S
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.block_file import BlockKey
+from omlxd.kv.files.paths import LOCK_NAME
 
 FOLDER = "5" * 32
 """A namespace of nobody's."""
@@ -427,7 +427,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 @pytest.fixture(autouse=True)
 def few_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_writer, "MOST_ACTIONS", 3)
+    monkeypatch.setattr(writer, "MOST_ACTIONS", 3)
 
 
 def test_quick():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from kv_fakes import BLOCK, HASHES, KEYS, LAYOUT, Rig, all_bytes, chain, empty_payload, files_in
 
-from omlxd.kv import flusher, store_writer
-from omlxd.kv.block_table import BlockTable
+from omlxd.kv.block_pool import BlockTable
+from omlxd.kv.cold import flusher, writer
 
 OWN = dict.fromkeys(HASHES[2:], False)
 BAD = 0xEE
@@ -141,7 +141,7 @@ def test_a_file_that_can_not_be_removed_is_not_read(tmp_path, monkeypatch):
 @pytest.mark.parametrize("closed", [False, True])
 @pytest.mark.parametrize("queued", [False, True])
 def test_no_full_queue_and_no_close_drops_a_removal(tmp_path, monkeypatch, closed, queued):
-    monkeypatch.setattr(store_writer, "MOST_ACTIONS", 1)
+    monkeypatch.setattr(writer, "MOST_ACTIONS", 1)
     rig = Rig(tmp_path)
     table = store_bad(rig, matched=0)
     if not queued:

@@ -12,10 +12,10 @@ import pytest
 from faulty_fs import Crash, Fault, FaultyFileSystem, Kind
 from kv_fakes import files_in
 
-from omlxd.kv.fs import PosixFileSystem
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import WRITES_NAME
-from omlxd.kv.write_budget import AHEAD, WriteBudget
+from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.paths import WRITES_NAME
+from omlxd.kv.ledger.ledger import Ledger
+from omlxd.kv.ledger.write_budget import AHEAD, WriteBudget
 
 MB = 1 << 20
 PAGE = 4096

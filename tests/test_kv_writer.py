@@ -28,10 +28,10 @@ from kv_fakes import (
     rig,  # noqa: F401
 )
 
-from omlxd.kv.flusher import Flusher
-from omlxd.kv.space import LedgerSpace
+from omlxd.kv.cold.flusher import Flusher
+from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.store import KVStore
-from omlxd.kv.store_writer import StoreWriter
+from tools.bench.ledger_space import LedgerSpace
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):

@@ -19,7 +19,7 @@ from omlxd.front import engine_figures
 from omlxd.front.app import create_app
 from omlxd.front.engine_figures import EngineFigures
 from omlxd.front.metrics import HELP
-from omlxd.kv.ledger import LedgerStats
+from omlxd.kv.ledger.ledger import LedgerStats
 
 CHAT = "/v1/chat/completions"
 TINY = {"model_name": "org/tiny"}

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
 
-from omlxd.kv.paths import TEMP_SUFFIX
+from omlxd.kv.files.paths import TEMP_SUFFIX
 
 LONG = prose(300)
 

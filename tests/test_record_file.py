@@ -21,9 +21,9 @@ from kv_fakes import (
     payload_of,
 )
 
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.paths import file_kind, is_stored_path
-from omlxd.kv.record_file import FORMAT, MOST_AGE_S, MOST_BYTES, Record, RecordError, RecordFiles
+from omlxd.kv.files.paths import file_kind, is_stored_path
+from omlxd.kv.files.record_file import FORMAT, MOST_AGE_S, MOST_BYTES, Record, RecordError, RecordFiles
+from omlxd.kv.ledger.ledger import Ledger
 
 NAME, OTHER = b"n" * 32, b"o" * 32
 PAGE = 4096

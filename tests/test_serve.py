@@ -267,7 +267,7 @@ def test_a_cache_dir_that_cannot_be_used_costs_only_the_cache(kind: str, start, 
     if kind == "a file":
         cache.write_text("")
     else:
-        from omlxd.kv.ledger import Ledger
+        from omlxd.kv.ledger.ledger import Ledger
 
         holder = Ledger(cache, 10**9)
         holder.open()
@@ -316,7 +316,7 @@ def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
 
 async def test_a_lock_that_is_given_up_soon_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from omlxd.front import cold_ledger
-    from omlxd.kv.ledger import Ledger
+    from omlxd.kv.ledger.ledger import Ledger
 
     monkeypatch.setattr(cold_ledger, "PATIENCE_S", PATIENCE_S)
     holder = Ledger(tmp_path, 10**9)

@@ -22,7 +22,7 @@ from omlxd.engine.fingerprint import tokenizer_fingerprint
 from omlxd.engine.healing import MOST_ANSWERS, TurnMemory
 from omlxd.engine.turn import Place, Scope, Turn
 from omlxd.engine.turn_files import TurnFiles, decoded, encoded
-from omlxd.kv.record_file import RecordFiles
+from omlxd.kv.files.record_file import RecordFiles
 
 ME = Place(("me", ""), b"b" * 16)
 ANSWER, THOUGHT = b"a" * 16, b"t" * 16

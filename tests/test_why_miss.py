@@ -24,11 +24,11 @@ from omlxd.front.app import create_app
 from omlxd.front.recent_requests import RecentRequests
 from omlxd.front.request_trace import RequestTrace
 from omlxd.front.why_miss import WhyMiss
-from omlxd.kv.fates import Fates
+from omlxd.kv.files.children import children
+from omlxd.kv.files.namespace import describe_namespace
+from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
-from omlxd.kv.lineage import children
-from omlxd.kv.namespace_file import describe_namespace
-from omlxd.kv.paths import block_path
+from omlxd.kv.ledger.evicted_log import Fates
 from omlxd.wire import Explanation
 
 CHAT = "/v1/chat/completions"

@@ -22,7 +22,7 @@ from ..config import OPTIONS, Settings, add_flags, load_settings
 from ..errors import ConfigError, Unavailable
 from ..front.logs import Logs
 from ..front.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
-from ..kv.ledger import LedgerBusy
+from ..kv.ledger.ledger import LedgerBusy
 from .answers import failure
 from .bridge import LINE_BYTES, Bridge
 from .messages import PROTOCOL, Bye, Ready

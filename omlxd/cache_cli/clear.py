@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..kv.namespace_file import FILE_NAME, NamespaceInfo
+from ..kv.files.namespace import FILE_NAME, NamespaceInfo
 from ..sizes import human
 from . import inventory
 from .inventory import Found

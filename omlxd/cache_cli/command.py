@@ -18,7 +18,7 @@ import msgspec
 from ..config import OPTIONS, Settings, load_settings
 from ..daemon_client import DaemonError
 from ..errors import ConfigError
-from ..kv.paths import is_stored_path
+from ..kv.files.paths import is_stored_path
 from ..sizes import human
 from . import inventory, stats, through_daemon, why_miss
 from .check import Outcome, check, summary

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..kv.namespace_file import FILE_NAME, NamespaceInfo, read_namespace
-from ..kv.paths import (
+from ..kv.files.namespace import FILE_NAME, NamespaceInfo, read_namespace
+from ..kv.files.paths import (
     NAMESPACE_HEX,
     RECORD_SUFFIX,
     SUFFIX,
@@ -27,7 +27,7 @@ from ..kv.paths import (
 
 Kind = Literal["block", "record", "temporary", "misplaced", "stranger"]
 """block       a file where a block's file lies, of a name that a block's file has
-record      likewise, of a record (kv/record_file.py)
+record      likewise, of a record (kv/files/record_file.py)
 temporary   left by a crash, or being written by a daemon
 misplaced   of such a suffix, but no file that a store would look for: elsewhere, a link, a folder
 stranger    anything else; never removed

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..kv.paths import LOCK_NAME
+from ..kv.files.paths import LOCK_NAME
 
 _PROC_LOCKS = Path("/proc/locks")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..kv.namespace_file import NamespaceInfo
-from ..kv.paths import is_stored_path
+from ..kv.files.namespace import NamespaceInfo
+from ..kv.files.paths import is_stored_path
 from ..sizes import human
 from . import inventory
 from .check import check, summary

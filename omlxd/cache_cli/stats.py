@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from ..front.admin import DaemonStatus
-from ..kv.checkpoints import KIND as CHECKPOINT
-from ..kv.namespace_file import NamespaceInfo
+from ..kv.checkpoint import KIND as CHECKPOINT
+from ..kv.files.namespace import NamespaceInfo
 from ..sizes import human
 from . import inventory
 from .inventory import Found

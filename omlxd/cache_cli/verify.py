@@ -19,13 +19,13 @@ from typing import Annotated
 
 import msgspec
 
-from ..kv.block_file import FORMAT, BlockFileError, BlockFormat, BlockKey
-from ..kv.checkpoints import KIND as CHECKPOINT
-from ..kv.checkpoints import checkpoint_name
-from ..kv.fs import PosixFileSystem, read_all
+from ..kv.checkpoint import KIND as CHECKPOINT
+from ..kv.checkpoint import checkpoint_name
+from ..kv.files.block_file import FORMAT, BlockFileError, BlockFormat, BlockKey
+from ..kv.files.fs import PosixFileSystem, read_all
+from ..kv.files.record_file import RecordError, checked
 from ..kv.hashing import hash_blocks
 from ..kv.layout import ITEM_BYTES, Group, KVLayout
-from ..kv.record_file import RecordError, checked
 
 TOKENS, RECORD = "tokens", "record"
 MOST_HEADER = 64 << 20

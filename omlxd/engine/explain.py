@@ -20,11 +20,11 @@ import msgspec
 from .. import wire
 from ..chat import GenerateRequest
 from ..errors import OmlxdError
-from ..kv.checkpoints import checkpoint_name
+from ..kv.checkpoint import checkpoint_name
+from ..kv.files.children import Child, children, shared
+from ..kv.files.namespace import NamespaceInfo, read_namespace
+from ..kv.files.paths import block_path, is_namespace_dir, namespace_dir
 from ..kv.hashing import BlockHash, chain_root, hash_blocks
-from ..kv.lineage import Child, children, shared
-from ..kv.namespace_file import NamespaceInfo, read_namespace
-from ..kv.paths import block_path, is_namespace_dir, namespace_dir
 
 SEARCH_S = 5.0
 """How long headers are read, for the block that stands where the prompt's would: some 100,000 files."""

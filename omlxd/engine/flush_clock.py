@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ..kv.flusher import Flusher
+from ..kv.cold.flusher import Flusher
 
 TICK_S = 2.0
 

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ..kv.block_table import BlockTable
-from ..kv.checkpoints import checkpoint_name
+from ..kv.block_pool import BlockTable
+from ..kv.checkpoint import checkpoint_name
 from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from ..kv.store import KVStore

@@ -18,9 +18,9 @@ import mlx.core as mx
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..errors import InvalidRequest, PromptTooLong
+from ..kv.cold.lease import Space
+from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
-from ..kv.paths import namespace_dir
-from ..kv.space import Space
 from ..models.footprint import footprint
 from ..small_file import read_small
 from . import mlx_adapter

@@ -11,20 +11,19 @@ import psutil
 
 from .. import wire
 from ..errors import ModelError
-from ..kv.admission import admission_of
-from ..kv.block_file import BlockFormat
 from ..kv.block_pool import BlockPool
-from ..kv.checkpoints import CheckpointFiles, Checkpoints
-from ..kv.cold_tier import ColdTier
-from ..kv.flusher import Flusher
-from ..kv.fs import PosixFileSystem
+from ..kv.checkpoint import CheckpointFiles, Checkpoints
+from ..kv.cold.flusher import Flusher, admission_of
+from ..kv.cold.lease import Space
+from ..kv.cold.tier import ColdTier
+from ..kv.cold.writer import StoreWriter
+from ..kv.files.block_file import BlockFormat
+from ..kv.files.fs import PosixFileSystem
+from ..kv.files.namespace import describe_namespace
+from ..kv.files.paths import LOCK_NAME
+from ..kv.files.record_file import RecordFiles
 from ..kv.hashing import BlockHash, namespace_of
-from ..kv.namespace_file import describe_namespace
-from ..kv.paths import LOCK_NAME
-from ..kv.record_file import RecordFiles
-from ..kv.space import Space
 from ..kv.store import KVStore
-from ..kv.store_writer import StoreWriter
 from . import mlx_adapter
 from .fingerprint import file_identities, tokenizer_fingerprint, weight_fingerprints
 from .flush_clock import FlushClock

@@ -23,8 +23,8 @@ from enum import Enum, auto
 from typing import Any
 
 from ..kv.block import Block
-from ..kv.block_file import BlockKey
-from ..kv.block_table import BlockTable
+from ..kv.block_pool import BlockTable
+from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, hash_blocks
 from .mlx_adapter import Cache
 from .payload import MLXPayload

@@ -28,7 +28,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from ..kv.block_file import READ_BYTES
+from ..kv.files.block_file import READ_BYTES
 from ..kv.layout import KVLayout
 from . import cuda_driver
 from .mlx_adapter import backend, blank_arrays, storage_dtype

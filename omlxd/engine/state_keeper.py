@@ -1,4 +1,4 @@
-"""When a sequence's state is copied into a checkpoint, and how it comes back (kv/checkpoints.py).
+"""When a sequence's state is copied into a checkpoint, and how it comes back (kv/checkpoint.py).
 
 | where                          | kept hot | written                                      |
 |--------------------------------|----------|----------------------------------------------|
@@ -23,7 +23,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from ..kv.checkpoints import Checkpoints, checkpoint_name
+from ..kv.checkpoint import Checkpoints, checkpoint_name
 from ..kv.hashing import BlockHash
 from ..kv.layout import KVLayout
 from . import mlx_adapter

@@ -1,9 +1,9 @@
 """Remembered turns on disk, so that a session is healed after its engine, or the daemon, has died.
 
-One record (kv/record_file.py) a place, beside the KV that it is good for: token ids and digests, no text.
-Its name is a digest of all that a place is, so that nothing is looked for and nothing is listed: session,
-cache salt, the conversation before it, and the tokenizer, without which token ids mean nothing. What else
-decides their meaning, the namespace stands for, in whose folder it lies.
+One record (kv/files/record_file.py) a place, beside the KV that it is good for: token ids and digests, no
+text. Its name is a digest of all that a place is, so that nothing is looked for and nothing is listed:
+session, cache salt, the conversation before it, and the tokenizer, without which token ids mean nothing. What
+else decides their meaning, the namespace stands for, in whose folder it lies.
 
 A record takes a page of the cold tier's cap, that of a long answer more, and `MOST_BYTES` at most. Writing
 is the block writers' work, which nobody waits for: what the queue, the disk or the cap refuses is not
@@ -23,9 +23,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ..kv.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
-from ..kv.space import Space
-from ..kv.store_writer import StoreWriter
+from ..kv.cold.lease import Space
+from ..kv.cold.writer import StoreWriter
+from ..kv.files.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
 from .turn import Place, Said, Turn
 
 log = logging.getLogger(__name__)

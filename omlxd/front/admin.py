@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from .. import __version__
-from ..kv.ledger import LedgerStats
+from ..kv.ledger.ledger import LedgerStats
 from .engine_figures import EngineFigures, FiguresOf
 from .engines import Engine, Engines
 

@@ -6,7 +6,7 @@ import msgspec
 
 from ..api.body_shape import check_shape
 from ..errors import InvalidRequest, Unavailable
-from ..kv.paths import is_stored_path
+from ..kv.files.paths import is_stored_path
 from .engines import Engines
 
 

@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from ..kv.fates import Fate
-from ..kv.ledger import Ledger, LedgerBusy, LedgerStats
-from ..kv.write_budget import WriteBudget
+from ..kv.ledger.evicted_log import Fate
+from ..kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
+from ..kv.ledger.write_budget import WriteBudget
 from ..sizes import human
 from ..wire import Dropped, Grant, Released, Reserve, Stored, Touched
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ..chat import Conversation, Event, GenerateRequest, RawPrompt
 from ..errors import NotFound
-from ..kv.fates import Fate
-from ..kv.ledger import LedgerStats
+from ..kv.ledger.evicted_log import Fate
+from ..kv.ledger.ledger import LedgerStats
 from ..wire import Explanation, ModelInfo, Stats
 
 

@@ -23,7 +23,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from ..kv.ledger import LedgerStats
+from ..kv.ledger.ledger import LedgerStats
 from .engine_figures import COUNTER, EngineFigures, FiguresOf
 from .engines import Engines
 from .request_metrics import Requests

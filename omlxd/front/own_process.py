@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from ..config import Settings
-    from ..kv.ledger import LedgerBusy
+    from ..kv.ledger.ledger import LedgerBusy
     from .pool import EnginePool
 
 log = logging.getLogger(__name__)

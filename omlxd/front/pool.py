@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 from ..config import Settings
 from ..errors import InvalidRequest, ModelError, NotFound, NotNow
-from ..kv.fates import Fate
-from ..kv.ledger import LedgerStats
+from ..kv.ledger.evicted_log import Fate
+from ..kv.ledger.ledger import LedgerStats
 from ..models.catalog import Catalog, InstalledModel
 from ..models.resolve import check_folder, resolve_model
 from ..wire import CacheSettings, Load, PromptSettings

@@ -95,7 +95,7 @@ async def _serve(
     read: Callable[[], Settings] | None,
 ) -> int:
     # Imported here, after the socket listens: this is most of the start.
-    from ..kv.ledger import LedgerBusy
+    from ..kv.ledger.ledger import LedgerBusy
     from .reload import Reloader
 
     urls = urls_of(sockets)

@@ -1,5 +1,4 @@
-"""The KV store: block pool, block tables, chain hashes, hot tier, cold tier.
+"""The KV store: blocks by name in RAM and on SSD, prefix matching, and what leaves first.
 
-What belongs here: everything about blocks and their bytes. What may not: MLX, a model, a
-request's protocol, an event loop. This room imports nothing of the other rooms.
+Rule: kv/ imports common/ alone: no MLX, no model, no request of a protocol, no event loop.
 """

@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .block import Block
-from .block_file import BlockFileError, BlockKey
-from .block_pool import BlockPool
-from .block_table import BlockTable
-from .cold_tier import ColdTier
-from .flusher import Flusher, Post
+from .block_pool import BlockPool, BlockTable
+from .cold.flusher import Flusher, Post
+from .cold.lease import Space
+from .cold.tier import ColdTier
+from .cold.writer import StoreWriter, WritablePayload
+from .files.block_file import BlockFileError, BlockKey
 from .hashing import BlockHash
-from .space import Space
-from .store_writer import StoreWriter, WritablePayload
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +225,7 @@ class KVStore:
     def load_into(self, key: BlockKey, buffers: Sequence[memoryview], tier: ColdTier | None = None) -> bool:
         """Read a block's file into `buffers` and check it. Any thread. False: a miss, nothing usable.
 
-        A file on its way out is not read, and none while reads pause (cold_health.py).
+        A file on its way out is not read, and none while reads pause (kv/cold/health.py).
 
         tier  where from, if not from the store's own cold tier (another format in the same folder)
         """

@@ -30,9 +30,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-import omlxd.kv.block_file as block_file
-from omlxd.kv.block_file import BlockFormat, BlockKey
-from omlxd.kv.cold_tier import ColdTier
+import omlxd.kv.files.block_file as block_file
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.files.block_file import BlockFormat, BlockKey
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 

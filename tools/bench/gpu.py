@@ -30,13 +30,13 @@ from omlxd.engine.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.harvest import KVBridge
 from omlxd.engine.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.staging import transport
-from omlxd.kv.block_file import BlockKey
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.fs import read_all
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.space import LedgerSpace
-from omlxd.kv.store_writer import StoreWriter
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.cold.writer import StoreWriter
+from omlxd.kv.files.block_file import BlockKey
+from omlxd.kv.files.fs import read_all
+from omlxd.kv.ledger.ledger import Ledger
 from tools.bench.gpu_rig import Bench, Watch, row, timed
+from tools.bench.ledger_space import LedgerSpace
 from tools.bench.shapes import SHAPES
 
 THREADS = (1, 4, 8, 16)

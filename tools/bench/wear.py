@@ -28,21 +28,20 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from omlxd.api import anthropic
 from omlxd.engine.prompt import PromptPipeline
 from omlxd.engine.state_keeper import LEAST_INTERVAL, SHARE
-from omlxd.kv import flusher as flusher_module
-from omlxd.kv.admission import admission_of
-from omlxd.kv.block_file import BlockFormat, BlockKey
 from omlxd.kv.block_pool import BlockPool
-from omlxd.kv.checkpoints import CheckpointFiles, Checkpoints
-from omlxd.kv.cold_tier import ColdTier
-from omlxd.kv.flusher import Flusher
-from omlxd.kv.fs import Buffer, PosixFileSystem
+from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
+from omlxd.kv.cold import flusher as flusher_module
+from omlxd.kv.cold.flusher import Flusher, admission_of
+from omlxd.kv.cold.tier import ColdTier
+from omlxd.kv.cold.writer import StoreWriter
+from omlxd.kv.files.block_file import BlockFormat, BlockKey
+from omlxd.kv.files.fs import Buffer, PosixFileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
-from omlxd.kv.ledger import Ledger
-from omlxd.kv.space import LedgerSpace
+from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from omlxd.kv.store_writer import StoreWriter
 from omlxd.models.demo import build_demo
+from tools.bench.ledger_space import LedgerSpace
 
 BLOCK = 64
 NAMESPACE = namespace_of({"bench": "wear"})

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from .paths import SUFFIX, file_kind
+from ..files.paths import SUFFIX, file_kind
 
 MOST = 32768
 """Names. An entry takes about 200 bytes, so all of them 6 MB."""

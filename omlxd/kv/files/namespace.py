@@ -1,20 +1,35 @@
 """`<namespace>/namespace.json`: what a folder of the cache dir holds, for tools that run without a model.
 
 Nothing in serving reads it; a folder without one is as good as any.
+
+Which namespaces belong to a model that is installed; the others are orphans, and their blocks go first.
+
+A namespace's folder is described by the engine that writes it (kv/files/namespace.py). It is
+
+| an orphan, if                                                  | because                             |
+|----------------------------------------------------------------|-------------------------------------|
+| its description is missing or makes no sense                   | nobody can say whose it is          |
+| the model's folder is gone                                     | the model was removed               |
+| the model's folder has been loaded since as another namespace  | weights or settings changed         |
+
+and never one while an engine that runs uses it. An orphan is not deleted for being one: a folder on a
+disk that is not mounted comes back, and settings are changed back. It is only the first to make room.
 """
+# MERGED: docstrings of namespace_file.py, installed.py (join by hand)
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from .hashing import BlockHash
+from ..hashing import BlockHash
 from .paths import namespace_dir
 
 FILE_NAME = "namespace.json"
@@ -85,3 +100,33 @@ def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
         return msgspec.json.decode((root / folder / FILE_NAME).read_bytes(), type=NamespaceInfo)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
+
+
+class Installed:
+    """`root`: the cache dir. Namespaces are folder names."""
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._in_use: Counter[str] = Counter()
+        self._loaded_as: dict[str, str] = {}  # model folder → namespace of its last load
+
+    def loaded(self, namespace: str, model_path: str) -> None:
+        """An engine runs the model of `model_path` under `namespace`."""
+        self._in_use[namespace] += 1
+        self._loaded_as[model_path] = namespace
+
+    def left(self, namespace: str) -> None:
+        """That engine is gone."""
+        self._in_use[namespace] -= 1
+
+    def orphans(self, namespaces: Iterable[str]) -> set[str]:
+        """Those of `namespaces` that no installed model has. Reads a small file of each."""
+        return {namespace for namespace in namespaces if self._is_orphan(namespace)}
+
+    def _is_orphan(self, namespace: str) -> bool:
+        if self._in_use[namespace] > 0:
+            return False
+        info = read_namespace(self._root, namespace)
+        if info is None or not os.path.isdir(info.model_path):
+            return True
+        return self._loaded_as.get(info.model_path, namespace) != namespace

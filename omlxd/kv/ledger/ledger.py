@@ -14,9 +14,9 @@ fingerprints of weights, the day's writes. An orphan's folder goes with its last
 
 What may be written on one day has a limit of its own, if one is set (write_budget.py).
 
-Blocks that no installed model has go first (installed.py), then the least recently used over all
-models (file_order.py). Requests touch their chain from leaf to root, so that a parent is never older
-than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
+Blocks that no installed model has go first (kv/files/namespace.py), then the least recently used over all
+models (kv/ledger/eviction_order.py). Requests touch their chain from leaf to root, so that a parent is never
+older than its child and leaves go first; the touch is also written to the file's mtime, by whoever read it,
 so the order survives a restart without an index.
 
 Not thread-safe: one thread owns a ledger (front/cold_ledger.py).
@@ -33,14 +33,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .fates import Fates
-from .file_order import FileOrder
-from .folders import entries_of, is_gone, subfolders, unlink
-from .fs import identity
-from .installed import Installed
-from .namespace_file import FILE_NAME
-from .paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
-from .record_file import MOST_AGE_S
+from ..files.fs import entries_of, identity, is_gone, subfolders, unlink
+from ..files.namespace import FILE_NAME, Installed
+from ..files.paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
+from ..files.record_file import MOST_AGE_S
+from .evicted_log import Fates
+from .eviction_order import FileOrder
 from .write_budget import WriteBudget
 
 log = logging.getLogger(__name__)

@@ -19,11 +19,10 @@ from pathlib import Path
 
 import xxhash
 
+from ..hashing import BlockHash
 from .block_file import BlockKey
-from .fs import FileSystem, PosixFileSystem, read_all, write_all
-from .hashing import BlockHash
+from .fs import FileSystem, PosixFileSystem, put_in_place, read_all, read_in_place, write_all
 from .paths import disk_bytes, record_path
-from .placing import put_in_place, read_in_place
 
 FORMAT = b"omlxd-record-1\0\0"
 HEAD_BYTES = 32

@@ -1,7 +1,7 @@
 """Writes blocks to the cold tier in the background, so that no store ever stalls a decode step.
 
 The queue is bounded in bytes. A full queue refuses the newest store, and a disk that fails or
-fills is left alone for a while (cold_health.py); either is counted, and serving goes on.
+fills is left alone for a while (kv/cold/health.py); either is counted, and serving goes on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .block_file import BlockKey
-from .cold_health import ColdHealth
-from .cold_tier import ColdTier
-from .hashing import BlockHash
-from .placing import TempLeft
-from .space import Space
+from ..files.block_file import BlockKey
+from ..files.fs import TempLeft
+from ..hashing import BlockHash
+from .health import ColdHealth
+from .lease import Space
+from .tier import ColdTier
 
 log = logging.getLogger(__name__)
 

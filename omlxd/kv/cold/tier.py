@@ -12,11 +12,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .block_file import BlockFileError, BlockFormat, BlockKey
-from .fs import FileSystem, PosixFileSystem
-from .hashing import BlockHash
-from .paths import block_path, disk_bytes
-from .placing import put_in_place, read_in_place
+from ..files.block_file import BlockFileError, BlockFormat, BlockKey
+from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place
+from ..files.paths import block_path, disk_bytes
+from ..hashing import BlockHash
 
 
 class ColdTier:

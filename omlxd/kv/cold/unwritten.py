@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .block_file import BlockKey
-from .cold_tier import ColdTier
-from .hashing import BlockHash
+from ..files.block_file import BlockKey
+from ..hashing import BlockHash
+from .tier import ColdTier
 
 
 @dataclass(slots=True)

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from ..hashing import BlockHash
+from ..layout import KVLayout
 from .fs import IOV_MAX, FileSystem, read_all, write_all
-from .hashing import BlockHash
-from .layout import KVLayout
 from .paths import namespace_dir
 
 FORMAT = "omlxd-kv-1"
@@ -65,7 +65,7 @@ class BlockFormat:
     namespace   digest of all that makes the KV valid
     layout      the tensors of a block
     block_size  tokens a block
-    kind        of payload: `tokens`, or `checkpoint` (kv/checkpoints.py)
+    kind        of payload: `tokens`, or `checkpoint` (kv/checkpoint.py)
     read_bytes  what is read and digested at a time
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .hashing import BlockHash
+from ..hashing import BlockHash
 
 SUFFIX = ".safetensors"
 RECORD_SUFFIX = ".record"

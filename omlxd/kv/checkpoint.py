@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import cast
 
 from .block import Block, Payload
-from .block_file import READ_BYTES, BlockFormat, BlockKey
-from .cold_tier import ColdTier
-from .fs import FileSystem
+from .cold.tier import ColdTier
+from .cold.writer import WritablePayload
+from .files.block_file import READ_BYTES, BlockFormat, BlockKey
+from .files.fs import FileSystem
 from .hashing import BlockHash
 from .layout import KVLayout
 from .store import KVStore
-from .store_writer import WritablePayload
 
 KIND = "checkpoint"
 

@@ -1,16 +1,25 @@
 """The cold tier's file system, as a seam: tests put one that fails or crashes at its N-th operation here.
 
 Only what the cold tier uses, in POSIX's terms; every method raises OSError as `os` does.
+
+What lies in the folders of the cache dir. A folder or file that is not there is no error.
+
+A file put in place whole or not at all, written beside its place and renamed; and its reading back.
 """
+# MERGED: docstrings of fs.py, folders.py, placing.py (join by hand)
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from .paths import TEMP_SUFFIX
 
 Buffer = bytes | bytearray | memoryview
 
@@ -139,3 +148,95 @@ def _all(transfer: Callable[[Sequence[memoryview], int], int], buffers: Sequence
             at += 1
         left[at] = left[at][count:]
     return done
+
+
+def subfolders(folder: Path, ours: Callable[[str], bool]) -> list[os.DirEntry[str]]:
+    """Those of a name that is `ours`; links to folders are none. Raises OSError."""
+    return [e for e in entries_of(str(folder)) if ours(e.name) and e.is_dir(follow_symlinks=False)]
+
+
+def entries_of(folder: str) -> list[os.DirEntry[str]]:
+    """Raises OSError where it can't be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def is_gone(path: Path) -> bool:
+    """False for a file that can't be looked at: it may be there still."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def unlink(path: str | Path) -> OSError | None:
+    """None when the file is gone, else why it isn't."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
+
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+"""Of this process's temporary files: no two of them have one name."""
+
+
+class TempLeft(OSError):
+    """A store failed and its temporary file can't be removed either: it still takes its space."""
+
+
+def put_in_place(fs: FileSystem, target: str, write: Callable[[int], None]) -> None:
+    """Make the file `target`, and its folder, of what `write(fd)` writes; a file that is there is replaced.
+
+    Atomic, but not synced. Raises OSError, leaving nothing behind, or else TempLeft.
+    """
+    temp = f"{target}.{os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
+    try:
+        fd = fs.open_new(temp)
+    except FileNotFoundError:
+        fs.make_folder(os.path.dirname(target))
+        fd = fs.open_new(temp)
+    try:
+        try:
+            write(fd)
+        finally:
+            fs.close(fd)
+        fs.rename(temp, target)
+    except BaseException as cause:
+        try:
+            fs.unlink(temp)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise TempLeft(error.errno, f"{cause}; {temp} stays", temp) from cause
+        raise
+
+
+def read_in_place(fs: FileSystem, path: str, read: Callable[[int], T], bad: type[Exception]) -> T:
+    """What `read(fd)` makes of the file `path`. Raises FileNotFoundError, OSError, or `bad`.
+
+    A file that fails its check, by raising `bad`, is removed first.
+    """
+    fd = fs.open_read(path)
+    try:
+        return read(fd)
+    except bad:
+        with contextlib.suppress(OSError):
+            fs.unlink(path)
+        raise
+    finally:
+        # Closing what was only read can't lose anything, and must not hide why a file was removed:
+        # the account would keep it.
+        with contextlib.suppress(OSError):
+            fs.close(fd)

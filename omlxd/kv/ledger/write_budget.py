@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from .fs import FileSystem, PosixFileSystem, read_all, write_all
-from .paths import TEMP_SUFFIX, WRITES_NAME
+from ..files.fs import FileSystem, PosixFileSystem, read_all, write_all
+from ..files.paths import TEMP_SUFFIX, WRITES_NAME
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from .hashing import BlockHash
+from ..hashing import BlockHash
 from .paths import file_kind, is_fan_dir
 
 _HEAD = 640
