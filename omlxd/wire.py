@@ -281,7 +281,7 @@ class Explained(Struct, frozen=True, tag="explained"):
 
 
 class Stats(Struct, frozen=True, tag="stats"):
-    """Counters and gauges by name; names are listed in engine/figures.py."""
+    """Counters and gauges by name; names are listed in engine/metrics.py."""
 
     id: int
     values: dict[str, float]

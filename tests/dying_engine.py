@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from omlxd import wire
-from omlxd.engine import mlx_adapter, scheduler
-from omlxd.engine.decode_batch import DecodeBatch
+from omlxd.engine import mlx_adapter
+from omlxd.engine.schedule import scheduler
+from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.service import EngineService
 from omlxd.kv.files.fs import PosixFileSystem
 

@@ -10,8 +10,8 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from omlxd.chat import Tool, ToolCall, ToolCallDelta
-from omlxd.engine.constraint import Constraint
-from omlxd.engine.output import OutputParser
+from omlxd.engine.constrain.constraint import Constraint
+from omlxd.engine.output.parser import OutputParser
 
 ODD = (
     *"\"'\\\n{}[](),:<>&é😀 ",

@@ -22,7 +22,7 @@ from omlxd.chat import (
     TextPart,
 )
 from omlxd.engine.host import EngineHost
-from omlxd.engine.output_thread import OutputThread
+from omlxd.engine.output.sink import OutputThread
 
 
 class Host:

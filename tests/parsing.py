@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from omlxd.chat import Event, ReasoningDelta, TextDelta, Tool, ToolCall, ToolCallCut, ToolCallDelta
-from omlxd.engine.output import OutputParser, prepare
+from omlxd.engine.output.parser import OutputParser, prepare
 from omlxd.models import demo
 
 SCHEMA = {

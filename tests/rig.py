@@ -17,11 +17,11 @@ import numpy as np
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
-from omlxd.engine.harvest import KVBridge
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
-from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.kvio.bridge import KVBridge
+from omlxd.engine.kvio.checkpointer import StateKeeper
+from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
-from omlxd.engine.state_keeper import StateKeeper
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
 from omlxd.kv.cold.flusher import Flusher

@@ -10,11 +10,10 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from templates import DEEPSEEK, QWEN3, QWEN3_THINKING
 
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
-from omlxd.engine.answer import Answer
-from omlxd.engine.output import OutputParser
-from omlxd.engine.prompt import PromptPipeline, RenderedPrompt
-from omlxd.engine.turn import Scope
-from omlxd.engine.turn_files import TurnFiles
+from omlxd.engine.output.parser import OutputParser
+from omlxd.engine.prompt.pipeline import PromptPipeline, RenderedPrompt
+from omlxd.engine.prompt.turn_memory import Answer, Scope
+from omlxd.engine.prompt.turn_store import TurnFiles
 from omlxd.models import demo
 
 READ = Tool("Read", "Reads a file.", {"type": "object", "properties": {"path": {"type": "string"}}})

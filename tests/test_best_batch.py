@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.decode_batch import DecodeBatch, best_batch
+from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.kv.layout import Group, KVLayout
 
 PER_TOKEN = 4096

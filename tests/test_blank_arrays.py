@@ -14,9 +14,9 @@ from daemon import REPO
 from families import VOCAB, build_family
 from rig import Rig
 
-from omlxd.engine import payload, staging
+from omlxd.engine.kvio import payload, transport
+from omlxd.engine.kvio.transport import byte_view
 from omlxd.engine.mlx_adapter import blank_arrays, storage_dtype
-from omlxd.engine.staging import byte_view
 
 
 def test_they_have_shape_and_storage_type_and_take_what_is_written_in_place():
@@ -45,7 +45,7 @@ def test_memory_is_given_back_while_one_is_made():
     told = """
 import threading, time
 import mlx.core as mx
-from omlxd.engine.mlx_adapter import blank, give_memory_back
+from omlxd.engine.mlx_adapter import arrays as blank, give_memory_back
 inside, readinto = threading.Event(), blank._Unwritten.readinto
 def slow(self, buffer):
     if self._at >= len(self._head):
@@ -79,7 +79,7 @@ def test_what_was_in_their_memory_is_never_read(family: str, tmp_path: Path, mon
         return arrays
 
     monkeypatch.setattr(payload, "blank_arrays", poisoned)
-    monkeypatch.setattr(staging, "blank_arrays", poisoned)
+    monkeypatch.setattr(transport, "blank_arrays", poisoned)
     model = build_family(family, tmp_path / family)
     rng = random.Random(1)
     prompt = [rng.randrange(300, VOCAB) for _ in range(300)]

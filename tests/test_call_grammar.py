@@ -15,8 +15,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool, ToolCall, ToolCallDelta
-from omlxd.engine.constraint import ConstraintCompiler
-from omlxd.engine.output import OutputParser
+from omlxd.engine.constrain.constraint import ConstraintCompiler
+from omlxd.engine.output.parser import OutputParser
 from omlxd.models import demo
 
 SCHEMA = {

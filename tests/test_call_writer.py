@@ -13,7 +13,7 @@ from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
 from omlxd.api.anthropic_stream import AnthropicStream
 from omlxd.api.openai_chat_stream import OpenAIChatStream
 from omlxd.chat import Finished, TextDelta, ToolCall, ToolCallCut, ToolCallDelta
-from omlxd.engine.output import OutputParser
+from omlxd.engine.output.parser import OutputParser
 
 
 def pieces(tokenizer, text: str) -> list[str]:

@@ -12,10 +12,10 @@ from tokenizers_zoo import fast, zoo
 
 from omlxd.api import anthropic, openai_chat, openai_responses
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
-from omlxd.engine.canonical import answer_of, canonical_json, canonical_text, chain_of
-from omlxd.engine.marks import MARKS, special_starts, unused_marks
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.token_cache import TokenCache
+from omlxd.engine.prompt.canonical import answer_of, canonical_json, canonical_text, chain_of
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.template import MARKS, special_starts, unused_marks
+from omlxd.engine.prompt.token_cache import TokenCache
 from omlxd.models import demo
 
 READ = {

@@ -15,8 +15,8 @@ from families import build_family
 from rig import BLOCK, Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.payload import copy_state
-from omlxd.engine.state_keeper import SHARE, _interval
+from omlxd.engine.kvio.checkpointer import SHARE, _interval
+from omlxd.engine.kvio.payload import copy_state
 from omlxd.kv.checkpoint import checkpoint_name
 
 CASES = ("gemma3_text", "qwen3_5", "mamba2")

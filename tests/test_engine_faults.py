@@ -14,9 +14,9 @@ from families import build_family
 from rig import BLOCK, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine import harvest as harvest_module
-from omlxd.engine import state_keeper
-from omlxd.engine.restore import Restore
+from omlxd.engine.kvio import bridge as harvest_module
+from omlxd.engine.kvio import checkpointer
+from omlxd.engine.kvio.restore import Restore
 from omlxd.errors import OmlxdError
 from omlxd.kv.files.fs import PosixFileSystem
 from omlxd.kv.store import KVStore
@@ -51,7 +51,7 @@ def test_a_copy_that_fails_costs_nobody_an_answer(family: str, request, monkeypa
         alone = [rig.run(p, 20).got for p in prompts]
     with Rig(folder) as rig:
         monkeypatch.setattr(harvest_module, "copy_blocks", no_memory)
-        monkeypatch.setattr(state_keeper, "copy_state", no_memory)
+        monkeypatch.setattr(checkpointer, "copy_state", no_memory)
         running = [rig.start(p, 20) for p in prompts]
         assert [output.tokens() for output in running] == alone
         nothing_is_held(rig)

@@ -14,8 +14,8 @@ from daemon import wait_until
 
 from omlxd import wire
 from omlxd.engine import service as service_module
+from omlxd.engine.kvio.lease import LEASE_BYTES
 from omlxd.engine.service import EngineService
-from omlxd.engine.space import LEASE_BYTES
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from kv_machines import QUICK
 
 from omlxd import wire
-from omlxd.engine import fingerprint, mlx_adapter
-from omlxd.engine.fingerprint import file_identities, weight_fingerprints
+from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
+from omlxd.engine.kvio import fingerprint
+from omlxd.engine.kvio.fingerprint import file_identities, weight_fingerprints
 from omlxd.errors import ModelError
 
 

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
-from omlxd.engine.constraint import Constraint, ConstraintCompiler
+from omlxd.engine.constrain.constraint import Constraint, ConstraintCompiler
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 

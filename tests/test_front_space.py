@@ -6,8 +6,8 @@ import threading
 import time
 
 from omlxd import wire
-from omlxd.engine import space as module
-from omlxd.engine.space import LEASE_BYTES, FrontSpace
+from omlxd.engine.kvio import lease as module
+from omlxd.engine.kvio.lease import LEASE_BYTES, FrontSpace
 
 
 class Front:

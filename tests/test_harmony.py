@@ -16,12 +16,11 @@ from templates import HARMONY
 
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, ToolCallDelta, ToolCallPart
 from omlxd.chat import ToolResultPart as Result
-from omlxd.engine.answer import Answer
-from omlxd.engine.harmony import CONTROLS
-from omlxd.engine.output import OutputParser
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.sampling import Likelihood
-from omlxd.engine.turn import Scope
+from omlxd.engine.constrain.harmony_grammar import CONTROLS
+from omlxd.engine.output.parser import OutputParser
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.turn_memory import Answer, Scope
+from omlxd.engine.sequence import Likelihood
 from omlxd.models import demo
 
 TAGS = re.compile("(" + "|".join(map(re.escape, CONTROLS)) + ")")

@@ -16,8 +16,8 @@ from test_forced_calls import SCHEMAS, SMALL, STOP, TOOLS, compiled
 from test_harmony import tokenizer, tokens_of  # noqa: F401 -- a fixture
 
 from omlxd.chat import AnswerFormat, ReasoningDelta, Tool
-from omlxd.engine.constraint import ConstraintCompiler
-from omlxd.engine.output import OutputParser
+from omlxd.engine.constrain.constraint import ConstraintCompiler
+from omlxd.engine.output.parser import OutputParser
 from omlxd.models import demo
 
 GO = Tool("Go", "", SMALL)

@@ -36,9 +36,8 @@ from omlxd.chat import (
     ToolCall,
     ToolCallPart,
 )
-from omlxd.engine.answer import Answer
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.turn import Scope
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.turn_memory import Answer, Scope
 from omlxd.models import demo
 
 # --------------------------------------------------------------------------- append-only turns

@@ -20,8 +20,9 @@ from transformers.utils import chat_template_utils
 from omlxd import wire
 from omlxd.chat import Failed
 from omlxd.config import load_settings
-from omlxd.engine import service, template_process
-from omlxd.engine.template_process import TemplateLost, TemplateProcesses, TemplateRefusal
+from omlxd.engine import service
+from omlxd.engine.prompt import template_process
+from omlxd.engine.prompt.template_process import TemplateLost, TemplateProcesses, TemplateRefusal
 from omlxd.errors import ConfigError, ModelError, OmlxdError
 from omlxd.front import engine_life
 from omlxd.keys import read_keys

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from omlxd.engine import hot_budget
-from omlxd.engine.hot_budget import RESERVE_BYTES, HotBudget
+from omlxd.engine.kvio import hot_budget
+from omlxd.engine.kvio.hot_budget import RESERVE_BYTES, HotBudget
 
 GB = 1 << 30
 

@@ -16,11 +16,11 @@ from talk import folder, user  # noqa: F401 (a fixture)
 from tokenizers_zoo import fast, zoo
 
 from omlxd.chat import Conversation, RawPrompt
-from omlxd.engine import token_cache
-from omlxd.engine.lanes import Lane
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.token_bound import TokenBound
-from omlxd.engine.token_cache import TokenCache
+from omlxd.engine.prompt import token_cache
+from omlxd.engine.prompt.lanes import Lane
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.token_bound import TokenBound
+from omlxd.engine.prompt.token_cache import TokenCache
 from omlxd.errors import InvalidRequest, PromptTooLong
 
 CONTEXT = 131_071

@@ -18,8 +18,8 @@ from test_forced_calls import CASES, allows, compiled, compiler_of, spelled
 from test_harmony import tokenizer as harmony  # noqa: F401 -- a fixture
 
 from omlxd.chat import Conversation, Tool, ToolCall, ToolCallDelta
-from omlxd.engine.call_grammar import INPUT
-from omlxd.engine.output import OutputParser
+from omlxd.engine.constrain.call_grammar import INPUT
+from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
 
 LINES = r"""

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from parsing import READ, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Finished, TextDelta, TokenLogprob
-from omlxd.engine.output import OutputParser
-from omlxd.engine.sampling import Likelihood
+from omlxd.engine.output.parser import OutputParser
+from omlxd.engine.sequence import Likelihood
 from omlxd.models import demo
 
 
@@ -77,7 +77,7 @@ class spelled:
     """Equal to a TokenLogprob of the same bytes."""
 
     def __init__(self, host: Host, id: int):
-        from omlxd.engine.detokenizer import bytes_of
+        from omlxd.engine.output.detokenizer import bytes_of
 
         self.raw = bytes_of(host.engine.loaded.tokenizer, int(id))
 
@@ -244,7 +244,7 @@ async def test_responses():
 
 
 def test_any_token_has_its_bytes(tokenizer):
-    from omlxd.engine.detokenizer import bytes_of as raw_bytes
+    from omlxd.engine.output.detokenizer import bytes_of as raw_bytes
 
     text = "naïve 世界 🙂 code()\n"
     assert b"".join(raw_bytes(tokenizer, id) for id in tokenizer.encode(text)) == text.encode()

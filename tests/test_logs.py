@@ -122,7 +122,7 @@ def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
     for text in (
         "mlx said something",
         "INFO omlxd.engine.host: fine",
-        "ERROR omlxd.engine.scheduler: decode failed",
+        "ERROR omlxd.engine.schedule.scheduler: decode failed",
         "Traceback (most recent call last):",
     ):
         line(text)
@@ -130,8 +130,8 @@ def test_what_an_engine_prints_keeps_its_level_and_name(caplog):
     assert [(r.levelname, r.name, r.getMessage()) for r in own] == [
         ("WARNING", "omlxd.engine", "mlx said something"),
         ("INFO", "omlxd.engine.host", "fine"),
-        ("ERROR", "omlxd.engine.scheduler", "decode failed"),
-        ("ERROR", "omlxd.engine.scheduler", "Traceback (most recent call last):"),
+        ("ERROR", "omlxd.engine.schedule.scheduler", "decode failed"),
+        ("ERROR", "omlxd.engine.schedule.scheduler", "Traceback (most recent call last):"),
     ]
 
 

@@ -19,8 +19,8 @@ from test_resolve import make
 
 from omlxd.chat import Failed, Finished
 from omlxd.engine import mlx_adapter
-from omlxd.engine.admission import MemoryAdmission
-from omlxd.engine.waiting_line import PATIENCE
+from omlxd.engine.schedule.memory_admission import MemoryAdmission
+from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
 from omlxd.front import memory_guard
 from omlxd.front.memory_shares import Holding, shares
@@ -381,7 +381,7 @@ def test_a_waiting_prompt_can_be_cancelled(rig: Rig):
 
 def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """A long prompt must not be refused for what the short last chunk of another one took."""
-    from omlxd.engine import admission
+    from omlxd.engine.schedule import memory_admission as admission
 
     taken = 0
     monkeypatch.setattr(admission.mx, "reset_peak_memory", lambda: None)
@@ -429,7 +429,7 @@ def test_the_first_long_prompt_is_weighed_with_its_scores_where_attention_is_not
 def test_what_is_measured_near_and_what_scores_take_tell_of_far_contexts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ):
-    from omlxd.engine import admission
+    from omlxd.engine.schedule import memory_admission as admission
 
     taken = 0
     monkeypatch.setattr(admission.mx, "reset_peak_memory", lambda: None)

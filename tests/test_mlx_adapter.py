@@ -17,8 +17,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
+from omlxd.engine.kvio.payload import Landing, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter import batch_kv
-from omlxd.engine.payload import Landing, copy_blocks, join_blocks, read_payload
 from omlxd.engine.sequence import capacity_for
 from omlxd.kv.layout import Group, KVLayout
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
 def test_every_family_is_told_by_its_caches(family: str, folders):
     loaded = mlx_adapter.load(folders(family))
     cache = mlx_adapter.new_cache(loaded.model, 100)
-    classes = {type(leaf).__name__ for _, leaf in mlx_adapter.layouts.leaves(cache)}
+    classes = {type(leaf).__name__ for _, leaf in mlx_adapter.cache_kinds.leaves(cache)}
     assert classes == CONFIGS[family].classes
     assert loaded.layout is not None and loaded.states is not None and loaded.kv_reuse == ""
     assert bool(loaded.states.tensors) == (family not in TOKEN_KV)

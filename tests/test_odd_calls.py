@@ -9,7 +9,7 @@ from parsing import READ, merged, tokenizer  # noqa: F401 -- a fixture
 from test_forced_calls import spelled
 
 from omlxd.chat import Tool
-from omlxd.engine.output import OutputParser
+from omlxd.engine.output.parser import OutputParser
 
 STOP = Tool("Stop", "", {"type": "object", "properties": {}})
 READ_X, STOPPED = ("call", "Read", '{"path": "x"}'), ("call", "Stop", "{}")

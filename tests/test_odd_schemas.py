@@ -14,7 +14,7 @@ from parsing import tokenizer  # noqa: F401 -- a fixture
 from test_forced_calls import SCHEMAS, compiler_of, spelled
 
 from omlxd.chat import Tool
-from omlxd.engine.tool_calls import ToolCallReader, kinds_of
+from omlxd.engine.output.tool_calls import ToolCallReader, kinds_of
 from omlxd.errors import InvalidRequest
 
 JUNK: tuple[Any, ...] = (

@@ -14,9 +14,9 @@ from parsing import READ, call, merged, parse, tokenizer  # noqa: F401 -- a fixt
 from tokenizers_zoo import fast, zoo
 
 from omlxd.chat import ReasoningDelta, TextDelta
-from omlxd.engine.detokenizer import detokenizer
-from omlxd.engine.output import OutputParser
-from omlxd.engine.stop_strings import StopStrings
+from omlxd.engine.output.detokenizer import detokenizer
+from omlxd.engine.output.held_text import StopStrings
+from omlxd.engine.output.parser import OutputParser
 from omlxd.models import demo
 
 # --------------------------------------------------------------------------- reasoning

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from omlxd.chat import Sampling
-from omlxd.engine.prefill_pacer import PATIENCE, PrefillPacer
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.prefill import PATIENCE, PrefillPacer
+from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
 
 

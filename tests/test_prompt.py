@@ -21,8 +21,8 @@ from omlxd.chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.turn import Scope
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 

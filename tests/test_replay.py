@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, app_of, served
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from omlxd.chat import Finished, TextDelta, Usage
-from omlxd.engine.prompt import PromptPipeline
+from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.models import demo
 
 ROOT = Path(__file__).parents[1]

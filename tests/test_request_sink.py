@@ -14,9 +14,8 @@ from msgspec.structs import replace
 
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Sampling, TextDelta, Usage
-from omlxd.engine.output_thread import OutputThread
-from omlxd.engine.request_sink import RequestSink
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.output.sink import OutputThread, RequestSink
+from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
 from omlxd.models import demo
 

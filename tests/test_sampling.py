@@ -11,7 +11,7 @@ import pytest
 
 from omlxd.chat import Sampling
 from omlxd.engine.host import _sampling_defaults
-from omlxd.engine.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 
 VOCAB = 50
 RNG = np.random.default_rng(3)

@@ -13,7 +13,7 @@ from families import VOCAB, build_family
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine import scheduler as scheduler_module
+from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.sequence import Sequence
 from omlxd.errors import OmlxdError
 

@@ -13,9 +13,9 @@ from rig import BLOCK, Rig
 
 from omlxd.api import anthropic
 from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, TextPart
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.sessions import Sessions, Standing, lineage_of
-from omlxd.engine.turn import Scope
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.sessions import Sessions, Standing, lineage_of
+from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.kv.hashing import chain_root, hash_blocks
 from omlxd.models import demo
 

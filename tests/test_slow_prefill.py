@@ -14,7 +14,7 @@ from families import build_family
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.prefill_pacer import IDLE_CHUNK, PrefillPacer
+from omlxd.engine.schedule.prefill import IDLE_CHUNK, PrefillPacer
 
 LAYERS = 16
 

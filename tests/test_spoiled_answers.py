@@ -16,7 +16,7 @@ from families import build_family
 from kv_fakes import bytes_on_disk, files_in
 from rig import BLOCK, Rig
 
-from omlxd.engine import scheduler as scheduler_module
+from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.errors import OmlxdError
 
 MARK = 7

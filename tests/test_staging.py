@@ -16,10 +16,10 @@ from cold_run import Reference, assert_same, prompt
 from families import build_family
 from rig import Rig
 
-from omlxd.engine import cuda_driver, staging
-from omlxd.engine.mlx_adapter import storage_dtype
-from omlxd.engine.payload import MLXPayload, read_payload
-from omlxd.engine.staging import StagedTransport
+from omlxd.engine.kvio import transport as staging
+from omlxd.engine.kvio.payload import MLXPayload, read_payload
+from omlxd.engine.kvio.transport import StagedTransport
+from omlxd.engine.mlx_adapter import cuda_driver, storage_dtype
 from omlxd.kv.layout import Group, KVLayout
 
 FAMILIES = ("qwen3", "deepseek_v3", "gemma3_text", "qwen3_next", "mamba2")
@@ -135,7 +135,7 @@ def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch:
         raise MemoryError
 
     with Rig(model, cache, hot=0, record=True) as rig:
-        monkeypatch.setattr("omlxd.engine.restore.append_blocks", fail)
+        monkeypatch.setattr("omlxd.engine.kvio.restore.append_blocks", fail)
         assert_same(rig, tokens, reference, hot=0, cold=0)
         rig.on_engine(lambda: rig.pool.check({}))
     reference.close()

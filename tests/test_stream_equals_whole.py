@@ -23,8 +23,8 @@ from omlxd.api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
 from omlxd.api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
 from omlxd.api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
 from omlxd.chat import Event, Finished, ToolCall, ToolCallCut, ToolCallDelta
-from omlxd.engine import output
-from omlxd.engine.output import OutputParser
+from omlxd.engine.output import parser as output
+from omlxd.engine.output.parser import OutputParser
 
 COUNT = 200
 XML = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers_zoo import ODD, fast, zoo
 
-from omlxd.engine.token_cache import TokenCache, _Shared
+from omlxd.engine.prompt.token_cache import TokenCache, _Shared
 from omlxd.models.demo_text import PROSE
 
 NAMES = [

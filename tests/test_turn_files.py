@@ -18,10 +18,9 @@ from kv_fakes import NAMESPACE, OTHER_NAMESPACE, Rig, files_in, ram_folder
 from talk import Session, echo, pipeline, thought, tokenizer_folder, user
 from templates import QWEN3
 
-from omlxd.engine.fingerprint import tokenizer_fingerprint
-from omlxd.engine.healing import MOST_ANSWERS, TurnMemory
-from omlxd.engine.turn import Place, Scope, Turn
-from omlxd.engine.turn_files import TurnFiles, decoded, encoded
+from omlxd.engine.kvio.fingerprint import tokenizer_fingerprint
+from omlxd.engine.prompt.turn_memory import MOST_ANSWERS, Place, Scope, Turn, TurnMemory
+from omlxd.engine.prompt.turn_store import TurnFiles, decoded, encoded
 from omlxd.kv.files.record_file import RecordFiles
 
 ME = Place(("me", ""), b"b" * 16)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from omlxd.engine.healing import TurnMemory
-from omlxd.engine.turn import Place
+from omlxd.engine.prompt.turn_memory import Place, TurnMemory
 
 
 def test_memory_is_bounded_and_drops_the_least_recently_used():

@@ -12,8 +12,8 @@ from templates import DEEPSEEK, GLM, HARMONY, QWEN3, QWEN3_THINKING
 from tokenizers import AddedToken
 
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.turn import Scope
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 

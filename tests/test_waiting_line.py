@@ -1,8 +1,8 @@
 """Who gets the next slot."""
 
-from omlxd.engine.sampling import RowSampling, SamplerRow
+from omlxd.engine.schedule.queue import PATIENCE, WaitingLine
+from omlxd.engine.schedule.sampling import RowSampling, SamplerRow
 from omlxd.engine.sequence import Sequence
-from omlxd.engine.waiting_line import PATIENCE, WaitingLine
 
 GREEDY = RowSampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, (), None)
 

@@ -11,7 +11,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.api.body import ParsedRequest, with_timeout
 from omlxd.chat import Conversation, GenerateRequest
-from omlxd.engine.watchdog import Watchdog
+from omlxd.engine.schedule.queue import Watchdog
 from omlxd.errors import InvalidRequest
 
 

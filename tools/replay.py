@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from omlxd.api import anthropic, openai_chat, openai_responses
 from omlxd.api.body import ParsedRequest
-from omlxd.engine.prompt import PromptPipeline
+from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.errors import OmlxdError
 
 DEMO = Path("~/.omlxd/models/omlxd-demo")

@@ -1,5 +1,4 @@
-"""The engine process: one loaded model, one thread that owns MLX.
+"""The engine process: one loaded model, and one thread that owns MLX.
 
-What belongs here: prompt pipeline, scheduling, harvest and restore of KV, sampling, output
-parsing. `mlx_adapter/` alone touches mlx-lm's internals. What may not: HTTP, protocols.
+Rule: only engine/ imports MLX, and only engine/mlx_adapter/ knows mlx-lm; no HTTP and no protocol comes in.
 """

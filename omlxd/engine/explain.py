@@ -255,7 +255,7 @@ def offline(asked: Offline) -> wire.Explanation:
         raise OmlxdError(f"nothing {what}lies in {root} whose model's folder is still there")
     info = max(known, key=lambda each: _used(root / each.facts_digest[:32]))
     from . import mlx_adapter
-    from .prompt import PromptPipeline
+    from .prompt.pipeline import PromptPipeline
 
     tokenizer = mlx_adapter.load_tokenizer(Path(info.model_path))
     namespace = bytes.fromhex(info.facts_digest)

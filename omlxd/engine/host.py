@@ -24,25 +24,21 @@ from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
 from ..small_file import read_small
 from . import mlx_adapter
-from .admission import MemoryAdmission
-from .answer import Answer
-from .constraint import Constraint, ConstraintCompiler
-from .correctness import Correctness
+from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
 from .explain import Explainer
-from .figures import figures_of
-from .fingerprint import file_identities
-from .forced import ForcedAnswer
+from .kvio.fingerprint import file_identities
+from .kvio.open_store import ModelStore
+from .metrics import Correctness, figures_of
 from .mlx_adapter import Quantisation
-from .model_store import ModelStore
-from .output import OutputParser, prepare
-from .output_thread import OutputThread
-from .prompt import PromptPipeline, RenderedPrompt
-from .request_sink import RequestSink, usage_of
-from .sampling import UNNAMED, RowSampling, SamplerRow, SamplingDefaults
-from .scheduler import Scheduler
+from .output.parser import OutputParser, prepare
+from .output.sink import OutputThread, RequestSink, usage_of
+from .prompt.pipeline import PromptPipeline, RenderedPrompt
+from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
+from .prompt.turn_memory import Answer, Place, Scope
+from .schedule.memory_admission import MemoryAdmission
+from .schedule.sampling import UNNAMED, RowSampling, SamplerRow, SamplingDefaults
+from .schedule.scheduler import Scheduler
 from .sequence import Sequence
-from .sessions import Lineage, Sessions, Standing, lineage_of
-from .turn import Place, Scope
 
 log = logging.getLogger(__name__)
 

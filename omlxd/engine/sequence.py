@@ -20,15 +20,17 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..kv.block import Block
 from ..kv.block_pool import BlockTable
+from ..kv.cold.writer import WritablePayload
 from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, hash_blocks
 from .mlx_adapter import Cache
-from .payload import MLXPayload
-from .sampling import SamplerRow
+
+if TYPE_CHECKING:
+    from .schedule.sampling import SamplerRow
 
 
 class State(Enum):
@@ -57,12 +59,12 @@ class Sequence:
     fork           blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
-    shelter        blocks to hold while it runs; `sheltered`: those that it holds (shelter.py)
+    shelter        blocks to hold while it runs; `sheltered`: those that it holds (engine/kvio/bridge.py)
     stored         names of what it has given the store since its last good token, or its match; and
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
-    sink           where output goes (engine/output_thread.py); opaque to the scheduler
+    sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
 
     id: int
@@ -83,7 +85,7 @@ class Sequence:
     resume: int = 0
     overtaken: int = 0
     fork: int = 0
-    tip: tuple[int, MLXPayload] | None = None
+    tip: tuple[int, WritablePayload] | None = None
     restores: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
@@ -134,3 +136,11 @@ class Sequence:
 def capacity_for(prompt_length: int, max_new: int, room: int = 1024) -> int:
     """Tokens to allocate a cache for: the prompt and some room to grow, not all that it may ever need."""
     return prompt_length + min(max_new, room)
+
+
+@dataclass(slots=True, frozen=True)
+class Likelihood:
+    """How likely the model found a token: natural logarithms; `top`: (token, logarithm), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()

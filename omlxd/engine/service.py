@@ -35,11 +35,11 @@ from ..errors import InvalidRequest, OmlxdError
 from ..sizes import human, total_ram
 from . import mlx_adapter
 from .host import EngineHost
-from .hot_budget import memory
-from .lanes import Lane
-from .output_thread import OutputThread
+from .kvio.hot_budget import memory
+from .kvio.lease import FrontSpace
+from .output.sink import OutputThread
+from .prompt.lanes import Lane
 from .sequence import Sequence
-from .space import FrontSpace
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ LARGE_CHARS = 1 << 19
 MEMORY_LOOK_S = 0.25
 BEYOND_MLX_BYTES = 2 << 30
 BEYOND_MLX_FRACTION = 0.1
-"""Of the machine's memory. Blocks on their way to disk may be a twentieth (model_store.py)."""
+"""Of the machine's memory. Blocks on their way to disk may be a twentieth (engine/kvio/open_store.py)."""
 PULSE_S = 1.0
 """Between two looks at whether work gets done."""
 ORPHAN_FLUSH_S = 1.0

@@ -19,7 +19,7 @@ PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
 
 CHUNK = 2048
-"""Tokens that are computed at once at most (engine/prefill_pacer.py)."""
+"""Tokens that are computed at once at most (engine/schedule/prefill.py)."""
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

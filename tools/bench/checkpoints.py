@@ -27,9 +27,9 @@ from pathlib import Path
 import numpy as np
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from omlxd.engine.mlx_adapter.layouts import StateLayout, StateTensor
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.state_keeper import LEAST_FORK, _interval
+from omlxd.engine.kvio.checkpointer import LEAST_FORK, _interval
+from omlxd.engine.mlx_adapter.cache_kinds import StateLayout, StateTensor
+from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.kv.hashing import BlockHash, hash_blocks
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.models import demo

@@ -25,11 +25,11 @@ import mlx.core as mx
 import numpy as np
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.backend_defaults import set_backend_defaults
-from omlxd.engine.decode_batch import DecodeBatch, best_batch
-from omlxd.engine.harvest import KVBridge
-from omlxd.engine.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
-from omlxd.engine.staging import transport
+from omlxd.engine.__main__ import set_backend_defaults
+from omlxd.engine.kvio.bridge import KVBridge
+from omlxd.engine.kvio.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
+from omlxd.engine.kvio.transport import transport
+from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey
@@ -53,7 +53,7 @@ class GPUBench(Bench):
     # ----------------------------------------------------------------- restoring cold blocks
 
     def restore(self) -> None:
-        """Files to the first token that uses them, by both ways the engine knows (engine/restore.py).
+        """Files to the first token that uses them, by both ways the engine knows (engine/kvio/restore.py).
 
         `payloads + join` goes by the device's transport; `landing` is what a direct one is for.
         """

@@ -15,7 +15,7 @@ name; `--dtype` and `--kv-bits` make further rows of the families that have them
 and `first` and `all` of the requests that hit KV of prompts alone, which the same passes computed: on a
 CPU 0 there. On CUDA, cuDNN's attention for one token sums in another order from run to run, in bfloat16
 and above 256 tokens: two cold runs differ too. `MLX_CUDA_USE_CUDNN_SDPA=0` in the environment has MLX's own
-kernel do it, always alike; omlxd/engine/backend_defaults.py says what that costs.
+kernel do it, always alike; omlxd/engine/__main__.py says what that costs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from omlxd.engine.backend_defaults import set_backend_defaults
+from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.mlx_adapter import versions
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))

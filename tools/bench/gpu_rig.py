@@ -13,13 +13,13 @@ import numpy as np
 
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
-from omlxd.engine.decode_batch import DecodeBatch
-from omlxd.engine.harvest import KVBridge
-from omlxd.engine.payload import MLXPayload, copy_blocks
-from omlxd.engine.sampling import RowSampling, SamplerRow, SamplingDefaults
-from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.kvio.bridge import KVBridge
+from omlxd.engine.kvio.payload import MLXPayload, copy_blocks
+from omlxd.engine.kvio.transport import transport
+from omlxd.engine.schedule.decode_batch import DecodeBatch
+from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
+from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence, State
-from omlxd.engine.staging import transport
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.tier import ColdTier

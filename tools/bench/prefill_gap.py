@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omlxd.engine.scheduler import Scheduler
+from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
 from tools.bench.gpu_rig import Bench, Collector, row
 

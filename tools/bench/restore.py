@@ -37,8 +37,8 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from omlxd.engine.kvio.payload import Landing
 from omlxd.engine.mlx_adapter import round_up
-from omlxd.engine.payload import Landing
 from omlxd.front.engine_link import engine_environment
 
 from . import block_files

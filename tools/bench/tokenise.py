@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from omlxd.api import anthropic
 from omlxd.chat import Conversation, Message, TextPart, ToolResultPart
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.token_cache import TokenCache
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.token_cache import TokenCache
 from omlxd.models import demo
 
 

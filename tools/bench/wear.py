@@ -26,8 +26,8 @@ from pathlib import Path
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from omlxd.api import anthropic
-from omlxd.engine.prompt import PromptPipeline
-from omlxd.engine.state_keeper import LEAST_INTERVAL, SHARE
+from omlxd.engine.kvio.checkpointer import LEAST_INTERVAL, SHARE
+from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
 from omlxd.kv.cold import flusher as flusher_module

@@ -7,8 +7,9 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
 - a batch cache is padded on the left, so row r of length n lies in columns `_idx - n` to `_idx`;
 - state that exists only at a position is a `RotatingKVCache`'s last `max_size` tokens in temporal
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
-- `mx.load` of a file-like object allocates each array and has the object fill it (blank.py);
-- `mlx::core::clear_cache` is a symbol of its library (freed.py);
+- `mx.load` of a file-like object allocates each array and has the object fill it
+  (engine/mlx_adapter/arrays.py);
+- `mlx::core::clear_cache` is a symbol of its library (engine/mlx_adapter/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
 - `model.layers` are the modules that a pass calls one after the other (loading.py, `LayerHook`);
@@ -17,24 +18,31 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
 """
 
 from . import lean_imports  # noqa: F401  (before whatever imports transformers)
+from .arrays import blank_arrays, give_memory_back, keep_at_most
 from .batch_kv import EvenBatchKVCache, round_up
-from .batches import extend, keep_rows, merge, row_states, row_tensors
-from .blank import blank_arrays
-from .caches import (
+from .cache_kinds import (
+    Cache,
+    StateLayout,
     after_prefill,
     append_tokens,
+    extend,
     filled_cache,
+    keep_rows,
+    layout_of,
+    merge,
     new_cache,
     put_states,
+    reuse_obstacle,
+    row_states,
+    row_tensors,
     state_arrays,
     state_tensors,
+    states_of,
     tensors,
 )
-from .freed import give_memory_back, keep_at_most
-from .layouts import Cache, StateLayout, layout_of, reuse_obstacle, states_of
+from .device import backend, compute_dtype, storage_dtype, versions
 from .loading import LayerHook, LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .quantised import Quantisation
-from .types import backend, compute_dtype, storage_dtype, versions
 
 __all__ = [
     "Cache",

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from mlx_lm.models.cache import BatchKVCache
 
-from .types import backend
+from .device import backend
 
 GROW_STEP = 256
 """Tokens; capacities are multiples of it, as mlx-lm's own are.

@@ -18,8 +18,17 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...errors import ModelError
 from ...kv.layout import KVLayout
-from .caches import arrays_of, state_arrays
-from .layouts import Cache, StateLayout, is_batchable, layout_of, leaves, reuse_obstacle, states_of
+from .cache_kinds import (
+    Cache,
+    StateLayout,
+    arrays_of,
+    is_batchable,
+    layout_of,
+    leaves,
+    reuse_obstacle,
+    state_arrays,
+    states_of,
+)
 from .quantised import Quantisation, quantised_layers
 
 

@@ -5,9 +5,9 @@
 | write-through   | when it is stored                                                               |
 | write-back      | when it leaves RAM, when nobody has used it for `IDLE_S`, and at `close`        |
 
-in either mode only once the admission policy admits it (admission.py), which is asked when a block is
-stored and when a request uses it again. What a failed disk or a full queue refused is tried again by
-`tick`, for as long as the block is hot. Nothing is ever waited for but at `close`.
+in either mode only once the admission policy admits it (engine/schedule/memory_admission.py), which is asked
+when a block is stored and when a request uses it again. What a failed disk or a full queue refused is tried
+again by `tick`, for as long as the block is hot. Nothing is ever waited for but at `close`.
 
 Which blocks are written to the cold tier: all, those asked for twice, or those of long prompts.
 
@@ -30,7 +30,7 @@ within 1.05 of the payload for dense models and 1.2 with checkpoints as it is, a
 not worth 6 to 11% of all tokens computed again where RAM is short, or half of what models with
 checkpoints restore from disk. `second-use` is for machines with RAM for all their sessions.
 """
-# MERGED: docstrings of flusher.py, admission.py (join by hand)
+# MERGED: docstrings of flusher.py, engine/schedule/memory_admission.py (join by hand)
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who grants cold-tier space to a writer. In the daemon the front does (engine/space.py asks it)."""
+"""Who grants cold-tier space to a writer. In the daemon the front does (engine/kvio/lease.py asks it)."""
 
 from __future__ import annotations
 

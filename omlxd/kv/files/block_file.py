@@ -40,7 +40,7 @@ cache warm, on 2 busy virtual CPUs, an 8B shape, by what is read at a time:
 
 Tried: neighbouring blocks read side by side, so that a page is filled soon after it was first touched:
 1.08 to 1.16 times as fast on a machine with little else to do, no faster on a busy one; through a buffer
-that is digested as a whole and copied by numpy: no faster; one digest over a mapping: harvest.py.
+that is digested as a whole and copied by numpy: no faster; one digest over a mapping: engine/kvio/bridge.py.
 """
 DIGEST_HEX = 32
 _TOKEN_DIGITS = 10

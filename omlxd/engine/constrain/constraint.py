@@ -1,0 +1,236 @@
+"""What the next token may be: grammars and JSON schemas, as masks over the vocabulary (llguidance).
+
+| state    | allowed                                                  | next                           |
+|----------|----------------------------------------------------------|--------------------------------|
+| open     | what the grammar allows, or the tag that opens thinking  | open, grammar, thinking        |
+| thinking | anything but the end of the turn                         | gap, at the tag that closes it |
+| gap      | what the grammar allows, or space (`GAP_TOKENS`)         | gap, grammar                   |
+| grammar  | what the grammar allows; the turn's end where that may be | done, at the turn's end       |
+| done     | anything: the row is on its way out                      |                                |
+
+Compiling happens on a request's thread; a step costs the engine thread one mask of a constrained
+row, computed while the device works on the forward pass (decode_batch.py).
+
+llguidance is imported by the first constraint: an engine that is asked for none starts without it.
+
+An answer that is given, to be told how likely it is: its tokens are what is generated.
+"""
+# MERGED: docstrings of constraint.py, forced.py (join by hand)
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...chat import Conversation, GenerateRequest
+from ...errors import InvalidRequest, OmlxdError
+from .call_formats import spelling_name
+from .grammar import Grammars, Wanted, brief
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+log = logging.getLogger(__name__)
+
+GAP_TOKENS = 2
+"""Tokens of space between the end of thinking and the answer: models are used to an empty line there."""
+
+
+class _State(enum.Enum):
+    OPEN = enum.auto()
+    THINKING = enum.auto()
+    GAP = enum.auto()
+    GRAMMAR = enum.auto()
+    DONE = enum.auto()
+
+
+class Constraint:
+    """One request's. `mask` says what its next token may be, `advance` takes the token it became.
+
+    mask   (vocabulary,) bool, or None: anything
+    error  why it can't go on, or None; the request has to fail then
+    """
+
+    def __init__(self, matcher: LLMatcher, facts: _Facts, *, thinking: bool, may_think: bool):
+        self._matcher = matcher
+        self._facts = facts
+        self._bits = np.zeros((facts.known + 31) // 32, np.int32)
+        self._state = _State.THINKING if thinking else _State.OPEN if may_think else _State.GRAMMAR
+        self._recent: list[int] = []
+        self._gap = 0
+        self._shared = 0  # tokens so far of a tag that opens thinking, which the grammar allows too
+        self.error: OmlxdError | None = None
+        self.mask: np.ndarray | None = self._next_mask()
+
+    def advance(self, token: int) -> None:
+        """Call it once for each token, in order. Never raises; see `error`."""
+        if self.error is None and self._state is not _State.DONE:
+            self._take(token)
+            self.mask = self._next_mask()
+
+    def _take(self, token: int) -> None:
+        facts = self._facts
+        if self._state is _State.OPEN and self._opens_thinking(token):
+            self._shared += 1
+            if self._shared == len(facts.think_start) or not self._in_grammar(token):
+                self._state = _State.THINKING
+                self._matcher.rollback(self._shared - 1)
+            else:
+                self._matcher.consume_token(token)
+        elif self._state is _State.THINKING:
+            self._recent = [*self._recent, token][-len(facts.think_end) :]
+            if tuple(self._recent) == facts.think_end:
+                self._state = _State.GAP
+        elif self._state is _State.GAP and token in facts.spaces and self._gap < GAP_TOKENS:
+            self._gap += 1
+        elif token in facts.ends:
+            self._state = _State.DONE
+        else:
+            self._state = _State.GRAMMAR
+            if not self._matcher.consume_token(token):
+                self._fail()
+
+    def _opens_thinking(self, token: int) -> bool:
+        """Whether the tag that opens thinking goes on with `token`; it may begin as the grammar does."""
+        return self._facts.think_start[self._shared : self._shared + 1] == (token,)
+
+    def _in_grammar(self, token: int) -> bool:
+        return self._matcher.validate_tokens([token]) == 1
+
+    def _next_mask(self) -> np.ndarray | None:
+        facts = self._facts
+        if self._state is _State.DONE or self.error is not None:
+            return None
+        if self._state is _State.THINKING:
+            return facts.not_ended
+        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._matcher.is_error():
+            self._fail()
+            return None
+        mask = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: facts.vocab].view(np.bool_)
+        if self._state is _State.OPEN and facts.think_start:
+            mask[facts.think_start[self._shared]] = True
+        elif self._state is _State.GAP and self._gap < GAP_TOKENS:
+            mask[facts.space_ids] = True
+        return mask
+
+    def _fail(self) -> None:
+        reason = brief(self._matcher.get_error())
+        log.warning("a grammar failed: %s", reason)
+        self.error = InvalidRequest(f"the answer's format can't be held to; give a simpler one: {reason}")
+
+
+class _Facts:
+    """What constraints need of a tokenizer and its model; the same for all of them.
+
+    vocab  width of the model's logits
+    known  tokens that the matcher knows, no fewer
+    ends   tokens that end a turn
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, known: int):
+        self.vocab = vocab
+        self.known = known
+        self.ends = frozenset(tokenizer.eos_token_ids)
+        self.think_start: tuple[int, ...] = tuple(tokenizer.think_start_tokens or ())
+        self.think_end: tuple[int, ...] = tuple(tokenizer.think_end_tokens or ())
+        spaces = (tokenizer.encode(text, add_special_tokens=False) for text in ("\n", "\n\n", " "))
+        self.spaces = frozenset(ids[0] for ids in spaces if len(ids) == 1)
+        self.space_ids = np.array(sorted(self.spaces), dtype=np.int64)
+        self.not_ended = np.ones(vocab, np.bool_)
+        self.not_ended[[end for end in self.ends if end < vocab]] = False
+
+
+class ConstraintCompiler:
+    """Of one loaded model. `tokenizer`: mlx-lm's TokenizerWrapper; `vocab`: width of its logits.
+
+    Thread-safe. The first constraint waits for a table of the tokenizer, about a second for a large one.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int):
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._building = threading.Lock()
+        self._made: tuple[Grammars, _Facts] | None = None
+
+    def compile(self, request: GenerateRequest, *, thinking: bool) -> Constraint | None:
+        """The constraint that `request` asks for, if any. Raises InvalidRequest for one that can't be.
+
+        thinking  the prompt ends inside a thinking block
+        """
+        prompt = request.prompt
+        chat = prompt if isinstance(prompt, Conversation) else None
+        wanted = Wanted.of(request, lambda: self._parts("tools")[0].bare_text)
+        if wanted is None:
+            return None
+        from llguidance import LLMatcher
+
+        grammars, facts = self._parts(wanted.param)
+        matcher = LLMatcher(grammars.vocabulary, grammars.of(wanted), log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"{wanted.param}: {brief(matcher.get_error())}", param=wanted.param)
+        may_think = chat is not None and chat.thinking is not False
+        return Constraint(matcher, facts, thinking=thinking, may_think=may_think)
+
+    # ----------------------------------------------------------------- the tokenizer
+
+    def _parts(self, param: str) -> tuple[Grammars, _Facts]:
+        with self._building:
+            if self._made is None:
+                self._made = self._make(param)
+            return self._made
+
+    def _make(self, param: str) -> tuple[Grammars, _Facts]:
+        from llguidance import LLTokenizer
+        from llguidance.hf import from_tokenizer
+
+        inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+        try:
+            made = from_tokenizer(
+                inner,
+                n_vocab=max(self._vocab, len(inner)),
+                eos_token=sorted(self._tokenizer.eos_token_ids),
+                slices=LLTokenizer.json_slices(),
+            )
+        except Exception as error:  # no fast tokenizer, or one that llguidance can't read
+            log.warning("no grammars for this tokenizer: %s", error)
+            raise InvalidRequest(
+                f"{param}: this model's tokenizer can't be held to a grammar", param=param
+            ) from error
+        added = {str(token): id for id, token in inner.added_tokens_decoder.items()}
+        controls = {token: id for token, id in added.items() if made.is_special_token(id)}
+        return Grammars(made, spelling_name(self._tokenizer), controls), _Facts(
+            self._tokenizer, self._vocab, made.vocab_size
+        )
+
+
+class ForcedAnswer:
+    """A constraint (constraint.py) that lets one token through a step: the next of `tokens`, of `vocab`.
+
+    The request ends with the last of them, by its limit of tokens.
+    """
+
+    error: OmlxdError | None = None
+
+    def __init__(self, tokens: Sequence[int], vocab: int):
+        self._tokens = tokens
+        self._vocab = vocab
+        self._at = 0
+        self.mask: np.ndarray | None = self._mask()
+
+    def advance(self, token: int) -> None:
+        self._at += 1
+        self.mask = self._mask()
+
+    def _mask(self) -> np.ndarray | None:
+        if self._at >= len(self._tokens):
+            return None
+        mask = np.zeros(self._vocab, np.bool_)
+        mask[self._tokens[self._at]] = True
+        return mask

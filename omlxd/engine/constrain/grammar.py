@@ -1,0 +1,234 @@
+"""What a request wants its answer to be, as one grammar for llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...chat import AnswerFormat, Conversation, GenerateRequest, Tool
+from ...errors import InvalidRequest
+from .call_formats import carries_text
+from .call_grammar import JSON_OPTIONS, TEXT, CallGrammar, json_term
+from .harmony_grammar import CONTROLS, HarmonyGrammar
+from .json_schema import closed
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """What the answer of a request must be.
+
+    tools    that may be called; empty: calls are not looked at
+    forced   one of them must be
+    many     several calls may be made
+    thought  thinking may come first
+    chat     the prompt is a conversation
+    param    the request's field that asks for it
+    """
+
+    format: AnswerFormat | None
+    tools: Sequence[Tool]
+    forced: bool
+    many: bool
+    thought: bool
+    chat: bool
+    param: str
+
+    @classmethod
+    def of(cls, request: GenerateRequest, bare_text: Callable[[], bool]) -> Wanted | None:
+        """None: the answer may be anything.
+
+        bare_text()  whether the model's calls can carry the text of a custom tool's grammar. Where they
+                     can't, a call that is not forced is free: the tool's description states the
+                     grammar, and Codex offers such a tool with each request.
+        """
+        chat = request.prompt if isinstance(request.prompt, Conversation) else None
+        tools, forced = _tools_of(chat)
+        if not forced and any(tool.input_grammar for tool in tools) and not bare_text():
+            tools = [msgspec.structs.replace(tool, input_grammar="") for tool in tools]
+        limited = chat is not None and 0 < len(tools) < len(chat.tools)
+        if request.format is None and not forced and not limited and not any(map(_is_held, tools)):
+            return None
+        choice = "tool_choice" if forced or limited else "tools"
+        return cls(
+            format=request.format,
+            tools=tools,
+            forced=forced,
+            many=chat is None or not chat.one_call,
+            thought=chat is not None and chat.thinking is not False,
+            chat=chat is not None,
+            param=request.format.param if request.format and not forced else choice,
+        )
+
+
+def _is_held(tool: Tool) -> bool:
+    """Whether a call of it must be as the tool says even where no call is forced."""
+    return tool.strict or bool(tool.input_grammar)
+
+
+def _tools_of(chat: Conversation | None) -> tuple[Sequence[Tool], bool]:
+    """The tools that may be called, and whether one must be. `none`: nothing may."""
+    if chat is None or chat.tool_choice == "none":
+        return (), False
+    if chat.tool_choice.startswith("named:"):
+        name = chat.tool_choice.removeprefix("named:")
+        return [tool for tool in chat.tools if tool.name == name], True
+    tools = [tool for tool in chat.tools if not chat.allowed_tools or tool.name in chat.allowed_tools]
+    return tools, chat.tool_choice == "required"
+
+
+class Grammars:
+    """Of one tokenizer. Every method raises InvalidRequest for what can't be enforced.
+
+    spelling  of calls, as in engine/constrain/call_formats.py
+    controls  tokens that no text holds → their ids
+
+    bare_text  calls can carry the text of a custom tool's grammar
+    """
+
+    def __init__(self, vocabulary: LLTokenizer, spelling: str, controls: Mapping[str, int]):
+        self.vocabulary = vocabulary
+        self._spelling = spelling
+        self._controls = controls
+        words = sorted(map(re.escape, controls), key=len, reverse=True)
+        self._cut = re.compile(f"({'|'.join(words)})") if words else re.compile(r"((?!))")
+        self._harmony = controls.keys() >= set(CONTROLS)
+        self.bare_text = not self._harmony and carries_text(spelling)
+
+    def of(self, wanted: Wanted) -> str:
+        if self._harmony and wanted.chat:
+            grammar = self._messages(wanted)
+        elif not wanted.tools:
+            assert wanted.format is not None
+            grammar = self._answer(wanted.format)
+        else:
+            grammar = self._calls(wanted)
+        if problem := self._problem(grammar):
+            raise InvalidRequest(f"{wanted.param}: this can't be enforced: {problem}", param=wanted.param)
+        return grammar
+
+    # ----------------------------------------------------------------- answers
+
+    def _answer(self, format: AnswerFormat) -> str:
+        try:
+            return _grammar_of(format)
+        except ValueError as error:
+            raise InvalidRequest(f"{format.param}: {brief(str(error))}", param=format.param) from error
+
+    def _checked_schema(self, format: AnswerFormat) -> None:
+        if format.kind != "json":
+            raise InvalidRequest(f"{format.param}: it can't stand beside tools", param=format.param)
+        if problem := self._why_not(format.schema):
+            raise InvalidRequest(f"{format.param}: {problem}", param=format.param)
+
+    # ----------------------------------------------------------------- calls
+
+    def _calls(self, wanted: Wanted) -> str:
+        calls = CallGrammar(self._spelling, wanted.tools, self._literal, self._why_not, wanted.param)
+        if not wanted.forced and wanted.format is None:
+            return _packed(self._free_text(calls), calls.inputs)
+        rules = calls.rules(wanted.many)
+        if wanted.forced:
+            return _packed(f"start: calls\n{rules}", calls.inputs)
+        assert wanted.format is not None
+        self._checked_schema(wanted.format)
+        answer = f"answer: {json_term(wanted.format.schema)}"
+        return _packed(f"start: calls | answer\n{answer}\n{rules}", calls.inputs)
+
+    def _free_text(self, calls: CallGrammar) -> str:
+        """Any text, and calls in it that are as the grammar has them."""
+        opening = self._literal(calls.opening)
+        if opening.startswith("<["):  # A special token, which no text holds.
+            return f"start: TEXT (calls TEXT)*\n{TEXT}\n{calls.rules(many=True)}"
+        rules = calls.rules(many=False, opened=True)
+        return f"start: (begun calls)* TEXT\n{TEXT}\nbegun[lazy]: /(.|\\n)*/ {opening}\n{rules}"
+
+    def _messages(self, wanted: Wanted) -> str:
+        messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, wanted.thought)
+        if wanted.forced:
+            return messages.forced()
+        if wanted.format is None:
+            return messages.free()
+        if wanted.tools or wanted.format.kind == "json":
+            self._checked_schema(wanted.format)
+            return messages.answer(json_term(wanted.format.schema))
+        inner = self._answer(wanted.format)
+        answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
+        whole = {"name": "messages", "lark_grammar": messages.answer("@answer")}
+        return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]})
+
+    # ----------------------------------------------------------------- what can be enforced
+
+    def _why_not(self, schema: dict[str, Any]) -> str:
+        try:
+            return self._problem(_grammar_of(AnswerFormat("json", schema)))
+        except ValueError as error:
+            return brief(str(error))
+
+    def _problem(self, grammar: str) -> str:
+        """Warnings count: they tell of what would be ignored."""
+        from llguidance import LLMatcher
+
+        _, messages = LLMatcher.validate_grammar_with_warnings(grammar, self.vocabulary)
+        return brief(messages[0]) if messages else ""
+
+    def _literal(self, text: str) -> str:
+        """Text as a term of Lark: special tokens by their ids, the rest as a string."""
+        terms = []
+        for piece in filter(None, self._cut.split(text)):
+            id = self._controls.get(piece)
+            terms.append(json.dumps(piece, ensure_ascii=False) if id is None else f"<[{id}]>")
+        return " ".join(terms)
+
+
+def _packed(grammar: str, inputs: Mapping[str, str]) -> str:
+    """A grammar and those that it names by `@`."""
+    if not inputs:
+        return grammar
+    others = [{"name": name, "lark_grammar": text} for name, text in inputs.items()]
+    return json.dumps({"grammars": [{"name": "calls", "lark_grammar": grammar}, *others]})
+
+
+MOST_CHARS = 1 << 18
+"""Of a grammar that is no JSON schema: 10,000 choices take 0.6 s, 100,000 took 115 s."""
+
+
+def _grammar_of(format: AnswerFormat) -> str:
+    """Raises ValueError for what is no schema at all."""
+    from llguidance import LLMatcher
+
+    options: Any = JSON_OPTIONS
+    if (chars := len(format.text) + sum(map(len, format.choices))) > MOST_CHARS:
+        raise ValueError(f"it has {chars} characters, and {MOST_CHARS} is the most")
+    match format.kind:
+        case "json":
+            return LLMatcher.grammar_from_json_schema(closed(format.schema), overrides=options)
+        case "regex":
+            return LLMatcher.grammar_from_regex(format.text)
+        case "lark":
+            return LLMatcher.grammar_from_lark(_lark(format.text))
+        case "choice":
+            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in format.choices)
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's or in GBNF's syntax, as Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:  # its parser raises what it likes
+        raise ValueError(f"the grammar can't be read: {error}") from error
+
+
+def brief(text: str) -> str:
+    """llguidance's words on one line, without its account of the state, which holds the answer's text."""
+    return " ".join(text.partition("<state>")[0].split())[:300]

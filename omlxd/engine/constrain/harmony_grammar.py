@@ -1,0 +1,68 @@
+"""Grammars of gpt-oss's messages (harmony.py reads them). The output begins inside a header.
+
+A call ends its turn, so there is one at most, whatever `parallel_tool_calls` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...chat import Tool
+from .call_grammar import TEXT, enforceable, json_term, no_grammar_in_json
+from .value_grammar import Check, Literal
+
+_GO_ON = "<|end|><|start|>assistant"
+_BODY = "<|message|>"
+
+
+class HarmonyGrammar:
+    """Rules of Lark. Raises InvalidRequest where there can be no such grammar.
+
+    thinking  a message of analysis may come first
+    """
+
+    def __init__(self, tools: Sequence[Tool], literal: Literal, check: Check, thinking: bool):
+        self._literal = literal
+        self._thinking = thinking
+        names = [f"call_{index}" for index in range(len(tools))]
+        self._calls = [f"calls: {' | '.join(names)}"] if names else []
+        for name, tool in zip(names, tools, strict=True):
+            to = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json{_BODY}"
+            if tool.input_grammar:
+                raise no_grammar_in_json(tool)
+            arguments = json_term(enforceable(tool, check))
+            self._calls.append(f"{name}: {literal(to)} {arguments} {literal('<|call|>')}")
+
+    def forced(self) -> str:
+        """One call."""
+        return self._grammar(f"start: {self._thought} calls")
+
+    def answer(self, term: str, *rules: str) -> str:
+        """A final message that is `term`, or a call if there are tools."""
+        final = f"{self._literal('<|channel|>final' + _BODY)} {term}"
+        calls = " | calls" if self._calls else ""
+        return self._grammar(f"start: {self._thought} (final{calls})", f"final: {final}", *rules)
+
+    def free(self) -> str:
+        """Any messages, and a call that is as its tool has it."""
+        channels = '("analysis" | "commentary")' if self._thinking else '"commentary"'
+        other = (
+            f"{self._literal('<|channel|>')} {channels} {self._literal(_BODY)} TEXT {self._literal(_GO_ON)}"
+        )
+        final = f"{self._literal('<|channel|>final' + _BODY)} TEXT"
+        return self._grammar("start: other* (final | calls)", f"other: {other}", f"final: {final}", TEXT)
+
+    @property
+    def _thought(self) -> str:
+        return "thought?" if self._thinking else ""
+
+    def _grammar(self, *rules: str) -> str:
+        told = [*rules, *self._calls]
+        if self._thinking and "thought" in rules[0]:
+            head = self._literal("<|channel|>analysis" + _BODY)
+            told += [f"thought: {head} TEXT {self._literal(_GO_ON)}", TEXT]
+        return "\n".join(told)
+
+
+CONTROLS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+"""A vocabulary with all of these is harmony's."""

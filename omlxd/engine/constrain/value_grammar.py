@@ -1,0 +1,322 @@
+"""JSON schemas as rules of Lark, for values that a call spells in another way than as one JSON object.
+
+| spelling | string                  | key   | words               | of                     |
+|----------|-------------------------|-------|---------------------|------------------------|
+| JSON     | "…" with escapes        | "key" | true, false, null   | a tag a parameter      |
+| Python   | the same                | "key" | also True and so on | pythonic (LFM2)        |
+| Gemma    | bare text between marks | key   | true, false, null   | Gemma 4, FunctionGemma |
+
+No string holds a text that would end the call (`never`): JSON and Python have escapes for it.
+What is written is always as the schema says; not all that a schema allows can be written: properties
+come in its order, and no others but those it names if it names any.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .json_schema import Unenforceable, branches
+
+Check = Callable[[dict[str, Any]], str]
+"""A JSON schema → why llguidance can't enforce it, or ""."""
+Literal = Callable[[str], str]
+"""Text → a term of Lark, special tokens as tokens."""
+
+_ANY_TEXT = "(?s:.*)"
+_LETTER = r'([^"\\\x00-\x1f\x7f]|\\(["\\nrtbf]|u[0-9a-c][0-9a-f]{3}))'
+"""Of a string in JSON's quotes and in Python's alike."""
+_INTEGER = r"-?(0|[1-9][0-9]{0,17})"
+_NUMBER = _INTEGER + r"(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?"
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TEXT_RULES = ("pattern", "format")
+
+
+@dataclass(slots=True, frozen=True)
+class ValueSpelling:
+    """`quote`: the mark on each side of a bare string; "": strings as in JSON. `never`: in no string."""
+
+    quote: str = ""
+    words: tuple[str, str, str] = ('"true"', '"false"', '"null"')
+    spaces: bool = True
+    never: tuple[str, ...] = ()
+
+
+PYTHON_WORDS = ('("True" | "true")', '("False" | "false")', '("None" | "null")')
+
+
+def plain(text: str) -> str:
+    """Text as a term of Lark, letter by letter: no control token, whatever it says."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def regex_of(text: str) -> str:
+    """A regular expression for `text`, to stand between slashes."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$/])", r"\\\1", text).replace("\n", "\\n")
+
+
+def but_not(texts: Sequence[str], last: str = "") -> str:
+    """The rest of a terminal whose text holds none of `texts`, and `last` nowhere but at its end."""
+    told = [f"({'|'.join(map(regex_of, texts))}){_ANY_TEXT}"] if texts else []
+    if last:
+        told.append(f"{regex_of(last)}(?s:.+)")
+    return f" & ~/{_ANY_TEXT}({'|'.join(told)})/" if told else ""
+
+
+def text_regex(schema: dict[str, Any]) -> str:
+    """The regular expression of a bare string. Raises Unenforceable."""
+    if "format" in schema:
+        raise Unenforceable(f"format {schema['format']!r} of a text that is written without quotes")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    body = _ANY_TEXT if not least and most is None else f"(?s:.){{{least},{'' if most is None else most}}}"
+    if (pattern := schema.get("pattern")) is None:
+        return body
+    if body == _ANY_TEXT and pattern.startswith("^(?:") and pattern.endswith(")$"):
+        return pattern[1:-1].replace("/", r"\/")
+    if body != _ANY_TEXT:
+        raise Unenforceable("pattern beside a length, of a text that is written without quotes")
+    whole = pattern.removeprefix("^") if pattern.startswith("^") else f"{_ANY_TEXT}({pattern})"
+    ends = whole.endswith("$") and not whole.endswith("\\$")
+    if "|" in pattern and (ends or pattern.startswith("^")):
+        raise Unenforceable(f"pattern {pattern!r} of a text that is written without quotes")
+    whole = whole[:-1] if ends else f"{whole}{_ANY_TEXT}"
+    return f"({whole})".replace("/", r"\/")
+
+
+class ValueRules:
+    """Rules for the values of one tool, gathered in `rules`.
+
+    prefix     of the names of all rules
+    root       the schema that `$ref` looks into
+    strict     what can't be enforced raises Unenforceable; else it is passed over
+    terminals  what follows the name → the name; shared by all tools, so that few are to be told apart
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        root: dict[str, Any],
+        spelling: ValueSpelling,
+        literal: Literal,
+        check: Check,
+        strict: bool,
+        terminals: dict[str, str],
+    ):
+        self.rules: list[str] = []
+        self._terminals = terminals
+        self._prefix = prefix
+        self._root = root
+        self._spelling = spelling
+        self._literal = literal
+        self._check = check
+        self._strict = strict
+        self._made: dict[str, str] = {}
+        self._names = 0
+        self._space = self.terminal("/[ \\n]{1,8}/") + "?" if spelling.spaces else ""
+
+    def term(self, schema: Any) -> str:
+        """A term for values that are as `schema` says. Raises Unenforceable."""
+        key = json.dumps(schema, sort_keys=True, default=str)
+        if (known := self._made.get(key)) is None:
+            known = self._made[key] = self._name()  # first: a schema may hold itself
+            self._rule_as(known, self._any_of(schema))
+        return known
+
+    def spelled(self, value: Any) -> str:
+        """A term for just `value`. Raises Unenforceable."""
+        spelling = self._spelling
+        if spelling.quote and isinstance(value, str):
+            if any(text in value for text in (spelling.quote, *spelling.never)):
+                raise Unenforceable(f"the text {value[:60]!r}, which this model's format can't hold")
+            mark = self._literal(spelling.quote)
+            return f"{mark} {plain(value)} {mark}" if value else f"{mark} {mark}"
+        if spelling.quote and isinstance(value, list):
+            return f'"[" {self._spelled_row([self.spelled(item) for item in value])} "]"'
+        if spelling.quote and isinstance(value, dict):
+            row = [f"{self.key(key)} {self.spelled(item)}" for key, item in value.items()]
+            return f'"{{" {self._spelled_row(row)} "}}"'
+        text = json.dumps(value, ensure_ascii=False)
+        if any(each in text for each in spelling.never):
+            text = text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
+        return plain(text)
+
+    def key(self, name: str) -> str:
+        """A term for a member's name and what stands before its value."""
+        if self._spelling.quote and re.fullmatch(r"\w+", name):
+            return plain(f"{name}:")
+        return f'{self.spelled(name)} ":" {self._space}'
+
+    def members(self, pairs: Sequence[tuple[str, bool]]) -> str:
+        """A term for members in this order; each is (term, whether it must be there)."""
+        if not pairs:
+            return ""
+        comma = f'"," {self._space}'
+        names = [self._name() for _ in range(2 * len(pairs))]
+        firsts, rests = names[: len(pairs)], names[len(pairs) :]
+        for index, (term, must) in enumerate(pairs):
+            more = rests[index + 1] if index + 1 < len(pairs) else ""
+            later = f" | {firsts[index + 1]}" if more and not must else ""
+            self._rule_as(firsts[index], f"{term} {more}{later}")
+            self._rule_as(rests[index], f"({comma} {term}){'' if must else '?'} {more}")
+        return firsts[0] if any(must for _, must in pairs) else f"{firsts[0]}?"
+
+    # ----------------------------------------------------------------- schemas
+
+    def _any_of(self, schema: Any) -> str:
+        terms: list[str] = []
+        try:
+            found = branches(schema, self._root, self._strict)
+        except Unenforceable:
+            if self._strict:
+                raise
+            found = [{}]
+        for branch in found:
+            try:
+                terms.append(self._branch(branch))
+            except Unenforceable:
+                if self._strict:
+                    raise
+        if not terms and self._strict:
+            raise Unenforceable("a schema that allows nothing")
+        return " | ".join(dict.fromkeys(terms or [self._anything()]))
+
+    def _branch(self, schema: dict[str, Any]) -> str:
+        """A term for a schema of one type, or of certain values."""
+        if "enum" in schema:
+            return " | ".join(self.spelled(value) for value in schema["enum"])
+        match schema.get("type"):
+            case "string":
+                return self._string(schema)
+            case "integer" | "number":
+                return self._number(schema)
+            case "boolean":
+                return f"{self._spelling.words[0]} | {self._spelling.words[1]}"
+            case "null":
+                return self._spelling.words[2]
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+        return self._anything()
+
+    def _string(self, schema: dict[str, Any]) -> str:
+        if self._spelling.quote:
+            mark = self._literal(self._spelling.quote)
+            whole = self._open_text(schema) if mark.startswith("<[") else self._closed_text(schema)
+            return f"{mark} {whole}"
+        if found := {name: schema[name] for name in _TEXT_RULES if name in schema}:
+            lengths = {name: schema[name] for name in ("minLength", "maxLength") if name in schema}
+            return self._json({"type": "string", **found, **lengths})
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        return self.terminal(f'/"{_LETTER}{count}"/{but_not(self._spelling.never)}')
+
+    def _open_text(self, schema: dict[str, Any]) -> str:
+        """Text and its closing mark, which is a token of its own."""
+        body = text_regex(schema)
+        never = (self._spelling.quote, *self._spelling.never)
+        name = self.terminal(f"/{body}/{but_not(never)}")
+        return f"{name} {self._literal(self._spelling.quote)}"
+
+    def _closed_text(self, schema: dict[str, Any]) -> str:
+        body = text_regex(schema)
+        quote = self._spelling.quote
+        whole = f"/{body}{regex_of(quote)}/{but_not(self._spelling.never, last=quote)}"
+        return self.closed(whole)
+
+    def _number(self, schema: dict[str, Any]) -> str:
+        bounds = {name: schema[name] for name in _BOUNDS if name in schema}
+        if bounds:
+            return self._json({"type": schema["type"], **bounds})
+        whole = schema["type"] == "integer"
+        return self.terminal(f"/{_INTEGER if whole else _NUMBER}/")
+
+    def _json(self, schema: dict[str, Any]) -> str:
+        if problem := self._check(schema):
+            raise Unenforceable(problem)
+        return f"%json {json.dumps(schema, ensure_ascii=False)}"
+
+    def _array(self, schema: dict[str, Any]) -> str:
+        space = self._space
+        if "prefixItems" in schema:
+            items = [self.term(item) for item in schema["prefixItems"]]
+            return f'"[" {space} {self._spelled_row(items)} {space} "]"'
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return f'"[" {space} "]"'
+        item = self.term(schema.get("items", True))
+        count = f"{{{max(least, 1) - 1},{'' if most is None else most - 1}}}"
+        row = f'{item} ("," {space} {item}){count}'
+        return f'"[" {space} {row if least else f"({row})?"} {space} "]"'
+
+    def _object(self, schema: dict[str, Any]) -> str:
+        space = self._space
+        properties = schema.get("properties") or {}
+        required = [key for key in schema.get("required") or () if key not in properties]
+        others = schema.get("additionalProperties", True)
+        if others is False and required:
+            raise Unenforceable(f"the required property {required[0]!r}, which it does not allow")
+        pairs = {**properties, **dict.fromkeys(required, others)}
+        if not pairs:
+            if others is False:
+                return f'"{{" {space} "}}"'
+            return f'"{{" {space} {self._map(others)} {space} "}}"'
+        must = set(schema.get("required") or ())
+        told: list[tuple[str, bool]] = []
+        for key, inner in pairs.items():
+            try:
+                told.append((f"{self.key(key)} {self.term(inner)}", key in must))
+            except Unenforceable:
+                if self._strict or key in must:
+                    raise
+        return f'"{{" {space} {self.members(told)} {space} "}}"'
+
+    def _map(self, values: Any) -> str:
+        """Members of any name."""
+        if self._spelling.quote:
+            key = self.terminal("/[A-Za-z_][A-Za-z0-9_]{0,60}:/")
+        else:
+            key = f'{self._string({})} ":" {self._space}'
+        pair = f"{key} {self.term(values)}"
+        return f'({pair} ("," {self._space} {pair})*)?'
+
+    def _anything(self) -> str:
+        if (known := self._made.get("any")) is None:
+            known = self._made["any"] = self._name()
+            kinds = ({"type": kind} for kind in ("string", "number", "boolean", "null"))
+            terms = [self._branch(kind) for kind in kinds]
+            row = f'({known} ("," {self._space} {known})*)?'
+            terms.append(f'"[" {self._space} {row} {self._space} "]"')
+            self._made.setdefault("true", known)
+            terms.append(f'"{{" {self._space} {self._map(True)} {self._space} "}}"')
+            self._rule_as(known, " | ".join(terms))
+        return known
+
+    # ----------------------------------------------------------------- rules
+
+    def _spelled_row(self, terms: Sequence[str]) -> str:
+        return f' "," {self._space} '.join(terms)
+
+    def _name(self) -> str:
+        self._names += 1
+        return f"{self._prefix}_{self._names}"
+
+    def rule(self, body: str) -> str:
+        """The name of a new rule."""
+        name = self._name()
+        self._rule_as(name, body)
+        return name
+
+    def _rule_as(self, name: str, body: str) -> None:
+        self.rules.append(f"{name}: {body}")
+
+    def terminal(self, body: str) -> str:
+        """The name of a terminal, the same one for the same body."""
+        return self._terminals.setdefault(f": {body}", f"T_{len(self._terminals)}")
+
+    def closed(self, body: str) -> str:
+        """As `terminal`, of a text that is over as soon as it can be."""
+        return self._terminals.setdefault(f"[lazy]: {self.terminal(body)}", f"t_{len(self._terminals)}")

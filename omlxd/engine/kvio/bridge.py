@@ -1,0 +1,382 @@
+"""Between a sequence's cache and the KV store: offering full blocks, and bringing cached ones back.
+
+Runs on the engine thread, but for the reads that `Restore` (restore.py) does on I/O threads.
+
+A parent's blocks, held while its sub-agent runs: nothing that the sub-agent computes evicts them.
+
+Held blocks have a reference, so the pool can't evict them; where that leaves the hot tier no room, the
+sub-agent's own blocks go to the cold tier alone. Engine thread.
+"""
+# MERGED: docstrings of harvest.py, shelter.py (join by hand)
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ...kv.block_pool import BlockTable
+from ...kv.checkpoint import checkpoint_name
+from ...kv.hashing import BlockHash
+from ...kv.layout import KVLayout
+from ...kv.store import KVStore
+from .. import mlx_adapter
+from ..sequence import Sequence, capacity_for
+from .checkpointer import MOST_RESTORES, StateKeeper
+from .payload import MLXPayload, append_blocks, copy_blocks
+from .restore import Restore
+from .transport import transport
+
+
+def hold(store: KVStore, sequence: Sequence) -> None:
+    """Take references to the blocks of `sequence.shelter` that are cached; once."""
+    if sequence.shelter and not sequence.sheltered:
+        found = (store.pool.get_cached_block(name) for name in sequence.shelter)
+        sequence.sheltered = [block for block in found if block is not None]
+        store.pool.touch(sequence.sheltered)
+
+
+def let_go(store: KVStore, sequence: Sequence) -> None:
+    """Give them back, more recent than what the sub-agent has used: call it after that."""
+    held, sequence.sheltered = sequence.sheltered, []
+    names, sequence.shelter = list(sequence.shelter), ()
+    if held:
+        store.pool.free(held)
+    if names:
+        store.record_use(names)
+
+
+log = logging.getLogger(__name__)
+
+STAGED_READERS, DIRECT_READERS = 8, max(2, min(4, os.cpu_count() or 4))
+"""I/O threads that read block files, for the two kinds of transport: enough to keep an SSD's queue full.
+
+Staged: beside an H100 on 16 cores 4, 8 and 16 give 11.5, 18.8 and 21.3 GB/s to the first token
+(tools/bench/gpu.py). Direct reads scatter and digest each piece, and each lets go of the interpreter:
+on those 16 cores 1, 2, 4 and 8 threads give 4.0, 5.7, 9.3 and 7.0 GB/s (tools/bench/block_files.py, page
+cache warm, read 256 KiB at a time; plain reads 4.4, 9.1, 17.9, 26.9), and on 2 cores 1, 2 and 4 give
+11.1, 15.0 and 13.0 (tools/bench/restore.py, 1 MiB at a time; page cache dropped 1.4, 1.6 and 1.6).
+One digest over a mapping of the file needs far fewer such steps (2 cores: 13 to 15 GB/s where these gave
+10 to 13), but an I/O error in a mapping is a signal that ends the engine, and the bytes that were checked
+would not be those that were put in place."""
+
+
+PROMOTED_BLOCKS = 64
+"""Blocks that are copied into the hot tier at a time."""
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A restore under way: names that it reads, and restores that wait for it."""
+
+    names: set[BlockHash]
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class KVBridge:
+    """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
+
+    states  for a model that also keeps state which exists only at a position; else None
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layout: KVLayout,
+        store: KVStore,
+        post: Callable[[Callable[[], None]], None],
+        states: StateKeeper | None = None,
+        readers: int | None = None,
+    ):
+        self._model = model
+        self._layout = layout
+        self.states = states
+        self.store = store
+        self._post = post
+        self._block = store.block_size
+        self._restores: list[_Shared] = []
+        readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
+        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
+
+    # ----------------------------------------------------------------- into the store
+
+    def harvest(self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]]) -> None:
+        """Offer every full block of the cache that the store has not been offered yet.
+
+        tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
+
+        Not a block that holds the newest token: it may have been put through the model, but nobody has
+        looked at the logits.
+
+        Raises nothing: where there is no memory for copies, nobody's answer fails for it.
+        """
+        table = sequence.table
+        if table is None or not self._layout.groups:
+            return
+        if sequence.kv_length > table.num_tokens:
+            table.append(sequence.kv_length - table.num_tokens)
+        full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
+        sequence.hash_output(full, self._block)
+        try:
+            self._offer(sequence, table, full, tensors)
+        except Exception:
+            log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
+        new = max(0, full - sequence.harvested)
+        self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
+        sequence.harvested = max(sequence.harvested, full)  # Those that failed are not tried again.
+
+    def _offer(
+        self,
+        sequence: Sequence,
+        table: BlockTable,
+        full: int,
+        tensors: Callable[[int, int], dict[str, mx.array]],
+    ) -> None:
+        for run in self._wanted_runs(sequence, full):
+            first, last = run[0] * self._block, (run[-1] + 1) * self._block
+            starts = [(index - run[0]) * self._block for index in run]
+            payloads = copy_blocks(self._layout, tensors(first, last), starts, self._block)
+            for index, payload in zip(run, payloads, strict=True):
+                key = sequence.key(index, self._block)
+                had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
+                sequence.stored[key.block_hash] = had_file
+
+    def harvest_prefilled(self, sequence: Sequence) -> None:
+        """As `harvest`, from the sequence's own cache (not yet in a batch)."""
+        cache = sequence.cache
+        if cache is not None:
+
+            def cut(start: int, stop: int) -> dict[str, mx.array]:
+                return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
+
+            self.harvest(sequence, cut)
+
+    def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
+        """Indices of blocks to copy, as runs of neighbours."""
+        runs: list[list[int]] = []
+        for index in range(sequence.harvested, full):
+            if not self.store.wants(sequence.hashes[index]):
+                continue
+            if runs and runs[-1][-1] == index - 1:
+                runs[-1].append(index)
+            else:
+                runs.append([index])
+        return runs
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Logits are not finite: remove what the sequence has stored since its last good token or its match.
+
+        Before the first token also what it was restored from, as far as that is not finite: a process that
+        was killed may have left it.
+        """
+        names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.stored}
+        sequence.stored = {}
+        if names:
+            log.warning("request %d: %d blocks without finite logits are removed", sequence.id, len(names))
+            self.store.withdraw(names)
+
+    def _not_finite(self, sequence: Sequence) -> list[BlockHash]:
+        """Names of matched blocks, and of the checkpoint resumed from, that hold NaN or infinity."""
+        if sequence.generated or sequence.cache is None:
+            return []
+        full = sequence.kv_length // self._block
+        good = mx.full((full,), True)
+        for array in mlx_adapter.tensors(sequence.cache).values() if full else ():
+            if mx.issubdtype(array.dtype, mx.floating):
+                finite = mx.isfinite(array[0, :, : full * self._block]).all(axis=(0, 2))
+                good = good & finite.reshape(full, self._block).all(axis=1)
+        names = [
+            name
+            for name, fine in zip(sequence.hashes, cast(list[bool], good.tolist()), strict=False)
+            if not fine
+        ]
+        if self.states is not None and sequence.resume and not self.states.is_finite(sequence):
+            names.append(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        return names
+
+    def finish(self, sequence: Sequence) -> None:
+        """Give the sequence's references back, its chain made recent in both tiers. Raises nothing."""
+        table = sequence.table
+        if table is None:
+            return
+        sequence.table = None
+        try:
+            used = sequence.hashes[: table.num_full]
+            if self.states is not None:
+                if sequence.tip is not None and sequence.tip[0] * self._block >= len(sequence.tokens):
+                    sequence.tip = None  # As with blocks: nobody has looked at the logits after it.
+                if sequence.tip is not None:
+                    self.store.stats.new_state_bytes += sequence.tip[1].nbytes
+                # Before its chain, so the most recent: without it the chain is worth nothing.
+                used = [*self.states.finish(sequence), *used]
+            self.store.record_use(used)
+        except Exception:
+            log.exception("request %d: its end is not kept", sequence.id)
+        table.free()
+        let_go(self.store, sequence)
+
+    # ----------------------------------------------------------------- out of the store
+
+    def limit(self, sequence: Sequence) -> int:
+        """Blocks that a hit may cover: at least one token is left to compute."""
+        return (sequence.prompt_length - 1) // self._block
+
+    def match(self, sequence: Sequence) -> bool:
+        """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
+        if sequence.table is None:
+            sequence.table = self.store.new_table()
+            hold(self.store, sequence)
+        table, limit = sequence.table, self.limit(sequence)
+        if self._layout.groups:
+            self.store.extend_match(table, sequence.hashes, limit)
+            limit = len(table.blocks)
+        if self.states is not None:
+            self.store.cut(table, self.states.match(sequence, limit))
+            if sequence.resume and not self.states.is_hot(sequence):
+                return True
+        cold = [block.payload is None for block in table.blocks]
+        if any(cold) and sequence.restores >= MOST_RESTORES:
+            self.store.cut(table, cold.index(True))
+            return False
+        return any(cold)
+
+    def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
+        """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
+
+        A block that can't be read ends the prefix there; the rest is computed. While another sequence
+        reads some of the same files, this one waits for it, and takes what is hot then from RAM.
+        """
+        names = self._cold_names(sequence)
+        for other in self._restores:
+            if names & other.names:
+                other.waiting.append(lambda: self._again(sequence, ready))
+                return
+        shared = _Shared(names)
+
+        def settled() -> None:
+            self._restores.remove(shared)
+            try:
+                ready()
+            finally:
+                for start in shared.waiting:
+                    start()
+
+        restore = Restore(
+            self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, settled
+        )
+        restore.start()
+        self._restores.append(shared)  # Not if that raised: nobody would settle it.
+
+    def _again(self, sequence: Sequence, ready: Callable[[], None]) -> None:
+        if sequence.cancelled or not self._cold_names(sequence):
+            ready()  # What is hot is appended by `catch_up`.
+        else:
+            self.restore(sequence, ready)
+
+    def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
+        """Names of the matched blocks and the checkpoint that only the disk has."""
+        assert sequence.table is not None
+        blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
+        names = {name for name, block in blocks if block.payload is None}
+        if self.states is not None and sequence.resume and not self.states.is_hot(sequence):
+            names.add(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        return names
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
+
+        Blocks that another request has computed meanwhile are found here too.
+        """
+        table = sequence.table
+        if self.states is not None:
+            self._catch_up_to_checkpoint(sequence)
+            return
+        if table is None or sequence.kv_length % self._block:
+            return
+        have = sequence.kv_length // self._block
+        assert len(table.blocks) >= have
+        if len(table.blocks) == have:
+            self.store.extend_match(table, sequence.hashes, self.limit(sequence))
+        payloads: list[MLXPayload] = []
+        for block in table.blocks[have:]:
+            if not isinstance(block.payload, MLXPayload):
+                break
+            payloads.append(block.payload)
+        self.store.cut(table, have + len(payloads))
+        if payloads:
+            self._append(sequence, payloads)
+
+    def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
+        """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
+        capacity = capacity_for(sequence.prompt_length, sequence.max_new)
+        if sequence.cache is None:
+            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
+        start, count = sequence.kv_length, len(payloads) * self._block
+        append_blocks(self._layout, sequence.cache, payloads, start, self._block, capacity)
+        sequence.kv_length += count
+        sequence.restored_hot += count
+        sequence.harvested = max(sequence.harvested, sequence.kv_length // self._block)
+
+    def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
+        """As `catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
+        table, blocks = sequence.table, sequence.resume
+        if self.states is None or table is None or sequence.kv_length or not blocks:
+            return
+        payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
+        state = self.states.hot(sequence)
+        if state is None or len(payloads) != len(table.blocks):
+            self.store.cut(table, 0)
+            sequence.resume = 0
+            return
+        sequence.cache = mlx_adapter.new_cache(
+            self._model, capacity_for(sequence.prompt_length, sequence.max_new)
+        )
+        self.states.put_into(sequence.cache, state, blocks * self._block)
+        self._append(sequence, payloads)
+        if not payloads:
+            sequence.kv_length = sequence.restored_hot = blocks * self._block
+
+    def promote(self, sequence: Sequence) -> None:
+        """Copy what has just come from the cold tier into the hot one, as far as there is room.
+
+        Where restoring goes through payloads it has done so already. Raises nothing.
+        """
+        table, cache = sequence.table, sequence.cache
+        if table is None or cache is None or not self._layout.groups or not transport().direct:
+            return
+        nbytes = self._layout.nbytes(self._block)
+        most = min(PROMOTED_BLOCKS, self.store.hot_budget() // nbytes)
+        restored = table.blocks[: sequence.kv_length // self._block]
+        cold = [index for index, block in enumerate(restored) if block.payload is None]
+        try:
+            while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
+                cold = cold[most:]
+                first, last = run[0] * self._block, (run[-1] + 1) * self._block
+                tensors = {n: a[:, :, first:last] for n, a in mlx_adapter.tensors(cache).items()}
+                starts = [(index - run[0]) * self._block for index in run]
+                for index, payload in zip(
+                    run, copy_blocks(self._layout, tensors, starts, self._block), strict=True
+                ):
+                    self.store.promote(restored[index], sequence.hashes[index], payload)
+        except Exception:  # No memory for a copy, most likely: they stay cold.
+            log.exception("request %d: what it was restored from stays cold", sequence.id)
+
+    def close(self, deadline_s: float) -> bool:
+        """Flush what is queued. False: the deadline came first."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+        return self.store.close(deadline_s)
+
+
+def last_token_alone() -> bool:
+    """Whether the prompt's last token gets a pass of its own.
+
+    On a GPU a pass for one token costs as much as one for a whole last chunk: it reads all the
+    weights. A CPU takes about as long a token either way, and saves the last layer's MLP for all
+    but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms against 960).
+    """
+    return mlx_adapter.backend() == "cpu"

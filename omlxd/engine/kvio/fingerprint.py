@@ -1,0 +1,118 @@
+"""Digests of weight files: a changed file under the same name must be another namespace.
+
+A digest is of the whole file (xxh3-128). Files of a hub snapshot are links to blobs that the hub
+named by their SHA-256, which is taken as it is. Others are read once and remembered by device,
+inode, size and both times, so a second load of the same files costs a stat each. A digest counts only if
+the file's identity is the same before and after it, and the same as before the load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from ...small_file import read_small
+
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_CHUNK = 8 * 1024 * 1024
+_MEMO = "fingerprints.json"
+_SETTLED_S = 2.0
+"""A file changed more recently is not remembered: another change within the clock's tick (exFAT: 2 s) has its
+times."""
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer*",
+    "vocab.*",
+    "*.tiktoken",
+)
+
+
+def file_identities(model: Path) -> dict[Path, str]:
+    """Identity of every file that decides what the model computes or what a token id means.
+
+    Equal before a load and after the digests: the digests are of what was loaded. Raises OSError.
+    """
+    return {file: _identity(file.stat()) for file in (*_weight_files(model), *_tokenizer_files(model))}
+
+
+def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
+    """File name → digest, of every file that decides what the model computes.
+
+    memo_dir  where digests are remembered, if it is there; None: not remembered. Raises OSError as reads do.
+    """
+    files = _weight_files(model)
+    memo = _read_memo(memo_dir)
+    with ThreadPoolExecutor(4, thread_name_prefix="fingerprint") as pool:
+        results = list(pool.map(lambda file: _digest(file, memo), files))
+    _write_memo(memo_dir, memo, {identity: digest for digest, identity in results if identity})
+    return {file.name: digest for file, (digest, _) in zip(files, results, strict=True)}
+
+
+def tokenizer_fingerprint(model: Path) -> bytes:
+    """16 bytes, of every file that decides what a token id means. Raises OSError as reads do."""
+    state = xxhash.xxh3_128()
+    for file in _tokenizer_files(model):
+        data = file.read_bytes()
+        state.update(f"{file.name} {len(data)}\n".encode())
+        state.update(data)
+    return state.digest()
+
+
+def _weight_files(model: Path) -> list[Path]:
+    return sorted({*model.glob("*.safetensors"), model / "config.json"})
+
+
+def _tokenizer_files(model: Path) -> list[Path]:
+    return sorted({file for pattern in TOKENIZER_FILES for file in model.glob(pattern) if file.is_file()})
+
+
+def _identity(stat: os.stat_result) -> str:
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}"
+
+
+def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
+    """(digest, identity to remember it by; "": not to be remembered)."""
+    if file.is_symlink():
+        blob = os.path.basename(os.readlink(file))
+        if _SHA256.match(blob):
+            return blob, ""
+    if known := memo.get(_identity(file.stat())):
+        return known, ""
+    state = xxhash.xxh3_128()
+    with open(file, "rb", buffering=0) as stream:
+        before = os.fstat(stream.fileno())
+        while chunk := stream.read(_CHUNK):
+            state.update(chunk)
+        after = os.fstat(stream.fileno())
+    settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
+    same = _identity(before) == _identity(after)
+    return state.hexdigest(), _identity(before) if settled and same else ""
+
+
+def _read_memo(folder: Path | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    with contextlib.suppress(OSError, ValueError):
+        memo = json.loads(read_small(folder / _MEMO))
+        if isinstance(memo, dict):
+            return {str(k): str(v) for k, v in memo.items()}
+    return {}
+
+
+def _write_memo(folder: Path | None, memo: dict[str, str], fresh: dict[str, str]) -> None:
+    if folder is None or not fresh:
+        return
+    temp = folder / f"{_MEMO}.{os.getpid()}.tmp"
+    with contextlib.suppress(OSError):  # A folder that has gone is not made anew.
+        temp.write_text(json.dumps({**memo, **fresh}))
+        temp.replace(folder / _MEMO)

@@ -1,0 +1,73 @@
+"""How many bytes the hot tier may hold now.
+
+A fixed limit is taken as it is. Without one the tier grows into what memory safely allows: what the
+machine has free, less a reserve, and never more than half of it. Hot blocks are copies of KV that
+can be had again, so they must be the first to give way: the figure is read afresh twice a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import mlx.core as mx
+
+from ...sizes import available_ram, total_ram
+from ..mlx_adapter import cuda_driver
+
+REFRESH_S = 0.5
+RESERVE_FRACTION = 0.1
+RESERVE_BYTES = 2 << 30
+MOST_FRACTION = 0.5
+
+
+class HotBudget:
+    """Call it for the budget in bytes. `limit` None: as much as is safe; `used`: the tier's bytes now.
+
+    share  what the front leaves to this engine beside the others; None: all
+    """
+
+    def __init__(self, limit: int | None, used: Callable[[], int]):
+        self._limit = limit
+        self._used = used
+        self._read_at = float("-inf")
+        self._budget = 0
+        self.share: int | None = None
+
+    def __call__(self) -> int:
+        own = self._own()
+        return own if self.share is None else min(own, self.share)
+
+    def _own(self) -> int:
+        if self._limit is not None:
+            return self._limit
+        now = time.monotonic()
+        if now - self._read_at >= REFRESH_S:
+            self._read_at = now
+            total, available = memory()
+            reserve = max(RESERVE_BYTES, int(total * RESERVE_FRACTION))
+            spare = max(0, self._used() + available - reserve)
+            self._budget = min(int(total * MOST_FRACTION), spare)
+        return self._budget
+
+
+def memory() -> tuple[int, int]:
+    """(total, available) bytes where MLX's arrays live: the GPU's own memory, or the machine's.
+
+    On CUDA the driver is asked what other processes hold (6 µs a call on an H100's host).
+    """
+    if mx.default_device() == mx.Device(mx.cpu):
+        total = total_ram()
+        return total, min(total, available_ram() + mx.get_cache_memory())
+    info: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        info = cast(dict[str, Any], mx.device_info())
+    total = int(info.get("max_recommended_working_set_size") or info.get("total_memory") or 0)
+    total = total or int(info.get("memory_size") or total_ram())
+    available = total - mx.get_active_memory()
+    with contextlib.suppress(cuda_driver.DriverError):
+        # What other processes hold is not ours to count on; what MLX has freed but keeps is.
+        available = min(available, cuda_driver.free_memory() + mx.get_cache_memory())
+    return total, max(0, available)

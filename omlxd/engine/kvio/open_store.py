@@ -1,0 +1,209 @@
+"""The KV store of one loaded model: its namespace, its tiers, and the bridge to its sequences.
+
+Lets the flusher write what has become due: a thread with a clock, as the engine's has none at rest.
+"""
+# MERGED: docstrings of model_store.py, flush_clock.py (join by hand)
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ... import wire
+from ...errors import ModelError
+from ...kv.block_pool import BlockPool
+from ...kv.checkpoint import CheckpointFiles, Checkpoints
+from ...kv.cold.flusher import Flusher, admission_of
+from ...kv.cold.lease import Space
+from ...kv.cold.tier import ColdTier
+from ...kv.cold.writer import StoreWriter
+from ...kv.files.block_file import BlockFormat
+from ...kv.files.fs import PosixFileSystem
+from ...kv.files.namespace import describe_namespace
+from ...kv.files.paths import LOCK_NAME
+from ...kv.files.record_file import RecordFiles
+from ...kv.hashing import BlockHash, namespace_of
+from ...kv.store import KVStore
+from .. import mlx_adapter
+from ..mlx_adapter import LoadedModel
+from ..prompt.turn_store import TurnFiles
+from .bridge import KVBridge
+from .checkpointer import StateKeeper
+from .fingerprint import file_identities, tokenizer_fingerprint, weight_fingerprints
+from .hot_budget import HotBudget
+from .transport import transport
+
+TICK_S = 2.0
+
+
+class FlushClock:
+    """`post(f)` runs `f` on the engine thread. It is woken only while there is something to do."""
+
+    def __init__(self, flusher: Flusher, post: Callable[[Callable[[], None]], None]):
+        self._flusher = flusher
+        self._post = post
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="kv-clock", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            if self._flusher.has_work:
+                self._post(self._flusher.tick)
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[Callable[[], None]], None]
+"""Runs a call on the engine thread, soon."""
+
+KV_FORMAT = 1
+"""Part of the namespace: raise it when the meaning of stored bytes changes."""
+
+WRITE_QUEUE_FRACTION = 0.05
+"""Of the machine's memory: payloads on their way to disk."""
+
+
+class ModelStore:
+    """`open` builds the store; until then, and for a model without reuse, there is only its name.
+
+    files      `file_identities` from before the load. Raises ModelError if a file has changed since.
+    namespace  32 bytes: of whatever decides what stored KV means; zeros for a model without a layout
+    bridge     to the store; None: not open
+    turns      where remembered turns are kept; None: not open, or no cold tier
+    """
+
+    def __init__(self, load: wire.Load, loaded: LoadedModel, files: Mapping[Path, str]):
+        self._load = load
+        self._loaded = loaded
+        self._settings = load.cache
+        self._clock: FlushClock | None = None
+        self.bridge: KVBridge | None = None
+        self.turns: TurnFiles | None = None
+        self.namespace = self._namespace(Path(load.model_path), files)
+
+    def open(self, space: Space, post: Post) -> KVBridge:
+        """`space`: where the cold tier gets its room. The model must have a layout."""
+        bridge = self.bridge = self._build(space, post)
+        self._describe(bridge.store.cold)
+        if (flusher := bridge.store.flusher) is not None:
+            self._clock = FlushClock(flusher, post)
+        return bridge
+
+    def share_hot(self, nbytes: int | None) -> None:
+        """What the hot tier may hold from now on; None: no limit but its own. Engine thread."""
+        if self.bridge is not None:
+            self._hot_budget.share = nbytes
+            self.bridge.store.trim_hot()
+            mlx_adapter.give_memory_back()  # Else what was evicted stays ours.
+
+    def close(self, deadline_s: float) -> None:
+        """Write what is not on disk yet. Nothing may use the store any more."""
+        if self._clock is not None:
+            self._clock.stop()
+        if self.bridge is not None and not self.bridge.close(deadline_s):
+            log.warning("not every block was stored before the deadline")
+
+    # ----------------------------------------------------------------- building
+
+    def _namespace(self, path: Path, files: Mapping[Path, str]) -> BlockHash:
+        layout = self._loaded.layout
+        if layout is None:
+            return bytes(32)
+        memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
+        self._facts: dict[str, Any] = {
+            "format": KV_FORMAT,
+            "weights": weight_fingerprints(path, memo),
+            "layout": layout.facts(),
+            "states": self._loaded.states.facts() if self._loaded.states else [],
+            "block_size": self._settings.block_size,
+            "versions": mlx_adapter.versions(),
+            "adapter": "",
+            "kv_bits": _quantisation_facts(self._settings),
+            "world": [1, 0],
+        }
+        self._tokenizer = tokenizer_fingerprint(path)
+        if file_identities(path) != files:
+            raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")
+        return namespace_of(self._facts)
+
+    def _describe(self, cold: ColdTier | None) -> None:
+        """Say in the namespace's folder whose it is, for `omlxd cache`."""
+        load = self._load
+        if cold is not None:
+            describe_namespace(
+                Path(load.cache.cold_dir),
+                self.namespace,
+                model_id=load.model_id,
+                model_path=load.model_path,
+                model_type=self._loaded.model_type,
+                block_size=load.cache.block_size,
+                block_bytes=cold.bytes_per_block,
+                facts=self._facts,
+            )
+
+    def _build(self, space: Space, post: Post) -> KVBridge:
+        loaded, settings = self._loaded, self._settings
+        assert loaded.layout is not None
+        pool = BlockPool(settings.initial_blocks)
+        cold = flusher = None
+        if settings.cold_dir:
+            format = BlockFormat(
+                self.namespace,
+                loaded.layout,
+                settings.block_size,
+                read_bytes=transport().read_bytes,
+            )
+            root = Path(settings.cold_dir)
+            self._fs = PosixFileSystem(str(root / LOCK_NAME))
+            cold = ColdTier(root, format, self._fs)
+            queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
+            flusher = Flusher(
+                pool,
+                StoreWriter(cold, space, max_queue_bytes=queue_bytes),
+                post,
+                admission_of(settings.admission),
+                settings.write_back,
+            )
+            self.turns = TurnFiles(
+                RecordFiles(root, self.namespace, self._fs),
+                flusher.writer,
+                space,
+                self._tokenizer,
+            )
+        self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
+        store = KVStore(
+            block_size=settings.block_size,
+            pool=pool,
+            hot_budget=self._hot_budget,
+            post=post,
+            cold=cold,
+            flusher=flusher,
+            space=space if cold else None,
+        )
+        return KVBridge(loaded.model, loaded.layout, store, post, self._keeper(store))
+
+    def _keeper(self, store: KVStore) -> StateKeeper | None:
+        """For a model with state that exists only at a position."""
+        loaded, settings = self._loaded, self._settings
+        states = loaded.states
+        if states is None or not states.tensors or loaded.layout is None:
+            return None
+        files = None
+        if settings.cold_dir:
+            files = CheckpointFiles(
+                Path(settings.cold_dir), self.namespace, states.at, self._fs, transport().read_bytes
+            )
+        return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
+
+
+def _quantisation_facts(settings: wire.CacheSettings) -> object:
+    """Plain JSON, for the namespace."""
+    return [settings.kv_bits, settings.kv_group_size] if settings.kv_bits else 0

@@ -1,0 +1,238 @@
+"""One prefix on its way from the tiers into a sequence's cache.
+
+| transport | I/O threads read into          | the cache                     | hot tier                    |
+|-----------|--------------------------------|-------------------------------|-----------------------------|
+| direct    | arrays of their final size     | is those arrays               | reads again, in background  |
+| staged    | payloads on the device         | is joined, as at a hot hit    | keeps those payloads        |
+
+Which one: engine/kvio/transport.py. Both end with the longest prefix whose every block was good.
+
+Through the whole daemon over HTTP, H100, 8B shape, page cache warm, ms to the first token (medians of
+two, tools/bench/serve.py):
+
+    prompt      computed     hot     after kill -9
+     4,096           584      79               159
+    16,384           905     127               290
+    32,768         1,407     191               377
+    98,304         7,973     388             1,068
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from ...kv.layout import KVLayout
+from ...kv.store import KVStore
+from .. import mlx_adapter
+from ..mlx_adapter import Cache
+from ..sequence import Sequence as Request
+from ..sequence import capacity_for
+from .checkpointer import StateKeeper
+from .payload import Landing, MLXPayload, append_blocks, read_payload
+from .transport import Load, transport
+
+log = logging.getLogger(__name__)
+
+
+class Arrival(Protocol):
+    """Where blocks arrive. `put` and `load` run on I/O threads, an index each; the rest on the engine's."""
+
+    def put(self, index: int, payload: MLXPayload) -> None:
+        """Block `index` is hot."""
+        ...
+
+    def load(self, index: int, load: Load) -> bool:
+        """Block `index` is what `load` fills in. False: it could not."""
+        ...
+
+    def cache(self, model: Any, blocks: int) -> Cache:
+        """A cache of the first `blocks` blocks; the arrival is over."""
+        ...
+
+    def payloads(self) -> Sequence[MLXPayload | None]:
+        """What the hot tier may keep of the blocks. Before `cache`."""
+        ...
+
+
+class Landed:
+    """In arrays of their final size. `capacity`: tokens."""
+
+    def __init__(self, layout: KVLayout, capacity: int, block_size: int):
+        self._landing = Landing(layout, capacity, block_size)
+        self._block = block_size
+
+    def put(self, index: int, payload: MLXPayload) -> None:
+        self._landing.put(index, payload)
+
+    def load(self, index: int, load: Load) -> bool:
+        return load(self._landing.pieces(index))
+
+    def cache(self, model: Any, blocks: int) -> Cache:
+        return mlx_adapter.filled_cache(model, self._landing.take(), blocks * self._block)
+
+    def payloads(self) -> Sequence[MLXPayload | None]:
+        return ()
+
+
+class Gathered:
+    """In payloads, joined at the end: the KV's bytes twice until the pool has taken or dropped them."""
+
+    def __init__(self, layout: KVLayout, capacity: int, block_size: int, blocks: int):
+        self._layout, self._capacity, self._block = layout, capacity, block_size
+        self._payloads: list[MLXPayload | None] = [None] * blocks
+
+    def put(self, index: int, payload: MLXPayload) -> None:
+        self._payloads[index] = payload
+
+    def load(self, index: int, load: Load) -> bool:
+        self._payloads[index] = payload = read_payload(self._layout, self._block, load)
+        return payload is not None
+
+    def cache(self, model: Any, blocks: int) -> Cache:
+        found = mlx_adapter.new_cache(model, self._capacity)
+        whole = [payload for payload in self._payloads[:blocks] if payload is not None]
+        self._payloads = []
+        append_blocks(self._layout, found, whole, 0, self._block, self._capacity)
+        return found
+
+    def payloads(self) -> Sequence[MLXPayload | None]:
+        return list(self._payloads)
+
+
+class Restore:
+    """Begun and settled on the engine thread; `post` gets back to it, `ready` ends it there."""
+
+    def __init__(
+        self,
+        model: Any,
+        layout: KVLayout,
+        store: KVStore,
+        states: StateKeeper | None,
+        readers: ThreadPoolExecutor,
+        post: Callable[[Callable[[], None]], None],
+        sequence: Request,
+        ready: Callable[[], None],
+    ):
+        self._model, self._layout, self._store = model, layout, store
+        self._states, self._readers, self._post = states, readers, post
+        self._sequence = sequence
+        self._ready = ready
+        assert sequence.table is not None
+        sequence.restores += 1
+        self._block = store.block_size
+        self._state: MLXPayload | None = None
+        self._state_cold = False
+        self._blocks = list(sequence.table.blocks)
+        self._cold = [block.payload is None for block in self._blocks]
+        self._keys = [sequence.key(i, self._block) for i in range(len(self._blocks))]
+        self._good = [False] * len(self._blocks)
+        self._left = len(self._blocks) + 1
+        self._lock = threading.Lock()
+        self._arrival: Arrival | None = None
+
+    def start(self) -> None:
+        self._readers.submit(self._allocate)
+
+    def _allocate(self) -> None:
+        try:
+            capacity = capacity_for(self._sequence.prompt_length, self._sequence.max_new)
+            if transport().direct:
+                self._arrival = Landed(self._layout, mlx_adapter.round_up(capacity), self._block)
+            else:
+                self._arrival = Gathered(self._layout, capacity, self._block, len(self._blocks))
+        except Exception:
+            log.exception("restore: can't allocate")
+            self._post(self._settle)
+            return
+        self._readers.submit(self._fill_state)
+        for index in range(len(self._blocks)):
+            self._readers.submit(self._fill, index)
+
+    def _fill_state(self) -> None:
+        try:
+            if self._states is not None:
+                self._state, self._state_cold = self._states.read(self._sequence)
+        except Exception:
+            log.exception("restore: a checkpoint failed")
+        finally:
+            self._one_less()
+
+    def _fill(self, index: int) -> None:
+        arrival = self._arrival
+        assert arrival is not None
+        try:
+            payload = self._blocks[index].payload
+            if isinstance(payload, MLXPayload):
+                arrival.put(index, payload)
+                self._good[index] = True
+            elif not self._sequence.cancelled:
+                key = self._keys[index]
+                self._good[index] = arrival.load(index, lambda views: self._store.load_into(key, views))
+        except Exception:
+            log.exception("restore: block %d failed", index)
+        finally:
+            self._one_less()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._post(self._settle)
+
+    def _settle(self) -> None:
+        """On the engine thread: what came becomes the sequence's, or nothing does and it is computed."""
+        try:
+            self._accept()
+        except Exception:  # out of memory, most likely
+            log.exception("restore: can't fill a cache")
+            sequence = self._sequence
+            sequence.cache, sequence.kv_length, sequence.harvested, sequence.resume = None, 0, 0, 0
+            if sequence.table is not None:
+                self._store.cut(sequence.table, 0)
+        self._ready()
+
+    def _accept(self) -> None:
+        """The good prefix becomes the sequence's cache."""
+        sequence, table, arrival = self._sequence, self._sequence.table, self._arrival
+        assert table is not None
+        self._arrival = None
+        good = self._good.index(False) if False in self._good else len(self._good)
+        if arrival is not None:
+            self._keep_or_lose(arrival)
+        if self._states is not None and (good < len(self._good) or self._state is None):
+            # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
+            good = 0
+            sequence.resume = 0
+        self._store.cut(table, good)
+        if arrival is not None and (good or sequence.resume):
+            self._take(arrival, good)
+
+    def _keep_or_lose(self, arrival: Arrival) -> None:
+        for block, fine in zip(self._blocks, self._good, strict=True):
+            if not fine and not self._sequence.cancelled:
+                self._store.lose(block)
+        for block, key, payload in zip(self._blocks, self._keys, arrival.payloads(), strict=False):
+            if payload is not None:
+                self._store.promote(block, key.block_hash, payload)
+
+    def _take(self, arrival: Arrival, good: int) -> None:
+        """The first `good` blocks, and the state that stands behind them."""
+        sequence, states = self._sequence, self._states
+        blocks = sequence.resume or good
+        tokens = blocks * self._block
+        sequence.cache = arrival.cache(self._model, good)
+        sequence.kv_length, sequence.harvested = tokens, blocks
+        cold = sum(self._cold[:good])
+        if states is not None and self._state is not None:
+            states.put_into(sequence.cache, self._state, tokens)
+            if self._state_cold:
+                states.keep_hot(sequence, self._state)
+            if not good:  # no per-token KV: the state is all that there is
+                good, cold = blocks, blocks * self._state_cold
+        sequence.restored_cold += cold * self._block
+        sequence.restored_hot += (good - cold) * self._block

@@ -1,0 +1,129 @@
+"""Counters that are zero on clean traffic, and the line that the log gets of a request that isn't.
+
+| counter                           | means                                                            |
+|-----------------------------------|------------------------------------------------------------------|
+| prompt_turns_healed               | an echo would have had other tokens than were generated          |
+| prompt_turns_not_healed_<reason>  | and they could not be put back (engine/prompt/turn_memory.py)    |
+| prompt_turn_records_bad           | a remembered turn's file failed its check (prompt/turn_store.py) |
+| prompt_canonical_rejected         | a conversation goes on as before, and its tokens do not          |
+| prompt_control_tokens_exposed     | somebody's control tokens are read as such: the text can't be cut |
+| kv_checkpoint_missing             | blocks are cached further than the deepest checkpoint             |
+| requests_timed_out                | the watchdog ended it                                             |
+
+The log tells no text: counts, reasons, token positions, and a digest of the session's name.
+
+What an engine counts and measures, by name; vLLM's names where it has one.
+"""
+# MERGED: docstrings of correctness.py, figures.py (join by hand)
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+
+import mlx.core as mx
+
+from ..kv.store import KVStore
+from .prompt.pipeline import RenderedPrompt
+from .prompt.sessions import Standing
+from .schedule.scheduler import Scheduler
+from .sequence import Sequence
+
+
+def figures_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
+    """Counters and gauges. `load_peak`: the most bytes that MLX held until the model was loaded."""
+    values = {
+        **scheduler.load_figures(),
+        "prompt_tokens_total": float(scheduler.prefilled_tokens),
+        "generation_tokens_total": float(scheduler.decoded_tokens),
+        "requests_timed_out_total": float(scheduler.watchdog.expired),
+        "mlx_active_bytes": float(mx.get_active_memory()),
+        "mlx_peak_bytes": float(max(mx.get_peak_memory(), scheduler.memory.peak if scheduler.memory else 0)),
+        "mlx_load_peak_bytes": float(load_peak),
+        "mlx_cache_bytes": float(mx.get_cache_memory()),
+    }
+    if scheduler.bridge is not None:
+        values |= store_figures(scheduler.bridge.store)
+    return values
+
+
+def store_figures(store: KVStore) -> dict[str, float]:
+    stats, pool = store.stats, store.pool
+    values: dict[str, float] = {
+        "prefix_cache_queries_total": stats.queries,
+        "prefix_cache_hits_hot_total": stats.hits_hot,
+        "prefix_cache_hits_cold_total": stats.hits_cold,
+        "kv_blocks_cached": pool.num_cached,
+        "kv_blocks_evicted_total": pool.evicted,
+        "kv_hot_bytes": pool.hot_bytes,
+        "kv_hot_budget_bytes": store.hot_budget(),
+        "kv_corrupt_files_total": stats.corrupt,
+        "kv_lost_files_total": stats.lost,
+        "kv_files_restored_total": stats.restored,
+        "kv_bytes_restored_total": stats.restored_bytes,
+        "kv_blocks_put_total": stats.puts,
+        "kv_blocks_not_kept_total": stats.not_kept,
+    }
+    if store.flusher is not None:
+        flusher, writer = store.flusher, store.flusher.writer.stats
+        values |= {
+            "kv_cold_tier_on": flusher.health.is_on,
+            "kv_new_token_bytes_total": stats.new_token_bytes,
+            "kv_new_state_bytes_total": stats.new_state_bytes,
+            "kv_unwritten_blocks": len(flusher.unwritten.due),
+            "kv_unwritten_bytes": flusher.unwritten.due_bytes,
+            "kv_stores_held_back_total": flusher.held_back,
+            "kv_blocks_left_unwritten_total": flusher.left_unwritten,
+            "kv_files_written_total": writer.written,
+            "kv_bytes_written_total": writer.written_bytes,
+            "kv_stores_dropped_total": writer.dropped_full + writer.refused + writer.failed,
+            "kv_store_queue_bytes": flusher.writer.queued_bytes,
+        }
+    return values
+
+
+log = logging.getLogger(__name__)
+
+
+class Correctness:
+    """Thread-safe. `block_size` in tokens."""
+
+    def __init__(self, block_size: int):
+        self._block = block_size
+        self._lock = threading.Lock()
+        self._exposed = 0
+        self._missing = 0
+
+    def note(self, sequence: Sequence, rendered: RenderedPrompt, standing: Standing) -> None:
+        """A request is over, however it ended."""
+        found: dict[str, object] = {}
+        if rendered.healed:
+            found["healed"] = rendered.healed
+        if rendered.refused:
+            found["not_healed"] = ",".join(rendered.refused)
+        if rendered.exposed:
+            found["control_tokens_exposed"] = "yes"
+        if standing.rejected_at is not None:
+            found["canonical_rejected_at_token"] = standing.rejected_at * self._block
+        if sequence.unreached:
+            found["checkpoint_missing_tokens"] = sequence.unreached * self._block
+        with self._lock:
+            self._exposed += rendered.exposed
+            self._missing += bool(sequence.unreached)
+        log.log(
+            logging.INFO if found else logging.DEBUG,
+            "request %d: session=%s %s prompt=%d cached=%d %s",
+            sequence.id,
+            hashlib.blake2b(sequence.session.encode("utf-8", "replace"), digest_size=4).hexdigest(),
+            "extends" if standing.extends else "begins",
+            sequence.prompt_length,
+            sequence.restored_hot + sequence.restored_cold,
+            " ".join(f"{name}={value}" for name, value in found.items()) or "clean",
+        )
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "prompt_control_tokens_exposed_total": self._exposed,
+            "kv_checkpoint_missing_total": self._missing,
+        }

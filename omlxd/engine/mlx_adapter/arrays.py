@@ -1,0 +1,114 @@
+"""Arrays whose memory nobody has written yet, to be filled by reads.
+
+MLX has none: `mx.empty` of 0.32.4 is `mx.zeros`, which writes every byte that a reader then writes
+again, on one thread. But `mx.load` of a file-like object allocates arrays and asks the object to fill
+them; this one fills in nothing. 490 MB for a prefix of 3,328 tokens of an 8B shape, huge pages, one
+virtual CPU: zeros 32 to 37 ms, these 15 ms; reading the prefix's files into either, 44 ms.
+
+Their bytes may be anything, another request's KV or a NaN: whoever takes one must write all that is
+ever read of it.
+
+What MLX keeps of freed arrays, given back to the system.
+
+`mx.clear_cache` of 0.32.4 waits for every CPU stream and holds Python's lock meanwhile. A stream that
+reads by a Python object, as those of engine/mlx_adapter/arrays.py do, waits for that lock, and neither ever
+goes on. So the library's own function is called, by ctypes, which lets go of the lock. The wheels for Linux
+and macOS have it; a build without it gets nothing back, which is better than standing still.
+"""
+# MERGED: docstrings of blank.py, freed.py (join by hand)
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import math
+from collections.abc import Sequence
+from typing import BinaryIO, cast
+
+import mlx.core as mx
+
+from ...kv.layout import ITEM_BYTES
+
+_STORED_AS = {"BF16": "U16"}
+
+
+def blank_arrays(shapes: Sequence[tuple[tuple[int, ...], str]]) -> list[mx.array]:
+    """Allocated arrays of (shape, safetensors dtype), in storage type. CPU and Metal. Any thread."""
+    entries: dict[str, object] = {}
+    end = 0
+    for index, (shape, dtype) in enumerate(shapes):
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        stored = _STORED_AS.get(dtype, dtype)
+        entries[str(index)] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, end]}
+    file = cast(BinaryIO, _Unwritten(json.dumps(entries).encode(), end))
+    found = mx.load(file, format="safetensors", stream=mx.cpu)
+    assert isinstance(found, dict)
+    arrays = [found[str(index)] for index in range(len(shapes))]
+    mx.eval(arrays)
+    return arrays
+
+
+class _Unwritten:
+    """A safetensors file whose header can be read and whose data reads leave buffers as they are."""
+
+    closed = False
+
+    def __init__(self, header: bytes, data_bytes: int):
+        self._head = len(header).to_bytes(8, "little") + header
+        self._size = len(self._head) + data_bytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = (0, self._at, self._size)[whence] + offset
+        return self._at
+
+    def readinto(self, buffer: memoryview) -> int:
+        part = self._head[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(buffer)
+        return len(buffer)
+
+
+log = logging.getLogger(__name__)
+
+SYMBOL = "_ZN3mlx4core11clear_cacheEv"
+"""`void mlx::core::clear_cache()`, by its C++ name."""
+
+_clear = getattr(ctypes.CDLL(mx.__file__), SYMBOL, None)
+if _clear is None:
+    log.warning("this build of MLX has no %s: memory that it keeps is not given back", SYMBOL)
+else:
+    _clear.argtypes, _clear.restype = (), None
+
+
+MOST = 2 << 30
+FIXED, PART = 128 << 20, 4
+"""Worth keeping is what a pass takes, which grows with the weights: something fixed, and a part of them."""
+
+
+def keep_at_most(weights: int, granted: int | None) -> None:
+    """Keep fewer freed arrays than a model of `weights` bytes has use for, and than `granted` bytes."""
+    most = min(MOST, FIXED + weights // PART)
+    most = most if granted is None else min(most, granted)
+    mx.set_cache_limit(most)
+    if mx.get_cache_memory() > most:
+        give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Free what MLX keeps for arrays to come. Waits for what the CPU computes. Any thread."""
+    if _clear is not None:
+        _clear()

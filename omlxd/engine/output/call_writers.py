@@ -1,0 +1,302 @@
+"""The writer of a call in JSON, its arguments behind its name.
+
+What writes the arguments of a call that still arrives: one writer a spelling.
+
+The writer of a call whose parameters stand between tags.
+"""
+# MERGED: docstrings of json_call_writer.py, call_writer.py, tag_call_writer.py (join by hand)
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from ..constrain.call_formats import READINGS, TagReading
+from .tool_calls import NAME, coerce, json_text, kinds_of, loads, typed_text
+
+Properties = Callable[[str], dict[str, Any]]
+"""A tool's name → its parameters' schemas."""
+
+MAX_HEAD = 2000
+"""Letters before a call's first argument."""
+
+
+class Writer(ABC):
+    """name       of the tool; "" until it is known
+    arguments  JSON text that is certain
+    dead       what came is malformed, from `rest` on
+    """
+
+    def __init__(self, properties: Properties):
+        self.name = ""
+        self.arguments = ""
+        self.dead = False
+        self._properties = properties
+        self._types: dict[str, Any] = {}
+        self._text = ""
+
+    @property
+    def in_string(self) -> bool:
+        """The text so far ends inside a JSON string, so that a tag there is part of it."""
+        return False
+
+    @property
+    def rest(self) -> str:
+        """What has come and is in `arguments` in no form."""
+        return self._text
+
+    @property
+    @abstractmethod
+    def whole(self) -> str:
+        """The members that are whole, as an object."""
+
+    @abstractmethod
+    def feed(self, text: str) -> None: ...
+
+    @abstractmethod
+    def close(self) -> bool:
+        """The call's text has ended. False: it is no whole call."""
+
+    @abstractmethod
+    def cut(self) -> str:
+        """The arguments with what is known of the member that was cut off."""
+
+
+class TagWriter(Writer):
+    """A head that holds the name, then parameters, each a key and a value between tags."""
+
+    def __init__(self, properties: Properties, tags: TagReading):
+        super().__init__(properties)
+        self._tags = tags
+        self._looked = 0
+
+    @property
+    def whole(self) -> str:
+        return self.arguments + "}" if self.arguments else "{}"
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        if self.dead or not (self.name or self._begin()):
+            return
+        close = self._tags.close  # nothing is looked for before it comes
+        while self._text.find(close, self._looked) >= 0:
+            match = self._tags.parameter.match(self._text)
+            if match is None:
+                return
+            self._member(match[1].strip(), self._tags.value(match))
+            self._text, self._looked = self._text[match.end() :], 0
+        self._looked = max(0, len(self._text) - len(close))
+
+    def close(self) -> bool:
+        if self.dead or not self.arguments or not self._tags.end.fullmatch(self._text.rstrip()):
+            return False
+        self.arguments += "}"
+        self._text = ""
+        return True
+
+    def cut(self) -> str:
+        return self.arguments
+
+    def _begin(self) -> bool:
+        match = self._tags.head.match(self._text)
+        if match is None:
+            return False
+        name = match[1].strip()
+        if match.end() > MAX_HEAD or not NAME.fullmatch(name):
+            self.dead = True
+            return False
+        self.name = name
+        self._types = self._properties(name)
+        self._text = self._text[match.end() :]
+        return True
+
+    def _member(self, key: str, value: str) -> None:
+        told = json_text(typed_text(value, self._types.get(key), key in self._types))
+        self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {told}"
+
+
+def tag_writer(text: str, properties: Properties) -> TagWriter | None:
+    """The writer for a call that begins with `text`; None: it has no tags, or not yet, or quoted names."""
+    tags = next((tags for tags in READINGS if tags.fits(text)), None)
+    return TagWriter(properties, tags) if tags is not None and not tags.quoted else None
+
+
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_HEAD = re.compile(
+    rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{', re.DOTALL
+)
+_KEY = re.compile(rf"\s*({_STRING})\s*:\s*(?=\S)", re.DOTALL)
+_LETTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
+_HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
+_NEXT = re.compile(r"\s*([,}])")
+
+
+class JsonWriter(Writer):
+    """`{"name": "NAME", "arguments": {…}}`."""
+
+    def __init__(self, properties: Properties):
+        super().__init__(properties)
+        self._mark = 0  # of `arguments`, behind the last whole member
+        self._step: Callable[[JsonWriter], bool] = JsonWriter._head
+        self._prefix = ""
+        self._key = ""
+        self._at, self._depth, self._quoted = 0, 0, False
+
+    @property
+    def in_string(self) -> bool:
+        return not self.dead and (
+            self._step is JsonWriter._letters or (self._step is JsonWriter._value and self._quoted)
+        )
+
+    @property
+    def whole(self) -> str:
+        return self.arguments[: self._mark] + "}" if self._mark else "{}"
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        while not self.dead and self._step(self):
+            pass
+
+    def close(self) -> bool:
+        if self.dead or self._step is not JsonWriter._tail or not self.arguments:
+            return False
+        try:
+            json.loads('{"":0' + self._text)
+        except (ValueError, RecursionError):
+            return False
+        self._text = ""
+        return True
+
+    def cut(self) -> str:
+        told, step = self.arguments, self._step
+        if step is JsonWriter._value:
+            return told + self._prefix + self._text
+        if step is JsonWriter._member:
+            return told + (", " if self._mark else "{") + self._text.lstrip()
+        return told
+
+    # ----------------------------------------------------------------- steps
+
+    def _die(self) -> bool:
+        self.dead = True
+        return False
+
+    def _take(self, size: int) -> str:
+        taken, self._text = self._text[:size], self._text[size:]
+        return taken
+
+    def _head(self) -> bool:
+        match = _HEAD.match(self._text)
+        if match is None or match.end() > MAX_HEAD:
+            return self._die() if len(self._text) > MAX_HEAD else False
+        try:
+            self.name = json.loads(match[1], strict=False)
+        except ValueError:
+            return self._die()
+        if not NAME.fullmatch(self.name):
+            return self._die()
+        self._types = self._properties(self.name)
+        self._take(match.end())
+        self._step = JsonWriter._member
+        return True
+
+    def _member(self) -> bool:
+        match = _KEY.match(self._text)
+        if match is None:
+            left = self._text.lstrip()
+            if left.startswith("}") and not self._mark:
+                return self._die()  # no arguments: nothing to send on
+            return self._die() if left and not left.startswith('"') else False
+        try:
+            self._key = json.loads(match[1], strict=False)
+        except ValueError:
+            return self._die()
+        self._prefix = (", " if self._mark else "{") + json_text(self._key) + ": "
+        self._take(match.end())
+        kinds = kinds_of(self._types.get(self._key))
+        if self._text.startswith('"') and (not kinds or "string" in kinds):
+            self._take(1)
+            self.arguments += self._prefix + '"'
+            self._step = JsonWriter._letters
+        else:
+            self._at, self._depth, self._quoted = 0, 0, False
+            self._step = JsonWriter._value
+        return True
+
+    def _letters(self) -> bool:
+        """Letters of a string. Half of a pair of surrogates waits for the other."""
+        if match := _LETTERS.match(self._text):
+            letters = match[0]
+            half = _HIGH_HALF.search(letters)
+            if half and len(self._text) - match.end() < 6 and '"' not in self._text[match.end() :]:
+                letters = letters[: half.start()]
+            if letters:
+                self.arguments += json_text(json.loads(f'"{self._take(len(letters))}"', strict=False))[1:-1]
+            if half and len(letters) < match.end():
+                return False
+        if self._text.startswith('"'):
+            self._take(1)
+            self.arguments += '"'
+            self._mark = len(self.arguments)
+            self._step = JsonWriter._between
+            return True
+        if self._text.startswith("\\") and len(self._text) > (5 if self._text[1:2] == "u" else 1):
+            return self._die()
+        return False
+
+    def _value(self) -> bool:
+        """A value of any other kind, taken once it is whole."""
+        end = self._value_end()
+        if end is None:
+            return False
+        try:
+            value = loads(self._text[:end])
+            told = json_text(coerce(value, self._types.get(self._key)))
+        except (ValueError, RecursionError):
+            return self._die()
+        self._take(end)
+        self.arguments += self._prefix + told
+        self._mark = len(self.arguments)
+        self._step = JsonWriter._between
+        return True
+
+    def _value_end(self) -> int | None:
+        """Where the value ends, if that is known; goes on from where it stopped looking."""
+        text = self._text
+        while self._at < len(text):
+            letter = text[self._at]
+            if self._quoted:
+                if letter == "\\":
+                    if self._at + 1 == len(text):
+                        return None
+                    self._at += 1
+                elif letter == '"':
+                    self._quoted = False
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}],":
+                if self._depth == 0:
+                    return self._at
+                self._depth -= letter != ","
+            self._at += 1
+        return None
+
+    def _between(self) -> bool:
+        match = _NEXT.match(self._text)
+        if match is None:
+            return self._die() if self._text.strip() else False
+        self._take(match.end())
+        if match[1] == "}":
+            self.arguments += "}"
+            self._step = JsonWriter._tail
+            return False
+        self._step = JsonWriter._member
+        return True
+
+    def _tail(self) -> bool:
+        return False

@@ -1,0 +1,92 @@
+"""Stop strings, matched on text, whatever its tokenisation and however it arrives in chunks.
+
+Space at the end of a text, held back until it is known what follows.
+"""
+# MERGED: docstrings of stop_strings.py, spaces.py (join by hand)
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Beginnings:
+    """How much of a text's end may be the beginning of one of `words`."""
+
+    __slots__ = ("_firsts", "_longest", "_words")
+
+    def __init__(self, words: Iterable[str]):
+        self._words = tuple(words)
+        self._longest = max(map(len, self._words), default=0)
+        self._firsts = frozenset(word[0] for word in self._words)
+
+    def held(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a word without completing it."""
+        end = text[max(len(text) - self._longest + 1, 0) :] if self._longest > 1 else ""
+        for at, letter in enumerate(end):
+            if letter in self._firsts and any(word.startswith(end[at:]) for word in self._words):
+                return len(end) - at
+        return 0
+
+
+class StopStrings:
+    """Passes text on up to the first stop string; holds back what may be the beginning of one.
+
+    matched  the stop string that was found, or None; after that nothing passes
+    """
+
+    def __init__(self, stops: tuple[str, ...]):
+        self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
+        self._beginnings = Beginnings(self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Text that may be shown now. Of two stops the one that ends first wins, then the longer."""
+        if self.matched is not None or not self._stops:
+            return "" if self.matched is not None else text
+        text = self._held + text
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            _, at, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        shown = len(text) - self._beginnings.held(text)
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What was held back: no more text follows that could complete it."""
+        held, self._held = self._held, ""
+        return held
+
+
+class TrailingSpaces:
+    """Passes text on without its trailing space, which comes before the next word or is dropped."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """Text that may be shown now."""
+        kept = text.rstrip()
+        if not kept:
+            self._held += text
+            return ""
+        shown, self._held = self._held + kept, text[len(kept) :]
+        return shown
+
+    @property
+    def held(self) -> int:
+        """Letters held back."""
+        return len(self._held)
+
+    def drop(self) -> None:
+        """A tag follows."""
+        self._held = ""
+
+    def flush(self) -> str:
+        """Nothing follows."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,85 @@
+"""Which tokens a piece of the answer was made of, for log-probabilities.
+
+Text is held back, dropped or given back on its way (tags, stop strings, space before a tag), so a
+token's likelihood can't simply go out with it. Tokens are kept here by their place in the raw text,
+then in the answer, and leave with the text that they are the beginning of. The tokens of reasoning,
+tags, calls and of what a stop string cut off leave with nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...chat import TokenLogprob
+from ..sequence import Likelihood
+from .detokenizer import bytes_of
+
+
+class TokenTrail:
+    """Positions are in letters. Unused unless a token comes with a likelihood."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._raw = 0
+        self._pending: deque[tuple[int, int, TokenLogprob]] = deque()
+        self._queue: deque[tuple[int, TokenLogprob]] = deque()
+        self._answer = 0
+        self._dropped = 0
+
+    def add(self, token: int, text: str, likelihood: Likelihood | None) -> None:
+        """A token that made `text` certain; it may be empty, or hold what was held back before."""
+        if likelihood is not None:
+            told = _told(self._tokenizer, token, likelihood)
+            self._pending.append((self._raw, self._raw + len(text), told))
+        self._raw += len(text)
+
+    def answer(self, length: int, end: int) -> None:
+        """The raw text's `length` letters up to `end` are answer."""
+        start = end - length
+        while self._pending and self._pending[0][0] < end:
+            at, stop, told = self._pending.popleft()
+            if at >= start or stop > start:
+                self._queue.append((self._answer + max(0, at - start), told))
+        self._answer += length
+
+    def other(self, end: int) -> None:
+        """The raw text up to `end` is no answer."""
+        while self._pending and self._pending[0][1] <= end and self._pending[0][0] < end:
+            self._pending.popleft()
+
+    def take(self, end: int) -> tuple[TokenLogprob, ...]:
+        """Those that begin before letter `end` of the answer, which go out now."""
+        taken = []
+        while self._queue and self._queue[0][0] < end:
+            at, told = self._queue.popleft()
+            taken.append(replace(told, at=at - self._dropped))
+        return tuple(taken)
+
+    def drop(self, end: int, length: int) -> None:
+        """The `length` letters of the answer up to `end` go out never."""
+        self.take(end)
+        self._dropped += length
+
+
+def _told(tokenizer: Any, token: int, likelihood: Likelihood) -> TokenLogprob:
+    text, raw = _spelled(tokenizer, token)
+    top = [(_spelled(tokenizer, id), value) for id, value in likelihood.top]
+    return TokenLogprob(
+        token=text,
+        logprob=likelihood.logprob,
+        top=tuple((spelled[0], value) for spelled, value in top),
+        raw=raw,
+        top_raw=tuple(spelled[1] for spelled, _ in top) if any(spelled[1] for spelled, _ in top) else (),
+    )
+
+
+def _spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:
+    """A token's text, and its bytes if that can't tell them."""
+    raw = bytes_of(tokenizer, token)
+    try:
+        return raw.decode(), b""
+    except UnicodeDecodeError:
+        return raw.decode(errors="replace"), raw

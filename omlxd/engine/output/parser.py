@@ -1,0 +1,329 @@
+"""A request's tokens into chat events: text, reasoning, tool calls, in order.
+
+One parser serves streams and whole answers alike; it does no I/O and knows no model beyond its
+tokenizer. The way of a token: detokenizer → markup or harmony (reasoning, answer, calls) → stop strings
+→ events.
+Space beside a tag is no text: it is dropped, as templates put it there themselves.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...chat import (
+    Event,
+    FinishReason,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
+)
+from ..constrain.harmony_grammar import CONTROLS
+from ..sequence import Likelihood
+from .detokenizer import detokenizer
+from .harmony import HarmonySplitter
+from .held_text import StopStrings, TrailingSpaces
+from .live_call import LiveCall
+from .logprobs import TokenTrail
+from .splitter import CallTags, Splitter, State, Tags
+from .tool_calls import ToolCallReader
+
+_HERMES = CallTags("<tool_call>", "</tool_call>")
+_BARE_FUNCTION = CallTags("<function=", "</function>", whole=True)
+"""Qwen's coders at times leave out the `<tool_call>` around it."""
+
+
+class OutputParser:
+    """Parses the output of one request. Not thread-safe; any one thread at a time.
+
+    tools               the tools of the request; with none, calls are not looked for
+    starts_in_thinking  the prompt ended inside a thinking block
+    stop                strings that end the answer; they don't apply to reasoning
+    reasoning           thinking tags are markup; False for a raw prompt, whose text is left alone
+    one_call            the answer ends with its first call
+
+    stopped           the stop string that was found, or None; from then on there are no events
+    reasoning_tokens  tokens inside thinking blocks so far, tags not counted
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Tool] = (),
+        starts_in_thinking: bool = False,
+        stop: tuple[str, ...] = (),
+        reasoning: bool = True,
+        one_call: bool = False,
+    ):
+        facts = _facts_of(tokenizer)
+        tags = Tags(
+            think_start=facts.tags.think_start if reasoning else "",
+            think_end=facts.tags.think_end if reasoning else "",
+            calls=facts.tags.calls if tools else (),
+        )
+        self._hidden, self._dropped = facts.hidden, facts.dropped
+        self._controls = facts.controls if reasoning else {}
+        self._detokenizer = detokenizer(tokenizer)
+        reader = ToolCallReader(tools, tokenizer.tool_parser)
+        self._found = _Found(StopStrings(stop), reader, TokenTrail(tokenizer), one_call)
+        begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
+        self._splitter: Splitter | HarmonySplitter
+        if self._controls:
+            self._splitter = HarmonySplitter(tags, self._found, bool(tools))
+        else:
+            self._splitter = Splitter(tags, self._found, begin)
+        self._found.splitter = self._splitter
+        self.reasoning_tokens = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come: a stop string was found, or the one call is made."""
+        return self._found.ended
+
+    @property
+    def in_answer(self) -> bool:
+        """Whether the next letter would be the answer's."""
+        return self._splitter.in_answer
+
+    @property
+    def stopped(self) -> str | None:
+        return self._found.stops.matched
+
+    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]:
+        """Events that `token` makes certain. `told`: its likelihood, if that is to be told."""
+        if tag := self._controls.get(token):
+            return self._control(token, tag)
+        before = self._splitter.state
+        if token in self._dropped or (token in self._hidden and before is not State.CALL):
+            return []
+        text = self._detokenizer.add(token)
+        self._found.trail.add(token, text, told)
+        events = self.add_text(text)
+        if before is State.REASONING and self._splitter.state is State.REASONING:
+            self.reasoning_tokens += 1
+        return events
+
+    def _control(self, token: int, tag: str) -> list[Event]:
+        text = self._detokenizer.finish()
+        self._found.trail.add(token, text, None)
+        events = self.add_text(text)
+        if isinstance(self._splitter, HarmonySplitter) and not self.ended:
+            self._splitter.control(tag)
+        return events + self._found.take()
+
+    def add_text(self, text: str) -> list[Event]:
+        """Events that `text` makes certain."""
+        if text and not self.ended:
+            self._splitter.feed(text)
+        return self._found.take()
+
+    def finish(self, reason: FinishReason) -> list[Event]:
+        """The last events. `reason` `length` means that the text was cut off."""
+        if not self.ended:
+            self._splitter.feed(self._detokenizer.finish())
+            self._splitter.finish(ended=reason != "length")
+            self._found.finish()
+        return self._found.take()
+
+
+class _Found:
+    """What the splitter finds, into events. A `markup.Sink`."""
+
+    splitter: Splitter | HarmonySplitter
+
+    def __init__(self, stops: StopStrings, reader: ToolCallReader, trail: TokenTrail, one_call: bool = False):
+        self.trail = trail
+        self._passed = 0  # letters of the answer that stop strings have let through
+        self._one_call = one_call
+        self._called = False
+        self.stops = stops
+        self._reader = reader
+        self._live, self._id = LiveCall(reader.properties), ""
+        self._spaces = TrailingSpaces()  # of the answer
+        self._thought = TrailingSpaces()  # of the reasoning
+        self._events: list[Event] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.stops.matched is not None or (self._one_call and self._called)
+
+    def answer(self, text: str) -> None:
+        if self.ended:
+            return
+        self.trail.answer(len(text), self.splitter.position)
+        self._say(self.stops.feed(text))
+        if self.stops.matched is not None:
+            self._say_rest()
+
+    def reasoning(self, text: str) -> None:
+        self.trail.other(self.splitter.position)
+        if not self.ended and (text := self._thought.feed(text)):
+            self._events.append(ReasoningDelta(text))
+
+    def call_begins(self) -> None:
+        self._live, self._id = LiveCall(self._reader.properties), ""
+
+    def call_text(self, text: str) -> None:
+        if not self.ended:
+            self._piece(self._live.feed(text))
+
+    def _piece(self, text: str) -> None:
+        if not text:
+            return
+        if not self._id:
+            self.boundary()
+            self._id = _new_id()
+        self._events.append(ToolCallDelta(self._id, self._live.writer.name, text))
+
+    def _end_whole(self) -> None:
+        self._called = True
+        self._events.append(ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+
+    def _end_live(self, truncated: bool) -> None:
+        """The call under way is over, and not whole."""
+        writer = self._live.writer
+        self._called = True
+        whole = writer.cut() if truncated and not writer.dead else writer.arguments
+        self._events.append(ToolCallCut(self._id, writer.name, whole, writer.whole))
+        if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
+            rest += "\n"
+            self.trail.answer(len(rest), self.splitter.position)
+            self._say(rest)
+
+    def call_holds(self) -> bool:
+        return bool(self._id) and not self.ended and self._live.writer.in_string
+
+    def call_resumes(self, text: str) -> bool | None:
+        if self.ended:
+            return True
+        whole = self._live.resume(text)
+        if whole:
+            self._piece(self._live.news())
+            self._end_whole()
+        return whole
+
+    def call_broken(self) -> None:
+        if not self.ended:
+            self._end_live(truncated=True)
+
+    def call_breaks(self, ended: bool) -> bool:
+        if self.ended or not self._id:
+            return False
+        if ended and self._live.close() is not None:
+            self._end_whole()
+        else:
+            self._end_live(truncated=not ended)
+        return True
+
+    def call(self, text: str) -> bool:
+        begun = bool(self._id) and not self.ended
+        if begun and self._live.writer.in_string:
+            return False
+        if begun and self._live.close() is not None:
+            self._end_whole()
+            return True
+        calls = [] if self.ended else self._reader.read(text)
+        if begun and not (calls and self._live.begins(calls[0])):
+            self._end_live(truncated=False)
+            return True
+        if calls is None:
+            return False
+        self.boundary()
+        for call in calls[:1] if self._one_call else calls:
+            self._called = True
+            self._events.append(ToolCall(self._id or _new_id(), call.name, call.arguments))
+            self._id = ""
+        return True
+
+    def is_call(self, text: str) -> bool:
+        return self._reader.read(text) is not None
+
+    def boundary(self) -> None:
+        """A stop string never spans a tag, so what was held back for one is text."""
+        if not self.ended:
+            self._say(self.stops.flush())
+        self.trail.drop(self._passed, self._spaces.held)
+        self._spaces.drop()
+        self._thought.drop()
+
+    def finish(self) -> None:
+        if not self.ended:
+            self._say(self.stops.flush())
+            self._say_rest()
+
+    def take(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _say(self, text: str) -> None:
+        self._passed += len(text)
+        if text := self._spaces.feed(text):
+            self._show(text)
+
+    def _say_rest(self) -> None:
+        if text := self._spaces.flush():
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        self._events.append(TextDelta(text, self.trail.take(self._passed - self._spaces.held)))
+
+
+def _new_id() -> str:
+    """Unique over all requests, as clients keep results by it."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+# --------------------------------------------------------------------------- of a tokenizer
+
+
+@dataclass(slots=True, frozen=True)
+class _Facts:
+    """What the parser needs of a tokenizer; found once for each.
+
+    hidden    ids that are no text outside a call: special tokens that are no markup of ours
+    dropped   ids that are no text anywhere: end of turn, padding
+    controls  harmony's tags by their ids; empty: another model
+    """
+
+    tags: Tags
+    hidden: frozenset[int]
+    dropped: frozenset[int]
+    controls: dict[int, str]
+
+
+_facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
+
+
+def prepare(tokenizer: Any) -> None:
+    """Do at load time what else the first request would wait for: tables over the whole vocabulary."""
+    _facts_of(tokenizer)
+    detokenizer(tokenizer)
+
+
+def _facts_of(tokenizer: Any) -> _Facts:
+    facts = _facts.get(tokenizer)
+    if facts is None:
+        facts = _facts[tokenizer] = _find_facts(tokenizer)
+    return facts
+
+
+def _find_facts(tokenizer: Any) -> _Facts:
+    calls = (_HERMES, _BARE_FUNCTION)
+    if tokenizer.has_tool_calling and tokenizer.tool_call_start != _HERMES.start:
+        calls = (CallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or ""),)
+    tags = Tags(tokenizer.think_start or "", tokenizer.think_end or "", calls)
+    markup: set[int] = set()
+    for tag in tags.of(State.ANSWER):
+        markup.update(tokenizer.encode(tag, add_special_tokens=False))
+    ends = {*tokenizer.eos_token_ids, tokenizer.bos_token_id, tokenizer.pad_token_id} - {None}
+    special = {*tokenizer.all_special_ids}
+    special |= {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {str(token): int(i) for i, token in tokenizer.added_tokens_decoder.items()}
+    controls = {added[tag]: tag for tag in CONTROLS} if added.keys() >= set(CONTROLS) else {}
+    return _Facts(tags, frozenset(special - markup), frozenset(ends - markup), controls)

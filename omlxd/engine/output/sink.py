@@ -1,0 +1,229 @@
+"""A request's output side: tokens in from the engine thread, events out to the front.
+
+The thread that turns tokens into events, for all requests: the engine thread never detokenises.
+
+The events of one step leave in one frame.
+"""
+# MERGED: docstrings of request_sink.py, output_thread.py (join by hand)
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from ...chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCallCut, Usage
+from ...errors import OmlxdError
+from ..prompt.turn_memory import Answer
+from ..sequence import Likelihood, Sequence
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], list[tuple[int, Event]]]
+
+
+class OutputThread:
+    """Runs work in order and sends what it gives, as much as is there in one frame."""
+
+    def __init__(self, send: Callable[[tuple[tuple[int, Event], ...]], None]):
+        self._send = send
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="output", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+    def close(self, timeout: float) -> None:
+        """Finish what is queued."""
+        self._queue.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        closing = False
+        while not closing:
+            events: list[tuple[int, Event]] = []
+            work = self._queue.get()
+            while True:
+                if work is None:
+                    closing = True
+                    break
+                try:
+                    events += work()
+                except Exception:
+                    log.exception("output failed")
+                try:
+                    work = self._queue.get_nowait()
+                except queue.Empty:
+                    break
+            if events:
+                self._send_all(events)
+
+    def _send_all(self, events: list[tuple[int, Event]]) -> None:
+        """In one frame, or else each event alone: this thread serves everybody, and must not end."""
+        try:
+            self._send(tuple(events))
+            return
+        except Exception:
+            log.exception("a frame of events can't be sent")
+        for id, event in events:
+            try:
+                self._send(((id, event),))
+            except Exception as error:
+                failed = Failed(code="internal", message=f"the answer can't be sent: {type(error).__name__}")
+                self._send(((id, failed),))
+
+
+class Parser(Protocol):
+    """What output.OutputParser offers."""
+
+    reasoning_tokens: int
+
+    @property
+    def stopped(self) -> str | None: ...
+
+    @property
+    def ended(self) -> bool: ...
+
+    @property
+    def in_answer(self) -> bool: ...
+
+    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]: ...
+
+    def finish(self, reason: FinishReason) -> list[Event]: ...
+
+
+class RequestSink:
+    """The scheduler's `Sink` for one request. `end()` is called once, after the last event or `abandon`.
+
+    stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
+    over()   once, when it ends otherwise than by failing or its client's going away
+    learn()  gets what the client was sent of a turn that ended by itself or by its limit of tokens within the
+             answer's text, before its last event
+    """
+
+    def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
+        self._id = id
+        self._output = output
+        self._parser = parser
+        self._end = end
+        self._ended = False
+        self._answer = Answer()
+        self._cut = False
+        self._taken = 0
+        self.stop: Callable[[], None] = _nothing
+        self.learn: Callable[[Answer], None] | None = None
+        self.usage: Callable[[], Usage] = Usage
+        self.over: Callable[[], None] = _nothing
+
+    # ----------------------------------------------------------------- engine thread
+
+    def progress(self, event: Progress) -> None:
+        self._output.put(lambda: self._emit([event]))
+
+    def echo(self, text: str) -> None:
+        """Text of the prompt that the client wants back."""
+        self._output.put(lambda: self._emit([TextDelta(text)]))
+
+    def token(self, token: int, told: Likelihood | None) -> None:
+        self._output.put(lambda: self._guarded(lambda: self._token(token, told)))
+
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
+        usage = usage_of(sequence)
+        self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage)))
+
+    def failed(self, sequence: Sequence, error: OmlxdError) -> None:
+        self._output.put(lambda: self._fail(error.as_event()))
+
+    # ----------------------------------------------------------------- any thread
+
+    def abandon(self) -> None:
+        """The client has gone away: nobody hears what is still to come."""
+        self._output.put(self._abandon)
+
+    # ----------------------------------------------------------------- output thread
+
+    def _abandon(self) -> list[tuple[int, Event]]:
+        self._close()
+        return []
+
+    def _emit(self, events: list[Event]) -> list[tuple[int, Event]]:
+        if self._ended:
+            return []
+        for event in events:
+            self._answer.add(event)
+            self._cut = self._cut or isinstance(event, ToolCallCut)
+        return [(self._id, event) for event in events]
+
+    def _guarded(self, work: Work) -> list[tuple[int, Event]]:
+        """A request whose output breaks fails: else its client would wait for ever."""
+        try:
+            return [] if self._ended else work()
+        except Exception as error:
+            log.exception("request %d: can't parse its output", self._id)
+            self.stop()
+            return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
+
+    def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
+        self._taken += 1
+        events = self._emit(self._parser.add_token(token, told))
+        if self._parser.ended:
+            self.stop()
+            # The engine is ahead by now, by as much as this thread happens to be behind.
+            events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
+        return events
+
+    def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
+        in_answer = self._parser.in_answer
+        events = self._emit(self._parser.finish(reason))
+        stopped = self._parser.stopped
+        # A turn that was ended after its one call is not what the model would have written, and
+        # a broken call comes back as something else.
+        whole = not self._parser.ended and not self._cut
+        if whole and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
+            self.learn(self._answer)
+        if stopped is not None:
+            reason = "stop_sequence"
+        elif reason == "stop" and (self._answer.calls or self._cut):
+            reason = "tool_calls"
+        self.over()
+        usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
+        events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])
+        self._close()
+        return events
+
+    def _fail(self, failed: Failed) -> list[tuple[int, Event]]:
+        events = self._emit([failed])
+        self._close()
+        return events
+
+    def _close(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._end()
+            # They hold the request, which holds this sink: its tokens would wait for the collector.
+            self.stop = self.over = _nothing
+            self.learn, self.usage = None, Usage
+
+
+def _nothing() -> None:
+    pass
+
+
+def usage_of(sequence: Sequence) -> Usage:
+    """Counts of a sequence as it stands."""
+    generated = sequence.generated
+    if generated and sequence.tokens[-1] in sequence.eos:
+        generated -= 1
+    return Usage(
+        prompt_tokens=sequence.prompt_length,
+        cached_hot=sequence.restored_hot,
+        cached_cold=sequence.restored_cold,
+        completion_tokens=generated,
+        ttft_s=sequence.first_token_s or time.monotonic() - sequence.received,
+    )

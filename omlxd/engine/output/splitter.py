@@ -1,0 +1,343 @@
+"""Generated text into reasoning, answer and calls, by its tags. Sans-I/O and without a tokenizer.
+
+    state      | sees               | then
+    -----------|--------------------|-----------------------------------------------------------
+    ANSWER     | think start        | REASONING
+               | think end          | an orphan: dropped
+               | call start         | CALL
+               | call end           | dropped right after a call, else text
+    REASONING  | think end          | ANSWER
+               | think start        | dropped at the block's beginning, else text
+               | the output's end   | calls at the block's end are made, if the model ended it
+    CALL       | call end           | a call, or its whole text as answer; ANSWER
+               | the output's end   | a call if the model ended it, else its whole text as answer
+
+Only what may be the beginning of a tag is held back, at most the longest tag less one letter. How the
+text is cut into chunks can't matter: a decision is taken only where the text up to it decides.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+from typing import Protocol
+
+from .held_text import Beginnings
+
+
+class State(enum.Enum):
+    ANSWER = enum.auto()
+    REASONING = enum.auto()
+    CALL = enum.auto()
+
+
+@dataclass(slots=True, frozen=True)
+class CallTags:
+    """`end` "": the call runs to the end of the output. `whole`: the tags belong to the call's text."""
+
+    start: str
+    end: str
+    whole: bool = False
+
+
+@dataclass(slots=True, frozen=True)
+class Tags:
+    """Empty: no such markup. No tag may be the beginning of another."""
+
+    think_start: str = ""
+    think_end: str = ""
+    calls: tuple[CallTags, ...] = ()
+
+    def of(self, state: State) -> tuple[str, ...]:
+        """Tags that mean something in `state` (ANSWER or REASONING)."""
+        found = [self.think_start, self.think_end]
+        if state is State.ANSWER:
+            found += [tag for call in self.calls for tag in (call.start, call.end)]
+        return tuple(dict.fromkeys(tag for tag in found if tag))
+
+
+class Sink(Protocol):
+    """What a `Splitter` calls, in the text's order.
+
+    answer, reasoning  text; space at the beginning of a block is already dropped
+    call_begins        text of a call follows, by `call_text`, or of what looks like one
+    call               whether `text` was a call; if not, the splitter gives it back as answer
+    call_breaks        the output ends in a call that has no end: whether it is dealt with
+    call_holds         whether a call that has begun to go out stands inside a string, in which an end
+                       tag may be text
+    call_resumes       whether that call is whole with `text` behind it, from that end tag on; None: it
+                       is in a string still
+    call_broken        it ended at that end tag
+    is_call            whether `text` would be a call
+    boundary           a block of reasoning begins or ends here
+    """
+
+    def answer(self, text: str) -> None: ...
+
+    def reasoning(self, text: str) -> None: ...
+
+    def call_begins(self) -> None: ...
+
+    def call_text(self, text: str) -> None: ...
+
+    def call(self, text: str) -> bool: ...
+
+    def call_breaks(self, ended: bool) -> bool: ...
+
+    def call_holds(self) -> bool: ...
+
+    def call_resumes(self, text: str) -> bool | None: ...
+
+    def call_broken(self) -> None: ...
+
+    def is_call(self, text: str) -> bool: ...
+
+    def boundary(self) -> None: ...
+
+
+class _Scan:
+    """How to look for some tags."""
+
+    __slots__ = ("beginnings", "pattern")
+
+    def __init__(self, tags: tuple[str, ...]):
+        self.pattern = re.compile("|".join(map(re.escape, tags))) if tags else None
+        self.beginnings = Beginnings(tags)
+
+
+class Splitter:
+    """Text in by `feed`, in any chunks; then `finish` once."""
+
+    def __init__(self, tags: Tags, sink: Sink, state: State = State.ANSWER):
+        self.state = state
+        self.position = 0
+        """Letters of the text that have been dealt with."""
+        self._tags = tags
+        self._sink = sink
+        self._scans = {s: _Scan(tags.of(s)) for s in (State.ANSWER, State.REASONING)}
+        self._text = ""
+        self._bare = state is State.REASONING  # nothing but space since the last tag
+        self._after_call = False
+        self._thought: list[str] = []  # the text of this block of reasoning
+        self._call: list[str] = []
+        self._held: int | None = None  # where in the call an end tag stands that may be text
+        self._call_tags = CallTags("", "")
+        self._call_scan = _Scan(())
+
+    @property
+    def in_answer(self) -> bool:
+        return self.state is State.ANSWER
+
+    def feed(self, text: str) -> None:
+        self._text += text
+        while self._step_call() if self.state is State.CALL else self._step_text():
+            pass
+
+    def finish(self, ended: bool) -> None:
+        """No more text. `ended`: the model ended its turn, it was not cut off."""
+        while self.state is State.CALL:
+            self._end_open_call(ended)
+            self.feed("")
+        self._show(self._take(len(self._text)))
+        if self.state is State.REASONING and ended and self._tags.calls:
+            self._call_from_thought()
+
+    def _call_from_thought(self) -> None:
+        """The model has ended its turn in thought. Calls that it ends with were meant; others mused of."""
+        last = _LastCalls(self._sink)
+        splitter = Splitter(Tags(calls=self._tags.calls), last)
+        splitter.feed("".join(self._thought))
+        splitter.finish(ended=True)
+        for text in last.calls:
+            self._sink.call_begins()
+            self._sink.call(text)
+
+    # ----------------------------------------------------------------- reasoning and answer
+
+    def _step_text(self) -> bool:
+        """Deal with the text up to the next tag; False when more is needed."""
+        scan = self._scans[self.state]
+        match = scan.pattern.search(self._text) if scan.pattern else None
+        if match is None:
+            self._show(self._take(len(self._text) - scan.beginnings.held(self._text)))
+            return False
+        self._show(self._take(match.start()))
+        self._take(len(match[0]))
+        self._tag(match[0])
+        return True
+
+    def _take(self, size: int) -> str:
+        taken, self._text = self._text[:size], self._text[size:]
+        self.position += size
+        return taken
+
+    def _tag(self, tag: str) -> None:
+        if self.state is State.REASONING:
+            if tag == self._tags.think_end:
+                self._enter(State.ANSWER)
+            elif not self._bare:
+                self._show(tag)
+        elif tag == self._tags.think_start:
+            self._enter(State.REASONING)
+        elif tag == self._tags.think_end:
+            self._enter(State.ANSWER)
+        elif call := next((call for call in self._tags.calls if call.start == tag), None):
+            self.state = State.CALL
+            self._call, self._call_tags = [], call
+            self._sink.call_begins()
+            if call.whole:
+                self._sink.call_text(call.start)
+            self._call_scan = _Scan((call.end,) if call.end else ())
+        elif not (self._after_call and self._bare):
+            self._show(tag)
+
+    def _enter(self, state: State) -> None:
+        self._sink.boundary()
+        self.state = state
+        self._bare = True
+        self._after_call = False
+        self._thought.clear()
+
+    def _show(self, text: str) -> None:
+        if self._bare:
+            text = text.lstrip()
+        if text:
+            self._bare = False
+            if self.state is State.REASONING and self._tags.calls:
+                self._thought.append(text)
+            (self._sink.answer if self.state is State.ANSWER else self._sink.reasoning)(text)
+
+    # ----------------------------------------------------------------- calls
+
+    def _step_call(self) -> bool:
+        """Look for the call's end. An end tag inside an open JSON string is part of that string."""
+        end = self._call_tags.end
+        at = self._text.find(end) if end else -1
+        if at < 0:
+            self._in_call(self._take(len(self._text) - self._call_scan.beginnings.held(self._text)))
+            return False
+        self._in_call(self._take(at))
+        self._take(len(end))
+        body = "".join(self._call)
+        if self._call_tags.whole:
+            self._sink.call_text(end)
+        if self._held is not None:
+            self._resume(body, end)
+        elif self._read(body, end):
+            self._after_call = True
+        elif self._sink.call_holds():
+            self._held, self._call = len(body), [body, end]
+        elif in_json_string(body):
+            self._call = [body]
+            self._in_call(end)
+        else:
+            self._give_back(body + end)
+        return True
+
+    def _in_call(self, text: str) -> None:
+        self._call.append(text)
+        if self._held is None:
+            self._sink.call_text(text)
+
+    def _resume(self, body: str, end: str) -> None:
+        """Another end tag behind one that may have been text."""
+        whole = self._sink.call_resumes(body[self._held :])
+        if whole is None:
+            self._call = [body, end]
+        elif whole:
+            self._leave_call()
+        else:
+            self._break(body + end)
+
+    def _break(self, body: str) -> None:
+        """The call ended at its first end tag after all; what stands behind that is looked at again."""
+        assert self._held is not None
+        rest = body[self._held + len(self._call_tags.end) :]
+        self._sink.call_broken()
+        self._leave_call()
+        self._text = rest + self._text
+        self.position -= len(rest)
+
+    def _leave_call(self) -> None:
+        self.state = State.ANSWER
+        self._bare = self._after_call = True
+        self._held = None
+
+    def _read(self, body: str, end: str) -> bool:
+        tags = self._call_tags
+        if not self._sink.call(tags.start + body + end if tags.whole else body):
+            return False
+        self.state = State.ANSWER
+        self._bare = True
+        return True
+
+    def _end_open_call(self, ended: bool) -> None:
+        self._in_call(self._take(len(self._text)))
+        body = "".join(self._call)
+        end = self._call_tags.end
+        if self._held is not None:
+            if ended and self._sink.call_resumes(body[self._held :]):
+                self._leave_call()
+            else:
+                self._break(body)
+            return
+        if self._sink.call_breaks(ended):
+            self._leave_call()
+            return
+        if (ended or not end) and self._read(body, ""):
+            return
+        # Up to its first end tag it is text for certain; calls may follow behind that.
+        head, mark, self._text = body.partition(end) if end else (body, "", "")
+        self.position -= len(self._text)
+        self._give_back(head + mark)
+
+    def _give_back(self, body: str) -> None:
+        """What looked like a call is answer text after all."""
+        self.state = State.ANSWER
+        self._show(self._call_tags.start + body)
+
+
+class _LastCalls:
+    """A `Sink` that keeps the calls behind which there is no text."""
+
+    def __init__(self, sink: Sink):
+        self.calls: list[str] = []
+        self.is_call = sink.is_call
+
+    def answer(self, text: str) -> None:
+        if text.strip():
+            self.calls.clear()
+
+    def call(self, text: str) -> bool:
+        if self.is_call(text):
+            self.calls.append(text)
+            return True
+        return False
+
+    def reasoning(self, text: str) -> None: ...
+
+    def call_begins(self) -> None: ...
+
+    def call_text(self, text: str) -> None: ...
+
+    def call_breaks(self, ended: bool) -> bool:
+        return False
+
+    def call_holds(self) -> bool:
+        return False
+
+    def call_resumes(self, text: str) -> bool | None:
+        return None
+
+    def call_broken(self) -> None: ...
+
+    def boundary(self) -> None: ...
+
+
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+
+
+def in_json_string(text: str) -> bool:
+    """Whether JSON `text` ends inside a string."""
+    return text.lstrip().startswith(("{", "[")) and _ESCAPE.sub("", text).count('"') % 2 == 1

@@ -1,0 +1,248 @@
+"""The text of a tool call into a name and typed arguments.
+
+These spellings are read here, because they can be told by their looks and their values can be typed
+by the tool's schema: JSON, a tag a parameter (engine/constrain/call_formats.py), Gemma's `call:name{k:v}`
+(engine/output/call_languages.py) and Python's `[name(k=v)]` (engine/output/call_languages.py). All others go
+to the parser that mlx-lm found for the model. Text that makes no sense gives None, never an exception: it is
+then shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...chat import Tool
+from ..constrain.call_formats import READINGS, TagReading
+from ..constrain.json_schema import Unenforceable, branches, resolved
+from ..prompt.messages import shape_tools
+from .call_languages import gemma_calls, pythonic_calls
+
+NAME = re.compile(r"[\w.:/-]{1,128}")
+
+_Call = tuple[str, dict[str, Any]]
+"""Name and arguments."""
+_Spelling = Callable[[str], "list[_Call] | None"]
+
+
+@dataclass(slots=True, frozen=True)
+class ParsedCall:
+    """`arguments` is JSON text of an object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReader:
+    """Reads calls to `tools`. `fallback`: mlx-lm's parser, `(text, tools) -> call or calls`, or None."""
+
+    def __init__(self, tools: Sequence[Tool], fallback: Callable[..., Any] | None = None):
+        self._tools = {tool.name: tool for tool in tools}
+        self._listed = shape_tools(tools)
+        self._fallback = fallback
+
+    def read(self, text: str) -> list[ParsedCall] | None:
+        """The calls that `text` (what stood between the tags) holds, or None if it holds anything else."""
+        text = text.strip()
+        for spelling in self._spellings(text):
+            try:
+                if calls := spelling(text):
+                    return [self._typed(name, arguments) for name, arguments in calls]
+            except Exception:  # the model wrote something else; mlx-lm's parsers raise what they like
+                continue
+        return None
+
+    def _spellings(self, text: str) -> tuple[_Spelling, ...]:
+        """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
+        if tags := next((tags for tags in READINGS if tags.fits(text)), None):
+            return (lambda text: self._tagged(tags, text), self._json)
+        if text.startswith("call:"):
+            return (gemma_calls, self._by_mlx_lm)
+        if text.startswith("["):
+            return (self._json, lambda text: pythonic_calls(text, self.properties))
+        if text in self._tools:  # a call without arguments, where those would have tags
+            return (lambda name: [(name, {})],)
+        return (self._json, self._by_mlx_lm)
+
+    def _typed(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        """Raises ValueError for what is no call."""
+        if not NAME.fullmatch(name):
+            raise ValueError(f"no name of a tool: {name!r}")
+        types = self.properties(name)
+        arguments = {key: coerce(value, types.get(key)) for key, value in arguments.items()}
+        return ParsedCall(name, json_text(arguments))
+
+    def properties(self, name: str) -> dict[str, Any]:
+        tool = self._tools.get(name)
+        properties = tool.parameters.get("properties") if tool else None
+        if tool is None or not isinstance(properties, dict):
+            return {}
+        return {key: _resolved(schema, tool.parameters) for key, schema in properties.items()}
+
+    # ----------------------------------------------------------------- spellings
+
+    def _json(self, text: str) -> list[_Call] | None:
+        calls: list[_Call] = []
+        at = 0
+        while at < len(text):  # one value, or several behind one another
+            value, end = _decoder.raw_decode(text, at)
+            at = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n,;"))
+            calls += [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+        return calls
+
+    def _tagged(self, tags: TagReading, text: str) -> list[_Call] | None:
+        calls: list[_Call] = []
+        at = 0
+        while head := tags.head.match(text, at):
+            at = head.end()
+            name, arguments = head[1].strip(), {}
+            types = self.properties(name)
+            while parameter := tags.parameter.match(text, at):
+                at = parameter.end()
+                key = parameter[1].strip()
+                arguments[key] = typed_text(tags.value(parameter), types.get(key), key in types)
+            if (end := tags.end.match(text, at)) is None:
+                return None
+            at = end.end()
+            calls.append((name, arguments))
+        return calls if at == len(text) else None
+
+    def _by_mlx_lm(self, text: str) -> list[_Call] | None:
+        if self._fallback is None:
+            return None
+        value = self._fallback(text, self._listed)
+        calls = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
+        # GLM's parser makes `{"raw": text}` of what it can't read.
+        if any(set(call[1]) == {"raw"} and "raw" not in self.properties(call[0]) for call in calls):
+            return None
+        return calls
+
+
+def loads(text: str) -> Any:
+    """JSON as models write it: raw newlines in strings, numbers beyond all bounds. Raises ValueError."""
+    return _decoder.decode(text)
+
+
+def _finite(text: str) -> float:
+    return max(-sys.float_info.max, min(float(text), sys.float_info.max))
+
+
+_decoder = json.JSONDecoder(strict=False, parse_float=_finite)
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+def json_text(value: Any) -> str:
+    """JSON text. Half of a surrogate pair is no UTF-8, and clients fail on its escape: it becomes U+FFFD.
+
+    Raises ValueError for NaN and the infinities.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() else _HALF.sub("\ufffd", text)
+
+
+def _call_of(item: Any) -> _Call:
+    """Name and arguments of a call as parsed JSON. Raises ValueError."""
+    if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+        raise ValueError("no call")
+    arguments = item.get("arguments", item.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments) if arguments.strip() else {}
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are no object")
+    return item["name"], arguments
+
+
+# --------------------------------------------------------------------------- values by schema
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+def _resolved(schema: Any, root: dict[str, Any]) -> Any:
+    """A parameter's schema with what it refers to in its place."""
+    schema = resolved(schema, root)
+    if isinstance(schema, dict) and any(word in schema for word in ("anyOf", "oneOf", "allOf")):
+        with contextlib.suppress(Unenforceable):
+            return {"anyOf": branches(schema, root, strict=False)}
+    return schema
+
+
+def kinds_of(schema: Any) -> set[str]:
+    """JSON types that `schema` allows; empty: it doesn't say."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    named = given if isinstance(given, list) else [given]
+    kinds = {kind for kind in named if isinstance(kind, str)}
+    for branch in ("anyOf", "oneOf"):
+        choices = schema.get(branch)
+        for choice in choices if isinstance(choices, list) else ():
+            kinds |= kinds_of(choice)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not kinds and isinstance(values, list):
+        kinds = {kind for value in values for kind in _KINDS if _is(value, {kind})}
+    return kinds & _KINDS.keys()
+
+
+def coerce(value: Any, schema: Any) -> Any:
+    """`value` in a type that `schema` allows, where that is possible without guessing."""
+    kinds = kinds_of(schema)
+    if not kinds or _is(value, kinds):
+        return value
+    if isinstance(value, str):
+        return _literal(value, kinds, value)
+    if isinstance(value, float) and value.is_integer() and "integer" in kinds:
+        return int(value)
+    if "string" in kinds and value is not None:
+        return json.dumps(value, ensure_ascii=False)
+    return value
+
+
+def typed_text(text: str, schema: Any, known: bool) -> Any:
+    """A value that stands as bare text between tags."""
+    kinds = kinds_of(schema)
+    if "string" in kinds:
+        # Of `string or null`, the word null is null; of `string or integer`, digits stay text.
+        return None if "null" in kinds and text.strip() == "null" else text
+    if known and not kinds:
+        kinds = {"array", "object"}  # no type told: only what can't be meant as text
+    return _literal(text.strip(), kinds or set(_KINDS), text)
+
+
+def _literal(text: str, kinds: set[str], default: Any) -> Any:
+    """`text` as a JSON (or Python) literal of one of `kinds`, else `default`."""
+    for parse in (loads, ast.literal_eval):
+        try:
+            value = parse(text)
+        except Exception:
+            continue
+        if isinstance(value, float) and value.is_integer() and kinds.isdisjoint({"number"}):
+            value = int(value)
+        if _is(value, kinds):
+            return value
+    if "boolean" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return default
+
+
+def _is(value: Any, kinds: set[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in kinds
+    return any(isinstance(value, _KINDS[kind]) for kind in kinds if kind != "boolean")

@@ -1,0 +1,161 @@
+"""The canonical form of a conversation: equal for two that differ only in what transport changes.
+
+It tells which conversation a request goes on with, never what the model reads (the original does) nor
+whose KV it gets (the model's tokens do). Left out or made equal, after the seeds of this project:
+
+| what                                                      | in the canonical form         |
+|-----------------------------------------------------------|-------------------------------|
+| space around a text, how a message is cut into parts      | gone                          |
+| `"message_id": "…"`, `Stats: runtime …`, `Current time is …` | one constant each          |
+| a `<system-reminder>` block, an inbound-context block     | one constant each             |
+| an assistant's thinking, call ids, signatures             | gone                          |
+| a call's arguments: order of keys, spaces, 1.0 for 1      | one spelling                  |
+
+Nothing here uses a pattern that can run past the text it is in: blocks are found by their two ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ...chat import (
+    Conversation,
+    ImagePart,
+    Message,
+    TextPart,
+    ThinkingPart,
+    ToolCallPart,
+    ToolResultPart,
+)
+
+Digest = bytes
+"""16 bytes."""
+
+_LINES = (
+    (re.compile(r'("message_id"\s*:\s*")[^"]+(")'), r"\1=\2"),
+    (re.compile(r"(Stats: runtime\s+)[^\n•]+", re.IGNORECASE), r"\1="),
+    (re.compile(r"Current time is[^\n]+"), "Current time is ="),
+)
+_BLOCKS = (
+    ("<system-reminder>", "</system-reminder>"),
+    ("## Inbound Context (trusted metadata)\n", "\n```\n"),
+)
+_WORDS = ("message_id", "tats: runtime", "Current time is", "TATS: RUNTIME")
+"""One of them stands in every text that a pattern of `_LINES` changes; looking for words is cheap."""
+
+
+def canonical_text(text: str) -> str:
+    """`text` with what transport changes made equal."""
+    for start, end in _BLOCKS:
+        if start in text:
+            text = _without_blocks(text, start, end)
+    if any(word in text for word in _WORDS):
+        for pattern, constant in _LINES:
+            text = pattern.sub(constant, text)
+    return text.strip()
+
+
+def _without_blocks(text: str, start: str, end: str) -> str:
+    """Each `start … end` as `start end`; a block that never ends stays."""
+    out: list[str] = []
+    at = 0
+    while (begin := text.find(start, at)) >= 0:
+        stop = text.find(end, begin + len(start))
+        if stop < 0:
+            break
+        out += (text[at:begin], start, end)
+        at = stop + len(end)
+    return "".join([*out, text[at:]])
+
+
+def canonical_json(value: Any) -> str:
+    """JSON text that is the same however the value was written."""
+    return json.dumps(_plain(value), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    # JavaScript writes 1.0 as 1.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def digest_of(*fields: str | bytes) -> Digest:
+    """Of fields in order; where one ends is part of it."""
+    state = hashlib.blake2b(digest_size=16)
+    for one in fields:
+        data = one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "little"))
+        state.update(data)
+    return state.digest()
+
+
+def answer_digest(texts: Iterable[str], calls: Iterable[tuple[str, Any]]) -> Digest:
+    """Of an assistant's turn as a client echoes it: its texts joined, its calls as (name, arguments).
+
+    Space within a text counts, space at the ends of one does not.
+    """
+    text = "".join(text.strip() for text in texts)
+    return digest_of(text, *(f"{name}\n{canonical_json(arguments)}" for name, arguments in calls))
+
+
+def thought_digest(texts: Iterable[str]) -> Digest | None:
+    """Of an assistant's thinking; None where there is none."""
+    text = "".join(text.strip() for text in texts)
+    return digest_of(text) if text else None
+
+
+def answer_of(message: Message) -> tuple[Digest, Digest | None]:
+    """(answer, thought) of an assistant's message as a client sent it."""
+    parts = message.parts
+    return (
+        answer_digest(
+            (part.text for part in parts if isinstance(part, TextPart)),
+            ((part.name, part.arguments) for part in parts if isinstance(part, ToolCallPart)),
+        ),
+        thought_digest(part.text for part in parts if isinstance(part, ThinkingPart)),
+    )
+
+
+def message_digest(message: Message) -> Digest:
+    if message.role == "assistant":
+        return answer_of(message)[0]
+    return digest_of(*_fields(message))
+
+
+def _fields(message: Message) -> list[str | bytes]:
+    fields: list[str | bytes] = [message.role]
+    texts = [canonical_text(part.text) for part in message.parts if isinstance(part, TextPart)]
+    fields.append("\n".join(text for text in texts if text))
+    for part in message.parts:
+        if isinstance(part, ImagePart):
+            fields.append(part.data)
+        elif isinstance(part, ToolResultPart):
+            fields += (canonical_text(part.text), str(part.is_error))
+            fields += (image.data for image in part.images)
+    return fields
+
+
+def chain_of(conversation: Conversation) -> list[Digest]:
+    """Digests of every beginning of the conversation: [n] is of its tools and its first n messages."""
+    tools = (
+        f"{tool.name}\n{tool.description}\n{canonical_json(tool.parameters)}" for tool in conversation.tools
+    )
+    chain = [digest_of(*tools)]
+    for message in conversation.messages:
+        chain.append(digest_of(chain[-1], message.role, message_digest(message)))
+    return chain
+
+
+def opening(messages: Sequence[Message]) -> int:
+    """Messages up to the first user's, that one included: what tells conversations without a name apart."""
+    for index, message in enumerate(messages):
+        if message.role == "user":
+            return index + 1
+    return len(messages)

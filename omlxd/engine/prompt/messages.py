@@ -1,0 +1,224 @@
+"""From a conversation to the messages that a chat template takes. No template and no tokenizer here.
+
+What a template can't take is written in a way that it can, in place, so that nothing of the
+conversation is hidden from the model and a longer conversation still begins like a shorter one:
+
+- a system message in the middle becomes a user message `<system-reminder>\\n…\\n</system-reminder>`;
+- messages of one role in a row are joined with an empty line;
+- calls and results become `<tool_call>` and `<tool_response>` text, tools a paragraph of the system
+  message.
+
+Texts of one message are joined with a newline, as vLLM does. A call's arguments keep the order of keys in
+which the client gave them: a model writes them in an order of its own that an echo must not change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...chat import (
+    Conversation,
+    ImagePart,
+    Message,
+    TextPart,
+    ThinkingPart,
+    Tool,
+    ToolCallPart,
+    ToolResultPart,
+)
+from ...errors import InvalidRequest
+from .template_traits import TemplateTraits, as_parts
+
+Shaped = dict[str, Any]
+"""A message as Hugging Face's chat templates define it."""
+
+TOOLS_TEXT = """\
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within \
+<tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def shape(
+    conversation: Conversation, traits: TemplateTraits, *, hoist: bool = False
+) -> tuple[list[Shaped], list[Shaped] | None]:
+    """Messages and tools for a template with `traits`. Raises InvalidRequest.
+
+    hoist  put system messages that stand before the first assistant's turn at the head. Later ones
+           never: each would change the head of a prompt that is cached
+    """
+    if not conversation.messages:
+        raise InvalidRequest("messages: at least one message is required", param="messages")
+    names = _call_names(conversation.messages)
+    messages: list[Shaped] = []
+    for message in conversation.messages:
+        messages += _shaped(message, names, traits)
+    if hoist:
+        messages = _hoisted(messages)
+    tools = shape_tools(conversation.tools)
+    if tools and not traits.tools:
+        listed = "\n".join(compact_json(tool) for tool in tools)
+        messages.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
+    messages = _place_systems(messages, traits)
+    messages = _join(messages, traits)
+    if traits.content_parts:
+        messages = [as_parts(message) for message in messages]
+    return messages, tools if tools and traits.tools else None
+
+
+def shape_tools(tools: Sequence[Tool]) -> list[Shaped]:
+    """Tools in OpenAI's form, which templates and mlx-lm's tool parsers take."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                # A schema without `properties` breaks templates that loop over them.
+                "parameters": tool.parameters or {"type": "object", "properties": {}},
+            },
+        }
+        for tool in tools
+    ]
+
+
+def compact_json(value: Any) -> str:
+    """JSON text as templates write it: one line, keys in order, no escapes for letters."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def plain_text(messages: list[Shaped]) -> str:
+    """A rendering for a model without a chat template: roles by name, ending where it should go on."""
+    names = {"system": "System", "user": "User", "assistant": "Assistant"}
+    turns = [f"{names[message['role']]}: {message['content']}" for message in messages]
+    return "\n\n".join([*turns, "Assistant:"])
+
+
+# --------------------------------------------------------------------------- one message
+
+
+def _call_names(messages: Sequence[Message]) -> dict[str, str]:
+    """Call id → tool's name: a result knows only the id, and some templates need the name."""
+    parts = (part for message in messages for part in message.parts)
+    return {part.id: part.name for part in parts if isinstance(part, ToolCallPart)}
+
+
+def _shaped(message: Message, names: dict[str, str], traits: TemplateTraits) -> list[Shaped]:
+    _refuse_images(message)
+    if message.role == "tool":
+        results = [part for part in message.parts if isinstance(part, ToolResultPart)]
+        return [_result(part, names, traits) for part in results]
+    text = "\n".join(part.text for part in message.parts if isinstance(part, TextPart))
+    if message.role == "assistant":
+        return [_assistant(message, text, traits)]
+    return [{"role": message.role, "content": text}]
+
+
+def _refuse_images(message: Message) -> None:
+    for part in message.parts:
+        if isinstance(part, ImagePart) or (isinstance(part, ToolResultPart) and part.images):
+            raise InvalidRequest("this model takes no images", param="messages")
+
+
+def _assistant(message: Message, text: str, traits: TemplateTraits) -> Shaped:
+    shaped: Shaped = {"role": "assistant", "content": text}
+    thinking = "\n".join(part.text for part in message.parts if isinstance(part, ThinkingPart))
+    calls = [part for part in message.parts if isinstance(part, ToolCallPart)]
+    if thinking and traits.reasoning_key:
+        if calls and text and not traits.thinking_and_text:
+            shaped["content"], thinking = "", f"{thinking}\n\n{text}"
+        shaped[traits.reasoning_key] = thinking
+    if calls and traits.tool_calls:
+        shaped["tool_calls"] = [_call(part, traits) for part in calls]
+    elif calls:
+        written = [
+            f"<tool_call>\n{compact_json({'name': part.name, 'arguments': part.arguments})}\n</tool_call>"
+            for part in calls
+        ]
+        shaped["content"] = "\n".join([text, *written] if text else written)
+    return shaped
+
+
+def _call(part: ToolCallPart, traits: TemplateTraits) -> Shaped:
+    arguments = compact_json(part.arguments) if traits.arguments_text else part.arguments
+    id = _call_id(part.id, traits)
+    return {"id": id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
+
+
+def _call_id(id: str, traits: TemplateTraits) -> str:
+    """`id`, or nine hexadecimal digits that stand for it."""
+    return id if traits.any_call_id else hashlib.blake2b(id.encode(), digest_size=8).hexdigest()[:9]
+
+
+def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits) -> Shaped:
+    text = part.text
+    if part.is_error and "error" not in text[:200].lower():
+        text = f"Error: {text}"
+    if not traits.tool_role:
+        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+    name = names.get(part.call_id, "")
+    return {"role": "tool", "tool_call_id": _call_id(part.call_id, traits), "name": name, "content": text}
+
+
+# --------------------------------------------------------------------------- their order
+
+
+def _hoisted(messages: list[Shaped]) -> list[Shaped]:
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    opening = sorted(messages[:first], key=lambda m: m["role"] != "system")  # stable
+    return opening + messages[first:]
+
+
+def _place_systems(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:
+    """System messages where the template takes them, else as user messages in place."""
+    head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    first, rest = messages[:head], messages[head:]
+    if len(first) > 1 and not traits.system_repeats:
+        first = [{"role": "system", "content": "\n\n".join(m["content"] for m in first)}]
+    if not traits.system_first:
+        first = [{**m, "role": "user"} for m in first]
+    if not traits.system_anywhere:
+        rest = [_reminder(m) if m["role"] == "system" else m for m in rest]
+    return first + rest
+
+
+def _reminder(message: Shaped) -> Shaped:
+    text = message["content"]
+    if not text.startswith("<system-reminder>"):
+        text = f"<system-reminder>\n{text}\n</system-reminder>"
+    return {"role": "user", "content": text}
+
+
+def _join(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:
+    """Neighbours joined where the template wants roles to alternate."""
+    joined: list[Shaped] = []
+    for message in messages:
+        before = joined[-1]["role"] if joined else ""
+        same = before == message["role"] and before in ("user", "assistant") and not traits.repeats
+        after_tool = before == "tool" and message["role"] == "user" and not traits.user_after_tool
+        if same or after_tool:
+            joined[-1] = _merged(joined[-1], message)
+        else:
+            joined.append(message)
+    return joined
+
+
+def _merged(one: Shaped, two: Shaped) -> Shaped:
+    texts = [m["content"] for m in (one, two) if m["content"]]
+    merged = {**two, **one, "content": "\n\n".join(texts)}
+    if calls := one.get("tool_calls", []) + two.get("tool_calls", []):
+        merged["tool_calls"] = calls
+    return merged

@@ -1,0 +1,267 @@
+"""From a conversation to the model's tokens, on any thread but the engine's.
+
+Three steps, kept apart: engine/prompt/template.py applies the template, engine/prompt/splice.py puts turns
+back as they were generated, token_cache.py tokenises.
+
+`tool_choice: none` keeps the tools in the prompt, as vLLM does by default: leaving them out would
+change the head of the prompt and lose the cached prefix. Calls are then not looked for, so one that
+the model writes all the same is text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...chat import Conversation, RawPrompt, TextPart, ToolResultPart
+from ...errors import PromptTooLong
+from .canonical import Digest, answer_of, chain_of, opening
+from .splice import Splicer
+from .template import Renderer, Text
+from .token_cache import TokenCache
+from .turn_memory import REASONS, Answer, Place, PrefixDigest, Scope, Turn, TurnMemory
+from .turn_store import TurnFiles
+
+HOIST_BY_ITSELF = True
+"""What `--hoist-system auto` means. Claude Code sends the folder, the tools it may load and the date as a
+system message behind the first question. Prompt tokens that no earlier prompt had, over three recorded
+traces one after the other (`tools/replay.py --offline`, the demo's tokenizer):
+
+    trace                                prompt    in place    hoisted
+    one session, continued              436,536      54,696     54,696
+    two new sessions after it           125,076      34,184     29,618
+    a session with sub-agents after it  105,864      20,601     16,035
+
+A new session in the same folder computes 424 tokens for its first answer instead of 4,990."""
+
+
+@dataclass(slots=True, frozen=True)
+class RenderedPrompt:
+    """A prompt as the model gets it, and how to read what the model answers.
+
+    tokens              the model's token ids
+    text                what they were made of, turns as the client sent them; "" when it gave ids
+    starts_in_thinking  the prompt ends inside a thinking block
+    reasoning           thinking tags in the answer are markup (not so for a raw prompt)
+    tool_calls          calls in the answer are looked for
+    place               where the answer will stand; None: it is not remembered
+    session             name of the conversation, its own or one made of its first messages; cache salt
+    chain               canonical digests of the conversation's beginnings (canonical.py)
+    healed, refused     turns put back as they were generated; reasons why others were not
+    unknown             turns at whose place nothing is known to have been generated
+    turns               places of those that are known
+    exposed             somebody's control tokens are read as control tokens
+    """
+
+    tokens: list[int]
+    text: str = ""
+    starts_in_thinking: bool = False
+    reasoning: bool = False
+    tool_calls: bool = False
+    place: Place | None = None
+    session: tuple[str, str] = ("", "")
+    chain: tuple[Digest, ...] = ()
+    healed: int = 0
+    refused: tuple[str, ...] = ()
+    unknown: int = 0
+    turns: tuple[Place, ...] = ()
+    exposed: bool = False
+
+
+class PromptPipeline:
+    """Renders prompts for one tokenizer (mlx-lm's TokenizerWrapper). Thread-safe.
+
+    traits  what its template takes
+    notes   sentences for the load log: what is rendered in another way than the client sent it
+    memory  turns as they were generated; None: `healing` is off
+    files   where they are kept beyond this process; None: nowhere
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        healing: bool = True,
+        hoist_system: str = "auto",
+        files: TurnFiles | None = None,
+    ):
+        self._tokenizer = tokenizer
+        self.tokens = TokenCache(tokenizer)
+        hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
+        self._renderer = Renderer(tokenizer, marking=self.tokens.joins, hoist=hoist)
+        self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
+        self.memory = TurnMemory(files=files) if healing else None
+        self._files = files
+        self.traits = self._renderer.traits
+        self.notes = self._renderer.notes()
+        if healing and not self._splicer.able:
+            self.notes.append(
+                "earlier turns can't be put back as they were generated: no end of a turn found"
+            )
+
+    def render(
+        self,
+        prompt: Conversation | RawPrompt,
+        *,
+        scope: Scope | None = None,
+        most: int | None = None,
+        refuse: int | None = None,
+    ) -> RenderedPrompt:
+        """Tokens of `prompt`. Raises InvalidRequest and PromptTooLong.
+
+        scope   whose turns are put back as they were generated; None: nobody's
+        most    tokens that a prompt with such turns may have
+        refuse  a text that surely has more tokens is refused, before all of it has been read
+        """
+        if isinstance(prompt, RawPrompt):
+            return self._raw(prompt, refuse)
+        if refuse is not None and len(prompt.messages) > refuse:
+            raise PromptTooLong(len(prompt.messages), refuse)
+        self._refuse(_texts(prompt), refuse, trimmed=True)
+        text = self._renderer.text(prompt)
+        self._refuse([text.plain], refuse)
+        start = self._tokenizer.think_start
+        rendered = RenderedPrompt(
+            tokens=self._encode(text, refuse),
+            text=text.plain,
+            starts_in_thinking=bool(start) and text.plain.rstrip().endswith(start),
+            reasoning=True,
+            tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
+            exposed=text.exposed,
+        )
+        if scope is None:
+            return rendered
+        chain = tuple(chain_of(prompt))
+        session = scope.session or f"implicit-{chain[opening(prompt.messages)].hex()}"
+        rendered = replace(rendered, chain=chain, session=(session, scope.salt))
+        if self.memory is None or not self._splicer.able:
+            return rendered
+        return self._healed(prompt, text, rendered, self.memory, not scope.session, most)
+
+    def continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
+        """The ids of `text` where it follows the prompt; no token spans the two."""
+        known = len(rendered.tokens)
+        if rendered.text:
+            special = not (rendered.reasoning and self._renderer.has_template)
+            whole = self.tokens.encode(rendered.text + text, special=special)
+            if whole[:known] == rendered.tokens:
+                return whole[known:]
+        return self.tokens.encode(text)
+
+    def text_of(self, prompt: Conversation) -> str:
+        """What the template makes of `prompt`. Raises InvalidRequest."""
+        return self._renderer.text(prompt).plain
+
+    def begin(self, rendered: RenderedPrompt) -> None:
+        """The prompt will be answered; `end` must follow. Its turns are counted, and recent from now on."""
+        if rendered.place is not None and self.memory is not None:
+            self.memory.used(rendered.turns)
+            self.memory.count(rendered.healed, rendered.refused, rendered.unknown)
+            self.memory.begin(rendered.place)
+
+    def end(self, place: Place | None) -> None:
+        """It was, or it will not be."""
+        if place is not None and self.memory is not None:
+            self.memory.end(place)
+
+    def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
+        """Remember a turn: `generated` from `prompt`, `answer` sent of it."""
+        if place is not None and self.memory is not None:
+            self.memory.remember(place, answer.digest, answer.thought, prompt, generated)
+
+    def figures(self) -> dict[str, float]:
+        """Counters; of correctness are those that are zero on clean traffic."""
+        values: dict[str, float] = {
+            "prompt_tokens_remembered_total": self.tokens.hits,
+            "prompt_tokens_tokenised_total": self.tokens.misses,
+        }
+        if self.memory is not None:
+            values["prompt_turns_healed_total"] = self.memory.healed
+            for reason in REASONS:
+                values[f"prompt_turns_not_healed_{reason}_total"] = self.memory.refusals[reason]
+            values["prompt_turns_unknown_total"] = self.memory.unknown
+            if self._files is not None:
+                values |= self._files.figures()
+        return values
+
+    def _refuse(self, texts: list[str], most: int | None, *, trimmed: bool = False) -> None:
+        """Raise PromptTooLong if `texts` surely have more than `most` tokens; `trimmed`: a template may."""
+        if most is None or sum(map(len, texts)) <= 2 * most:
+            return
+        if (least := self.tokens.bound.least(texts, trimmed=trimmed)) > most:
+            raise PromptTooLong(least, most)
+
+    def _encode(self, text: Text, most: int | None) -> list[int]:
+        if text.mark:
+            return self._splicer.encode(text.marked, text.mark, most)
+        # A template has written itself what the tokenizer puts around a text.
+        return self.tokens.encode(text.plain, special=not self._renderer.has_template, most=most)
+
+    def _raw(self, prompt: RawPrompt, refuse: int | None) -> RenderedPrompt:
+        if prompt.tokens is not None:
+            return RenderedPrompt(tokens=list(prompt.tokens))
+        self._refuse([prompt.text], refuse)
+        tokens = self.tokens.encode(prompt.text, special=True, most=refuse)
+        return RenderedPrompt(tokens=tokens, text=prompt.text)
+
+    # ----------------------------------------------------------------- healing
+
+    def _healed(
+        self,
+        prompt: Conversation,
+        text: Text,
+        rendered: RenderedPrompt,
+        memory: TurnMemory,
+        implicit: bool,
+        most: int | None,
+    ) -> RenderedPrompt:
+        """`rendered` with turns as they were generated, where that makes a difference."""
+        places = [Place(rendered.session, before, implicit) for before in rendered.chain]
+        turns, refused = _turns(prompt, places, memory)
+        if prompt.continue_final:  # What will be generated is no turn.
+            turns.pop(len(prompt.messages) - 1, None)
+        unknown = refused.count("")
+        refused = [reason for reason in refused if reason]
+        known = tuple(places[index] for index in turns)
+        place = None if prompt.continue_final else places[-1]
+        rendered = replace(rendered, place=place, turns=known, unknown=unknown)
+        if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
+            spliced = self._splicer.splice(prompt, text, turns)
+            refused += spliced.refused
+            if most is not None and len(spliced.tokens) > most:
+                refused.append("too_long")
+            elif spliced.healed:
+                rendered = replace(rendered, tokens=spliced.tokens, healed=spliced.healed)
+        return replace(rendered, refused=tuple(refused))
+
+
+def _texts(prompt: Conversation) -> list[str]:
+    """What every template writes, but for spaces at its ends."""
+    parts = (part for message in prompt.messages for part in message.parts)
+    texts = (part.text for part in parts if isinstance(part, TextPart | ToolResultPart))
+    return [text for text in texts if "</think>" not in text]
+
+
+def _turns(
+    prompt: Conversation, places: list[Place], memory: TurnMemory
+) -> tuple[dict[int, Turn], list[str]]:
+    """(message index → the turn that stood there, reasons why others are not put back; "": not known)."""
+    roles = [message.role for message in prompt.messages]
+    turns: dict[int, Turn] = {}
+    refused: list[str] = []
+    for index, role in enumerate(roles):
+        # Two in a row may be joined, so neither is a turn.
+        beside = (*roles[max(index - 1, 0) : index], *roles[index + 1 : index + 2])
+        if role != "assistant" or "assistant" in beside:
+            continue
+        found = memory.find(places[index], *answer_of(prompt.messages[index]))
+        if isinstance(found, Turn):
+            turns[index] = found
+        else:
+            refused.append(found)
+    return turns, refused
+
+
+def _begins_with(tokens: list[int], turn: Turn) -> bool:
+    """Whether `tokens` begin with the turn and all before it, as they were."""
+    return len(tokens) > turn.length and PrefixDigest(tokens[: turn.length]).value == turn.whole

@@ -1,0 +1,203 @@
+"""Which conversation a request goes on with, and whose branch it must not push out of the cache.
+
+A session is one client's conversation; a client that names none gets one by its first messages. It has
+branches: each a line of requests that extend one another in canonical form (canonical.py). A request
+extends the branch whose last request is a beginning of it; where none is, it begins a branch. Two
+requests of one session at once are two branches, or the same twice.
+
+A sub-agent's branch has a parent: that of the agent which started it, by the client's own headers, or
+where they say nothing the session's longest branch with other tools and system messages. While a
+sub-agent's request runs its parent's blocks are held, and made recent again at its end
+(engine/kvio/bridge.py): what the sub-agent leaves behind goes first.
+
+Nothing here decides what is reused: that, the tokens do. Where a request extends a branch and its
+tokens don't, something has changed them that should not have: that is counted, with the place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...chat import Conversation, GenerateRequest
+from ...kv.hashing import BlockHash
+from .canonical import Digest
+from .pipeline import RenderedPrompt
+
+MOST_BLOCKS = 100_000
+"""Block hashes over all branches: about 10 MB, or sixty prompts of 96k tokens."""
+
+OWN_WEIGHT = 8
+"""Blocks that a session counts for beside its own."""
+
+MOST_BRANCHES = 16
+"""Of one session. A hundred sub-agents that are over are of no use to anybody."""
+
+TOLERANCE = 1
+"""Blocks at the end of a prompt that the next one may change: its prompt to answer stands there."""
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """head: digest of tools and first system messages. tip: of all messages of its last request.
+
+    prompt_blocks  full blocks of that request's prompt
+    hashes         of these, then of what was generated
+    """
+
+    agent: str
+    head: Digest
+    tip: Digest
+    prompt_blocks: int
+    hashes: Sequence[BlockHash]
+
+
+@dataclass(slots=True, frozen=True)
+class Lineage:
+    """What a request says of where it belongs.
+
+    chain    digests of its beginnings
+    heads    system messages that it begins with
+    hashes   of its prompt's blocks; they may grow by its output's
+    """
+
+    session: tuple[str, str]
+    agent: str
+    parent_agent: str
+    chain: tuple[Digest, ...]
+    heads: int
+    hashes: Sequence[BlockHash]
+
+    @property
+    def head(self) -> Digest:
+        return self.chain[self.heads]
+
+
+@dataclass(slots=True, frozen=True)
+class Standing:
+    """Where a request stands.
+
+    extends      it goes on with a branch that is known
+    rejected_at  block from which its tokens differ from the branch's, though it extends it; None: none
+    shelter      blocks of its parent's branch
+    """
+
+    extends: bool = False
+    rejected_at: int | None = None
+    shelter: Sequence[BlockHash] = ()
+
+
+@dataclass(slots=True)
+class _Session:
+    branches: list[Branch] = field(default_factory=list)
+    """The most recently used last."""
+    weight: int = 0
+    """Blocks, and something for itself, so that a flood of tiny ones is bounded too."""
+
+
+class Sessions:
+    """Bounded, the least recently used session dropped first. Thread-safe."""
+
+    def __init__(self, most_blocks: int = MOST_BLOCKS):
+        self._most_blocks = most_blocks
+        self._lock = threading.Lock()
+        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
+        self._weight = 0
+        self.rejected = 0
+        self.sheltered = 0
+
+    def begin(self, request: Lineage) -> Standing:
+        """A request has arrived."""
+        with self._lock:
+            session = self._sessions.get(request.session)
+            if session is None:
+                return Standing()
+            self._sessions.move_to_end(request.session)
+            branch = _extended(session, request)
+            parent = _parent(session, request, branch)
+            rejected_at = None if branch is None else _rejected_at(branch, request.hashes)
+            self.rejected += rejected_at is not None
+            self.sheltered += parent is not None
+            return Standing(
+                extends=branch is not None,
+                rejected_at=rejected_at,
+                shelter=parent.hashes if parent is not None else (),
+            )
+
+    def end(self, request: Lineage, prompt_blocks: int) -> None:
+        """It went well: its branch now ends with it. `request.hashes` may have grown by its output."""
+        new = Branch(request.agent, request.head, request.chain[-1], prompt_blocks, request.hashes)
+        with self._lock:
+            session = self._sessions.setdefault(request.session, _Session())
+            self._sessions.move_to_end(request.session)
+            old = _extended(session, request)
+            if old is not None:
+                session.branches.remove(old)
+            session.branches.append(new)
+            del session.branches[:-MOST_BRANCHES]
+            self._weight -= session.weight
+            session.weight = OWN_WEIGHT + sum(len(branch.hashes) for branch in session.branches)
+            self._weight += session.weight
+            self._trim()
+
+    def _trim(self) -> None:
+        while len(self._sessions) > 1 and self._weight > self._most_blocks:
+            self._weight -= self._sessions.popitem(last=False)[1].weight
+
+    def figures(self) -> dict[str, float]:
+        with self._lock:
+            return {
+                "sessions": len(self._sessions),
+                "session_branches": sum(len(s.branches) for s in self._sessions.values()),
+                "prompt_canonical_rejected_total": self.rejected,
+                "requests_sheltering_parent_total": self.sheltered,
+            }
+
+
+def lineage_of(
+    request: GenerateRequest, rendered: RenderedPrompt, hashes: Sequence[BlockHash]
+) -> Lineage | None:
+    """None for a prompt that is no conversation."""
+    if not isinstance(request.prompt, Conversation):
+        return None
+    roles = [message.role for message in request.prompt.messages]
+    heads = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    _, _, agent = request.session.partition("/")
+    session, salt = rendered.session
+    return Lineage(
+        session=(session.partition("/")[0], salt),
+        agent=agent,
+        parent_agent=request.parent_agent,
+        chain=rendered.chain,
+        heads=heads,
+        hashes=hashes,
+    )
+
+
+def _extended(session: _Session, request: Lineage) -> Branch | None:
+    """The deepest branch of the same agent whose last request is a beginning of this one."""
+    depth = {digest: index for index, digest in enumerate(request.chain)}
+    known = [b for b in session.branches if b.agent == request.agent and b.tip in depth]
+    return max(known, key=lambda b: depth[b.tip], default=None)
+
+
+def _parent(session: _Session, request: Lineage, own: Branch | None) -> Branch | None:
+    def longest(branches: list[Branch]) -> Branch | None:
+        return max(branches, key=lambda b: len(b.hashes), default=None)
+
+    if request.agent:
+        return longest([b for b in session.branches if b.agent == request.parent_agent])
+    others = [b for b in session.branches if b is not own and not b.agent and b.head != request.head]
+    parent = longest(others)
+    # A sub-agent begins with a short prompt of its own; the longer of two is whom it works for.
+    return parent if parent is not None and len(parent.hashes) > len(request.hashes) else None
+
+
+def _rejected_at(branch: Branch, hashes: Sequence[BlockHash]) -> int | None:
+    expected = branch.prompt_blocks - TOLERANCE
+    for index, (one, two) in enumerate(zip(branch.hashes[: max(expected, 0)], hashes, strict=False)):
+        if one != two:
+            return index
+    return None

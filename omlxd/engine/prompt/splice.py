@@ -1,0 +1,230 @@
+"""Putting turns as they were generated in place of what a template makes of their echoes.
+
+The template is applied once more with a mark instead of each such turn's text (engine/prompt/template.py),
+and its text is cut at the marks:
+
+    … <|im_end|>\\n<|im_start|>assistant\\n ⟨mark 0⟩ <tool_call>…</tool_call><|im_end|>\\n<|im_start|>user …
+    └── gap ────┘└─── header ─────────┘          └─ the echo's calls ─┘└─ next gap …
+
+The prompt begins with the first gap; behind a gap comes the prompt to answer, as the template writes
+it, then the turn's own tokens, then the next gap from the token on that ends the turn. It is proven,
+for every turn and every request:
+
+- gap and prompt to answer, tokenised, give the very tokens that the turn was generated from (by
+  digest): so the header was told from the gap rightly, and everything before is right too;
+- nothing of the next message stands between a mark and the end of its turn: a second mark stands in
+  the middle of that message; where it has no text, no control token stands before the end of a turn
+  without calls;
+- the gaps stand in the template's text of the conversation as it was sent, in order, the first at its
+  beginning and the last at its end: so the marks changed nothing else.
+
+Where a proof fails the turn stays as the template renders it, and the reason is told.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...chat import Conversation, Message, Part, TextPart, ToolCallPart, ToolResultPart
+from ...errors import InvalidRequest
+from .template import Renderer, Text, special_tokens, unused_marks
+from .token_cache import TokenCache
+from .turn_memory import PrefixDigest, Turn
+
+_MOST_TRIES = 8
+"""Renderings of one prompt, each without the turn that didn't fit the one before."""
+
+
+@dataclass(slots=True)
+class Spliced:
+    """tokens: the prompt. healed: how many turns are as they were generated. refused: reasons."""
+
+    tokens: list[int]
+    healed: int
+    refused: list[str] = field(default_factory=list)
+
+
+class _NoFit(Exception):
+    """(index of the turn's message, reason)"""
+
+
+class Splicer:
+    """Thread-safe. `able`: whether turns can be put in place with this template and tokenizer."""
+
+    def __init__(self, renderer: Renderer, tokens: TokenCache, tokenizer: Any):
+        self._renderer = renderer
+        self._tokens = tokens
+        ends = [tokenizer.convert_ids_to_tokens(id) for id in sorted(tokenizer.eos_token_ids)]
+        # The next gap begins with the end of the turn, so the text must be safe to cut there.
+        self._ends = [end for end in ends if tokens.cuts and tokens.cuts_at(end)]
+        self._specials = special_tokens(tokenizer)
+        self._openings: list[str] = []
+        self._headers: list[str] = []
+        if self._ends and renderer.has_template:
+            self._openings, self._headers = _borders(renderer)
+
+    @property
+    def able(self) -> bool:
+        return bool(self._openings and self._headers)
+
+    def splice(self, conversation: Conversation, text: Text, turns: Mapping[int, Turn]) -> Spliced:
+        """`turns`: message index → the turn to put there. `text`: the conversation as rendered."""
+        left, refused = dict(turns), []
+        for _ in range(_MOST_TRIES):
+            if not left:
+                break
+            try:
+                tokens = self._spliced(conversation, text, left)
+            except _NoFit as misfit:
+                index, reason = misfit.args
+                del left[index]
+                refused.append(reason)
+            else:
+                return Spliced(tokens, len(left), refused)
+        return Spliced(self.encode(text.marked, text.mark), 0, [*refused, *("template" for _ in left)])
+
+    def encode(self, marked: str, mark: str, most: int | None = None) -> list[int]:
+        """Tokens of a text that is cut at `mark`. Raises PromptTooLong if there are more than `most`."""
+        if mark:
+            return self._tokens.encode_pieces(marked.split(mark), most=most)
+        return self._tokens.encode(marked, most=most)
+
+    def _spliced(self, conversation: Conversation, text: Text, turns: dict[int, Turn]) -> list[int]:
+        first = min(turns)
+        marks = unused_marks(text.plain, 2)
+        if text.exposed or len(marks) < 2:
+            raise _NoFit(first, "template")
+        try:
+            marked = self._renderer.text(_with_marks(conversation, turns, *marks))
+        except InvalidRequest:
+            raise _NoFit(first, "template") from None
+        if marked.exposed:
+            raise _NoFit(first, "template")
+        order = sorted(turns)
+        gap, *echoes = re.split(f"{marks[0]}(\\d+){marks[0]}", marked.marked)
+        if [int(number) for number in echoes[::2]] != order:
+            raise _NoFit(first, "template")
+        gaps: list[str] = []
+        tokens: list[int] = []
+        digest = PrefixDigest()
+        for index, echo in zip(order, echoes[1::2], strict=True):
+            gap = gap.replace(marks[1], "")
+            header, new = self._before(gap, marked.mark, digest, turns[index], index)
+            gaps.append(gap.removesuffix(header))
+            digest.add(new).add(turns[index].tokens)
+            tokens += new
+            tokens += turns[index].tokens
+            message, *following = conversation.messages[index : index + 2]
+            gap = self._from_end(echo, marks[1], index, any(map(_has_text, following)))
+            if not any(isinstance(part, ToolCallPart) for part in message.parts):
+                before = echo.removesuffix(gap)
+                if any(special in before for special in self._specials):
+                    raise _NoFit(index, "template")
+        gaps.append(gap.replace(marks[1], ""))
+        # Their cuts are compared too: the guard may have hidden a control token that somebody typed.
+        sent = [gap.replace(marked.mark, text.mark) if marked.mark else gap for gap in gaps]
+        if not _in_order(sent, text.marked):
+            raise _NoFit(order[-1], "template")
+        return tokens + self.encode(gaps[-1], marked.mark)
+
+    def _before(
+        self, gap: str, mark: str, digest: PrefixDigest, turn: Turn, index: int
+    ) -> tuple[str, list[int]]:
+        """(the turn's header at the end of `gap`, tokens of the gap and the prompt to answer)."""
+        known = False
+        for header in self._headers:
+            if not gap.endswith(header):
+                continue
+            known = True
+            for opening in self._openings:
+                new = self.encode(gap.removesuffix(header) + opening, mark)
+                if digest.copy().add(new).value == turn.prompt:
+                    return header, new
+        raise _NoFit(index, "prefix" if known else "template")
+
+    def _from_end(self, echo: str, guard: str, index: int, guarded: bool) -> str:
+        """What follows the turn that `echo` is the rest of: from the token on that ends it."""
+        found = [at for end in self._ends if (at := echo.find(end)) >= 0]
+        if not found or (guarded and echo.find(guard) < min(found)):
+            raise _NoFit(index, "template")
+        return echo[min(found) :]
+
+
+def _with_marks(conversation: Conversation, turns: Mapping[int, Turn], mark: str, guard: str) -> Conversation:
+    messages = list(conversation.messages)
+    for index in turns:
+        calls = [part for part in messages[index].parts if isinstance(part, ToolCallPart)]
+        messages[index] = Message("assistant", (TextPart(f"{mark}{index}{mark}"), *calls))
+        if index + 1 < len(messages):
+            messages[index + 1] = _guarded(messages[index + 1], guard)
+    return replace(conversation, messages=tuple(messages))
+
+
+def _guarded(message: Message, guard: str) -> Message:
+    """`message` with `guard` in the middle of its first text: templates look at the ends of texts."""
+    for index, part in enumerate(message.parts):
+        if isinstance(part, TextPart | ToolResultPart) and part.text:
+            middle = len(part.text) // 2
+            guarded: Part = replace(part, text=part.text[:middle] + guard + part.text[middle:])
+            return replace(message, parts=(*message.parts[:index], guarded, *message.parts[index + 1 :]))
+    return message
+
+
+def _has_text(message: Message) -> bool:
+    return any(isinstance(part, TextPart | ToolResultPart) and part.text for part in message.parts)
+
+
+def _in_order(pieces: list[str], text: str) -> bool:
+    """Whether `text` begins with the first piece, ends with the last, and holds all in order."""
+    first, *middle, last = pieces
+    if not text.startswith(first) or not text.endswith(last):
+        return False
+    at = len(first)
+    for piece in middle:
+        at = text.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return at <= len(text) - len(last)
+
+
+# --------------------------------------------------------------------------- of a template
+
+
+def _borders(renderer: Renderer) -> tuple[list[str], list[str]]:
+    """(prompts to answer, headers of an assistant's turn), each as the template writes it.
+
+    The longest header first: one may end with another.
+    """
+    user, more = Message("user", (TextPart("falcon"),)), Message("user", (TextPart("heron"),))
+    answer = Message("assistant", (TextPart("merlin"),))
+    call = Message(
+        "assistant", (TextPart("merlin"), ToolCallPart("abcdef123", "kestrel", {"wing": "plover"}))
+    )
+    result = Message("tool", (ToolResultPart("abcdef123", "siskin"),))
+    openings: dict[str, None] = {}
+    headers: dict[str, None] = {}
+    for thinking in (None, True, False):
+        for rest in (
+            (answer, more),
+            (call, result),
+            (answer, more, answer, more),
+            (call, result, answer, more),
+        ):
+            talk = Conversation((user,), thinking=thinking)
+            try:
+                base = renderer.text(talk, generation=False).plain
+                asked = renderer.text(talk).plain
+                told = renderer.text(replace(talk, messages=(user, *rest)), generation=False).plain
+            except InvalidRequest:
+                continue
+            if asked.startswith(base) and len(asked) > len(base):
+                openings[asked[len(base) :]] = None
+            if told.startswith(base) and (at := told.find("merlin")) > len(base):
+                headers[told[len(base) : at]] = None
+    return list(openings), sorted(headers, key=len, reverse=True)

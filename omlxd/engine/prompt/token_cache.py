@@ -1,0 +1,335 @@
+"""Tokens of a text, remembered by segment: a longer text of the same beginning tokenises only its end.
+
+A text is cut before every added token (`<|im_start|>` and its like). Hugging Face's tokenizers split
+there before they do anything else: normaliser, pre-tokenizer and model see each piece alone, so no
+merge crosses a cut and the ids of the segments are the ids of the whole. Which added tokens cut:
+
+| added token                              | why                                                   |
+|------------------------------------------|-------------------------------------------------------|
+| `normalized`                             | no: it is looked for in pieces that are normalised    |
+| `lstrip`, `rstrip`                       | no: it takes spaces from its neighbours               |
+| begins or ends with a space or a letter  | no: a neighbour's spaces, or word border, may be in it |
+| every other                              | yes, where a leftmost-longest match over all finds it |
+
+A segment begins with its token, so the text behind it stands at no text's start, as in the whole:
+some sentencepiece-like pre-tokenizers write a space before the first word of a text alone. Whether
+all of it holds for a tokenizer is probed when it is loaded; where not, texts are tokenised whole.
+
+A segment of more than `PIECE_CHARS` is tokenised in pieces as well (token_bound.py says where it may be
+cut, and each cut is tried on the text around it), so that a text too long for the model is noticed
+before all of it has been read.
+
+`tools/bench/tokenise.py` on the demo's tokenizer and 96k tokens of a recorded session tells what it
+is worth: ratios of the whole text's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from ...errors import InvalidRequest, PromptTooLong
+from .token_bound import TokenBound
+
+CACHE_BYTES = 32 << 20
+"""Of ids and keys: about eight million tokens, or eighty prompts of 96k that share nothing."""
+
+PIECE_CHARS = 1 << 18
+"""Tokenised at a time: 0.1 s, and 90 MB while it lasts if each is a token."""
+UNCUT_CHARS = 1 << 20
+"""Of a piece that can't be cut."""
+_AROUND_CUT = 32
+"""Characters on either side on which a cut is tried."""
+_TRIES = 16
+"""Of cuts of one piece."""
+
+_ENTRY_BYTES = 200
+"""What a segment costs beside its ids."""
+
+_PROBE_WORDS = ("", " ", "a", " b ", "\n", "word", "  x  y", "1", "é", "\u2581", ".", "\u0301")
+
+
+class TokenCache:
+    """Thread-safe. `tokenizer`: mlx-lm's TokenizerWrapper.
+
+    cuts    texts are cut; else each is tokenised whole
+    joins   a text may be cut anywhere: the second piece gets no space of its own
+    hits, misses   tokens that were remembered, and that were not, since the start
+    """
+
+    def __init__(self, tokenizer: Any, max_bytes: int = CACHE_BYTES):
+        self._tokenizer = tokenizer
+        self._max_bytes = max_bytes
+        # A tokenizer's settings are changed by every call of transformers' `encode`: a second thread
+        # in it gets "Already borrowed". The backend's own changes nothing, so that a short text need not
+        # wait for a long one.
+        self._encoding = _Shared()
+        self._lock = threading.Lock()
+        self._segments: OrderedDict[bytes, array[int]] = OrderedDict()
+        self._bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._tokens, self._cutting = _added_tokens(self._backend)
+        self._lead = min(self._cutting, default="")
+        self.cuts = bool(self._cutting) and self._proven()
+        self.joins = self.cuts and self._joins()
+        self._around = self._what_is_put_around() if self.cuts else None
+
+    @functools.cached_property
+    def bound(self) -> TokenBound:
+        """Made when the first large text comes: it looks at the whole vocabulary."""
+        return TokenBound(self._backend)
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes
+
+    def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
+        """The ids of `text`: those of transformers' own `encode`, to the last one.
+
+        special  add what the tokenizer puts around a text
+        most     raise PromptTooLong as soon as there are twice as many ids: clients shorten a prompt by
+                 the figure that they get, so a smaller excess is counted to its end
+        Raises InvalidRequest for a text that the tokenizer can't read, or not at one go.
+        """
+        around = self._around if special else ([], [])
+        if not self.cuts or around is None:
+            if len(text) > max(UNCUT_CHARS, 8 * (most or 0)):
+                raise _uncut(len(text))
+            return self._whole(text, special)
+        before, after = around
+        return [*before, *self.encode_pieces([text], most=most), *after]
+
+    def encode_pieces(self, pieces: list[str], *, most: int | None = None) -> list[int]:
+        """The ids of each piece, one after the other, none beginning a text. Needs `cuts`."""
+        segments: list[str] = []
+        led: set[int] = set()
+        for index, piece in enumerate(pieces):
+            for number, segment in enumerate(self._split(piece)):
+                inner = number or not index or self._tokens.match(segment) is not None
+                for part in self._parts(segment):
+                    if not inner:
+                        # Behind a token, as nothing before it: what a tokenizer puts before a text's first
+                        # word would be put before this piece otherwise.
+                        led.add(len(segments))
+                        part = self._lead + part
+                    segments.append(part)
+                    inner = False
+        if most is not None and len(segments) > 2 * most:  # each has a token
+            raise PromptTooLong(len(segments), most)
+        tokens: list[int] = []
+        for index, ids in enumerate(self._ids(segments, most)):
+            tokens += ids[1:] if index in led else ids
+        return tokens
+
+    def _ids(self, segments: list[str], most: int | None) -> list[array[int]]:
+        keys = [hashlib.blake2b(segment.encode(), digest_size=16).digest() for segment in segments]
+        found = self._known(keys)
+        missing = list({key: i for i, key in enumerate(keys) if key not in found}.values())
+        count = sum(map(len, found.values()))
+        for batch in _batches(missing, [len(segment) for segment in segments]):
+            if most is not None and count > 2 * most + len(segments):  # each may have an id that is dropped
+                raise PromptTooLong(count - len(segments), most)
+            with self._encoding.together(), _readable():
+                encoded = self._backend.encode_batch_fast(
+                    [segments[i] for i in batch], add_special_tokens=False
+                )
+            new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
+            count += sum(map(len, new.values()))
+            self._remember(new)
+            found |= new
+        return [found[key] for key in keys]
+
+    def cuts_at(self, content: str) -> bool:
+        """Whether texts are cut before the added token `content`."""
+        return self.cuts and content in self._cutting
+
+    # ----------------------------------------------------------------- cutting
+
+    def _split(self, text: str) -> list[str]:
+        at = [match.start() for match in self._tokens.finditer(text) if match[0] in self._cutting]
+        bounds = [0, *at, len(text)]
+        return [text[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+
+    def _parts(self, segment: str) -> list[str]:
+        """`segment`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""
+        parts: list[str] = []
+        at = 0
+        while len(segment) - at > PIECE_CHARS and self.joins:
+            tries = itertools.islice(
+                self.bound.joints.finditer(segment, at + PIECE_CHARS // 2, at + UNCUT_CHARS), _TRIES
+            )
+            cut = next((match.start() for match in tries if self._parts_at(segment, match.start())), 0)
+            if not cut:
+                break
+            parts.append(segment[at:cut])
+            at = cut
+        if len(segment) - at > UNCUT_CHARS:
+            raise _uncut(len(segment) - at)
+        return [*parts, segment[at:]]
+
+    def _parts_at(self, text: str, at: int) -> bool:
+        """Whether the ids around `at` are those of the two sides."""
+        one, two = text[max(at - _AROUND_CUT, 0) : at], text[at : at + _AROUND_CUT]
+        with self._encoding.together():
+            encoded = self._backend.encode_batch_fast(
+                [self._lead + one + two, self._lead + one, self._lead + two], add_special_tokens=False
+            )
+        both, first, second = (each.ids[1:] for each in encoded)
+        return both == first + second
+
+    def _what_is_put_around(self) -> tuple[list[int], list[int]] | None:
+        """Ids before and behind a text; None: it is not as simple as that."""
+        bare, dressed = self._whole("a", False), self._whole("a", True)
+        for at in range(len(dressed) - len(bare) + 1):
+            if bare and dressed[at : at + len(bare)] == bare:
+                return dressed[:at], dressed[at + len(bare) :]
+        return None
+
+    def _whole(self, text: str, special: bool) -> list[int]:
+        with self._encoding.alone(), _readable():
+            return list(self._tokenizer.encode(text, add_special_tokens=special))
+
+    def _proven(self) -> bool:
+        """Whether cutting gives the ids of the whole, on borders of every kind that breaks it."""
+        if not hasattr(self._backend, "encode_batch_fast"):
+            return False
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        tokens = sorted(self._cutting)[:8]
+        words = [[f"{one}{token}{two}" for one in _PROBE_WORDS for two in _PROBE_WORDS] for token in tokens]
+        texts = ["".join(itertools.chain(*words)), *words[0]]
+        if any(self._pieces_alone([text]) != [self._whole(text, False)] for text in texts):
+            return False
+        # transformers' own `encode` asks the backend; for all others we ask it too, in one call.
+        others = list(itertools.chain(*words[1:]))
+        with self._encoding.together():
+            whole = self._backend.encode_batch(others, add_special_tokens=False)
+        return self._pieces_alone(others) == [one.ids for one in whole]
+
+    def _joins(self) -> bool:
+        """Whether pieces of a text, cut within a word, read as the text did."""
+        texts = (["a", "b"], ["a b", "c"], ["a", " b"])
+        decoded = [self._tokenizer.decode(self.encode_pieces(pieces)) for pieces in texts]
+        # Some decoders drop the space before the first word.
+        return [text.strip() for text in decoded] == ["".join(pieces) for pieces in texts]
+
+    def _pieces_alone(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each of `texts`, each of its pieces tokenised as a text of its own."""
+        cut = [self._split(text) for text in texts]
+        encoded = iter(self._backend.encode_batch_fast([*itertools.chain(*cut)], add_special_tokens=False))
+        return [[id for _ in pieces for id in next(encoded).ids] for pieces in cut]
+
+    # ----------------------------------------------------------------- remembering
+
+    def _known(self, keys: list[bytes]) -> dict[bytes, array[int]]:
+        found: dict[bytes, array[int]] = {}
+        with self._lock:
+            for key in keys:
+                ids = self._segments.get(key)
+                if ids is None:
+                    continue
+                found[key] = ids
+                self._segments.move_to_end(key)
+                self.hits += len(ids)
+        return found
+
+    def _remember(self, new: dict[bytes, array[int]]) -> None:
+        with self._lock:
+            for key, ids in new.items():
+                self.misses += len(ids)
+                if key not in self._segments:
+                    self._segments[key] = ids
+                    self._bytes += _cost(ids)
+            while self._bytes > self._max_bytes and self._segments:
+                _, ids = self._segments.popitem(last=False)
+                self._bytes -= _cost(ids)
+
+
+class _Shared:
+    """A lock that any number of threads hold together, or one alone."""
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._holders = 0
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        with self._free:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._holders -= 1
+                self._free.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        with self._free:  # Held to the end: nobody joins meanwhile.
+            self._free.wait_for(lambda: not self._holders)
+            yield
+
+
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
+    """Where the tokenizer's regular expression gives up on a text, the backend panics."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InvalidRequest("the model's tokenizer can't read this text", param="messages") from None
+
+
+def _uncut(length: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"a text of {length} characters can't be tokenised in parts, and whole it may have {UNCUT_CHARS}: "
+        "it has no line or word that ends",
+        param="messages",
+    )
+
+
+def _batches(indexes: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    """`indexes` in groups of up to `PIECE_CHARS` together, or one longer."""
+    batch: list[int] = []
+    size = 0
+    for index in indexes:
+        if batch and size + lengths[index] > PIECE_CHARS:
+            yield batch
+            batch, size = [], 0
+        batch.append(index)
+        size += lengths[index]
+    if batch:
+        yield batch
+
+
+def _cost(ids: array[int]) -> int:
+    return len(ids) * ids.itemsize + _ENTRY_BYTES
+
+
+def _added_tokens(backend: Any) -> tuple[re.Pattern[str], frozenset[str]]:
+    """A pattern of all added tokens that are looked for in the raw text, and those that cut."""
+    if backend is None:
+        return re.compile(r"(?!)"), frozenset()
+    raw = [t for t in backend.get_added_tokens_decoder().values() if not t.normalized and t.content]
+    # Alternatives in order of length: leftmost-longest, as the tokenizer's own automaton matches.
+    contents = sorted({t.content for t in raw}, key=len, reverse=True)
+    plain = frozenset(
+        t.content for t in raw if not (t.lstrip or t.rstrip or t.single_word) and _closed(t.content)
+    )
+    return re.compile("|".join(map(re.escape, contents)) or r"(?!)"), plain
+
+
+def _closed(content: str) -> bool:
+    ends = content[0] + content[-1]
+    return not any(c.isspace() or c.isalnum() or c == "_" for c in ends)

@@ -1,0 +1,185 @@
+"""Remembered turns on disk, so that a session is healed after its engine, or the daemon, has died.
+
+One record (kv/files/record_file.py) a place, beside the KV that it is good for: token ids and digests, no
+text. Its name is a digest of all that a place is, so that nothing is looked for and nothing is listed:
+session, cache salt, the conversation before it, and the tokenizer, without which token ids mean nothing. What
+else decides their meaning, the namespace stands for, in whose folder it lies.
+
+A record takes a page of the cold tier's cap, that of a long answer more, and `MOST_BYTES` at most. Writing
+is the block writers' work, which nobody waits for: what the queue, the disk or the cap refuses is not
+written, and counted. A record that is missing, damaged, of another version or of nonsense is no record: the
+turn is then rendered as the client sent it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ...kv.cold.lease import Space
+from ...kv.cold.writer import StoreWriter
+from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
+from .turn_memory import Place, Said, Turn
+
+log = logging.getLogger(__name__)
+
+FORMAT = "omlxd-turns-1"
+"""Part of every name: raise it when the meaning of a record changes, or of a canonical digest."""
+
+_DIGEST_BYTES = 16
+_COUNTERS = ("written", "dropped", "found", "bad")
+
+
+class _Stored(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A turn. `tokens`: u32, little-endian."""
+
+    answer: bytes
+    thought: bytes | None
+    prompt: bytes
+    prompt_length: int
+    tokens: bytes
+    whole: bytes
+
+
+_decoder = msgspec.msgpack.Decoder(list[_Stored])
+
+
+class TurnFiles:
+    """The places of one model. Thread-safe. `tokenizer`: a digest of it; `most_bytes`: of a record.
+
+    counts  of records: `written`, `dropped` (not written), `found`, `bad` (failed a check, and are gone)
+    """
+
+    def __init__(
+        self,
+        records: RecordFiles,
+        writer: StoreWriter,
+        space: Space,
+        tokenizer: bytes,
+        most_bytes: int = MOST_BYTES,
+    ):
+        self._records = records
+        self._writer = writer
+        self._space = space
+        self._tokenizer = tokenizer
+        self._most_bytes = most_bytes - HEAD_BYTES
+        self._lock = threading.Lock()
+        self.counts: Counter[str] = Counter()
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self.counts[name] += 1
+
+    def figures(self) -> dict[str, float]:
+        return {f"prompt_turn_records_{name}_total": self.counts[name] for name in _COUNTERS}
+
+    def name_of(self, place: Place) -> bytes:
+        """32 bytes."""
+        state = hashlib.blake2b(digest_size=32)
+        session, salt = (text.encode("utf-8", "surrogatepass") for text in place.scope)
+        for part in (FORMAT.encode(), self._tokenizer, session, salt, place.before):
+            state.update(len(part).to_bytes(8, "little"))
+            state.update(part)
+        return state.digest()
+
+    def path_of(self, place: Place) -> str:
+        """Relative to the cache dir."""
+        return self._records.path_of(self.name_of(place))
+
+    # ----------------------------------------------------------------- reading
+
+    def load(self, place: Place) -> dict[Said, Turn] | None:
+        """Turns by what was sent, none where there is no good record; None: the disk can't be read now."""
+        health = self._writer.health
+        if not health.may_read():
+            return None
+        try:
+            turns = decoded(self._records.load(self.name_of(place)))
+        except FileNotFoundError:
+            return {}
+        except (RecordError, ValueError) as error:
+            self._count("bad")
+            log.warning("healing: %s: %s; removed", self.path_of(place), error)
+            self.remove(place)
+            return {}
+        except OSError as error:
+            health.read_failed(error)
+            return None
+        health.was_read()
+        self._count("found")
+        return turns
+
+    # ----------------------------------------------------------------- writing
+
+    def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool:
+        """Queue a record of `turns`, the newest last: as many of these as it may hold."""
+        record = self._records.record(self.name_of(place), encoded(turns, self._most_bytes))
+
+        def settled(in_place: bool) -> None:
+            self._count("written" if in_place else "dropped")
+            done(in_place)
+
+        if record.holds_any and self._writer.submit(record.key, record, settled, record):
+            return True
+        self._count("dropped")
+        return False
+
+    def remove(self, place: Place) -> None:
+        name = self.name_of(place)
+        if self._records.remove(name):
+            self._space.dropped(self._records.path_of(name))
+
+    def used(self, places: Sequence[Place]) -> None:
+        names = [self.name_of(place) for place in places]
+
+        def touch() -> None:
+            self._records.touch(names)
+            self._space.touched([self._records.path_of(name) for name in names])
+
+        self._writer.after_queued(touch)
+
+
+def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
+    """A record's payload, without the oldest turns if it were too long; empty: not even one fits."""
+    kept: list[_Stored] = []
+    room = most_bytes - 5
+    for (answer, thought), turn in reversed([*turns.items()]):
+        tokens = _little(turn.tokens).tobytes()
+        one = _Stored(answer, thought, turn.prompt, turn.prompt_length, tokens, turn.whole)
+        room -= len(msgspec.msgpack.encode(one))
+        if room < 0:
+            break
+        kept.append(one)
+    return msgspec.msgpack.encode(kept[::-1]) if kept else b""
+
+
+def decoded(payload: bytes) -> dict[Said, Turn]:
+    """Raises ValueError where it holds no turns, or nonsense."""
+    turns: dict[Said, Turn] = {}
+    for one in _decoder.decode(payload):
+        digests = [one.answer, one.prompt, one.whole]
+        if one.thought is not None:
+            digests.append(one.thought)
+        if any(len(digest) != _DIGEST_BYTES for digest in digests) or len(one.tokens) % 4:
+            raise ValueError("makes no sense")
+        tokens = array("I")
+        tokens.frombytes(one.tokens)
+        turns[one.answer, one.thought] = Turn(one.prompt, one.prompt_length, _little(tokens), one.whole)
+    if not turns:
+        raise ValueError("holds no turns")
+    return turns
+
+
+def _little(tokens: array[int]) -> array[int]:
+    if sys.byteorder == "little":
+        return tokens
+    swapped = tokens[:]
+    swapped.byteswap()
+    return swapped

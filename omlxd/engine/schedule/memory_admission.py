@@ -1,0 +1,256 @@
+"""Whether there is memory for a prompt's KV beside what is live, before it is computed.
+
+A prompt that does not fit waits while others run. When none does, the front is asked, which may let
+idle models go; what then still does not fit is refused with both figures: for good (400) if it could
+not fit into an engine with nothing else in it, for now (503) otherwise.
+
+On the engine thread. What computing takes besides is measured a chunk at a time, and counted with
+the next prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from enum import Enum, auto
+
+import mlx.core as mx
+
+from ...errors import InvalidRequest, OmlxdError, Unavailable
+from ...kv.block import Block
+from ...kv.store import KVStore
+from ...sizes import human
+from ...wire import Budget, Wants
+from .. import mlx_adapter
+from ..kvio.hot_budget import memory
+from ..mlx_adapter import LoadedModel
+from ..sequence import Sequence, State, capacity_for
+from .prefill import IDLE_CHUNK
+
+ANSWER_S = 15.0
+"""How long the front may take to find memory."""
+MEASURABLE_TOKENS = 256
+"""A chunk below this tells little of a whole one."""
+REACH = 4
+"""How far beyond the longest context measured a chunk's work is thought to go on growing, where attention
+is fused: a prompt that is much longer is tried, and measured, rather than refused for a guess. An H100
+refused 103,431 tokens, which it computes in 8 s, for what chunks of 4,000 had taken."""
+LOOK_S = 0.2
+"""Between two looks at what the tiers have of a prompt that waits."""
+RESERVE_FRACTION = 0.02
+"""Of the memory, left free."""
+
+
+class Verdict(Enum):
+    FITS = auto()
+    WAIT = auto()
+
+
+class MemoryAdmission:
+    """`working`: bytes that computing `IDLE_CHUNK` tokens is thought to take, until it has been measured.
+    `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
+    `chunk`: tokens that are computed in one pass at most.
+
+    store  whose hot tier gives way to prompts; None: there is none
+    want   asks the front for memory; answered by `take`
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        working: int,
+        want: Callable[[Wants], None],
+        *,
+        pair: int = 0,
+        chunk: int = IDLE_CHUNK,
+        measure: Callable[[], tuple[int, int]] = memory,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._loaded = loaded
+        self._want = want
+        self._measure = measure
+        self._clock = clock
+        self._per_token = working / IDLE_CHUNK
+        self._chunk = chunk
+        self._seen = 0
+        self._per_pair = 0.0
+        self._farthest = 0
+        self._fused = mlx_adapter.backend() != "cpu"
+        self._pair = float(pair)
+        self.store: KVStore | None = None
+        self.live: int | None = None
+        self.most: int | None = None
+        self.peak = 0
+        self._measured = False
+        self._before = 0
+        self._ticket = 0
+        self._asked: Sequence | None = None
+        self._asked_at = 0.0
+        self._answered = False
+        self._looked: dict[
+            int, tuple[float, int]
+        ] = {}  # By arrival: when to look again, and what was needed.
+
+    # ----------------------------------------------------------------- deciding
+
+    def decide(
+        self, sequence: Sequence, active: Iterable[Sequence], stuck: Sequence | None = None
+    ) -> Verdict:
+        """Whether `sequence` may begin beside `active`. Raises OmlxdError when it is refused.
+
+        stuck  who waits for memory before it: then it is not refused, nor is the front asked for it
+        """
+        running = list(active)
+        need = self.need(sequence)
+        total, room = self._room(running)
+        hot: list[Block] = []
+        if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
+            through, hot = self._through_cache(sequence, room)
+            need = min(need, through)
+        if need <= room:
+            if self._asked is sequence:
+                self._asked = None
+            there = sum(block.payload.nbytes for block in hot if block.payload is not None)
+            self._clear_the_way(need - there, running, hot)
+            return Verdict.FITS
+        never = need > self._most(total)
+        if stuck or (not never and (running or self._may_hope(sequence, need - room))):
+            return Verdict.WAIT
+        self._asked = None
+        raise self._refusal(sequence, need, self._most(total) if never else room, never)
+
+    def need(self, sequence: Sequence) -> int:
+        """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work."""
+        return self._kv(sequence) + self.working(sequence.prompt_length)
+
+    def working(self, length: int, cached: int = 0) -> int:
+        """Bytes that computing a prompt of `length` tokens, but for its first `cached`, takes besides.
+
+        At its worst chunk.
+        """
+        chunk = min(length - cached, self._chunk)
+        context = min(length, REACH * self._farthest) if self._fused else length
+        attention = context * self._per_pair
+        if not self._fused:  # What is beyond the contexts whose scores are in `_per_token`.
+            attention = max(attention, (context - self._seen) * self._pair)
+        return int(chunk * (self._per_token + attention))
+
+    def _through_cache(self, sequence: Sequence, room: int) -> tuple[int, list[Block]]:
+        """What `sequence` will add with what the tiers have of it, and which blocks of that are hot.
+
+        What is cached is there twice while it is restored: as blocks, and as the sequence's own. Of models
+        that go on from checkpoints nothing is taken to be cached. What was more than `room` a moment ago is
+        not looked up again: who waits is asked for with every step that others decode.
+        """
+        now = self._clock()
+        self._looked = {arrival: look for arrival, look in self._looked.items() if now < look[0]}
+        if (look := self._looked.get(sequence.arrival)) and look[1] > room:
+            return look[1], []
+        layout, states, cached = self._loaded.layout, self._loaded.states, 0
+        hot: list[Block] = []
+        if self.store is not None and layout is not None and not (states and states.tensors):
+            size = self.store.block_size
+            for name in sequence.hashes[: (sequence.prompt_length - 1) // size]:
+                tier = self.store.where(name)
+                if not tier:
+                    break
+                cached += size
+                if tier == "hot" and (block := self.store.pool.get_cached_block(name)) is not None:
+                    hot.append(block)
+        twice = layout.nbytes(cached) if layout is not None and cached else 0
+        through = self._kv(sequence) + twice + self.working(sequence.prompt_length, cached)
+        self._looked[sequence.arrival] = now + LOOK_S, through
+        return through, hot
+
+    def _kv(self, sequence: Sequence) -> int:
+        tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
+        per_token = self._loaded.layout.nbytes(tokens) if self._loaded.layout else 0
+        states = self._loaded.states
+        return per_token + (states.nbytes(tokens) if states and states.tensors else 0)
+
+    def _room(self, running: list[Sequence]) -> tuple[int, int]:
+        """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
+        total, available = self._measure()
+        hot = self._hot()
+        promised = sum(self._kv(s) for s in running if s.cache is None and s.state is not State.DECODING)
+        room = available + hot - int(total * RESERVE_FRACTION)
+        if self.live is not None:
+            room = min(room, self.live - (mx.get_active_memory() - hot))
+        return total, max(0, room - promised)
+
+    def _most(self, total: int) -> int:
+        """What there would be with nothing but the weights in memory."""
+        whole = int(total * (1 - RESERVE_FRACTION))
+        return max(0, (whole if self.most is None else min(whole, self.most)) - self._loaded.weight_bytes)
+
+    def _hot(self) -> int:
+        return self.store.pool.hot_bytes if self.store is not None else 0
+
+    def _clear_the_way(self, need: int, running: list[Sequence], hot: list[Block]) -> None:
+        """Evict hot blocks that stand where the prompt must go, but not `hot`, its own."""
+        if self.store is None:
+            return
+        _, room = self._room(running)
+        excess = need - (room - self._hot())
+        if excess > 0:
+            self.store.pool.touch(hot)
+            self.store.pool.evict(excess)
+            self.store.pool.free(hot)
+
+    def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
+        what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"
+        if never:
+            return InvalidRequest(f"{what} and at most {human(room)} can be had; shorten it.")
+        return Unavailable(
+            f"{what} and {human(room)} are free now; retry when other programs have given some back.",
+            retry_after=15,
+        )
+
+    # ----------------------------------------------------------------- asking the front
+
+    def _may_hope(self, sequence: Sequence, lacking: int) -> bool:
+        """Whether the front has still to say what it can do for `sequence`; asks it at first."""
+        if self._asked is not sequence:
+            self._asked, self._answered = sequence, False
+            self._asked_at = self._clock()
+            self._ticket += 1
+            self._want(Wants(ticket=self._ticket, nbytes=lacking))
+            return True
+        return not self._answered and self._clock() - self._asked_at < ANSWER_S
+
+    def take(self, budget: Budget) -> None:
+        """The front's word: what this engine may hold from now on."""
+        self.live, self.most = budget.live, budget.most
+        if budget.ticket == self._ticket:
+            self._answered = True
+
+    # ----------------------------------------------------------------- learning
+
+    def begin_chunk(self) -> None:
+        """A chunk of a prompt is about to be computed."""
+        self.peak = max(self.peak, mx.get_peak_memory())
+        mx.reset_peak_memory()
+        self._before = mx.get_active_memory()
+
+    def end_chunk(self, start: int, stop: int) -> None:
+        """It has been, of tokens `start` to `stop`: learn from its peak, over what was there and what stays.
+
+        As ratios, so that a long prompt's peak says nothing of a short one: a first chunk's by its
+        tokens, and what the farthest takes over that, which is attention's, by tokens times context. A short
+        chunk tells neither: what it takes is the same for a token as for a hundred. From near, tokens times
+        context tell too little of what is far: what the scores take stays the least, unless they take less.
+        """
+        tokens = stop - start
+        if tokens < min(MEASURABLE_TOKENS, self._chunk):
+            return
+        took = max(0, mx.get_peak_memory() - max(self._before, mx.get_active_memory()))
+        if not start:
+            if not self._measured or took / tokens > self._per_token:
+                self._per_token, self._seen = took / tokens, tokens
+            self._measured = True
+        elif stop >= self._farthest:
+            self._farthest = stop
+            over = max(0.0, took / tokens - self._per_token)
+            self._per_pair = over / stop
+            if stop >= 2 * self._seen:
+                self._pair = min(self._pair, over / (stop - self._seen))

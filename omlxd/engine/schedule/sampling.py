@@ -1,0 +1,295 @@
+"""Sampling for a whole batch in one graph, each row by its own parameters and its own seed.
+
+A token is argmax(filtered logits / temperature + Gumbel noise), which is a draw from the softmax.
+A seeded row's noise is a function of its seed and its step alone, over the whole vocabulary, so the
+same request gives the same tokens whatever runs beside it. mlx-lm's server, for comparison, leaves
+batching as soon as a request has a seed, and calls one sampler a row when parameters differ.
+
+Order of operations, as Hugging Face and vLLM have it: penalties, bias, temperature, then top-k,
+top-p and min-p on the probabilities. Tokens that are equally likely pass a filter together or not at
+all, as order among them would depend on the batch: so top-k may keep more than k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+
+from ...chat import Sampling
+from ..constrain.constraint import Constraint, ForcedAnswer
+from ..sequence import Likelihood
+
+NEG_INF = float("-inf")
+
+COLD = 1e-5
+"""Temperatures below are greedy, as in vLLM: logits divided by one may pass what a float holds."""
+
+NO_TOKEN = -1
+"""Sampled where the model's logits are no numbers: whatever else came of them would look like an answer."""
+
+
+@dataclass(slots=True, frozen=True)
+class SamplingDefaults:
+    """A model's own defaults (generation_config.json)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+UNNAMED = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
+"""For models whose files name no temperature: llama.cpp's and LM Studio's defaults (Ollama's temperature is
+0.8 too). At 1.0 with no filter, as vLLM has it, small models talk nonsense."""
+
+
+@dataclass(slots=True, frozen=True)
+class RowSampling:
+    """`chat.Sampling` with every default filled in."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int | None
+
+    @classmethod
+    def of(cls, sampling: Sampling, defaults: SamplingDefaults) -> RowSampling:
+        def pick(name: str) -> float:
+            value = getattr(sampling, name)
+            return getattr(defaults, name) if value is None else value
+
+        return cls(
+            temperature=pick("temperature"),
+            top_p=pick("top_p"),
+            top_k=max(0, int(pick("top_k"))),  # -1 is "off" in some models' defaults
+            min_p=pick("min_p"),
+            repetition_penalty=pick("repetition_penalty"),
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            seed=sampling.seed,
+        )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < COLD
+
+    @property
+    def filtered(self) -> bool:
+        return not self.greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def penalised(self) -> bool:
+        return bool(
+            self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty or self.logit_bias
+        )
+
+
+class Penalties:
+    """What a penalised row has seen, on the device: updated from tokens that the host never waits for.
+
+    seen   (vocabulary,) bool: prompt and output, for the repetition penalty
+    count  (vocabulary,) float: output alone, for presence and frequency
+    """
+
+    __slots__ = ("_bias", "_row", "count", "seen")
+
+    def __init__(self, row: RowSampling, prompt: Sequence[int], vocab: int):
+        self._row = row
+        seen = mx.zeros((vocab,), dtype=mx.bool_)
+        ids = sorted({token for token in prompt if token < vocab})
+        if ids and row.repetition_penalty != 1:
+            seen[mx.array(ids)] = True
+        self.seen = seen
+        self.count = mx.zeros((vocab,))
+        bias = mx.zeros((vocab,))
+        if kept := {token: value for token, value in row.logit_bias if 0 <= token < vocab}:
+            bias[mx.array(list(kept))] = mx.array(list(kept.values()))
+        self._bias = bias
+
+    def update(self, token: mx.array) -> None:
+        """`token`: shape (1,), the row's newest output."""
+        self.seen[token] = True
+        self.count[token] = self.count[token] + 1
+
+    def apply(self, logits: mx.array) -> mx.array:
+        """`logits`: (vocabulary,) float32."""
+        row = self._row
+        if row.repetition_penalty != 1:
+            worse = mx.where(logits > 0, logits / row.repetition_penalty, logits * row.repetition_penalty)
+            logits = mx.where(self.seen, worse, logits)
+        if row.presence_penalty or row.frequency_penalty:
+            logits = logits - (self.count > 0) * row.presence_penalty - self.count * row.frequency_penalty
+        return logits + self._bias
+
+
+@dataclass(slots=True)
+class SamplerRow:
+    """A row's parameters and its state.
+
+    prompt     token ids, kept only for a penalised row
+    penalties  made at the first step: MLX arrays belong to the engine thread
+    step       tokens sampled so far
+    constraint what its next token may be
+    logprobs   how many of the likeliest tokens to tell beside each; None: tell nothing
+    told       of the newest token that the host has read
+    """
+
+    params: RowSampling
+    prompt: Sequence[int] = ()
+    penalties: Penalties | None = None
+    step: int = 0
+    constraint: Constraint | ForcedAnswer | None = None
+    logprobs: int | None = None
+    told: Likelihood | None = None
+
+
+Told = tuple[mx.array, mx.array, mx.array]
+"""Of one step: logarithms of the sampled tokens (rows, 1), the best tokens and theirs (rows, K)."""
+
+
+def sample_one(row: SamplerRow, logits: mx.array) -> int:
+    """The next token of one row alone, read; logits (1, vocabulary)."""
+    sampler = BatchSampler([row])
+    token = sampler(logits)
+    told = sampler.told
+    mx.eval(token, *(told or ()))
+    tell([row], told)
+    return cast(int, token.item())
+
+
+def tell(rows: Sequence[SamplerRow], told: Told | None) -> None:
+    """Give each row its `Likelihood` of a step; waits for the device. `rows`: those of that step."""
+    if told is None:
+        return
+    sampled, best, values = (cast(list[list[Any]], array.tolist()) for array in told)
+    for index, row in enumerate(rows):
+        if row.logprobs is not None:
+            top = zip(best[index][: row.logprobs], values[index], strict=False)
+            row.told = Likelihood(sampled[index][0], tuple(top))
+
+
+class BatchSampler:
+    """Built for one composition of a batch; rebuilt when rows join or leave."""
+
+    def __init__(self, rows: Sequence[SamplerRow]):
+        self.rows = list(rows)
+        params = [row.params for row in rows]
+        self._all_greedy = all(p.greedy for p in params)
+        self._penalised = [i for i, p in enumerate(params) if p.penalised]
+        self._filtered = any(p.filtered for p in params)
+        wanted = [row.logprobs for row in rows if row.logprobs is not None]
+        self._top = max(wanted) if wanted else None
+        self.told: Told | None = None
+        """Of the newest step, if a row wants it; lazy."""
+        self.constrained = any(row.constraint is not None for row in rows)
+        if self._all_greedy:
+            return
+        self._greedy = mx.array([[p.greedy] for p in params])
+        self._scale = mx.array([[1.0 if p.greedy else 1.0 / p.temperature] for p in params])
+        # A filter of every row by rank needs only the best few sorted, not the whole vocabulary.
+        ranks = [p.top_k for p in params if not p.greedy]
+        self._width = max(ranks) if all(k > 0 for k in ranks) else 0
+        self._top_k = mx.array([[p.top_k or 1 << 30] for p in params])
+        # Above 1 where it is off, or else rounding of the sum would cut the least likely tokens off.
+        self._top_p = mx.array([[p.top_p if p.top_p < 1 else 2.0] for p in params])
+        self._min_p = mx.array([[p.min_p] for p in params])
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` where a logit is NaN or +inf."""
+        given = logits
+        if self._penalised:
+            logits = self._penalise(logits.astype(mx.float32))
+        if self.constrained:
+            logits = self._mask(logits)
+        best = mx.argmax(logits, axis=-1)
+        tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
+        numbers = mx.all(given < -NEG_INF, axis=-1)  # A NaN is less than nothing.
+        tokens = mx.where(numbers, tokens.astype(mx.int32), NO_TOKEN)
+        for index in self._penalised:
+            penalties = self.rows[index].penalties
+            assert penalties is not None
+            penalties.update(tokens[index : index + 1])
+        for row in self.rows:
+            row.step += 1
+        if self._top is not None:
+            self.told = self._likelihoods(given.astype(mx.float32), tokens, self._top)
+        return tokens
+
+    def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> Told:
+        logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        sampled = mx.take_along_axis(logs, tokens[:, None], axis=-1)
+        if not top:
+            none = mx.zeros((len(self.rows), 0))
+            return sampled, none, none
+        top = min(top, logs.shape[-1])
+        best = mx.argpartition(-logs, top - 1, axis=-1)[:, :top]
+        values = mx.take_along_axis(logs, best, axis=-1)
+        order = mx.argsort(-values, axis=-1)
+        return sampled, mx.take_along_axis(best, order, axis=-1), mx.take_along_axis(values, order, axis=-1)
+
+    def _penalise(self, logits: mx.array) -> mx.array:
+        parts = [logits[i : i + 1] for i in range(len(self.rows))]
+        for index in self._penalised:
+            row = self.rows[index]
+            penalties = row.penalties or Penalties(row.params, row.prompt, logits.shape[-1])
+            row.penalties = penalties
+            parts[index] = penalties.apply(parts[index][0])[None]
+        return mx.concatenate(parts)
+
+    def _mask(self, logits: mx.array) -> mx.array:
+        allowed: Any = np.ones(logits.shape, np.bool_)
+        for index, row in enumerate(self.rows):
+            if row.constraint is not None and row.constraint.mask is not None:
+                allowed[index] = row.constraint.mask
+        return mx.where(mx.array(allowed), logits, NEG_INF)
+
+    def _sample(self, logits: mx.array, best: mx.array) -> mx.array:
+        scaled = logits * self._scale
+        noise = self._noise(scaled.shape)
+        picked = self._pick_filtered(scaled, noise) if self._filtered else mx.argmax(scaled + noise, axis=-1)
+        return mx.where(self._greedy[:, 0], best, picked.astype(best.dtype))
+
+    def _pick_filtered(self, scaled: mx.array, noise: mx.array) -> mx.array:
+        """Each row's filters as the least value that passes them all."""
+        log_total = mx.logsumexp(scaled, axis=-1, keepdims=True)
+        best = mx.topk(scaled, self._width, axis=-1) if 0 < self._width < scaled.shape[-1] else scaled
+        ranked = -mx.sort(-best, axis=-1)
+        rank = mx.arange(ranked.shape[-1])[None]
+        # As in Hugging Face and vLLM: top-p sees what top-k left, renormalised.
+        kept = rank < self._top_k
+        weights = mx.where(kept, mx.exp(ranked - log_total), 0.0)
+        sums = mx.cumsum(weights, axis=-1)
+        kept = (
+            kept & (sums - weights < self._top_p * sums[:, -1:]) & (weights >= self._min_p * weights[:, :1])
+        )
+        # The best token always stays, whatever rounding does to the sums.
+        kept = kept | (rank == 0)
+        least = mx.min(mx.where(kept, ranked, -NEG_INF), axis=-1, keepdims=True)
+        return mx.argmax(mx.where(scaled >= least, scaled + noise, NEG_INF), axis=-1)
+
+    def _noise(self, shape: Sequence[int]) -> mx.array:
+        if all(row.params.seed is None for row in self.rows):
+            return mx.random.gumbel(tuple(shape))
+        vocab = shape[-1]
+        return mx.stack([mx.random.gumbel((vocab,), key=_key(row)) for row in self.rows])
+
+
+def _key(row: SamplerRow) -> mx.array | None:
+    """The PRNG key of a seeded row's step; None draws from the thread's own state."""
+    seed = row.params.seed
+    if seed is None:
+        return None
+    digest = blake2b(f"{seed}:{row.step}".encode(), digest_size=8).digest()
+    return mx.random.key(int.from_bytes(digest, "little"))

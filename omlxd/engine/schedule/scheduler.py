@@ -1,0 +1,459 @@
+"""Continuous batching: which sequence gets the next piece of the device's time.
+
+Prompts are computed pass by pass (engine/schedule/prefill.py). Between the layers of a pass that may take
+long, or beside which others decode, the scheduler looks up: rows whose step is due get it, a request that
+was cancelled or whose time is up ends the pass, and a layer counts as progress. Prefill
+gets half the time of a step between two: a gap between tokens is a step, that half and at most a layer.
+
+Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
+end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
+the same shape.
+
+Runs on the engine thread alone; `submit`, `cancel` and `post` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import mlx.core as mx
+
+from ...chat import FinishReason, Progress
+from ...errors import OmlxdError
+from .. import mlx_adapter
+from ..kvio.bridge import KVBridge, last_token_alone
+from ..mlx_adapter import LoadedModel
+from ..sequence import Likelihood, Sequence, State, capacity_for
+from .decode_batch import DecodeBatch, best_batch
+from .inbox import Inbox
+from .memory_admission import MemoryAdmission, Verdict
+from .prefill import PrefillPacer, compute_chunk
+from .queue import WaitingLine, Watchdog
+from .sampling import NO_TOKEN, sample_one
+
+log = logging.getLogger(__name__)
+
+HARVEST_TOKENS = 256
+"""Output tokens between two harvests of a decoding row: each waits for the step in flight."""
+
+LONG_PASS_S = 0.2
+"""Seconds above which a pass is looked into between its layers."""
+
+SHORT_S = 0.2
+"""Seconds between two looks at whether there is memory for who is next."""
+IDLE_S = 5.0
+"""Seconds without work after which memory is given back, and between two looks at it."""
+
+
+class Interrupted(Exception):
+    """The request whose pass is being computed has been cancelled."""
+
+
+class Sink(Protocol):
+    """Where a sequence's output goes. Called on the engine thread; must not block."""
+
+    def progress(self, event: Progress) -> None: ...
+
+    def token(self, token: int, told: Likelihood | None) -> None: ...
+
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None: ...
+
+    def failed(self, sequence: Sequence, error: OmlxdError) -> None: ...
+
+
+class Scheduler:
+    """`bridge` None: no reuse. `slots`: sequences that hold a cache at once."""
+
+    def __init__(self, loaded: LoadedModel, bridge: KVBridge | None, *, slots: int, block_size: int):
+        self._loaded = loaded
+        self._model = loaded.model
+        self.bridge = bridge
+        self._slots = slots
+        self._block = block_size
+        self._inbox = Inbox()
+        self._waiting = WaitingLine()
+        self._active: list[Sequence] = []
+        self._batches: list[DecodeBatch] = []
+        self._last_alone = last_token_alone()
+        self.pacer = PrefillPacer(block_size)
+        self.watchdog = Watchdog(self._cancel)
+        self._stopping = False
+        self.memory: MemoryAdmission | None = None
+        self._short = False  # Who is next waits for memory.
+        self._computing: Sequence | None = None
+        self._decode_s = self._step_s = self._stepped_at = 0.0  # All steps, the last one, its end.
+        self.prefilled_tokens = 0
+        self.decoded_tokens = 0
+        self.steps = 0
+
+    # ----------------------------------------------------------------- from other threads
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run `call` on the engine thread, soon."""
+        self._inbox.post(call)
+
+    def submit(self, sequence: Sequence) -> None:
+        self.post(lambda: self._waiting.join(sequence))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Stop `sequence` and give its slot to another; what it computed stays cached."""
+        sequence.cancelled = True
+        self.post(lambda: self._cancel(sequence))
+
+    def stop(self) -> None:
+        self.post(self._stop)
+
+    # ----------------------------------------------------------------- the loop
+
+    def run(self) -> None:
+        """Until `stop`. An exception inside a step fails that step's sequences and no others."""
+        while not self._stopping:
+            self.turn()
+
+    def turn(self) -> None:
+        """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
+        self._drain(block=not self._busy())
+        self.watchdog.check((*self._waiting, *self._active))
+        self._admit()
+        prefilling = self._prefill_one()
+        if not prefilling or self._step_due():
+            self._decode(wait=prefilling)
+
+    def _busy(self) -> bool:
+        return (
+            bool(self._batches)
+            or any(s.state is State.PREFILLING for s in self._active)
+            or bool(self._waiting and not self._short and len(self._active) < self._slots)
+        )
+
+    def _drain(self, block: bool) -> None:
+        """Do what other threads have posted; wait for something if `block`."""
+        patience = SHORT_S if self._short else IDLE_S
+        if not self._inbox.drain(patience if block else 0.0) and block:
+            self._rest()
+
+    def _rest(self) -> None:
+        """Nothing to do for a while: give memory back that others may need more."""
+        mlx_adapter.give_memory_back()
+        if self.bridge is not None:
+            self.bridge.store.trim_hot()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
+        for sequence in [*self._waiting, *self._active]:
+            self._fail(sequence, error)
+
+    @property
+    def active_sequences(self) -> int:
+        """Sequences that wait for a slot or hold one. Any thread."""
+        return len(self._active) + len(self._waiting) + len(self._inbox)
+
+    def load_figures(self) -> dict[str, float]:
+        """Gauges. Any thread: a torn read costs nothing."""
+        return {
+            "num_requests_running": len(self._active),
+            "num_requests_waiting": len(self._waiting),
+            "prefill_tokens_per_s": self.pacer.rate,
+        }
+
+    # ----------------------------------------------------------------- admission
+
+    def _admit(self) -> None:
+        stuck: Sequence | None = None
+        while len(self._active) < self._slots:
+            sequence = self._waiting.next(self._active, stuck)
+            if sequence is None:
+                break
+            try:
+                if self.memory and self.memory.decide(sequence, self._active, stuck) is Verdict.WAIT:
+                    if stuck is not None:
+                        break  # Nor is there memory for the shortest.
+                    stuck = sequence
+                    continue
+                self._waiting.take(sequence)
+                self._active.append(sequence)
+                self._begin(sequence)
+            except Exception as error:
+                if not isinstance(error, OmlxdError):
+                    log.exception("admission failed")
+                self._fail(sequence, _internal(error))
+        self._short = stuck is not None
+
+    def _begin(self, sequence: Sequence) -> None:
+        """Give an admitted sequence its cached prefix, from disk if need be."""
+        sequence.state = State.PREFILLING
+        if self.bridge is not None:
+            self._restoring(sequence)
+
+    def _restoring(self, sequence: Sequence) -> bool:
+        """Match; if the disk must be read for it, start to, and say so."""
+        assert self.bridge is not None
+        if not self.bridge.match(sequence):
+            return False
+        self.bridge.restore(sequence, lambda: self._restored(sequence))
+        sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
+        return True
+
+    def _restored(self, sequence: Sequence) -> None:
+        assert self.bridge is not None
+        self.steps += 1
+        if sequence.cancelled or sequence.state is State.DONE:
+            self._release(sequence)
+            return
+        sequence.state = State.PREFILLING
+        self.bridge.promote(sequence)
+
+    # ----------------------------------------------------------------- prefill
+
+    def _prefill_one(self) -> bool:
+        """One pass of one sequence. False: none is prefilling."""
+        ready = [s for s in self._active if s.state is State.PREFILLING]
+        if not ready:
+            return False
+        sequence = self.pacer.pick(ready)
+        try:
+            self._prefill(sequence)
+        except Interrupted:
+            sequence.cache = None  # Half written. What earlier passes computed has been offered.
+            self._release(sequence)
+        except Exception as error:
+            log.exception("prefill failed")
+            self._fail(sequence, _internal(error))
+        return True
+
+    def _prefill(self, sequence: Sequence) -> None:
+        if self.bridge is not None:
+            if sequence.kv_length == 0 and self._restoring(sequence):
+                return  # somebody has computed it meanwhile, and it lies on disk
+            self.bridge.catch_up(sequence)
+        length, start = sequence.prompt_length, sequence.kv_length
+        if sequence.cache is None:
+            capacity = capacity_for(length, sequence.max_new)
+            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
+        if not sequence.begun:
+            sequence.begun = True
+            sequence.sink.progress(Progress(start, length))
+        stop = self.pacer.next_stop(sequence)
+        if self.memory is not None:
+            self.memory.begin_chunk()
+        began, decoded = time.perf_counter(), self._decode_s
+        logits = self._compute(sequence, stop)
+        if stop < length:
+            self.pacer.note(stop - start, time.perf_counter() - began - (self._decode_s - decoded))
+            if self.memory is not None and decoded == self._decode_s:
+                self.memory.end_chunk(start, stop)
+        self.steps += 1
+        self.prefilled_tokens += stop - start
+        sequence.kv_length = stop
+        if stop < length:
+            del logits
+            self._keep_prefilled(sequence)
+            sequence.sink.progress(Progress(stop, length))
+            return
+        self._first_token(sequence, logits[:, -1, :])
+
+    def _compute(self, sequence: Sequence, stop: int) -> mx.array:
+        """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""
+        hook = self._loaded.hook
+        if self._batches or self.pacer.seconds(stop - sequence.kv_length) > LONG_PASS_S:
+            hook.call = self._between_layers
+        self._computing = sequence
+        try:
+            return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
+        finally:
+            hook.call = self._computing = None
+
+    def _between_layers(self) -> None:
+        sequence, hook = self._computing, self._loaded.hook
+        assert sequence is not None
+        self.steps += 1
+        self._drain(block=False)
+        self.watchdog.check((*self._waiting, *self._active))
+        if sequence.cancelled:
+            raise Interrupted
+        if self._step_due():
+            hook.call = None
+            self._decode(wait=True)
+            hook.call = self._between_layers
+
+    def _keep_prefilled(self, sequence: Sequence) -> None:
+        """Offer the store what a sequence that is in no batch has computed."""
+        cache = sequence.cache
+        if self.bridge is None or cache is None:
+            return
+        self.bridge.harvest_prefilled(sequence)
+        if self.bridge.states is not None:
+            self.bridge.states.after_chunk(
+                sequence, self.pacer.last_boundary(sequence), lambda: mlx_adapter.state_tensors(cache)
+            )
+
+    def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
+        assert sequence.cache is not None
+        token = sample_one(sequence.sampler, logits)
+        sequence.first_token_s = time.monotonic() - sequence.received
+        self.decoded_tokens += 1
+        mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
+        if self.bridge is not None:
+            self.bridge.store.count_match(
+                sequence.prompt_length, sequence.restored_hot, sequence.restored_cold
+            )
+        if self._accept(sequence, token):
+            # The token is out; now there is time to store the last blocks.
+            self._keep_prefilled(sequence)
+            sequence.state = State.DECODING
+            self._batch_for(sequence).join(sequence)
+        else:
+            self._release(sequence)
+
+    # ----------------------------------------------------------------- decode
+
+    def _batch_for(self, sequence: Sequence) -> DecodeBatch:
+        """One that gains by taking the sequence in; else a new one."""
+        best = best_batch(self._batches, sequence, self._loaded)
+        if best is None:
+            best = DecodeBatch(self._model)
+            self._batches.append(best)
+        return best
+
+    def _step_due(self) -> bool:
+        """Whether prefill has had half the time that the last step took."""
+        return bool(self._batches) and time.perf_counter() - self._stepped_at >= self._step_s / 2
+
+    def _decode(self, *, wait: bool) -> None:
+        """A step of every batch. `wait` for its end: prefill goes on, and each is to have its own time."""
+        began = time.perf_counter()
+        for batch in list(self._batches):
+            self._step(batch)
+        if wait:
+            for batch in self._batches:
+                batch.wait()
+        self._stepped_at = time.perf_counter()
+        self._step_s = self._stepped_at - began
+        self._decode_s += self._step_s
+
+    def _step(self, batch: DecodeBatch) -> None:
+        rows = list(batch.rows)
+        try:
+            self.steps += 1
+            emitted = batch.step()
+            leaving = [s for s, token in emitted if not self._accept(s, token)]
+            self.decoded_tokens += len(emitted)
+            self._hold_states(batch)
+            self._leave(batch, leaving)
+            for sequence, _ in emitted:
+                if sequence.kv_length - sequence.harvested * self._block >= HARVEST_TOKENS:
+                    self._harvest_row(batch, sequence)
+        except Exception as error:
+            log.exception("decode failed")
+            self._batches = [other for other in self._batches if other is not batch]
+            for sequence in rows:
+                self._fail(sequence, _internal(error))
+
+    def _hold_states(self, batch: DecodeBatch) -> None:
+        if self.bridge is None or self.bridge.states is None:
+            return
+        for row in batch.rows:
+            if row.kv_length % self._block == 0:
+                self.bridge.states.at_boundary(row, lambda row=row: batch.row_states(row))
+
+    def _leave(self, batch: DecodeBatch, leaving: list[Sequence]) -> None:
+        if not leaving:
+            return
+        for sequence in leaving:
+            self._harvest_row(batch, sequence)
+        batch.leave(leaving)
+        if not batch.rows:
+            self._batches.remove(batch)
+        for sequence in leaving:
+            self._release(sequence)
+
+    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence) -> None:
+        if self.bridge is None or sequence.table is None:
+            return
+        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop))
+
+    def _accept(self, sequence: Sequence, token: int) -> bool:
+        """Take a sampled token. False: the sequence ends with it."""
+        if token == NO_TOKEN:
+            self._spoiled(sequence)
+            return False
+        sequence.stored.clear()  # Its KV so far has given numbers.
+        sequence.tokens.append(token)
+        if sequence.cancelled:
+            return False
+        if token in sequence.eos:
+            sequence.sink.finished(sequence, "stop")
+            return False
+        sequence.sink.token(token, sequence.sampler.told)
+        full = len(sequence.tokens) >= self._loaded.context_length
+        if sequence.generated >= sequence.max_new or full:
+            sequence.sink.finished(sequence, "length")
+            return False
+        return True
+
+    def _spoiled(self, sequence: Sequence) -> None:
+        """The model's numbers are none: the answer ends here, and none of the KV that gave them is kept."""
+        if not sequence.cancelled:
+            sequence.sink.failed(sequence, OmlxdError("the model's logits are not numbers", code="internal"))
+        sequence.tip = None
+        if self.bridge is not None:
+            self.bridge.withdraw(sequence)
+            self.bridge.finish(sequence)
+        sequence.cancelled = True
+
+    # ----------------------------------------------------------------- ends
+
+    def _cancel(self, sequence: Sequence) -> None:
+        sequence.cancelled = True
+        if sequence.state is State.WAITING:
+            self._waiting.leave(sequence)
+            self._over(sequence)
+        elif sequence.state is State.PREFILLING and sequence is not self._computing:
+            self._release(sequence)
+        elif sequence.state is State.DECODING:
+            for batch in list(self._batches):
+                if sequence in batch.rows:
+                    self._leave(batch, [sequence])
+        # RESTORING: `_restored` releases it once the I/O threads have let go of its arrays. Whose pass
+        # is being computed is released when that is interrupted.
+
+    def _release(self, sequence: Sequence) -> None:
+        """Slot, cache and references back."""
+        if self.bridge is not None:
+            if (cache := sequence.cache) is not None:
+                self.bridge.harvest_prefilled(sequence)
+                if self.bridge.states is not None:
+                    self.bridge.states.at_boundary(sequence, lambda: mlx_adapter.state_tensors(cache))
+            self.bridge.finish(sequence)
+        self._over(sequence)
+
+    def _fail(self, sequence: Sequence, error: OmlxdError) -> None:
+        if sequence.state is State.DONE:
+            return
+        if not sequence.cancelled:
+            sequence.sink.failed(sequence, error)
+        sequence.cancelled = True
+        if sequence.state is State.RESTORING or sequence is self._computing:
+            return  # As in `_cancel`.
+        sequence.cache = None
+        if self.bridge is not None:
+            self.bridge.finish(sequence)
+        self._waiting.leave(sequence)
+        self._over(sequence)
+
+    def _over(self, sequence: Sequence) -> None:
+        """Nothing of it is held any more; its sink, which holds it, is let go."""
+        sequence.cache = sequence.tip = sequence.sink = None
+        sequence.state = State.DONE
+        if sequence in self._active:
+            self._active.remove(sequence)
+
+
+def _internal(error: Exception) -> OmlxdError:
+    if isinstance(error, OmlxdError):
+        return error
+    return OmlxdError(f"the engine failed on this request: {type(error).__name__}: {error}", code="internal")
