@@ -97,7 +97,7 @@ def _main(argv: list[str]) -> int:
     environ = dict(os.environ)
     settings = load_settings(flags, environ)
 
-    from .front.serve import serve as run
+    from .front.process.serve import serve as run
 
     return run(settings, lambda: load_settings(flags, environ))
 

@@ -2,8 +2,8 @@
 
 Nothing is started then and nothing can be lost. Importing this module installs the handlers, if the
 command is one of them; it comes before all else that takes time. They stay until the event loop puts its
-own in their place (front/own_process.py), before the first thing that needs an end in order. A start that
-is refused ends as Python ends, with the status that it has by then.
+own in their place (front/process/own_process.py), before the first thing that needs an end in order. A start
+that is refused ends as Python ends, with the status that it has by then.
 """
 
 import os

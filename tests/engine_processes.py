@@ -14,8 +14,8 @@ import pytest
 
 from omlxd import wire
 from omlxd.chat import Event, GenerateRequest, RawPrompt, TextDelta
-from omlxd.front.engine_link import EngineLink
-from omlxd.front.engine_process import EngineProcess
+from omlxd.front.engines.client import EngineProcess
+from omlxd.front.engines.link import EngineLink
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 REPO = str(Path(__file__).resolve().parents[1])

@@ -24,8 +24,8 @@ from omlxd.chat import (
     Usage,
 )
 from omlxd.front.app import create_app
-from omlxd.front.engines import resolve_name
-from omlxd.front.http_settings import HttpSettings
+from omlxd.front.engines.protocol import resolve_name
+from omlxd.front.http.settings import HttpSettings
 from omlxd.kv.ledger.evicted_log import Fate, Fates
 from omlxd.kv.ledger.ledger import LedgerStats
 from omlxd.wire import ModelInfo

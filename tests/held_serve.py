@@ -17,11 +17,11 @@ from typing import Any
 
 MOMENTS = {
     "settings": ("omlxd.cli", "load_settings"),
-    "cache lock": ("omlxd.front.cold_ledger", "ColdLedger.claim"),
-    "drain": ("omlxd.front.engine_process", "EngineProcess.drain"),
-    "flush": ("omlxd.front.engine_link", "EngineLink.close"),
-    "cache closes": ("omlxd.front.cold_ledger", "ColdLedger.close"),
-    "all has ended": ("omlxd.front.serve", "leave"),
+    "cache lock": ("omlxd.front.engines.cold_ledger", "ColdLedger.claim"),
+    "drain": ("omlxd.front.engines.client", "EngineProcess.drain"),
+    "flush": ("omlxd.front.engines.link", "EngineLink.close"),
+    "cache closes": ("omlxd.front.engines.cold_ledger", "ColdLedger.close"),
+    "all has ended": ("omlxd.front.process.serve", "leave"),
     "log closes": ("logging", "shutdown"),
 }
 """Held before these are called for the first time; "python ends": before its last function at exit."""

@@ -23,9 +23,9 @@ import pytest
 from daemon import PATIENCE_S, free_port
 from test_resolve import make
 
-from omlxd.front import activation
-from omlxd.front.activation import ActivationError, inherited_sockets
-from omlxd.front.notify import Notifier
+from omlxd.front.process import sockets
+from omlxd.front.process.notify import Notifier
+from omlxd.front.process.sockets import ActivationError, inherited_sockets
 
 REPO = Path(__file__).resolve().parents[1]
 STUB = Path(__file__).with_name("stub_engine.py")
@@ -66,7 +66,7 @@ def run_with_fds(fds: list[int], code: str, **variables: str) -> str:
 SHOW = (
     "import os\n"
     "from omlxd.errors import ConfigError\n"
-    "from omlxd.front.activation import inherited_sockets\n"
+    "from omlxd.front.process.sockets import inherited_sockets\n"
     "try:\n"
     "    found = inherited_sockets()\n"
     "    print(*[s.getsockname()[1] for s in found], any(s.get_inheritable() for s in found))\n"
@@ -170,7 +170,7 @@ def fake_launchd(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_the_call_itself(fake_launchd: Path, said: str, result: str):
     code = (
-        "from omlxd.front.activation import launch_activate_socket\n"
+        "from omlxd.front.process.sockets import launch_activate_socket\n"
         "try: print(launch_activate_socket('Listeners'))\n"
         "except OSError as error: print('OSError', error.errno)\n"
     )
@@ -183,7 +183,7 @@ def test_the_call_itself(fake_launchd: Path, said: str, result: str):
     sys.platform == "darwin" or hasattr(ctypes.CDLL(None), "launch_activate_socket"), reason="macOS has it"
 )
 def test_without_the_call_there_are_no_sockets():
-    assert activation.launch_activate_socket("Listeners") == []
+    assert sockets.launch_activate_socket("Listeners") == []
 
 
 # --------------------------------------------------------------------------- for real

@@ -12,7 +12,7 @@ from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_o
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
 from omlxd.front.app import create_app
-from omlxd.front.engines import resolve_name
+from omlxd.front.engines.protocol import resolve_name
 
 # --------------------------------------------------------------------------- names
 

@@ -10,7 +10,7 @@ from sdk_clients import gpt
 
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta, ToolCall, Usage
 from omlxd.errors import Overloaded, PromptTooLong
-from omlxd.front.choices import AT_ONCE
+from omlxd.front.http.choices import AT_ONCE
 
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 

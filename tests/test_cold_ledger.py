@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.front import cold_ledger
-from omlxd.front.cold_ledger import ColdLedger
+from omlxd.front.engines import cold_ledger
+from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
 from omlxd.wire import Grant, Reserve
 

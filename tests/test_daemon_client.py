@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from omlxd.daemon_client import DaemonError, NoDaemon, fetch
-from omlxd.front.admin import DaemonStatus
+from omlxd.front.owner.status import DaemonStatus
 
 
 @pytest.fixture

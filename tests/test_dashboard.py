@@ -9,7 +9,7 @@ from fake_engine import FakeEngine, FakeEngines
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from omlxd.front.app import create_app
-from omlxd.front.metrics import HELP
+from omlxd.front.owner.metrics import HELP
 from omlxd.kv.ledger.ledger import LedgerStats
 
 DASHBOARD = json.loads((Path(__file__).parents[1] / "config" / "grafana.json").read_text())

@@ -24,9 +24,9 @@ from engine_processes import (
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
-from omlxd.front.cold_ledger import ColdLedger
-from omlxd.front.engine_link import EngineLink
-from omlxd.front.engine_process import EngineProcess
+from omlxd.front.engines.client import EngineProcess
+from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.link import EngineLink
 
 
 async def test_requests_wait_while_loading_and_keep_their_own_events():

@@ -17,7 +17,7 @@ from engine_processes import (
 )
 
 from omlxd.chat import Failed
-from omlxd.front.engine_process import EngineProcess
+from omlxd.front.engines.client import EngineProcess
 
 
 async def test_an_engine_that_stops_is_noticed_by_its_lack_of_progress():

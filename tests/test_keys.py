@@ -18,8 +18,8 @@ from test_serve import start  # noqa: F401 (a fixture)
 
 from omlxd import cli
 from omlxd.errors import ConfigError
-from omlxd.front import key_ring
-from omlxd.front.key_ring import KeyRing
+from omlxd.front.http import settings
+from omlxd.front.http.settings import KeyRing
 from omlxd.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
 
 
@@ -157,7 +157,7 @@ def test_every_key_is_compared_whole_and_none_is_left_out(tmp_path: Path, monkey
         compared.append((len(a), len(b)))
         return a == b
 
-    monkeypatch.setattr(key_ring, "compare_digest", compare)
+    monkeypatch.setattr(settings, "compare_digest", compare)
     for given in ([key], [b"x"], [b"own"], [b"x" * 1000]):
         compared.clear()
         ring.name_of(given)

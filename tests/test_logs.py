@@ -19,8 +19,9 @@ from test_serve import start  # noqa: F401 (a fixture)
 from omlxd.chat import Failed
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
-from omlxd.front.logs import EngineLines, JsonFormatter, Logs, Redactor, TextFormatter
-from omlxd.front.request_trace import RequestTrace
+from omlxd.front.engines.log_lines import EngineLines
+from omlxd.front.http.trace import RequestTrace
+from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
 from omlxd.keys import add_key, keys_path
 from omlxd.private_trace import LineFormatter, private_trace
 

@@ -22,8 +22,8 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
-from omlxd.front import memory_guard
-from omlxd.front.memory_shares import Holding, shares
+from omlxd.front.engines import memory_guard
+from omlxd.front.engines.memory_guard import Holding, shares
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.wire import Budget, Wants
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from omlxd.errors import NotNow
-from omlxd.front import memory_guard
-from omlxd.front.memory_guard import MemoryGuard
+from omlxd.front.engines import memory_guard
+from omlxd.front.engines.memory_guard import MemoryGuard
 from omlxd.models.footprint import PROCESS_BYTES, Footprint
 from omlxd.wire import Device, Stats
 

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from omlxd.chat import Failed, Finished, TextDelta, ToolCall
 from omlxd.errors import Overloaded
-from omlxd.front import engine_figures
 from omlxd.front.app import create_app
-from omlxd.front.engine_figures import EngineFigures
-from omlxd.front.metrics import HELP
+from omlxd.front.owner import engine_figures
+from omlxd.front.owner.engine_figures import EngineFigures
+from omlxd.front.owner.metrics import HELP
 from omlxd.kv.ledger.ledger import LedgerStats
 
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,7 @@ from omlxd.chat import GenerateRequest, RawPrompt, Sampling
 from omlxd.config import ModelSettings, load_settings
 from omlxd.durations import duration, spoken
 from omlxd.errors import ConfigError, InvalidRequest
-from omlxd.front.model_settings import settings_of, with_settings
+from omlxd.front.engines.model import settings_of, with_settings
 from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache
 
 EVERYTHING = """

@@ -8,7 +8,7 @@ import pytest
 from app_client import body, client
 from fake_engine import EVERYTHING, FakeEngine, app_of
 
-from omlxd.front import openapi
+from omlxd.front.owner import openapi
 
 DOCUMENT = json.loads(openapi.document())
 

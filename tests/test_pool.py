@@ -20,12 +20,12 @@ from test_resolve import make
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
 from omlxd.errors import InvalidRequest, NotFound
-from omlxd.front import engine_process
-from omlxd.front import pool as pool_module
 from omlxd.front.app import create_app
-from omlxd.front.model_admin import admin_routes
-from omlxd.front.model_settings import with_settings
-from omlxd.front.pool import EnginePool
+from omlxd.front.engines import client
+from omlxd.front.engines import pool as pool_module
+from omlxd.front.engines.model import with_settings
+from omlxd.front.engines.pool import EnginePool
+from omlxd.front.owner.models import admin_routes
 
 STUB = Path(__file__).with_name("stub_engine.py")
 REPO = str(Path(__file__).resolve().parents[1])
@@ -36,7 +36,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PYTHONPATH", REPO)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-hub"))
     # A stub on a busy machine may be slow to say what it holds, and what it says is what is tested.
-    monkeypatch.setattr(engine_process, "STATS_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(client, "STATS_TIMEOUT_S", 60.0)
 
 
 def settings(home: Path, text: str = "", **flags: str):

@@ -22,7 +22,7 @@ from launchd_standin import DEFAULT_FILES, Launchd, alive
 from test_activation import fake_launchd  # noqa: F401 (a fixture)
 from test_resolve import make
 
-from omlxd.front import pool
+from omlxd.front.engines import pool
 from omlxd.service.launchd import agent
 from omlxd.service.plan import make_plan
 

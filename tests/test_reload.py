@@ -19,9 +19,9 @@ from test_activation import manager, serve_command  # noqa: F401 (one is a fixtu
 from test_serve import start  # noqa: F401 (a fixture)
 
 from omlxd.config import load_settings
-from omlxd.front.key_ring import KeyRing
-from omlxd.front.notify import Notifier
-from omlxd.front.reload import Reloader
+from omlxd.front.http.settings import KeyRing
+from omlxd.front.process.notify import Notifier
+from omlxd.front.process.reload import Reloader
 
 
 def write(home: Path, text: str) -> None:
@@ -59,7 +59,7 @@ def reloader(home: Path, pool: object, *, loopback: bool = True, flags: dict[str
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "omlxd.front.reload"]
+    return [record.getMessage() for record in caplog.records if record.name == "omlxd.front.process.reload"]
 
 
 def test_live_settings_change_and_the_others_are_named(tmp_path: Path, caplog):

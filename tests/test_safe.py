@@ -28,9 +28,9 @@ from hypercorn.typing import ConnectionState
 from test_resolve import make
 from test_serve import Daemon as StubDaemon
 
-from omlxd.front import serve
-from omlxd.front.http_connection import Http1
-from omlxd.front.listening import bind
+from omlxd.front.http.hypercorn_fixes import Http1
+from omlxd.front.process import serve
+from omlxd.front.process.sockets import bind
 
 # --------------------------------------------------------------------------- browsers
 

@@ -20,7 +20,7 @@ import pytest
 from daemon import PATIENCE_S, wait_until
 from test_resolve import make
 
-from omlxd.front import serve
+from omlxd.front.process import serve
 
 REPO = Path(__file__).resolve().parents[1]
 STUB = Path(__file__).with_name("stub_engine.py")
@@ -315,7 +315,7 @@ def test_a_daemon_started_right_after_a_kill_gets_the_cache(start):
 
 
 async def test_a_lock_that_is_given_up_soon_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from omlxd.front import cold_ledger
+    from omlxd.front.engines import cold_ledger
     from omlxd.kv.ledger.ledger import Ledger
 
     monkeypatch.setattr(cold_ledger, "PATIENCE_S", PATIENCE_S)
@@ -362,7 +362,7 @@ def test_the_key_is_asked_for_and_never_logged(start):
 
 def test_the_front_imports_nothing_heavy():
     code = (
-        "import sys, omlxd.front.serve, omlxd.front.app, omlxd.front.pool\n"
+        "import sys, omlxd.front.process.serve, omlxd.front.app, omlxd.front.engines.pool\n"
         "heavy = {'mlx', 'mlx_lm', 'numpy', 'transformers', 'huggingface_hub'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

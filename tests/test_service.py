@@ -15,7 +15,8 @@ import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
 from omlxd import cli
-from omlxd.front import pool, serve
+from omlxd.front.engines import pool
+from omlxd.front.process import serve
 from omlxd.service import launchd, plan, systemd
 from omlxd.service.plan import Plan
 

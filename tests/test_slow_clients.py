@@ -18,8 +18,8 @@ from fake_engine import USAGE, FakeEngine, app_of, served
 from test_serve import Daemon, start  # noqa: F401  (a fixture)
 
 from omlxd.chat import Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta
-from omlxd.front.event_pump import BATCH, EventPump
-from omlxd.front.slow_reader import PIECE_BYTES, PacedSend, TooSlow
+from omlxd.front.http.event_pump import BATCH, EventPump
+from omlxd.front.http.hypercorn_fixes import PIECE_BYTES, PacedSend, TooSlow
 
 PIECE = TextDelta("x" * 2000)
 LONG = [step for _ in range(8_000) for step in (PIECE, 0.0)]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from omlxd import cli
 from omlxd.daemon_client import DaemonError, NoDaemon
-from omlxd.front.admin import ColdStatus, DaemonStatus, ModelStatus
+from omlxd.front.owner.status import ColdStatus, DaemonStatus, ModelStatus
 from omlxd.status_cli import top
 from omlxd.status_cli.figures import duration, hit_rate, rates
 from omlxd.status_cli.status import as_text

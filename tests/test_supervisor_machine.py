@@ -28,8 +28,8 @@ from kv_machines import LONG, QUICK
 from omlxd import wire
 from omlxd.chat import Event, Failed, Finished, GenerateRequest, RawPrompt, TextDelta, Usage
 from omlxd.errors import NotNow, OmlxdError, Unavailable
-from omlxd.front.engine_process import EngineProcess
-from omlxd.front.engine_stream import EngineStream
+from omlxd.front.engines.client import EngineProcess
+from omlxd.front.engines.in_flight import EngineStream
 
 TICKS = st.sampled_from([0, 0, 1, 2, 3, 50])
 NUMBER = st.integers(0, 99)

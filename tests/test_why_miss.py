@@ -21,9 +21,9 @@ from omlxd.chat import GenerateRequest, RawPrompt
 from omlxd.engine.explain import Explainer
 from omlxd.errors import ConfigError
 from omlxd.front.app import create_app
-from omlxd.front.recent_requests import RecentRequests
-from omlxd.front.request_trace import RequestTrace
-from omlxd.front.why_miss import WhyMiss
+from omlxd.front.http.recent_requests import RecentRequests
+from omlxd.front.http.trace import RequestTrace
+from omlxd.front.owner.why_miss import WhyMiss
 from omlxd.kv.files.children import children
 from omlxd.kv.files.namespace import describe_namespace
 from omlxd.kv.files.paths import block_path

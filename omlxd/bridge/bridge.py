@@ -16,10 +16,10 @@ from ..api.body import ParsedRequest
 from ..chat import Failed, Finished
 from ..config import Settings
 from ..errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
-from ..front.admin import Admin
-from ..front.engine_figures import FiguresOf
-from ..front.event_pump import EventPump
-from ..front.pool import EnginePool
+from ..front.engines.pool import EnginePool
+from ..front.http.event_pump import EventPump
+from ..front.owner.engine_figures import FiguresOf
+from ..front.owner.status import Admin
 from .answers import done, failure, line_of
 from .classify import classify
 from .messages import (

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ..chat import Conversation, Failed, Finished, GenerateRequest, Sampling, TextDelta, Usage
 from ..errors import InvalidRequest, OmlxdError, Unavailable
-from ..front.engines import Engine
+from ..front.engines.protocol import Engine
 from .answers import usage_of
 from .messages import Classified, Id, Score
 

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from .. import __version__
 from ..config import OPTIONS, Settings, add_flags, load_settings
 from ..errors import ConfigError, Unavailable
-from ..front.logs import Logs
-from ..front.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
+from ..front.process.logs import Logs
+from ..front.process.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
 from ..kv.ledger.ledger import LedgerBusy
 from .answers import failure
 from .bridge import LINE_BYTES, Bridge

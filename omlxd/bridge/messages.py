@@ -29,7 +29,7 @@ from ..api.body import decode
 from ..api.openai_fields import ChatLogprob
 from ..chat import ErrorCode, FinishReason
 from ..errors import InvalidRequest
-from ..front.admin import ColdStatus, ModelStatus
+from ..front.owner.status import ColdStatus, ModelStatus
 from ..wire import ModelInfo
 
 PROTOCOL = 1

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from ..config import Settings
 from ..errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError, Unavailable
-from ..front.engines import resolve_name
-from ..front.model_engine import ModelEngine
-from ..front.pool import EnginePool
+from ..front.engines.model import ModelEngine
+from ..front.engines.pool import EnginePool
+from ..front.engines.protocol import resolve_name
 from ..models.catalog import InstalledModel, default_model
 from ..models.resolve import check_folder, is_local
 

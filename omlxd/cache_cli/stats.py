@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..front.admin import DaemonStatus
+from ..front.owner.status import DaemonStatus
 from ..kv.checkpoint import KIND as CHECKPOINT
 from ..kv.files.namespace import NamespaceInfo
 from ..sizes import human

@@ -15,8 +15,8 @@ import msgspec
 from ..config import Settings
 from ..daemon_client import DaemonError, address, address_of, fetch
 from ..errors import ConfigError
-from ..front.admin import DaemonStatus
-from ..front.cache_admin import Forget, Forgotten
+from ..front.owner.cache import Forget, Forgotten
+from ..front.owner.status import DaemonStatus
 from .lock import DaemonRuns, holder
 
 _BATCH = 5000

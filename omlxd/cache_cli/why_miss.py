@@ -20,7 +20,7 @@ from ..config import Settings
 from ..daemon_client import NoDaemon, address_of, fetch
 from ..daemon_client import address as address_at
 from ..errors import ConfigError, OmlxdError
-from ..front.why_miss import DIALECTS, RESPONSES, RecentList, RequestLine, WhyMiss, WhyMissBody
+from ..front.owner.why_miss import DIALECTS, RESPONSES, RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..wire import Explanation
 from . import inventory
 from .stats import ago, table
@@ -156,8 +156,8 @@ def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
     path = urlsplit(asked.path).path
     dialect = DIALECTS.get(path)
     if path == RESPONSES:
-        from ..front.response_store import ResponseStore
-        from ..front.responses import responses_dialect
+        from ..front.http.generation import responses_dialect
+        from ..front.http.response_store import ResponseStore
 
         dialect = responses_dialect(ResponseStore())
     if dialect is None:

@@ -1,5 +1,4 @@
-"""The front process: HTTP, engine supervision, the cold tier's ledger.
+"""The front process: HTTP, engine processes, and the disk and memory that they share.
 
-What may not come in: MLX, transformers, numpy. It starts in under half a second, stays under
-60 MB, and never dies of a model's fault.
+Rule: front/ never imports the engine, MLX, numpy or transformers; it outlives any fault of a model.
 """

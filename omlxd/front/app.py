@@ -25,23 +25,30 @@ from ..api import anthropic
 from ..api.anthropic_stream import TokenCount
 from ..api.body import mended, with_timeout
 from ..api.keep_alive import keep_alive_of
-from .admin import Admin
-from .cache_admin import forget
-from .engine_figures import FiguresOf
-from .engines import Engines
-from .generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect, GenerationResponse, Parse
-from .http_guard import Guard
-from .http_settings import HttpSettings
-from .http_shell import Shell, raise_route_error
-from .metrics import Metrics
-from .model_list import model_entry, model_list
-from .recent_requests import RecentRequests
-from .request_trace import trace_of
-from .response_store import ResponseStore
-from .responses import InputTokens, responses_dialect
-from .slow_reader import PacedApp
-from .stored_responses import StoredResponses
-from .why_miss import Explaining
+from .engines.protocol import Engines
+from .http.generation import (
+    ANTHROPIC,
+    OPENAI_CHAT,
+    OPENAI_COMPLETIONS,
+    Dialect,
+    GenerationResponse,
+    InputTokens,
+    Parse,
+    responses_dialect,
+)
+from .http.guard import Guard
+from .http.hypercorn_fixes import PacedApp
+from .http.model_list import model_entry, model_list
+from .http.recent_requests import RecentRequests
+from .http.response_store import ResponseStore, StoredResponses
+from .http.settings import HttpSettings
+from .http.shell import Shell, raise_route_error
+from .http.trace import trace_of
+from .owner.cache import forget
+from .owner.engine_figures import FiguresOf
+from .owner.metrics import Metrics
+from .owner.status import Admin
+from .owner.why_miss import Explaining
 
 
 class _ResponseId(StringConvertor):
@@ -185,7 +192,7 @@ class _Routes:
         return _json(_Health(__version__, models))
 
     async def openapi(self, request: Request) -> Response:
-        from . import openapi  # its structs are made at import, and hardly anybody asks
+        from .owner import openapi  # its structs are made at import, and hardly anybody asks
 
         return Response(openapi.document(), media_type="application/json")
 

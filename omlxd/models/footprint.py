@@ -1,7 +1,7 @@
 """What a model will take, told from its own files: config.json and the headers of its weights.
 
 An estimate, made before anything is loaded. The engine knows better afterwards; what it then sees is
-kept as a factor a model (front/model_book.py).
+kept as a factor a model (front/engines/model_book.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
 
-from ..front.activation import LAUNCHD_NAME
+from ..front.process.sockets import LAUNCHD_NAME
 from .manager import ServiceError, Status, addresses, check_free, read_ours, run, tail, write_whole
 from .plan import EXIT_TIMEOUT_S, FILES, MARK, THROTTLE_S, Plan
 

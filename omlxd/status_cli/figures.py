@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..front.admin import DaemonStatus, ModelStatus
+from ..front.owner.status import DaemonStatus, ModelStatus
 
 
 def hit_rate(model: ModelStatus) -> float | None:

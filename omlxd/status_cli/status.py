@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..daemon_client import DaemonError, address, fetch
-from ..front.admin import DaemonStatus, ModelStatus
+from ..front.owner.status import DaemonStatus, ModelStatus
 from ..sizes import human
 from .figures import duration, hit_rate, percent
 

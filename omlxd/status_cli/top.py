@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..daemon_client import DaemonError, NoDaemon, address, fetch
 from ..errors import ConfigError
-from ..front.admin import DaemonStatus, ModelStatus
+from ..front.owner.status import DaemonStatus, ModelStatus
 from ..sizes import human
 from .figures import duration, hit_rate, model_of, percent, rates
 from .status import PATH, add_url, cold_line, mlx_memory

@@ -39,7 +39,7 @@ import psutil
 
 from omlxd.engine.kvio.payload import Landing
 from omlxd.engine.mlx_adapter import round_up
-from omlxd.front.engine_link import engine_environment
+from omlxd.front.engines.link import engine_environment
 
 from . import block_files
 from .block_files import SHAPES, Files

@@ -1,0 +1,278 @@
+"""An engine as the front sees it: always there, whatever becomes of the process behind it.
+
+It has a supervisor, which owns the process, and owns the requests in flight. Those that wait are sent
+when the engine is ready. Those that an engine's death left without an event are sent again, once, to
+the next one: as one of them may be what ended it, they go one after the other, so that it does not
+take the others with it a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ... import wire
+from ...chat import Conversation, Failed, Finished, GenerateRequest, RawPrompt
+from ...errors import NotNow, Unavailable
+from .in_flight import EngineStream, InFlight, Request, settle
+from .supervisor import UNLOAD_S, Spawn, State, Supervisor
+
+log = logging.getLogger(__name__)
+
+STATS_TIMEOUT_S = 5.0
+TRIAL_S = 2.0
+"""How long a request that is sent again may hold up the next one before it has an event."""
+
+
+class EngineProcess:
+    """`max_concurrent`: requests that decode at once; it bounds how many more may wait.
+
+    on_change()  called when the state changes, or the last request in flight ends
+    on_want()    called when a prompt does not fit into what the engine may have
+    options      of the Supervisor
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        spawn: Spawn,
+        *,
+        max_concurrent: int = 8,
+        on_change: Callable[[], None] = lambda: None,
+        on_want: Callable[[wire.Wants], None] = lambda wants: None,
+        **options: Any,
+    ):
+        self.used_at = time.monotonic()
+        self._on_change = on_change
+        self._on_want = on_want
+        self._requests = InFlight(max_concurrent, self._request_ended)
+        self._load_waiters: set[asyncio.Future[None]] = set()
+        self._again: deque[Request] = deque()
+        self._trial: Request | None = None
+        self._trial_ends: asyncio.TimerHandle | None = None
+        self._closing = False
+        self.supervisor = Supervisor(
+            model_id,
+            spawn,
+            on_ready=self._on_ready,
+            on_lost=self._on_lost,
+            on_message=self._on_message,
+            on_change=on_change,
+            has_work=lambda: bool(self._requests or self._load_waiters),
+            **options,
+        )
+
+    @property
+    def state(self) -> State:
+        return self.supervisor.state
+
+    @property
+    def in_flight(self) -> int:
+        """Requests running or waiting."""
+        return len(self._requests)
+
+    # ----------------------------------------------------------------- what can be asked
+
+    def generate(self, request: GenerateRequest) -> EngineStream:
+        """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
+        self._admit()
+        stream = EngineStream(self._requests.new_id(), self.forget)
+        self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
+        return stream
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+        """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
+        return await self._ask(lambda id: wire.Count(id=id, prompt=prompt, session=session))
+
+    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
+        return await self._ask(lambda id: wire.Explain(id=id, request=request, reached=reached))
+
+    async def _ask(self, message: Callable[[int], Any]) -> Any:
+        self._admit()
+        id, answer = self._requests.new_id(), asyncio.get_running_loop().create_future()
+        self._submit(id, message(id), answer)
+        try:
+            return await answer
+        finally:
+            self.forget(id)
+
+    async def stats(self) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        return await self._ask_stats() if self.state == "ready" else None
+
+    async def device_available(self) -> int | None:
+        """Bytes free where arrays live, as the engine finds them, loaded or not; None: it does not say."""
+        stats = await self._ask_stats()
+        value = stats.values.get("device_available_bytes") if stats else None
+        return None if value is None else int(value)
+
+    async def _ask_stats(self) -> wire.Stats | None:
+        # Not a request: it neither keeps a model loaded nor waits for one.
+        if (link := self.supervisor.link) is None:
+            return None
+        id = self._requests.new_id()
+        return await self._requests.question(id, lambda: link.send(wire.GetStats(id=id)), STATS_TIMEOUT_S)
+
+    def forget(self, id: int) -> None:
+        """Nobody wants the answer to `id` any more; the engine is told if it is still at work."""
+        request = self._requests.forget(id)
+        if request is not None and request.life:
+            self.supervisor.send(wire.Cancel(id=id))
+            self._after_trial(request)
+
+    # ----------------------------------------------------------------- coming and going
+
+    async def load(self) -> None:
+        """Load, unless it is loaded already; returns once it is ready. Raises OmlxdError."""
+        self._admit()
+        if self.state == "ready":
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._load_waiters.add(done)
+        self.supervisor.start()
+        try:
+            await done
+        finally:
+            self._load_waiters.discard(done)
+
+    def begin_unload(self, grace_s: float = UNLOAD_S) -> bool:
+        """Check and begin in one step: what is submitted from now on waits, and has it loaded again.
+
+        False: requests are in flight, it stays.
+        """
+        if self.state != "unloading" and (self._requests or self._load_waiters):
+            return False
+        self.supervisor.begin_unload(grace_s)
+        return True
+
+    async def unload(self, grace_s: float = UNLOAD_S) -> bool:
+        """End the process in order; True once it is gone. False: requests are in flight, it stays."""
+        begun = self.begin_unload(grace_s)
+        if begun:
+            await self.supervisor.gone()
+        return begun
+
+    def give_up_load(self) -> None:
+        """Whoever waits for a load under way is told that the owner ends it."""
+        if self.state in ("loading", "restarting"):
+            name = self.supervisor.model_id
+            self._fail_all(NotNow(f"{name} was unloaded before it was loaded.", retry_after=5).as_event())
+
+    async def drain(self, seconds: float) -> None:
+        """Admit nothing more, and let what runs end within `seconds`. What waits for a load fails."""
+        self._closing = True
+        deadline = time.monotonic() + seconds
+        while self._requests and self.state == "ready" and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+
+    async def close(self, grace_s: float = 5.0) -> None:
+        """Fail what is in flight, let the engine flush for `grace_s`, end it."""
+        self._closing = True
+        self._fail_all(_shutting_down().as_event())
+        await self.supervisor.close(grace_s)
+
+    # ----------------------------------------------------------------- its requests
+
+    def _admit(self) -> None:
+        if self._closing:
+            raise _shutting_down()
+        self.supervisor.check_hold()
+        self._requests.check_room()
+
+    def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
+        request = self._requests.add(id, message, answer)
+        self.used_at = time.monotonic()
+        if self.state == "ready":
+            self._send(request)
+        else:
+            self.supervisor.start()
+
+    def _send(self, request: Request) -> None:
+        assert request.frame is not None and self.supervisor.link is not None
+        request.life, request.sends = self.supervisor.starts, request.sends + 1
+        self.supervisor.link.send_frame(request.frame)
+
+    def _send_again(self) -> None:
+        """The next one of those that were with an engine that died."""
+        self._end_trial()
+        while self._again and self._trial is None:
+            request = self._again.popleft()
+            if request.id in self._requests.requests:
+                self._trial = request
+                self._trial_ends = asyncio.get_running_loop().call_later(TRIAL_S, self._send_again)
+                self._send(request)
+
+    def _after_trial(self, request: Request) -> None:
+        if request is self._trial:
+            self._send_again()
+
+    def _end_trial(self) -> None:
+        self._trial = None
+        if self._trial_ends is not None:
+            self._trial_ends.cancel()
+
+    def _request_ended(self) -> None:
+        self.used_at = time.monotonic()
+        if not self._requests:
+            self._on_change()
+
+    def _fail_all(self, failed: Failed) -> None:
+        self._end_trial()
+        self._again.clear()
+        self._requests.fail(failed)
+        settle(self._load_waiters, failed)
+
+    # ----------------------------------------------------------------- what the supervisor tells
+
+    def _on_ready(self) -> None:
+        self.used_at = time.monotonic()
+        for request in self._requests.requests.values():
+            if not request.sends:
+                self._send(request)
+        self._send_again()
+        settle(self._load_waiters)
+
+    def _on_lost(self, failed: Failed, was_ready: bool) -> None:
+        """Requests that the dead engine has not begun to answer go to the next one."""
+        before = len(self._requests)
+        if was_ready and not self._closing:
+            self._end_trial()
+            self._again = deque(self._requests.lost(failed))
+        else:
+            self._fail_all(failed)
+        if before:
+            log.error(
+                "%d requests failed, %d are sent again", before - len(self._requests), len(self._requests)
+            )
+        if self._requests:
+            self.supervisor.start()
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, wire.Events):
+            for id, event in message.events:
+                self._answer(id, event)
+        elif isinstance(message, wire.Counted):
+            self._answer(message.id, message.tokens)
+        elif isinstance(message, wire.Explained):
+            self._answer(message.id, message.explanation)
+        elif isinstance(message, wire.Stats):
+            self._answer(message.id, message)
+        elif isinstance(message, wire.Wants):
+            self._on_want(message)
+
+    def _answer(self, id: int, result: Any) -> None:
+        """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
+        request = self._requests.answer(id, result)
+        if request is not None:
+            if isinstance(result, Finished):
+                self.supervisor.restarts.finished()
+            self._after_trial(request)
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("omlxd is shutting down; retry in a moment.", retry_after=5)

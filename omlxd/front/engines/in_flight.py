@@ -1,0 +1,198 @@
+"""What an engine has been asked and has not answered yet: requests, and questions that are none.
+
+| a request is | it holds            | its engine dies                                                |
+|--------------|---------------------|----------------------------------------------------------------|
+| waiting      | its frame           | (it has none; it fails if the model can't be loaded)           |
+| sent         | its frame, its life | the first time it waits again, the second time it fails        |
+| answered     | its life            | it fails: a client may have read part of the answer            |
+
+A life is one engine process, by its number. A frame of 30 MB is so held until the first event.
+
+What becomes of one request to an engine: its events.
+"""
+# MERGED: docstrings of in_flight.py, engine_stream.py (join by hand)
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any
+
+from ... import wire
+from ...chat import Event, Failed, Finished
+from ...errors import InvalidRequest, OmlxdError, Overloaded
+
+
+class EngineStream(AsyncGenerator[Event, None]):
+    """The events of one request; the last one is Finished or Failed. Closing it cancels the rest.
+
+    Not a generator function: a generator that is closed before its first event runs no cleanup,
+    and a client may be gone by then.
+
+    forget(id)  nobody wants its answer any more
+    """
+
+    def __init__(self, id: int, forget: Callable[[int], None]):
+        self._forget = forget
+        self.id = id
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self._ended = False
+
+    async def __anext__(self) -> Event:
+        if self._ended:
+            raise StopAsyncIteration
+        event = await self.events.get()
+        self._ended = isinstance(event, (Finished, Failed))
+        return event
+
+    async def aclose(self) -> None:
+        self._ended = True
+        self._forget(self.id)
+
+    async def asend(self, value: None) -> Event:
+        return await self.__anext__()
+
+    async def athrow(self, typ: Any, val: Any = None, tb: Any = None) -> Event:
+        await self.aclose()
+        raise val if val is not None else typ
+
+
+WAITING_PER_SLOT = 4
+WAITING_FLOOR = 64
+OVERLOAD_RETRY_S = 5
+MOST_SENDS = 2
+"""A request that was with two engines when they died may have ended both."""
+
+
+class Request:
+    """A request of any kind, see the table above.
+
+    frame  None once the first event has come
+    life   the engine process that it was sent to; 0: it waits
+    sends  how often it was sent
+    """
+
+    __slots__ = ("answer", "frame", "id", "life", "sends")
+
+    def __init__(self, id: int, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
+        self.id = id
+        self.frame: bytes | None = frame
+        self.answer = answer
+        self.life = 0
+        self.sends = 0
+
+
+class InFlight:
+    """`len` counts the requests. A question keeps no model loaded and waits for none, so it is no request.
+
+    slots     requests that decode at once; it bounds how many more may wait
+    requests  by id, in the order in which they came
+    on_end()  called when a request is in flight no more
+    """
+
+    def __init__(self, slots: int, on_end: Callable[[], None]):
+        self._limit = slots + max(WAITING_FLOOR, WAITING_PER_SLOT * slots)
+        self.requests: dict[int, Request] = {}
+        self._questions: dict[int, asyncio.Future[wire.Stats | None]] = {}
+        self._ids = itertools.count(1)
+        self._on_end = on_end
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def new_id(self) -> int:
+        """For a request or a question."""
+        return next(self._ids)
+
+    def check_room(self) -> None:
+        """Raises Overloaded if no more may wait."""
+        if len(self.requests) >= self._limit:
+            raise Overloaded(
+                f"{len(self.requests)} requests are running or waiting already; retry in a moment.",
+                retry_after=OVERLOAD_RETRY_S,
+            )
+
+    def add(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
+        """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
+        try:
+            request = Request(id, wire.encode(message), answer)
+        except (ValueError, OverflowError, RecursionError, TypeError) as error:
+            # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
+            raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error
+        self.requests[id] = request
+        return request
+
+    async def question(self, id: int, send: Callable[[], None], timeout_s: float) -> wire.Stats | None:
+        """`send` a question; its answer, or None if none comes in time."""
+        answer: asyncio.Future[wire.Stats | None] = asyncio.get_running_loop().create_future()
+        self._questions[id] = answer
+        try:
+            send()
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            return None
+        finally:
+            del self._questions[id]
+
+    def forget(self, id: int) -> Request | None:
+        """Nobody wants the answer any more; the request, if it was in flight."""
+        request = self.requests.pop(id, None)
+        if request is not None:
+            self._on_end()
+        return request
+
+    def answer(self, id: int, result: Any) -> Request | None:
+        """Hand `result` to whoever waits for `id`. None: no request does, it may have been cancelled."""
+        if (question := self._questions.get(id)) is not None:
+            if not question.done():
+                question.set_result(result if isinstance(result, wire.Stats) else None)
+            return None
+        request = self.requests.get(id)
+        if request is None:
+            return None
+        request.frame = None
+        if isinstance(request.answer, EngineStream):
+            request.answer.events.put_nowait(result)
+            if not isinstance(result, (Finished, Failed)):
+                return request
+        elif not request.answer.done():
+            if isinstance(result, Failed):
+                request.answer.set_exception(OmlxdError.from_event(result))
+            else:
+                request.answer.set_result(result)
+        return self.forget(id)
+
+    def lost(self, failed: Failed) -> list[Request]:
+        """The engine died: requests that may not be sent again fail; those that were sent and wait again."""
+        self._close_questions()
+        again = []
+        for request in list(self.requests.values()):
+            if request.frame is None or request.sends == MOST_SENDS:
+                self.answer(request.id, failed)
+            elif request.sends:
+                request.life = 0
+                again.append(request)
+        return again
+
+    def fail(self, failed: Failed) -> None:
+        """Every request fails; every question is answered by None."""
+        self._close_questions()
+        for id in list(self.requests):
+            self.answer(id, failed)
+
+    def _close_questions(self) -> None:
+        for question in self._questions.values():
+            if not question.done():
+                question.set_result(None)
+
+
+def settle(futures: Iterable[asyncio.Future[None]], failed: Failed | None = None) -> None:
+    """End futures that still wait: well, or with what `failed` says."""
+    for future in futures:
+        if future.done():
+            continue
+        if failed is None:
+            future.set_result(None)
+        else:
+            future.set_exception(OmlxdError.from_event(failed))

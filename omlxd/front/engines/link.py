@@ -1,0 +1,190 @@
+"""One engine process and the socketpair that joins it to the front: spawn, frames, end.
+
+This file knows nothing of requests. It sends what it is given, hands on what it receives, and
+says when and how the process ended (`EngineLink.ended`); front/engines/supervisor.py decides what that means.
+
+The engine gets its own session, so that ^C in a terminal reaches the front alone, which then
+stops the engine in order. It exits when its end of the socketpair closes, so a killed front
+leaves no orphan.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ... import wire
+from .log_lines import EngineLines
+
+log = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-m", "omlxd.engine")
+"""`--fd N` is added: the engine's end of the socketpair."""
+
+_READ = 1 << 18
+_TAIL_LINES = 20
+_LINE_LIMIT = 1 << 16
+_REAP_S = 0.5
+"""How long the end of a process may take to show after its socket closed, before it is killed."""
+
+
+def engine_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Variables of an engine: ours, and how arrays get their memory on Linux (glibc; others ignore it).
+
+    Huge pages: without them every new 4 KiB page of an array costs a fault; new arrays were filled with
+    zeros at 2 to 3 GB/s on 2 virtual CPUs, and files restored into them at 2.3.
+
+    One arena for all threads: an I/O thread that allocates a prefix's arrays would take an arena of its
+    own, whose memory lies worse. Files to arrays with it and without, three runs of tools/bench/restore.py
+    in turn on a busy machine, GB/s: 1 thread 10.2, 9.2, 9.9 against 8.5, 4.7, 4.4; 2 threads 13.0, 8.1, 12.9
+    against 8.7, 6.9, 6.2.
+    """
+    return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1", **own}
+
+
+class EngineLink:
+    """A running engine process. Make one with `spawn`."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ):
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self._sender = asyncio.create_task(self._send_all(), name="engine-send")
+        self._printer = asyncio.create_task(self._print_all(), name="engine-stderr")
+
+    @classmethod
+    async def spawn(cls, command: Sequence[str] = ENGINE_COMMAND) -> EngineLink:
+        """Start `command --fd N`. Raises OSError when it can't be started."""
+        ours, theirs = socket.socketpair()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                "--fd",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                env=engine_environment(os.environ),
+                limit=_LINE_LIMIT,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        try:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            process.kill()
+            raise
+        return cls(process, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def last_words(self) -> str:
+        """The last lines that the engine printed; the end of a traceback, if it raised."""
+        return "\n".join(self._tail)
+
+    def send(self, message: Any) -> None:
+        """Queue a `wire.ToEngine`. Frames leave in order, no faster than the engine reads them."""
+        self.send_frame(wire.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """`send` for a message that is encoded already."""
+        self._outbox.put_nowait(frame)
+
+    async def receive(self, handle: Callable[[Any], None]) -> str:
+        """Hand each message to `handle` until the engine ends; returns how it ended, in words.
+
+        `handle` is called on the event loop and must not block. A frame that makes no sense ends
+        the engine: after one, no boundary between frames can be trusted.
+        """
+        decoder = wire.FrameDecoder(wire.ToFront)
+        problem = ""
+        try:
+            while data := await self._reader.read(_READ):
+                for message in decoder.feed(data):
+                    handle(message)
+        except ValueError as error:
+            problem = f"it sent a frame that makes no sense ({error})"
+            self.kill()
+        except OSError:
+            pass  # It ended with something of ours unread; how it ended tells more.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), _REAP_S)
+            # What it printed last is often the reason; it is in the pipe, but maybe not read yet.
+            await asyncio.wait_for(asyncio.shield(self._printer), _REAP_S)
+        return problem or self._how_it_ended()
+
+    def _how_it_ended(self) -> str:
+        status = self._process.returncode
+        if status is None:
+            return "it closed its socket"
+        if status == -signal.SIGKILL:
+            return "it was killed, perhaps because memory ran out"
+        if status < 0:
+            return f"it was ended by {signal.Signals(-status).name}"
+        return f"it exited with status {status}"
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Wait `grace_s` for the engine to end by itself, then SIGTERM, then SIGKILL; reap it."""
+        for wait_s, push in ((grace_s, self.terminate), (1.0 if grace_s else 0.0, self.kill)):
+            if await self._ended_within(wait_s):
+                break
+            push()
+        await self._process.wait()
+        for task in (self._sender, self._printer):
+            task.cancel()
+        self._writer.close()
+
+    async def _ended_within(self, seconds: float) -> bool:
+        if self._process.returncode is None and seconds > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), seconds)
+        return self._process.returncode is not None
+
+    async def _send_all(self) -> None:
+        with contextlib.suppress(OSError):  # The reader notices the end and says so.
+            while True:
+                self._writer.write(await self._outbox.get())
+                await self._writer.drain()
+
+    async def _print_all(self) -> None:
+        """Log what the engine prints, and keep its last lines."""
+        assert self._process.stdout is not None
+        log_line = EngineLines()
+        while True:
+            try:
+                line = await self._process.stdout.readline()
+            except ValueError:  # A line longer than the limit; its beginning is dropped.
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            self._tail.append(text)
+            log_line(text)

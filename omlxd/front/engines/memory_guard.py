@@ -1,0 +1,344 @@
+"""Memory: whether a model may be loaded beside the others, and what each engine may then hold.
+
+Before a load, what its files say that it needs (models/footprint.py), times what was seen of it in
+earlier loads, is held against what is really free: of the machine, of the GPU, and of the owner's
+limit. What is missing is taken from hot tiers and from what MLX keeps of freed arrays, then from idle models,
+least recently used first, if all of these together hold enough.
+What could fit later is told to wait, then refused for now (503); what can never fit is refused for
+good (400), both with both figures.
+
+How one budget of memory is divided among the engines that are loaded. Pure arithmetic, in bytes.
+"""
+# MERGED: docstrings of memory_guard.py, memory_shares.py (join by hand)
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from ...errors import InvalidRequest, NotNow
+from ...models.footprint import PROCESS_BYTES, Footprint
+from ...sizes import available_ram, human
+from ...wire import Budget, Device, Wants
+from .model import ModelEngine
+from .model_book import ModelBook
+
+SLACK = 64 << 20
+"""An engine may have this much more for its hot tier than it uses, so that it can grow."""
+FREED_PART = 32
+"""All engines' MLX may keep one part of so many of what is left, for arrays to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one engine holds. `firm`: weights and live KV, which nothing but its end gives back.
+
+    `freed`: what its MLX keeps for arrays to come.
+    """
+
+    firm: int
+    hot: int
+    freed: int = 0
+
+    @property
+    def spare(self) -> int:
+        """What it can give back."""
+        return self.hot + self.freed
+
+
+def shares(
+    holdings: Mapping[str, Holding], total: int, hot_most: int | None = None, claimed: int = 0
+) -> dict[str, Budget]:
+    """The budget of each engine, by name. They never add up to more than `total`.
+
+    hot_most  of all hot tiers together; None: what is left
+    claimed   promised to models that are loading
+
+    Hot tiers share what weights and live KV leave: alike, but one that uses less than its part leaves
+    the rest to the others. Any engine's prompts may take all that is left, since hot tiers give way.
+    """
+    spare = max(0, total - claimed - sum(held.firm for held in holdings.values()))
+    freed = spare // (FREED_PART * max(1, len(holdings)))
+    spare -= freed * len(holdings)
+    hot_left = spare if hot_most is None else min(spare, hot_most)
+    budgets: dict[str, Budget] = {}
+    by_use = sorted(holdings, key=lambda name: holdings[name].hot)
+    for done, name in enumerate(by_use):
+        held = holdings[name]
+        alike = hot_left // (len(by_use) - done)
+        last = done == len(by_use) - 1
+        hot = alike if last else min(alike, held.hot + max(SLACK, held.hot // 4))
+        hot_left -= hot
+        budgets[name] = Budget(hot=hot, live=held.firm + spare, freed=freed)
+    return budgets
+
+
+log = logging.getLogger(__name__)
+
+RESERVE_FRACTION = 0.05
+RESERVE_BYTES = 2 << 30
+"""Left to the rest of the machine: the fraction, but not more than this."""
+LOOK_S = 2.0
+"""Between two looks at what engines hold, while they work."""
+QUIET_S = 10.0
+"""Engines that nobody has used for so long hold what they held."""
+SHRINK_TRIES = 5
+SHRINK_S = 0.2
+UNGUARDED = 1 << 62
+"""Bytes that all engines may take where nothing is guarded."""
+MEASURABLE = 64 << 20
+"""Weights below this tell nothing of a factor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that one model more could take: now, and at most if hot tiers and all idle models gave way."""
+
+    free: int
+    at_most: int
+
+
+class Pool(Protocol):
+    """What the guard asks of the pool."""
+
+    def others(self, engine: ModelEngine | None) -> Sequence[ModelEngine]: ...
+    def victim(self, engine: ModelEngine) -> ModelEngine | None: ...
+    async def make_go(self, victim: ModelEngine, why: str) -> None: ...
+    async def change_before(self, deadline: float) -> bool: ...
+
+
+class MemoryGuard:
+    """`limit`: bytes for all engines together; None: what the machine has; 0: nothing but `hot_most` holds.
+
+    hot_most  bytes of all hot tiers together; None: what is left
+    """
+
+    def __init__(self, pool: Pool, book: ModelBook, limit: int | None, hot_most: int | None, wait_s: float):
+        self._pool = pool
+        self._book = book
+        self._limit = limit
+        self._hot_most = hot_most
+        self._wait_s = wait_s
+        self._device: Device | None = None
+        self._holdings: dict[str, Holding] = {}
+        self._claims: dict[str, int] = {}
+        self._sent: dict[str, Budget] = {}
+        self._measured: dict[str, int] = {}
+        self._admitting = asyncio.Lock()
+        # Another one: a load may wait for the very engine whose prompt waits for this.
+        self._answering = asyncio.Lock()
+
+    def apply(self, limit: int | None, hot_most: int | None) -> None:
+        """Other settings from now on."""
+        self._limit, self._hot_most = limit, hot_most
+
+    # ----------------------------------------------------------------- before a load
+
+    async def admit(self, engine: ModelEngine, device: Device) -> Budget:
+        """Once `engine` may load, what it may hold at first. Raises InvalidRequest (never) or NotNow."""
+        self._device = device
+        self.check_ever(engine)
+        prints = engine.footprint
+        if self._limit == 0 or prints is None:
+            return Budget()
+        need = self.need(engine.model_id, prints)
+        self._claims.pop(engine.model_id, None)
+        deadline = time.monotonic() + self._wait_s
+        shrunk = 0
+        loading: set[str] | None = None
+        while True:
+            async with self._admitting:
+                while need > (free := (room := await self._room(engine)).free):
+                    hot = self._hot()
+                    if hot and free + hot >= need and shrunk < SHRINK_TRIES:
+                        shrunk += 1
+                        self._share_out(self._claimed() + need)
+                        await asyncio.sleep(SHRINK_S)
+                    elif room.at_most >= need and (victim := self._pool.victim(engine)):
+                        await self._pool.make_go(victim, f"{engine.model_id} needs {human(need)}")
+                    else:
+                        break
+                else:
+                    self._claims[engine.model_id] = need
+                    if not self._matters(len(self._pool.others(None))):
+                        return Budget()
+                    most = self._most(device) - PROCESS_BYTES
+                    return Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+            # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
+            # are waited for however long they take; later ones could follow each other without an end.
+            loading = set(self._claims) if loading is None else loading & set(self._claims)
+            if not (await self._pool.change_before(deadline) or loading):
+                raise NotNow(
+                    f"{engine.model_id} needs about {human(need)} and {human(max(0, free))} are free "
+                    "now; retry when other models or programs have given some back.",
+                    retry_after=15,
+                )
+            await asyncio.sleep(SHRINK_S)
+
+    def check_ever(self, engine: ModelEngine) -> None:
+        """Raises InvalidRequest for a model that can never fit, as soon as it is known what there is."""
+        prints = engine.footprint
+        if self._limit == 0 or prints is None or self._device is None:
+            return
+        need, most = self.need(engine.model_id, prints), self._most(self._device)
+        if need > most:
+            raise InvalidRequest(
+                f"{engine.model_id} needs about {human(need)} and all models together may take {human(most)} "
+                f"of {human(self._device.total)}: it can't be loaded here (--memory-limit off tries).",
+                param="model",
+            )
+
+    def need(self, model_id: str, prints: Footprint) -> int:
+        """Bytes to load a model and answer something short, by its files and by what was seen before."""
+        return prints.loading() + int(prints.weights * (self._book.factor(model_id) - 1))
+
+    def _most(self, device: Device) -> int:
+        whole = device.total - self._reserve(device)
+        return min(whole, self._limit) if self._limit else whole
+
+    def _reserve(self, device: Device) -> int:
+        return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
+
+    def _hot(self) -> int:
+        """Bytes of all hot tiers, and of what MLX keeps, which can give way."""
+        return sum(held.spare for held in self._holdings.values())
+
+    async def _room(self, engine: ModelEngine) -> Room:
+        await self.look()
+        assert self._device is not None
+        device, claimed = self._device, self._claimed()
+        holdings = self._holdings
+        counted = self._most(device) - claimed - sum(held.firm + held.spare for held in holdings.values())
+        going = [other for other in self._pool.others(engine) if other.evictable]
+        names = {other.model_id for other in going}
+        given = sum(held.spare + (held.firm if name in names else 0) for name, held in holdings.items())
+        given += sum(self._claims.get(name, 0) for name in names)
+        # A process takes more than it counts: rather one goes in vain than one is kept that would be enough.
+        beyond = sum(other.memory_bytes or 0 for other in going)
+        if not names <= holdings.keys() | self._claims.keys():
+            beyond += device.total  # Nobody knows yet what one of them holds.
+        available = await self._available(engine, device)
+
+        def free(available: int) -> int:
+            # Where little is free, the reserve must not refuse what fits.
+            return available - min(self._reserve(device), available // 2) - claimed
+
+        return Room(
+            free=min(free(available), counted),
+            at_most=min(free(available + given + beyond), counted + given),
+        )
+
+    async def _available(self, engine: ModelEngine, device: Device) -> int:
+        """Bytes that are free now where arrays live."""
+        if device.backend == "cuda":
+            # Only an engine can tell; this one has not begun to load.
+            told = await engine.process.device_available()
+            return device.available if told is None else told
+        if device.backend in ("cpu", "metal"):
+            return available_ram()
+        return device.available
+
+    def _claimed(self) -> int:
+        return sum(self._claims.values())
+
+    # ----------------------------------------------------------------- while they run
+
+    async def look(self) -> None:
+        """Ask every engine what it holds; learn from one that has just loaded."""
+        engines = [engine for engine in self._pool.others(None) if engine.state == "ready"]
+        told = await asyncio.gather(*(engine.stats() for engine in engines))
+        names = {engine.model_id for engine in self._pool.others(None)}
+        for gone in set(self._holdings) - names:
+            del self._holdings[gone]
+        for gone in (set(self._claims) | set(self._sent)) - names:
+            self._claims.pop(gone, None)
+            self._sent.pop(gone, None)
+        for engine, stats in zip(engines, told, strict=True):
+            if stats is None or engine.state != "ready":
+                continue
+            hot = int(stats.values.get("kv_hot_bytes", 0))
+            active = int(stats.values.get("mlx_active_bytes", 0)) + PROCESS_BYTES
+            freed = int(stats.values.get("mlx_cache_bytes", 0))
+            self._holdings[engine.model_id] = Holding(max(0, active - hot), hot, freed)
+            self._claims.pop(engine.model_id, None)
+            self._learn(engine, int(stats.values.get("mlx_load_peak_bytes", 0)))
+
+    def _learn(self, engine: ModelEngine, peak: int) -> None:
+        """Once a load: what it took at most, over what its files say."""
+        prints, loads = engine.footprint, engine.process.supervisor.loads
+        if prints is None or prints.weights < MEASURABLE or not peak:
+            return
+        if self._measured.get(engine.model_id) != loads:
+            self._measured[engine.model_id] = loads
+            self._book.set_factor(engine.model_id, min(4.0, max(0.5, peak / prints.weights)))
+
+    async def keep(self) -> None:
+        """Divide the budget anew, again and again, for as long as engines work. Never returns."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            engines = self._pool.others(None)
+            now = time.monotonic()
+            if self._matters(len(engines)) and any(
+                engine.in_flight or now - engine.process.used_at < QUIET_S for engine in engines
+            ):
+                try:
+                    await self.look()
+                    self._share_out(self._claimed())
+                except Exception:
+                    log.exception("dividing memory failed")
+
+    def _matters(self, engines: int) -> bool:
+        """One engine alone without a limit looks after itself."""
+        if self._limit == 0:
+            return engines > 1 and bool(self._hot_most)
+        return engines > 1 or bool(self._limit and engines)
+
+    def _share_out(self, claimed: int) -> None:
+        if self._device is None or (self._limit == 0 and not self._hot_most):
+            return
+        most = self._most(self._device) if self._limit != 0 else UNGUARDED
+        found = shares(self._holdings, most, self._hot_most, claimed)
+        for engine in self._pool.others(None):
+            budget = found.get(engine.model_id)
+            if budget is not None and self._limit == 0:
+                budget = Budget(hot=budget.hot)
+            elif budget is not None:
+                # What an engine calls its own is less the process that it counts nowhere.
+                live = max(0, (budget.live or 0) - PROCESS_BYTES)
+                budget = msgspec.structs.replace(budget, live=live, most=most - PROCESS_BYTES)
+            if budget is not None and self._differs(self._sent.get(engine.model_id), budget):
+                self._sent[engine.model_id] = budget
+                engine.process.supervisor.send(budget)
+
+    def _differs(self, old: Budget | None, new: Budget) -> bool:
+        """By more than a twentieth: what engines hold changes all the time."""
+        if old is None:
+            return True
+        pairs = ((old.hot, new.hot), (old.live, new.live))
+        return any(
+            before != now and (before is None or now is None or abs(before - now) * 20 > before)
+            for before, now in pairs
+        )
+
+    async def answer(self, engine: ModelEngine, wants: Wants) -> None:
+        """A prompt of `engine` lacks memory: take it from hot tiers and idle models, then say what it has."""
+        if self._limit == 0 or self._device is None:
+            engine.process.supervisor.send(Budget(ticket=wants.ticket))
+            return
+        async with self._answering:
+            await self.look()
+            while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
+                await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")
+            alone = not self._matters(len(self._pool.others(None)))
+            self._share_out(self._claimed())
+            own = Budget() if alone else self._sent.get(engine.model_id, Budget())
+            engine.process.supervisor.send(msgspec.structs.replace(own, ticket=wants.ticket))
+
+    async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
+        return (await self._room(engine)).free + self._hot() < nbytes

@@ -1,0 +1,227 @@
+"""An installed model as the HTTP app sees it: an engine whose process comes and goes.
+
+What the configuration file says of a model, put into the requests that go to it.
+"""
+# MERGED: docstrings of model_engine.py, model_settings.py (join by hand)
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ... import wire
+from ...chat import Conversation, GenerateRequest, RawPrompt
+from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
+from ...errors import NotFound
+from ...models.catalog import InstalledModel
+from ...models.footprint import Footprint, footprint
+from .client import EngineProcess
+from .in_flight import EngineStream
+from .protocol import basename
+from .supervisor import State
+
+NOTHING = ModelSettings()
+
+Prompt = Conversation | RawPrompt
+
+
+def settings_of(model_id: str, settings: Settings) -> ModelSettings:
+    """The settings of `model_id`: those under its whole id, else under its last part, else the defaults."""
+    tables = settings.models
+    return tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
+
+
+def with_settings(request: GenerateRequest, settings: ModelSettings) -> GenerateRequest:
+    """`request` with what it leaves open taken from `settings`."""
+    if settings == NOTHING:
+        return request
+    own = request.sampling
+    given = {name: value for name in SAMPLING if (value := getattr(settings, name)) is not None}
+    sampling = {name: value for name, value in given.items() if getattr(own, name) is None}
+    return msgspec.structs.replace(
+        request,
+        prompt=prompt_with_settings(request.prompt, settings),
+        sampling=msgspec.structs.replace(own, **sampling),
+        context_limit=settings.context_limit or request.context_limit,
+    )
+
+
+def prompt_with_settings(
+    prompt: Conversation | RawPrompt, settings: ModelSettings
+) -> Conversation | RawPrompt:
+    """`prompt` with the template's arguments from `settings`; the request's own go first."""
+    if not isinstance(prompt, Conversation):
+        return prompt
+    return msgspec.structs.replace(
+        prompt,
+        template_args={**settings.template_args, **prompt.template_args},
+        thinking=settings.thinking if prompt.thinking is None else prompt.thinking,
+    )
+
+
+def for_next_load(old: ModelSettings, new: ModelSettings) -> list[str]:
+    """Names, as the file spells them, of changed settings that a loaded engine does not take up."""
+    return [name.replace("_", "-") for name in NEXT_LOAD if getattr(old, name) != getattr(new, name)]
+
+
+class ModelEngine:
+    """`process` is what runs it.
+
+    settings    what the configuration file says of it; replaced when the file is read again
+    keep_alive  what its last request asked for, in seconds; None: nothing
+    by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
+    leaving     the owner said that it goes once its requests have ended, pinned or not
+    admitted    it may load, or is loaded: it counts against what may be loaded at once
+    """
+
+    def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):
+        self.installed = installed
+        self.process = process
+        self.settings: ModelSettings = NOTHING
+        self.loaded_with: ModelSettings = NOTHING
+        self.folder: Path | None = installed.folder
+        self.pinned = False
+        self.by_name = False
+        self.leaving = False
+        self.admitted = False
+        self.keep_alive: float | None = None
+        self.default_ttl = math.inf
+        self._may_load = may_load
+        self._context: int | None = None
+        self._footprint: Footprint | None = None
+
+    @property
+    def model_id(self) -> str:
+        return self.process.supervisor.model_id
+
+    @property
+    def info(self) -> wire.ModelInfo | None:
+        return self.process.supervisor.info
+
+    @property
+    def state(self) -> State:
+        return self.process.state
+
+    @property
+    def starts(self) -> int:
+        return self.process.supervisor.starts
+
+    @property
+    def trouble(self) -> str:
+        return self.process.supervisor.trouble
+
+    @property
+    def in_flight(self) -> int:
+        return self.process.in_flight
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.supervisor.pid
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer at most; None while nobody knows."""
+        if self.process.supervisor.info is not None:
+            self._context = self.process.supervisor.info.context_length
+        elif self._context is None and self.footprint is not None:
+            self._context = self.footprint.context_length
+        limit = self.settings.context_limit
+        return min(self._context, limit) if self._context and limit else self._context or limit
+
+    @property
+    def footprint(self) -> Footprint | None:
+        """What its files say that it takes; None while they are not there, or were not read."""
+        return self._footprint
+
+    def measure(self) -> None:
+        """Read the `footprint`. Blocks for as long as the disk does."""
+        if self.folder is not None:
+            self._footprint = footprint(self.folder)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What its process holds of RAM (on a GPU with memory of its own, that is not all)."""
+        if self.pid is None:
+            return None
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).memory_info().rss
+        return None
+
+    async def stats(self) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        return await self.process.stats()
+
+    def generate(self, request: GenerateRequest) -> EngineStream:
+        """Raises OmlxdError before any event."""
+        self._check()
+        return self.process.generate(with_settings(request, self.settings))
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+        self._check()
+        return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
+
+    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+        self._check()
+        return await self.process.explain(with_settings(request, self.settings), reached)
+
+    @property
+    def deaths(self) -> int:
+        return self.process.supervisor.deaths
+
+    @property
+    def is_refused(self) -> bool:
+        return self.state == "unloaded" and not self._may_load()
+
+    def _check(self) -> None:
+        if self.is_refused:
+            raise NotFound(
+                f"{self.model_id} is not loaded, and this daemon loads no model because a request names it; "
+                f"load it with `omlxd models load {self.model_id}`.",
+                param="model",
+            )
+
+    # ----------------------------------------------------------------- how long it stays
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.pinned or self.settings.pin
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds without a request after which it goes; infinite: never for being idle."""
+        if self.leaving:
+            return 0.0
+        if self.keep_alive is not None:
+            return self.keep_alive
+        if self.settings.ttl is not None:
+            return self.settings.ttl
+        return math.inf if self.by_name else self.default_ttl
+
+    @property
+    def expires_at(self) -> float:
+        """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
+        if self.state != "ready" or self.in_flight or (self.is_pinned and not self.leaving):
+            return math.inf
+        return self.process.used_at + self.idle_s
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing stands behind it: no process, and nobody who waits for one."""
+        return self.state in ("unloaded", "failed") and not self.in_flight
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may go for another model's sake."""
+        return self.state == "ready" and not self.in_flight and not self.is_pinned
+
+    @property
+    def expires_in_s(self) -> float | None:
+        """Seconds until it goes for being idle; None: it does not."""
+        left = self.expires_at - time.monotonic()
+        return None if math.isinf(left) else max(0.0, left)

@@ -1,0 +1,85 @@
+"""What is remembered of models between runs: names and pins that the owner gave while it ran.
+
+A small JSON file under the base path. The configuration file is the owner's own and is never
+written; where both name an alias, the configuration file's counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from ...small_file import read_small
+
+log = logging.getLogger(__name__)
+
+
+class _Book(msgspec.Struct):
+    aliases: dict[str, str] = {}
+    pinned: list[str] = []
+    factors: dict[str, float] = {}
+
+
+class ModelBook:
+    """`path`: the file. One that can't be read is an empty one, and says so in the log.
+
+    aliases  alias → model id
+    pinned   model ids
+    factors  model id → memory seen in use over memory that was foretold
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._book = self._read()
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        return self._book.aliases
+
+    @property
+    def pinned(self) -> list[str]:
+        return self._book.pinned
+
+    def factor(self, model_id: str) -> float:
+        return self._book.factors.get(model_id, 1.0)
+
+    def set_factor(self, model_id: str, factor: float) -> None:
+        """Kept when it tells something new: the file is not written for a hundredth."""
+        if abs(factor - self.factor(model_id)) > 0.02:
+            self._book.factors[model_id] = round(factor, 3)
+            self._write()
+
+    def set_alias(self, alias: str, model_id: str | None) -> None:
+        """None: the alias is taken away."""
+        if model_id is None:
+            self._book.aliases.pop(alias, None)
+        else:
+            self._book.aliases[alias] = model_id
+        self._write()
+
+    def set_pinned(self, model_id: str, pinned: bool) -> None:
+        others = [name for name in self._book.pinned if name != model_id]
+        self._book.pinned = [*others, model_id] if pinned else others
+        self._write()
+
+    def _read(self) -> _Book:
+        try:
+            return msgspec.json.decode(read_small(self._path), type=_Book)
+        except FileNotFoundError:
+            return _Book()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s can't be read, so aliases and pins are forgotten: %s", self._path, error)
+            return _Book()
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(self._path.name + ".new")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(msgspec.json.format(msgspec.json.encode(self._book)))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            log.warning("%s can't be written, so this is forgotten at the end: %s", self._path, error)

@@ -1,0 +1,427 @@
+"""The models of one daemon: which one a client's name means, when each is loaded, and when it goes.
+
+A model is loaded when a request (or the owner) wants it. It goes when it was idle for its time, or
+when another one needs its place: the least recently used first, never one that is pinned or has
+requests in flight. Going is the end of its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from ...config import Settings
+from ...errors import InvalidRequest, ModelError, NotFound, NotNow
+from ...kv.ledger.evicted_log import Fate
+from ...kv.ledger.ledger import LedgerStats
+from ...models.catalog import Catalog, InstalledModel
+from ...models.resolve import check_folder, resolve_model
+from ...wire import CacheSettings, Load, PromptSettings
+from .client import EngineProcess
+from .cold_ledger import ColdLedger
+from .life import in_background
+from .link import ENGINE_COMMAND, EngineLink
+from .memory_guard import MemoryGuard
+from .model import ModelEngine, for_next_load, settings_of
+from .model_book import ModelBook
+from .protocol import basename, resolve_name
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 10.0
+"""How long answers under way may take to end once the daemon was told to stop."""
+FLUSH_S = 5.0
+"""How long an engine may then write blocks that are still in memory."""
+LOOK_S = 2.0
+"""How long a request waits for a look at the model folders."""
+ROOM_WAIT_S = 60.0
+"""How long a model waits for others to become idle, so that one of them can go."""
+
+
+class EnginePool:
+    """`command`: the engine program, replaced in tests."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: Sequence[str] = ENGINE_COMMAND,
+        *,
+        room_wait_s: float = ROOM_WAIT_S,
+    ):
+        self._settings = settings
+        self._command = tuple(command)
+        self._room_wait_s = room_wait_s
+        self.catalog = Catalog(settings)
+        self.catalog.look()  # Nobody is served yet; later looks are in a thread.
+        self.book = ModelBook(settings.base_path / "models.json")
+        self.cold = ColdLedger(
+            settings.paged_ssd_cache_dir,
+            0 if settings.no_cache else settings.cold_cache_bytes,
+            daily_writes=settings.ssd_cache_daily_write_budget,
+        )
+        self._engines: dict[str, ModelEngine] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._change = asyncio.Event()
+        self._making_room = asyncio.Lock()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._guard = MemoryGuard(
+            self, self.book, settings.memory_limit_bytes, settings.hot_cache_bytes, room_wait_s
+        )
+        self._first = next(iter(self.models()), None) if self._starts_with_one() else None
+
+    def _starts_with_one(self) -> bool:
+        return bool(self._settings.model) or self._settings.model_dir is None
+
+    # ----------------------------------------------------------------- names
+
+    async def look(self, *, afresh: bool = False) -> None:
+        """Look at the model folders, in a thread, unless that was done a moment ago.
+
+        Looks at the same time are one. After `LOOK_S` what was there before holds: a disk may hang.
+        """
+        if self._looking is None and (afresh or self.catalog.is_old or self._unmeasured()):
+            self._looking = asyncio.create_task(self._look(), name="model folders")
+            self._looking.add_done_callback(self._looked)
+        if self._looking is not None:
+            await asyncio.wait({self._looking}, timeout=LOOK_S)
+
+    async def _look(self) -> None:
+        await asyncio.to_thread(self.catalog.look)
+        self.models()
+        if unmeasured := self._unmeasured():
+            await asyncio.to_thread(lambda: [engine.measure() for engine in unmeasured])
+
+    def _looked(self, look: asyncio.Task[None]) -> None:
+        self._looking = None
+        if not look.cancelled() and (error := look.exception()) is not None:
+            log.error("the model folders can't be looked at", exc_info=error)
+
+    def _unmeasured(self) -> list[ModelEngine]:
+        return [e for e in self._engines.values() if e.footprint is None and e.folder is not None]
+
+    def models(self) -> list[ModelEngine]:
+        """Every installed model, the default one first, loaded or not, as of the last `look`."""
+        installed = self.catalog.models()
+        for id, model in installed.items():
+            known = self._engines.get(id)
+            # Another folder may have come by the same name.
+            if known is None or (known.installed.spec != model.spec and known.is_nothing):
+                self._engines[id] = self._new(model)
+        for id in [id for id in self._engines if id not in installed]:
+            if self._engines[id].is_nothing:
+                del self._engines[id]  # Its folder is gone.
+        order = {id: place for place, id in enumerate(installed)}
+        return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
+
+    def _new(self, installed: InstalledModel) -> ModelEngine:
+        process = EngineProcess(
+            installed.id,
+            lambda: self._spawn(self._engines[installed.id]),
+            max_concurrent=self._settings.max_concurrent_requests,
+            cold=self.cold,
+            stall_s=self._settings.stall_timeout,
+            stands_back=lambda: self._others_answer(installed.id),
+            guard=lambda device: self._guard.admit(self._engines[installed.id], device),
+            on_change=self._note_change,
+            on_want=lambda wants: in_background(self._guard.answer(self._engines[installed.id], wants)),
+        )
+        made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
+        made.settings = settings_of(installed.id, self._settings)
+        made.pinned = installed.id in self.book.pinned
+        made.default_ttl = self._settings.model_ttl
+        return made
+
+    def _others_answer(self, model_id: str) -> bool:
+        engines = self._engines.values()
+        return any(e.state == "ready" and e.in_flight and e.model_id != model_id for e in engines)
+
+    def aliases(self) -> dict[str, str]:
+        """Alias → model id, of models that are there; the configuration file's before those given later."""
+        found = dict(self.book.aliases)
+        for engine in self._engines.values():
+            found |= dict.fromkeys(engine.settings.aliases, engine.model_id)
+        return {alias: id for alias, id in found.items() if id in self._engines}
+
+    def aliases_of(self, model_id: str) -> list[str]:
+        return sorted(alias for alias, id in self.aliases().items() if id == model_id)
+
+    def default(self) -> ModelEngine | None:
+        """What a `claude-…` name means: `--model`'s, else the one used last, else the first one."""
+        if self._first is not None:
+            return self._first
+        engines = self.models()
+        loaded = [e for e in engines if e.state in ("ready", "loading")]
+        if loaded:
+            return max(loaded, key=lambda e: e.process.used_at)
+        return next((e for e in engines if e.is_pinned), engines[0] if engines else None)
+
+    def resolve(self, model_name: str) -> ModelEngine:
+        """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
+        return self._meant(model_name, self.models())
+
+    async def find(self, model_name: str) -> ModelEngine:
+        """As `resolve`, but a model that has come this moment is found as well."""
+        if self.catalog.is_old:
+            in_background(self.look())
+        try:
+            return self.resolve(model_name)
+        except NotFound:
+            await self.look(afresh=True)
+            return self.resolve(model_name)
+
+    def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
+        known, default = [engine.model_id for engine in engines], self.default()
+        id = resolve_name(model_name, known, default and default.model_id, self.aliases())
+        return self._engines[id]
+
+    # ----------------------------------------------------------------- what the owner may do
+
+    @property
+    def cold_dir(self) -> str:
+        return str(self._settings.paged_ssd_cache_dir)
+
+    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        return await self.cold.forget(paths, remove)
+
+    def cold_fate(self, path: str) -> Fate | None:
+        return self.cold.fate(path)
+
+    def cold_stats(self) -> LedgerStats | None:
+        return self.cold.peek()
+
+    def start(self, *, first: bool = True) -> None:
+        """Begin to load what loads at start, if `first`. Returns at once; needs a running event loop."""
+        self._keepers = [
+            asyncio.create_task(self._keep(), name="idle models"),
+            asyncio.create_task(self._guard.keep(), name="memory"),
+        ]
+        if first and self._first is not None:
+            self._first.by_name = True
+            self._first.process.supervisor.start()
+
+    async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
+        """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
+        engine = await self.find(model_name)
+        engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
+        engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
+        await engine.process.load()
+        self._note()
+        return engine
+
+    async def unload(self, model_name: str) -> bool:
+        """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
+        engine = await self.find(model_name)
+        engine.process.give_up_load()
+        engine.leaving = not self._let_go(engine)
+        if not engine.leaving:
+            await engine.process.supervisor.gone()
+        return not engine.leaving
+
+    def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
+        """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
+        engine.keep_alive, engine.leaving = seconds, False
+        self._note()
+
+    def pin(self, model_name: str, pinned: bool) -> ModelEngine:
+        """Remembered between runs. Raises OmlxdError."""
+        engine = self.resolve(model_name)
+        if not pinned and engine.settings.pin:
+            raise InvalidRequest(f"{engine.model_id} is pinned by the configuration file; unpin it there.")
+        engine.pinned = pinned
+        self.book.set_pinned(engine.model_id, pinned)
+        self._note()
+        return engine
+
+    def alias(self, alias: str, model_name: str | None) -> None:
+        """`alias` means that model from now on (None: nothing any more). Remembered. Raises OmlxdError."""
+        alias = alias.strip()
+        engines = self.models()
+        if not alias or len(alias) > 200 or not alias.isprintable():
+            raise InvalidRequest("alias: give a name of up to 200 printable characters.", param="alias")
+        if any(alias == e.model_id for e in engines):
+            raise InvalidRequest(f"alias: {alias!r} is the name of a model.", param="alias")
+        if any(alias in e.settings.aliases for e in engines):
+            raise InvalidRequest(f"alias: {alias!r} stands in the configuration file; change it there.")
+        if model_name is None:
+            if alias not in self.book.aliases:
+                raise NotFound(f"There is no alias {alias!r}.", param="alias")
+            self.book.set_alias(alias, None)
+        else:
+            self.book.set_alias(alias, self.resolve(model_name).model_id)
+
+    def apply(self, settings: Settings) -> None:
+        """Take up settings that were read again: those of models, and of how many stay how long.
+
+        What a loaded engine can't take up holds from its next load on; the log says which.
+        """
+        self._settings = settings
+        self.catalog.look(settings)
+        self._guard.apply(settings.memory_limit_bytes, settings.hot_cache_bytes)
+        for engine in self.models():
+            engine.settings = settings_of(engine.model_id, settings)
+            engine.default_ttl = settings.model_ttl
+            engine.process.supervisor.set_log_level(settings.log_level)
+            later = for_next_load(engine.loaded_with, engine.settings)
+            if later and engine.state == "ready":
+                log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
+        for name in settings.models:
+            if not any(name in (id, basename(id)) for id in self._engines):
+                log.warning("settings of %r are for a model that is not here", name)
+        self._note()
+
+    async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
+        """Let answers end, then engines; the cache's lock goes last."""
+        for keeper in [*self._keepers, *([self._looking] if self._looking else [])]:
+            keeper.cancel()
+        processes = [engine.process for engine in self._engines.values()]
+        await asyncio.gather(*(process.drain(drain_s) for process in processes))
+        await asyncio.gather(*(process.close(flush_s) for process in processes))
+        await self.cold.close()
+
+    def kill(self) -> None:
+        """End every engine process now."""
+        for engine in self._engines.values():
+            engine.process.supervisor.kill()
+
+    # ----------------------------------------------------------------- going
+
+    def _note(self) -> None:
+        """Wake whoever waits for a change; whoever waits from now on waits for the next one."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    def _note_change(self) -> None:
+        self._note()
+        for engine in self._engines.values():
+            if engine.state in ("unloaded", "restarting", "failed"):
+                engine.admitted = False
+
+    async def _keep(self) -> None:
+        """Let models go that were idle for their time."""
+        while True:
+            change = self._change
+            now, next_at = time.monotonic(), math.inf
+            for engine in self._engines.values():
+                if engine.expires_at <= now:
+                    log.info("%s has been idle for its time", engine.model_id)
+                    self._let_go(engine)
+                next_at = min(next_at, engine.expires_at)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if math.isinf(next_at) else max(0.0, next_at - now)):
+                    await change.wait()
+
+    def _let_go(self, engine: ModelEngine) -> bool:
+        """Have it go, unless it is in use; what was asked for its stay ends with it."""
+        going = engine.process.begin_unload()
+        if going:
+            engine.by_name, engine.keep_alive, engine.leaving = False, None, False
+        return going
+
+    async def make_go(self, victim: ModelEngine, why: str) -> None:
+        """Unload `victim`; its memory is back on return, unless a request came in between."""
+        if self._let_go(victim):
+            log.info("%s goes: %s", victim.model_id, why)
+            await victim.process.supervisor.gone()
+
+    # ----------------------------------------------------------------- coming
+
+    async def _spawn(self, engine: ModelEngine) -> tuple[EngineLink, Load]:
+        load = await self._prepare(engine)
+        return await EngineLink.spawn(self._command), load
+
+    async def _prepare(self, engine: ModelEngine) -> Load:
+        # A disk may take long to show that it can be written: meanwhile the engine starts
+        # (front/engines/life.py).
+        in_background(self._open_cold())
+        folder = await self._folder(engine)
+        await asyncio.to_thread(engine.measure)
+        self._guard.check_ever(engine)
+        await self._make_room(engine)
+        settings, own = self._settings, engine.settings
+        engine.loaded_with = own
+        no_cache = settings.no_cache if own.no_cache is None else own.no_cache
+        slots = own.max_concurrent_requests or settings.max_concurrent_requests
+        return Load(
+            model_path=str(folder),
+            model_id=engine.model_id,
+            cache=CacheSettings(
+                enabled=not no_cache,
+                block_size=own.block_size or settings.block_size,
+                initial_blocks=settings.initial_cache_blocks,
+                hot_max_bytes=0 if no_cache else settings.hot_cache_bytes,
+                cold_dir="" if no_cache else self.cold.folder,
+                admission=settings.ssd_cache_admission,
+                write_back=settings.hot_cache_write == "back",
+                kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
+                kv_group_size=own.kv_group_size or settings.kv_group_size,
+            ),
+            max_concurrent=slots,
+            log_level=settings.log_level,
+            seed=settings.seed,
+            prompts=PromptSettings(
+                healing=not settings.no_healing if own.healing is None else own.healing,
+                hoist_system=own.hoist_system or settings.hoist_system,
+                request_timeout_s=settings.request_timeout
+                if own.request_timeout is None
+                else own.request_timeout,
+            ),
+        )
+
+    async def _open_cold(self) -> None:
+        await self.cold.open()
+
+    async def _folder(self, engine: ModelEngine):
+        """Found, built or downloaded. What was found once is not asked of the hub again."""
+        if engine.process.supervisor.loads and engine.folder is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.to_thread(check_folder, engine.folder)
+                return engine.folder
+        spec = engine.installed.spec
+        if engine is not self._first and engine.folder is not None:
+            spec = str(engine.folder)
+        try:
+            engine.folder = await resolve_model(spec, self._settings.base_path)
+        except ModelError as error:
+            if engine is self._first:
+                raise
+            raise ModelError(error.message.removeprefix("--model: ")) from error  # No flag named this one.
+        return engine.folder
+
+    async def _make_room(self, engine: ModelEngine) -> None:
+        """Return once `engine` may load beside the others. Raises NotNow."""
+        deadline = time.monotonic() + self._room_wait_s
+        async with self._making_room:
+            most = self._settings.max_loaded_models
+            while most and len(others := self.others(engine)) >= most:
+                if victim := self.victim(engine):
+                    await self.make_go(victim, f"{engine.model_id} takes its place")
+                elif not await self.change_before(deadline):
+                    names = ", ".join(other.model_id for other in others)
+                    raise NotNow(
+                        f"{engine.model_id} can't be loaded now: {len(others)} of {most} models are loaded "
+                        f"and in use or pinned ({names}); retry in a moment.",
+                        retry_after=10,
+                    )
+            engine.admitted = True
+
+    def others(self, engine: ModelEngine | None) -> list[ModelEngine]:
+        """Every model that is loaded or may load, but for `engine`."""
+        return [other for other in self._engines.values() if other is not engine and other.admitted]
+
+    def victim(self, engine: ModelEngine) -> ModelEngine | None:
+        """The least recently used model that may go."""
+        idle = [other for other in self.others(engine) if other.evictable]
+        return min(idle, key=lambda other: other.process.used_at, default=None)
+
+    async def change_before(self, deadline: float) -> bool:
+        """Wait until something changes; False: the deadline came first."""
+        left = deadline - time.monotonic()
+        # Looked at now and then as well: the owner may let a pinned model go, which is no change of state.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(0.2, max(0.0, left))):
+                await self._change.wait()
+        return left > 0

@@ -1,0 +1,141 @@
+"""What the HTTP app asks of engines, and how a model name finds one.
+
+The app knows only these two protocols; a scripted engine stands behind them in tests.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from ...chat import Conversation, Event, GenerateRequest, RawPrompt
+from ...errors import NotFound
+from ...kv.ledger.evicted_log import Fate
+from ...kv.ledger.ledger import LedgerStats
+from ...wire import Explanation, ModelInfo, Stats
+
+
+class Engine(Protocol):
+    """One model, whatever becomes of the process behind it. Requests wait while it loads.
+
+    state           `unloaded`, `loading`, `ready`, `unloading`, `restarting` or `failed`
+    info            None until the model has been loaded once
+    context_length  tokens of prompt and answer at most; None while nobody knows
+    starts          engine processes started so far
+    deaths          of these, ended by themselves
+    pid             of the engine process; None without one
+    in_flight       requests running or waiting
+    trouble         a sentence on why it can't serve; "" if it can, or nothing is known
+    is_refused      a request for it would be refused, since it is not loaded and none loads it
+    """
+
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def info(self) -> ModelInfo | None: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def starts(self) -> int: ...
+    @property
+    def deaths(self) -> int: ...
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def in_flight(self) -> int: ...
+    @property
+    def trouble(self) -> str: ...
+    @property
+    def is_refused(self) -> bool: ...
+    @property
+    def context_length(self) -> int | None: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """The events of one request, the last one Finished or Failed; or it raises OmlxdError.
+
+        Closing it (`aclose`), at any time, cancels the request in the engine.
+        """
+        ...
+
+    async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+        """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
+        ...
+
+    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
+        """Why `request` misses; `reached`: tokens of it that were restored when it ran, -1: as of now."""
+        ...
+
+    async def stats(self) -> Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon."""
+        ...
+
+
+class Engines(Protocol):
+    """The engines that this daemon serves."""
+
+    async def find(self, model_name: str) -> Engine:
+        """The engine that a client's model name means (`resolve_name`). Raises OmlxdError."""
+        ...
+
+    async def look(self) -> None:
+        """Take up models that have come or gone, before a list of them is given."""
+        ...
+
+    def models(self) -> Sequence[Engine]: ...
+
+    @property
+    def cold_dir(self) -> str:
+        """The cache dir; "" without one."""
+        ...
+
+    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        """Take files out of the SSD cache: (files, bytes, why some stay); None without one."""
+        ...
+
+    def cold_fate(self, path: str) -> Fate | None:
+        """What became of a file of the SSD cache that is gone, if that is known."""
+        ...
+
+    def cold_stats(self) -> LedgerStats | None:
+        """The SSD cache's account, at once; None without one."""
+        ...
+
+    def keep_alive(self, engine: Any, seconds: float) -> None:
+        """`engine`, one that `resolve` gave, stays loaded for so long after its requests have ended."""
+        ...
+
+
+def basename(model_id: str) -> str:
+    """The last part of a hub id or a path."""
+    return model_id.replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+PLACEHOLDERS = re.compile(
+    "any|auto|current|custom|dummy|llm|model|omlxd|placeholder|string|test|unused"
+    "|(default|local)([-_ ](llm|model))?"
+)
+"""Names that clients and their examples send where a server has one model."""
+
+
+def resolve_name(
+    name: str, known: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
+) -> str:
+    """Which of the `known` model ids `name` means.
+
+    An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
+    No name, a placeholder, and any name that begins with `claude-` (Claude Code and its sub-agents ask for
+    several) mean `default`. Raises NotFound, which lists what there is.
+    """
+    spellings = {basename(model_id): model_id for model_id in reversed(known)} | dict(aliases or {})
+    spellings |= {model_id: model_id for model_id in known}
+    if name in spellings:
+        return spellings[name]
+    plain = name.strip().lower().removesuffix(":latest")
+    for spelling, model_id in spellings.items():
+        if spelling.lower() == plain:
+            return model_id
+    if default is not None and (not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("claude-")):
+        return default
+    there_are = ", ".join(known) if known else "none"
+    raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

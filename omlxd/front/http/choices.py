@@ -1,0 +1,140 @@
+"""One request for several answers (`n`, and prompts in one list): as many requests of the engine, told
+as one.
+
+The others of a prompt start once its first has said something: the prompt is then in the store, so
+that they restore it and nothing is computed twice. A seed counts up with the choice, so each is as it
+would be alone with that seed. At most `AT_ONCE` run, so that a list of prompts leaves the engine's
+waiting line to others. A prompt that can't be served is an error of its own choices alone; if none can be,
+the request fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+
+from msgspec.structs import replace
+
+from ...api.body import ParsedRequest
+from ...chat import ChoiceEvent, Event, Failed, Finished, GenerateRequest, Progress, Usage
+from ...errors import OmlxdError
+from ..engines.protocol import Engine
+
+AT_ONCE = 8
+_OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
+"""Codes of errors that say nothing of the other prompts."""
+
+
+def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
+    """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all."""
+    if parsed.answers == 1:
+        return engine.generate(parsed.generate)
+    prompts = (parsed.generate.prompt, *parsed.more_prompts)
+    asked = [replace(parsed.generate, prompt=prompt) for prompt in prompts]
+    return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
+
+
+def _choice(request: GenerateRequest, at: int) -> GenerateRequest:
+    seed = request.sampling.seed
+    if seed is None or not at:
+        return request
+    wrapped = (seed + at + 2**63) % 2**64 - 2**63
+    return replace(request, sampling=replace(request.sampling, seed=wrapped))
+
+
+class _Line:
+    """Which choices run, and which may: the first of each prompt, and the others after it."""
+
+    def __init__(self, count: int, n: int):
+        self._n = n
+        self._may = deque(range(0, count, n))
+        self._told: set[int] = set()
+        self._running = 0
+
+    def said(self, index: int) -> None:
+        if index % self._n == 0 and index not in self._told:
+            self._told.add(index)
+            self._may.extendleft(range(index + self._n - 1, index, -1))
+
+    def ended(self) -> None:
+        self._running -= 1
+
+    def next(self) -> int | None:
+        """A choice to start now."""
+        if not self._may or self._running == AT_ONCE:
+            return None
+        self._running += 1
+        return self._may.popleft()
+
+
+async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> AsyncGenerator[Event, None]:
+    """Of requests in the order of their choices, `n` of each prompt."""
+    told: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
+    finished: dict[int, Finished] = {}
+    failed: dict[int, Failed] = {}
+    tasks: list[asyncio.Task[None]] = []
+    line = _Line(len(requests), n)
+
+    async def read(index: int) -> None:
+        try:
+            stream = engine.generate(requests[index])
+            try:
+                async for event in stream:
+                    told.put_nowait((index, event))
+            finally:
+                await stream.aclose()
+            told.put_nowait((index, None))
+        except Exception as error:
+            told.put_nowait((index, error))
+
+    try:
+        while len(finished) + len(failed) < len(requests):
+            while (start := line.next()) is not None:
+                tasks.append(asyncio.create_task(read(start)))
+            index, event = await told.get()
+            if event is None:
+                if index not in finished and index not in failed:
+                    raise OmlxdError("The engine ended a choice without a last event.", code="unavailable")
+                line.ended()
+                continue
+            if isinstance(event, Exception):
+                if not isinstance(event, OmlxdError) or event.code not in _OF_THE_PROMPT:
+                    raise event
+                line.ended()
+                event = event.as_event()
+            if isinstance(event, Failed):
+                failed[index] = event
+                if event.code not in _OF_THE_PROMPT or len(failed) == len(requests) or len(requests) == n:
+                    yield event
+                    return
+                line.said(index)
+                continue
+            if isinstance(event, Finished):
+                finished[index] = event
+            if not isinstance(event, Progress):
+                line.said(index)
+                yield ChoiceEvent(index, event)  # type: ignore[arg-type]  # no engine sends a ChoiceEvent
+            elif index == 0:
+                yield event
+        for index, failure in failed.items():
+            yield ChoiceEvent(index, failure)
+        usages = [finished[index].usage if index in finished else Usage() for index in range(len(requests))]
+        yield Finished(min(finished.items())[1].reason, _sum(usages, n))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _sum(usages: list[Usage], n: int) -> Usage:
+    """A prompt counts once, as its first choice found it."""
+    firsts = usages[::n]
+    return replace(
+        usages[0],
+        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+        cached_hot=sum(usage.cached_hot for usage in firsts),
+        cached_cold=sum(usage.cached_cold for usage in firsts),
+        completion_tokens=sum(usage.completion_tokens for usage in usages),
+        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
+    )

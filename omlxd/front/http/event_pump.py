@@ -1,0 +1,131 @@
+"""A request's events, read by a task of their own, so that waiting for them can time out.
+
+`asyncio.wait_for(events.__anext__(), …)` would cancel the generator on the first timeout.
+
+The engine never waits for a client: what it says is kept here until the client has read what came
+before. A client so slow that `UNREAD_BYTES` are waiting has its request ended, so that memory is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+
+from ...chat import (
+    ChoiceEvent,
+    Event,
+    Failed,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallCut,
+    ToolCallDelta,
+)
+from ...errors import InvalidRequest, OmlxdError, Unavailable
+
+log = logging.getLogger(__name__)
+
+UNREAD_BYTES = 4 << 20
+"""Of one request: some 25,000 tokens that nobody has read."""
+BATCH = 256
+"""Events given out at once: what is made of them is held until the client has read it."""
+_EVENT_BYTES = 160
+_LOGPROB_BYTES = 250
+
+
+class EventPump:
+    """Reads `events` until Finished, Failed or `close`. Always close it.
+
+    seen          is called with each event as it arrives, whenever its client may read it
+    unread_bytes  how much may wait to be taken
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[Event, None],
+        seen: Callable[[Event], None] = lambda event: None,
+        unread_bytes: int = UNREAD_BYTES,
+    ):
+        self._events = events
+        self._seen = seen
+        self._waiting: deque[Event] = deque()
+        self._unread, self._limit = 0, unread_bytes
+        self._arrived = asyncio.Event()
+        self._error: OmlxdError | None = None
+        self._task = asyncio.create_task(self._run())
+
+    async def next(self, timeout: float | None) -> list[Event]:
+        """What has arrived, one event to `BATCH`; [] after `timeout` seconds without any."""
+        if not self._waiting:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._arrived.wait()
+            except TimeoutError:
+                if not self._waiting:  # They may have come in the same moment.
+                    return []
+        events = [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]
+        self._unread -= sum(map(_size, events))
+        if not self._waiting:
+            self._arrived.clear()
+        return events
+
+    def error(self, failed: Failed) -> OmlxdError:
+        """The error behind `failed`: the one that was raised, if one was, as it tells more."""
+        return self._error or OmlxdError.from_event(failed)
+
+    async def close(self) -> None:
+        """Stop reading; cancels the request in the engine unless it has ended."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        # Here and not in the task: one that is cancelled before its first step runs no `finally`.
+        await self._events.aclose()
+
+    async def _run(self) -> None:
+        try:
+            async for event in self._events:
+                self._put(event)
+                if isinstance(event, (Finished, Failed)):
+                    return
+                if self._unread > self._limit:
+                    await self._events.aclose()
+                    self._fail(InvalidRequest("The client reads too slowly; the answer was ended."))
+                    return
+            self._fail(Unavailable("The engine stopped in the middle of the answer; try again."))
+        except OmlxdError as error:
+            self._fail(error)
+        except Exception:
+            log.exception("reading events failed unexpectedly")
+            self._fail(OmlxdError("Something went wrong inside omlxd; its log has the details."))
+
+    def _fail(self, error: OmlxdError) -> None:
+        self._error = error
+        self._put(error.as_event())
+
+    def _put(self, event: Event) -> None:
+        if not isinstance(event, ChoiceEvent):
+            self._seen(event)
+        elif not isinstance(event.event, (Finished, Failed)):  # one for all choices follows
+            self._seen(event.event)
+        self._waiting.append(event)
+        self._unread += _size(event)
+        self._arrived.set()
+
+
+def _size(event: Event) -> int:
+    """About the bytes of memory that `event` takes."""
+    match event:
+        case TextDelta():
+            return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * len(event.logprobs)
+        case ReasoningDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCallDelta():
+            return _EVENT_BYTES + len(event.text)
+        case ToolCall() | ToolCallCut():
+            return _EVENT_BYTES + len(event.arguments)
+        case ChoiceEvent():
+            return _size(event.event)
+        case _:
+            return _EVENT_BYTES

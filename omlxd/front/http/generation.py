@@ -1,0 +1,223 @@
+"""The answer to a generating request: a stream that is never silent for long, or one JSON body.
+
+A stream's headers and first event (a ping, where the protocol begins with the prompt's tokens) go out before
+the engine has said anything (at most `header_grace_s` late), and a ping follows every `ping_interval_s` of
+silence: while the request queues, while its model loads, while its prompt prefills, and later too.
+A client that goes away cancels its request at once, streaming or not.
+
+/v1/responses as a dialect: the one protocol with a memory, which its store is.
+"""
+# MERGED: docstrings of generation.py, responses.py (join by hand)
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from ...api import anthropic, openai_chat, openai_completions, openai_responses
+from ...api.anthropic_stream import AnthropicCollector, AnthropicStream
+from ...api.body import ParsedRequest
+from ...api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
+from ...api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
+from ...api.openai_ids import new_response_id
+from ...api.openai_responses import ResponsesRequest
+from ...api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
+from ...api.sse import Collector, StreamEncoder
+from ...chat import Event, Failed, Finished
+from ..engines.protocol import Engine
+from .choices import events_of
+from .event_pump import EventPump
+from .request_metrics import Requests
+from .response_store import ItemFinder, ResponseStore
+from .settings import HttpSettings
+from .trace import RequestTrace, trace_of
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # Else nginx holds events back.
+]
+
+Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
+"""(body, headers). Raises InvalidRequest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One protocol: how to read a body, and how to tell events."""
+
+    parse: Parse
+    encoder: Callable[[ParsedRequest, str], StreamEncoder]
+    """(request, request id)"""
+    collector: Callable[[ParsedRequest], Collector]
+
+
+def _id(prefix: str) -> str:
+    return prefix + os.urandom(12).hex()
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+ANTHROPIC = Dialect(
+    anthropic.parse_to_answer,
+    lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id),
+    lambda parsed: AnthropicCollector(_id("msg_"), parsed.model),
+)
+
+
+def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:
+    assert isinstance(parsed, openai_chat.ChatRequest)
+    return OpenAIChatStream(
+        *(_id("chatcmpl-"), parsed.model, _now(), request_id),
+        include_usage=parsed.include_usage,
+        n=parsed.answers,
+        shape=parsed.calls,
+    )
+
+
+def _chat_collector(parsed: ParsedRequest) -> OpenAIChatCollector:
+    assert isinstance(parsed, openai_chat.ChatRequest)
+    return OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls)
+
+
+OPENAI_CHAT = Dialect(openai_chat.parse, _chat_stream, _chat_collector)
+OPENAI_COMPLETIONS = Dialect(
+    openai_completions.parse,
+    lambda parsed, request_id: OpenAICompletionStream(
+        _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
+    ),
+    lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
+)
+
+
+class GenerationResponse:
+    """An ASGI response. Raises OmlxdError, for the shell to answer, while no header is out."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        parsed: ParsedRequest,
+        dialect: Dialect,
+        settings: HttpSettings,
+        metrics: Requests,
+    ):
+        self._engine = engine
+        self._parsed = parsed
+        self._dialect = dialect
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace = trace_of(scope)
+        with self._metrics.watch(self._engine.model_id, trace.started) as watch:
+            pump = EventPump(events_of(self._engine, self._parsed), watch.event)
+            try:
+                work = self._stream if self._parsed.stream else self._collect
+                if not await _unless_disconnected(receive, work(pump, send, trace)):
+                    trace.outcome = "disconnected"
+            finally:
+                await pump.close()
+
+    async def _collect(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
+        collector = self._dialect.collector(self._parsed)
+        while True:
+            for event in await pump.next(None):
+                _note(event, trace, pump)
+                if isinstance(event, Failed):
+                    raise pump.error(event)
+                collector.event(event)
+                if isinstance(event, Finished):
+                    await _send_json(send, collector.response())
+                    return
+
+    async def _stream(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
+        events = await pump.next(self._settings.header_grace_s)
+        if events and isinstance(events[-1], Failed):
+            raise pump.error(events[-1])
+        encoder = self._dialect.encoder(self._parsed, trace.id)
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        out = encoder.start() or (b"" if events else encoder.ping())
+        interval = self._settings.ping_interval_s
+        clock = asyncio.get_running_loop().time
+        quiet_until = clock() + interval
+        while True:
+            for event in events:
+                _note(event, trace, pump)
+                out += encoder.error(pump.error(event)) if isinstance(event, Failed) else encoder.event(event)
+            ended = bool(events) and isinstance(events[-1], (Finished, Failed))
+            if out or ended:
+                await send({"type": "http.response.body", "body": out, "more_body": not ended})
+                quiet_until = clock() + interval
+            if ended:
+                return
+            # Events that say nothing to the client (progress) don't put the ping off.
+            events = await pump.next(max(0.0, quiet_until - clock()))
+            out = b"" if events else encoder.ping()
+
+
+def _note(event: Event, trace: RequestTrace, pump: EventPump) -> None:
+    if isinstance(event, Finished):
+        trace.usage = event.usage
+    elif isinstance(event, Failed):
+        trace.fail(pump.error(event))
+
+
+async def _send_json(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, raising what it raises. False when the client went away first; it is then stopped."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            return False
+        worker.result()
+        return True
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def responses_dialect(store: ResponseStore) -> Dialect:
+    """Answers go into `store` unless their request says `"store": false`."""
+
+    def encoder(parsed: ParsedRequest, request_id: str) -> OpenAIResponsesStream:
+        assert isinstance(parsed, ResponsesRequest)
+        return OpenAIResponsesStream(new_response_id(), parsed, int(time.time()), store.keep)
+
+    def collector(parsed: ParsedRequest) -> OpenAIResponsesCollector:
+        assert isinstance(parsed, ResponsesRequest)
+        return OpenAIResponsesCollector(new_response_id(), parsed, int(time.time()), store.keep)
+
+    return Dialect(
+        lambda body, headers: openai_responses.parse(body, headers, store.messages, ItemFinder(store)),
+        encoder,
+        collector,
+    )
+
+
+class InputTokens(msgspec.Struct):
+    """Of a request that was not made."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"

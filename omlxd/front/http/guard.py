@@ -1,0 +1,91 @@
+"""Who may ask at all: the Host check, the Origin check and the API key. Pure ASGI.
+
+Hosts: a page on the web can point its own name at 127.0.0.1 and so read this server's answers
+(DNS rebinding). Bound to loopback, only names that mean loopback are served.
+Origins: unless --cors-origin opens it (Starlette's CORSMiddleware, in app.py), no CORS header is ever
+sent, so a browser shows no page our answers; but it would still *send* a POST whose content type needs
+no preflight. Those are refused.
+"""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ...errors import InvalidRequest, Unauthorized
+from .settings import HttpSettings, KeyRing
+from .trace import trace_of
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
+"""What containers call the machine they run on. No page of the web can have such a name."""
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Answered without a key."""
+
+
+class Guard:
+    """Raises OmlxdError for a request that may not pass; front/http/shell.py turns it into an answer."""
+
+    def __init__(self, app: ASGIApp, settings: HttpSettings):
+        self._app = app
+        self._keys = settings.keys or KeyRing(settings.api_key)
+        self._hosts = allowed_hosts(settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            self._check_host(headers)
+            self._check_origin(scope["method"], headers)
+            if scope["path"] not in OPEN_PATHS and self._keys.required:
+                trace_of(scope).key = self._check_key(headers)
+        await self._app(scope, receive, send)
+
+    def _check_host(self, headers: Headers) -> None:
+        if self._hosts is None:
+            return
+        if (name := host_name(headers.get("host", ""))) not in self._hosts:
+            raise InvalidRequest(
+                f"The Host header names {name[:200]!r}, and this server answers to localhost; if both "
+                f"are one, start it with `--allowed-host {name[:200] or 'NAME'}`.",
+                param="host",
+            )
+
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        if method != "POST" or "origin" not in headers:
+            return
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise InvalidRequest("A request from a browser needs content type application/json.")
+
+    def _check_key(self, headers: Headers) -> str:
+        """The name of the key that the request carries."""
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else ""
+        # Claude Code sends both headers when both are set; either may be the right one.
+        given = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
+        if name := self._keys.name_of([key for key in given if key]):
+            return name
+        raise Unauthorized(
+            "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+        )
+
+
+def is_loopback(host: str) -> bool:
+    return host in LOOPBACK_NAMES or host.startswith("127.")
+
+
+def allowed_hosts(settings: HttpSettings) -> frozenset[str] | None:
+    """Names that a Host header may hold, or None for any."""
+    if not is_loopback(settings.host):
+        return None
+    return frozenset(
+        name.lower() for name in (*LOOPBACK_NAMES, *CONTAINER_NAMES, settings.host, *settings.allowed_hosts)
+    )
+
+
+def host_name(header: str) -> str:
+    """A Host header's name: no port, no brackets, lower case."""
+    header = header.strip().lower()
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].rstrip(".")

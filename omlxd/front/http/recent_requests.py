@@ -1,0 +1,82 @@
+"""The last requests, in memory alone, so that their owner can ask afterwards why one missed.
+
+A prompt kept here leaves the process only in the answer to whoever holds the key; it is never logged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from ...chat import GenerateRequest
+from .trace import RequestTrace
+
+MOST, MOST_BYTES = 64, 8 << 20
+"""Requests, and bytes of them. They are kept encoded: as objects they may take thirty times as much."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(GenerateRequest)
+
+
+@dataclass(slots=True, frozen=True)
+class RecentRequest:
+    """`model_id`: the engine's; `encoded`: the request; `began`: seconds since 1970.
+
+    size  bytes that count for it: of its body, or of itself where that is more
+    """
+
+    model_id: str
+    session: str
+    encoded: bytes
+    size: int
+    trace: RequestTrace
+    began: float
+
+    @property
+    def request(self) -> GenerateRequest:
+        return _decoder.decode(self.encoded)
+
+    @property
+    def reached(self) -> int:
+        """Tokens that were restored; -1 while it runs, or where it failed."""
+        return -1 if self.trace.usage is None else self.trace.usage.cached_tokens
+
+
+class RecentRequests:
+    """Newest last. One too large to keep is not kept."""
+
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
+        self._most, self._most_bytes = most, most_bytes
+        self._held = 0
+        self._kept: OrderedDict[str, RecentRequest] = OrderedDict()
+
+    def add(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
+        """`nbytes`: of its body."""
+        if nbytes > self._most_bytes:
+            return
+        try:
+            encoded = _encoder.encode(request)
+        except (ValueError, OverflowError, RecursionError, TypeError):
+            return  # No engine will take it either, and it is refused for that.
+        size = max(nbytes, len(encoded))
+        if size > self._most_bytes:
+            return
+        self._kept[trace.id] = RecentRequest(model_id, request.session, encoded, size, trace, time.time())
+        self._held += size
+        while len(self._kept) > self._most or self._held > self._most_bytes:
+            self._held -= self._kept.popitem(last=False)[1].size
+
+    def find(self, id: str = "", session: str = "") -> RecentRequest | None:
+        """The request of that id, else the newest of that session, else the newest."""
+        if id:
+            return self._kept.get(id)
+        for kept in reversed(self._kept.values()):
+            if not session or kept.session == session:
+                return kept
+        return None
+
+    def newest_first(self) -> list[RecentRequest]:
+        return list(reversed(self._kept.values()))

@@ -1,0 +1,150 @@
+"""Responses that can be read again, and gone on from by `previous_response_id`. In memory, bounded,
+gone with the process.
+
+GET and DELETE of stored responses.
+"""
+# MERGED: docstrings of response_store.py, stored_responses.py (join by hand)
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...api.openai_ids import response_of
+from ...chat import Message
+from ...errors import InvalidRequest, NotFound
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 64 * 1024 * 1024
+
+_decoder = msgspec.msgpack.Decoder(tuple[Message, ...])
+
+
+class _Output(msgspec.Struct):
+    output: list[dict[str, Any]] = []
+
+
+@dataclass(slots=True, frozen=True)
+class StoredResponse:
+    """conversation  encoded, with the answer at its end
+    response      the response object as JSON
+    """
+
+    conversation: bytes
+    response: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.conversation) + len(self.response)
+
+
+class ResponseStore:
+    """Response id → what it was; the least recently used ones go first.
+
+    Each is kept whole and encoded, so that the bound on bytes counts what is really held and none
+    depends on another that has gone.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
+        self.bytes = 0
+        """Bytes held, at most `max_bytes`."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, id: str, messages: tuple[Message, ...], response: bytes = b"{}") -> None:
+        """One that is larger than the whole store is not kept."""
+        stored = StoredResponse(msgspec.msgpack.encode(messages), response)
+        if stored.size > self._max_bytes:
+            return
+        self.remove(id)
+        self.bytes += stored.size
+        self._kept[id] = stored
+        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
+            _, dropped = self._kept.popitem(last=False)
+            self.bytes -= dropped.size
+
+    def find(self, id: str) -> StoredResponse | None:
+        """None: never kept, or gone."""
+        stored = self._kept.get(id)
+        if stored is not None:
+            self._kept.move_to_end(id)
+        return stored
+
+    def remove(self, id: str) -> bool:
+        """Whether there was one."""
+        stored = self._kept.pop(id, None)
+        if stored is None:
+            return False
+        self.bytes -= stored.size
+        return True
+
+    def items(self, id: str) -> dict[str, bytes]:
+        """Item id → JSON, of the output of a response that is kept; else nothing."""
+        if (stored := self.find(id)) is None:
+            return {}
+        output = msgspec.json.decode(stored.response, type=_Output).output
+        return {item["id"]: msgspec.json.encode(item) for item in output}
+
+    def messages(self, id: str) -> tuple[Message, ...] | None:
+        """The conversation that a response ended; None: never kept, or gone."""
+        stored = self.find(id)
+        return None if stored is None else _decoder.decode(stored.conversation)
+
+
+class ItemFinder:
+    """Item id → JSON, for the items of one request: no response is read twice."""
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+        self._read: dict[str, dict[str, bytes]] = {}
+
+    def __call__(self, id: str) -> bytes | None:
+        """None: never kept, or gone."""
+        response = response_of(id)
+        if response is None:
+            return None
+        if response not in self._read:
+            self._read[response] = self._store.items(response)
+        return self._read[response].get(id)
+
+
+class Deleted(msgspec.Struct):
+    id: str
+    deleted: bool = True
+    object: str = "response"
+
+
+class StoredResponses:
+    """Route handlers over one store. They raise NotFound for what is not kept (any more)."""
+
+    def __init__(self, store: ResponseStore):
+        self._store = store
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream", "").lower() in ("true", "1"):
+            raise InvalidRequest("stream: a stored response is told whole; leave stream out", param="stream")
+        return _json(self._find(request).response)
+
+    async def delete(self, request: Request) -> Response:
+        self._find(request)
+        self._store.remove(request.path_params["id"])
+        return _json(msgspec.json.encode(Deleted(request.path_params["id"])))
+
+    def _find(self, request: Request) -> StoredResponse:
+        id = request.path_params["id"]
+        if (stored := self._store.find(id)) is None:
+            raise NotFound(f"There is no response {id[:100]!r} here (any more).", param="response_id")
+        return stored
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

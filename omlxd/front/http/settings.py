@@ -1,0 +1,129 @@
+"""Which key a request carries, if it carries a right one.
+
+Settings of the HTTP app.
+"""
+# MERGED: docstrings of key_ring.py, http_settings.py (join by hand)
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from hmac import compare_digest
+from pathlib import Path
+
+import msgspec
+
+from ...errors import ConfigError
+from ...keys import Key, digest_of, read_keys
+
+log = logging.getLogger(__name__)
+
+OWN = "--api-key"
+"""The name of the key in the settings."""
+
+
+class KeyRing:
+    """`api_key`: the one of the settings, "" for none; `path`: the file of `omlxd key`, or None.
+
+    The file is looked at on every request (one stat) and read again when it changed, so that a
+    revoked key is refused at once. A file that can't be trusted leaves the keys as they were, with
+    one line in the log. Once a key was asked for, taking the last one out of the file does not open
+    the daemon to everybody: it then refuses all, until it is started again.
+    """
+
+    def __init__(self, api_key: str = "", path: Path | None = None):
+        self._path = path
+        self._own = digest_of(api_key.encode()) if api_key else ""
+        self._keys: tuple[Key, ...] = ()
+        self._seen: tuple[int, ...] | None = None
+        self._had_keys = False
+        if path is not None:
+            self._seen = _signature(path)
+            self._take(read_keys(path))
+
+    @property
+    def required(self) -> bool:
+        """Whether a request needs a key."""
+        self._refresh()
+        return bool(self._own) or self._had_keys
+
+    @property
+    def has_file_keys(self) -> bool:
+        self._refresh()
+        return bool(self._keys)
+
+    def replace_own(self, api_key: str) -> None:
+        self._own = digest_of(api_key.encode()) if api_key else ""
+
+    def name_of(self, given: Sequence[bytes]) -> str | None:
+        """The name of the first right key in `given`; None if none is. Every comparison is made."""
+        self._refresh()
+        known = [(OWN, self._own)] if self._own else []
+        known += [(key.name, key.digest) for key in self._keys]
+        found = None
+        for text in given:
+            digest = digest_of(text)
+            for name, right in known:
+                if compare_digest(digest, right) and found is None:
+                    found = name
+        return found
+
+    def _take(self, keys: tuple[Key, ...]) -> None:
+        self._keys = keys
+        self._had_keys = self._had_keys or bool(keys)
+
+    def _refresh(self) -> None:
+        if self._path is None or (signature := _signature(self._path)) == self._seen:
+            return
+        self._seen = signature
+        try:
+            self._take(read_keys(self._path))
+        except ConfigError as error:
+            log.error("%s The keys stay as they were.", error.message)
+        else:
+            log.info("keys read again: %s", ", ".join(key.name for key in self._keys) or "none")
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """What changes when the file does, its permissions included."""
+    try:
+        facts = os.stat(path)
+    except OSError:
+        return None
+    return facts.st_mtime_ns, facts.st_ino, facts.st_size, facts.st_mode
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What `create_app` is told.
+
+    host             address that the server is bound to; loopback turns the Host check on
+    api_key          "": none is asked for
+    keys             the keys to ask for, instead of `api_key`
+    cors_origins     origins of pages that may read answers; "*" is any
+    body_pause_s     most seconds between two parts of a request's body
+    body_total_s     most seconds that a body may take
+    allowed_hosts    further names that a Host header may hold, without port
+    max_body_bytes   bytes of a request body; Anthropic's own limit by default
+    bodies_bytes     bytes of all requests' bodies at once
+    send_pause_s     most seconds that a client may take to read a piece of an answer (64 KiB)
+    ping_interval_s  seconds of silence before a stream gets a ping; clients want one every 10 s
+    header_grace_s   seconds that a stream's headers wait for a first event: a request that fails
+                     at once gets a plain HTTP error, and every other stream starts this late at most
+    drain_s          most seconds between two parts of a body that was refused: it is read to its end,
+                     and discarded, as long as `body_total_s` allows
+    """
+
+    host: str = "127.0.0.1"
+    api_key: str = ""
+    keys: KeyRing | None = None
+    cors_origins: tuple[str, ...] = ()
+    body_pause_s: float = 30.0
+    body_total_s: float = 300.0
+    allowed_hosts: tuple[str, ...] = ()
+    max_body_bytes: int = 32 * 1024 * 1024
+    bodies_bytes: int = 256 * 1024 * 1024
+    send_pause_s: float = 120.0
+    ping_interval_s: float = 8.0
+    header_grace_s: float = 1.0
+    drain_s: float = 30.0

@@ -1,0 +1,143 @@
+"""What the access log tells of a request: no text of prompts or answers, but for bodies at debug."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ...chat import Usage
+from ...errors import OmlxdError
+
+log = logging.getLogger("omlxd.access")
+
+_SCOPE_KEY = "omlxd.trace"
+METHOD_CHARS = 20
+SHOWN_CHARS = 120
+"""Of a path, a model's name, and a client's."""
+PROBLEM_CHARS = 300
+BODY_BYTES = 64 * 1024
+"""Of a request's body, at debug."""
+POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
+"""Asked again and again by programs that watch: at info they would fill the log."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One line of the access log.
+
+    client   the User-Agent
+    param    the field at fault
+    problem  the error's sentence; texts of the client's in it are left out
+    """
+
+    id: str
+    method: str
+    path: str
+    key: str
+    model: str
+    status: int
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    duration_s: float
+    client: str = ""
+    param: str = ""
+    problem: str = ""
+
+    def __str__(self) -> str:
+        problem = f" param={self.param or '-'} problem: {self.problem}" if self.problem else ""
+        return (
+            f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
+            f"outcome={self.outcome} prompt={self.prompt_tokens} cached={self.cached_tokens} "
+            f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s wall={self.duration_s:.3f}s "
+            f"client={self.client}{problem}"
+        )
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Filled in as the request goes along.
+
+    status   HTTP status sent; 0 while none was
+    outcome  `ok`, an error code, or `disconnected`
+    key      name of the key that it carried
+    body     the beginning of the request's body; empty unless the log is at debug
+    """
+
+    method: str
+    path: str
+    id: str = field(default_factory=lambda: "req_" + os.urandom(12).hex())
+    started: float = field(default_factory=time.monotonic)
+    key: str = ""
+    model: str = ""
+    status: int = 0
+    outcome: str = "ok"
+    usage: Usage | None = None
+    client: str = ""
+    problem: OmlxdError | None = None
+    body: bytearray = field(default_factory=bytearray)
+
+    @property
+    def wants_body(self) -> bool:
+        return log.isEnabledFor(logging.DEBUG) and len(self.body) < BODY_BYTES
+
+    def fail(self, problem: OmlxdError) -> None:
+        self.outcome, self.problem = problem.code, problem
+
+    def write(self) -> None:
+        """One line, at info; at debug for `POLLED`."""
+        level = logging.DEBUG if self.path in POLLED else logging.INFO
+        if not log.isEnabledFor(level):
+            return
+        usage, problem = self.usage or Usage(), self.problem
+        line = Request(
+            id=self.id,
+            method=self.method,
+            path=printable(self.path[:SHOWN_CHARS]),
+            key=self.key or "-",
+            model=printable(self.model[:SHOWN_CHARS]) or "-",
+            status=self.status,
+            outcome=self.outcome,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            ttft_s=round(usage.ttft_s, 4),
+            duration_s=round(time.monotonic() - self.started, 4),
+            client=printable(self.client[:SHOWN_CHARS]) or "-",
+            param=printable((problem.param or "")[:SHOWN_CHARS]) if problem else "",
+            problem=printable(without_texts(problem.message)[:PROBLEM_CHARS]) if problem else "",
+        )
+        log.log(level, "%s", line, extra={"fields": line})
+        if self.body:
+            log.debug("%s body: %s", self.id, printable(self.body[:BODY_BYTES].decode("utf-8", "replace")))
+
+
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")""")
+
+
+def without_texts(message: str) -> str:
+    """`message` without what it quotes: a client may have put its prompt in any field."""
+    return _QUOTED.sub("'...'", message)
+
+
+def printable(text: str) -> str:
+    """A client's text for a log line: with no line breaks or control characters."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
+def begin(scope: Any) -> RequestTrace:
+    """A trace for this ASGI scope, kept in it."""
+    trace = scope[_SCOPE_KEY] = RequestTrace(method=scope["method"][:METHOD_CHARS], path=scope["path"])
+    trace.client = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
+    return trace
+
+
+def trace_of(scope: Any) -> RequestTrace:
+    return scope[_SCOPE_KEY]

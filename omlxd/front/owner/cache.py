@@ -1,0 +1,45 @@
+"""`POST /omlxd/cache/forget`: files of the SSD cache that its owner wants gone, or has removed himself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...api.body_shape import check_shape
+from ...errors import InvalidRequest, Unavailable
+from ...kv.files.paths import is_stored_path
+from ..engines.protocol import Engines
+
+
+class Forget(msgspec.Struct):
+    """`paths`: of block files and records, relative to the cache dir. `remove`: take those away that are
+    there; else only those that are gone already leave the account."""
+
+    paths: list[str]
+    remove: bool = False
+
+
+class Forgotten(msgspec.Struct):
+    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed."""
+
+    files: int = 0
+    bytes: int = 0
+    troubles: list[str] = []
+
+
+async def forget(engines: Engines, body: bytes) -> Forgotten:
+    """Raises OmlxdError."""
+    check_shape(body)
+    try:
+        asked = msgspec.json.decode(body, type=Forget)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"This is no list of files: {error}.") from None
+    for path in asked.paths:
+        if not is_stored_path(path):
+            raise InvalidRequest(
+                f"paths: {path[:200]!r} is no block or record in the cache dir.", param="paths"
+            )
+    done = await engines.cold_forget(asked.paths, asked.remove)
+    if done is None:
+        raise Unavailable("This daemon has no SSD cache.")
+    files, nbytes, troubles = done
+    return Forgotten(files, nbytes, troubles)

@@ -1,0 +1,122 @@
+"""What engines say of themselves, kept so that whoever looks is answered at once.
+
+An engine is asked with a short timeout; one that is loading, dead or slow costs a look nothing but
+that. Of a slow engine the last known values stand; of one that doesn't run, its counters alone.
+
+An engine's counters begin at nothing with its process. Here they go on: a counter never goes down.
+What an engine counted between the last look and its death is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..engines.protocol import Engine, Engines
+
+ANSWER_S = 0.5
+"""How long a look waits for an engine; Prometheus gives up after ten seconds by default."""
+COUNTER = "_total"
+"""Engine values whose name ends so are counters, all others gauges."""
+
+
+@dataclass(slots=True)
+class EngineFigures:
+    """One model's values. Totals go on over restarts; `gauges` is empty unless the engine runs.
+
+    starts    engine processes started so far; deaths: those of them that ended by themselves
+    resident  bytes of the engine process; 0 without one
+    running, waiting  requests; those that wait for a load are among the waiting
+    age_s     seconds since a ready engine said the values; 0: it has just done so
+    """
+
+    model_id: str
+    state: str = ""
+    starts: int = 0
+    deaths: int = 0
+    resident: int = 0
+    running: int = 0
+    waiting: int = 0
+    age_s: float = 0.0
+    totals: dict[str, float] = field(default_factory=dict)
+    gauges: dict[str, float] = field(default_factory=dict)
+    life: int = 0
+    """The process (its number among `starts`) that `last` is of."""
+    last: dict[str, float] = field(default_factory=dict)
+    said_at: float = field(default_factory=time.monotonic)
+    """When the engine last said something; before that, since when it has been looked at."""
+
+    def total(self, name: str) -> float:
+        return self.totals.get(name, 0.0)
+
+    def take(self, values: dict[str, float], life: int) -> None:
+        """Add what process `life` has counted since it was last asked."""
+        if life != self.life:
+            self.life, self.last = life, {}
+        self.gauges = {}
+        for name, value in values.items():
+            if not name.endswith(COUNTER):
+                self.gauges[name] = value
+                continue
+            grown = max(0.0, value - self.last.get(name, 0.0))
+            self.totals[name] = self.totals.get(name, 0.0) + grown
+            self.last[name] = value
+
+
+class FiguresOf:
+    """The figures of all `engines`; models that are gone keep their totals."""
+
+    def __init__(self, engines: Engines):
+        self._engines = engines
+        self._known: dict[str, EngineFigures] = {}
+        self._asking: asyncio.Task[None] | None = None
+
+    async def look(self) -> Sequence[EngineFigures]:
+        """Ask every engine, for `ANSWER_S` at most. Looks at the same time share one question."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_all(), name="engine figures")
+        await asyncio.shield(self._asking)
+        return list(self._known.values())
+
+    async def _ask_all(self) -> None:
+        engines = {engine.model_id: engine for engine in self._engines.models()}
+        for gone in self._known.keys() - engines.keys():
+            figures = self._known[gone]
+            figures.state, figures.resident, figures.running, figures.waiting = "", 0, 0, 0
+            figures.gauges = {}
+        await asyncio.gather(*map(self._ask, engines.values()))
+
+    async def _ask(self, engine: Engine) -> None:
+        figures = self._known.setdefault(engine.model_id, EngineFigures(engine.model_id))
+        life = engine.starts
+        answer = None
+        if engine.state == "ready":
+            with contextlib.suppress(TimeoutError):
+                answer = await asyncio.wait_for(engine.stats(), ANSWER_S)
+        figures.age_s = 0.0
+        if answer is not None:
+            figures.take(answer.values, life)
+            figures.said_at = time.monotonic()
+        elif engine.state == "ready":
+            figures.age_s = max(0.001, time.monotonic() - figures.said_at)
+        figures.state, figures.starts, figures.deaths = engine.state, engine.starts, engine.deaths
+        if engine.state != "ready":
+            figures.gauges = {}
+        figures.resident = _resident(engine.pid)
+        figures.running = int(figures.gauges.get("num_requests_running", 0))
+        queued = int(figures.gauges.get("num_requests_waiting", 0))
+        figures.waiting = queued if engine.state == "ready" else engine.in_flight
+
+
+def _resident(pid: int | None) -> int:
+    if pid is None:
+        return 0
+    import psutil  # Not before somebody looks: it is a tenth of the front's start.
+
+    try:
+        return psutil.Process(pid).memory_info().rss
+    except psutil.Error:
+        return 0

@@ -1,0 +1,240 @@
+"""`/metrics` for Prometheus: vLLM's names where it has the same thing, `omlxd_…` for the rest.
+
+Three sources: requests as the front sees them (`Requests`, request_metrics.py), what engines say
+(engine_figures.py), and the SSD cache's ledger. A value that an engine reports under a name that
+stands in no table here is exported all the same, as `omlxd_<name>`.
+
+In vLLM's words the hot tier is the local prefix cache and the cold tier the external one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from ... import __version__
+from ...kv.ledger.ledger import LedgerStats
+from ..engines.protocol import Engines
+from ..http.request_metrics import Requests
+from .engine_figures import COUNTER, EngineFigures, FiguresOf
+
+MODEL = "model_name"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
+
+RENAMED = {"generation_tokens_total": "vllm:generation_tokens_total"}
+"""Engine values that vLLM has under another name."""
+
+DERIVED = {
+    "num_requests_running": "",
+    "num_requests_waiting": "",
+    "prompt_tokens_total": "",
+    "prefix_cache_queries_total": "",
+}
+"""Engine values that are exported only as part of something else."""
+
+HELP = {
+    "generation_tokens_total": "Generated tokens.",
+    "prefill_tokens_per_s": "Prompt tokens that prefill computes a second, as last measured.",
+    "mlx_active_bytes": "Memory that MLX's arrays take, weights and live KV among it.",
+    "mlx_peak_bytes": "The most that MLX's arrays took.",
+    "mlx_cache_bytes": "Freed memory that MLX keeps for reuse.",
+    "prefix_cache_hits_hot_total": "Prompt tokens restored from RAM.",
+    "prefix_cache_hits_cold_total": "Prompt tokens restored from SSD.",
+    "kv_blocks_cached": "Blocks that the engine knows by name.",
+    "kv_blocks_evicted_total": "Blocks that left the hot tier.",
+    "kv_hot_bytes": "Bytes of the hot tier.",
+    "kv_hot_budget_bytes": "Bytes that the hot tier may hold now.",
+    "kv_corrupt_files_total": "Block files that failed their check, and were removed.",
+    "kv_lost_files_total": "Block files that could not be read.",
+    "kv_files_restored_total": "Block files read and found good.",
+    "kv_bytes_restored_total": "Payload bytes read from block files.",
+    "kv_blocks_put_total": "Blocks offered to the tiers.",
+    "kv_blocks_not_kept_total": "Blocks that neither tier had room for.",
+    "kv_files_written_total": "Files written: blocks, and records of answers.",
+    "kv_bytes_written_total": "Bytes of these.",
+    "kv_stores_dropped_total": "Files that were not written: queue full, no space granted, or failed.",
+    "kv_store_queue_bytes": "Bytes that wait to be written.",
+    "kv_cold_tier_on": "0 while the SSD tier is off because its disk fails, else 1.",
+    "kv_new_token_bytes_total": "Bytes of KV computed for tokens, as if each block were written once.",
+    "kv_new_state_bytes_total": "Bytes of state that exists only at a position, likewise.",
+    "kv_unwritten_blocks": "Blocks in RAM whose turn to be written has not come.",
+    "kv_unwritten_bytes": "Bytes of these.",
+    "kv_stores_held_back_total": "Blocks that the admission policy did not write at once.",
+    "kv_blocks_left_unwritten_total": "Blocks that left RAM without having been written.",
+    "prompt_tokens_remembered_total": "Prompt tokens that needed no tokenising again.",
+    "prompt_tokens_tokenised_total": "Prompt tokens that were tokenised.",
+    "prompt_turns_healed_total": "Earlier answers put back into a prompt as they were generated.",
+    "prompt_turns_unknown_total": "Earlier answers of which nothing is known: rendered as they were sent.",
+    "prompt_turn_records_written_total": "Answers written beside the KV, as they were generated.",
+    "prompt_turn_records_dropped_total": "Answers that were not: queue full, no space granted, or failed.",
+    "prompt_turn_records_found_total": "Records of answers read and found good.",
+    "prompt_turn_records_bad_total": "Records of answers that failed their check, and were removed.",
+    "requests_timed_out_total": "Requests that took longer than their time limit.",
+}
+
+LEDGER = {
+    "bytes_used": ("omlxd_cold_bytes", "Bytes of the SSD cache."),
+    "reserved": ("omlxd_cold_reserved_bytes", "Bytes granted to writers and not used yet."),
+    "files": ("omlxd_cold_files", "Files of the SSD cache."),
+    "cap": ("omlxd_cold_cap_bytes", "The most that the SSD cache may take."),
+    "evicted_files": ("omlxd_cold_evicted_files_total", "Files evicted from the SSD cache."),
+    "evicted_bytes": ("omlxd_cold_evicted_bytes_total", "Bytes evicted from the SSD cache."),
+    "orphans_evicted_total": ("omlxd_cold_orphans_evicted_total", "Of these, files of models that are gone."),
+    "written_bytes_total": ("omlxd_cold_written_bytes_total", "Bytes of files put in place."),
+    "written_today_bytes": ("omlxd_cold_written_today_bytes", "Bytes written today, against the budget."),
+    "daily_write_budget_bytes": ("omlxd_cold_daily_write_budget_bytes", "Of a day; 0: without limit."),
+    "write_budget_used_up": ("omlxd_cold_write_budget_used_up", "1: something was refused today."),
+    "folder_away": ("omlxd_cold_folder_away", "1: the folder was removed, renamed or unmounted."),
+}
+
+
+class Metrics:
+    """All that `/metrics` shows of a daemon. `requests` takes what the HTTP side sees."""
+
+    def __init__(self, engines: Engines, figures: FiguresOf):
+        self._engines = engines
+        self._figures = figures
+        self._registry = CollectorRegistry(auto_describe=False)
+        self.requests = Requests(self._registry)
+        self._polled = _Polled()
+        self._registry.register(self._polled)
+        ProcessCollector(registry=self._registry)
+
+    async def page(self, accept: str) -> tuple[bytes, str]:
+        """(body, content type) of a scrape; `accept`: the client's header."""
+        figures = await self._figures.look()
+        for each in figures:
+            self.requests.known(each.model_id)
+        self._polled.show(figures, self._engines.cold_stats())
+        encoder, content_type = choose_encoder(accept)
+        if isinstance(encoder, functools.partial):
+            # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name
+            # for a label's: it would write `vllm_` for its `vllm:`, though not in the line of its type.
+            encoder = functools.partial(encoder, escaping=ALLOWUTF8)
+        return encoder(self._registry), content_type
+
+
+class _Polled(Collector):
+    """Turns figures into samples."""
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._figures: Sequence[EngineFigures] = ()
+        self._ledger: LedgerStats | None = None
+
+    def show(self, figures: Sequence[EngineFigures], ledger: LedgerStats | None) -> None:
+        self._figures, self._ledger = figures, ledger
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._daemon()
+        yield from self._of_vllm()
+        yield from self._own()
+        if self._ledger is not None:
+            yield from _of_ledger(self._ledger)
+
+    def _daemon(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("omlxd_start_time_seconds", "When the daemon began, since 1970.", self._began)
+        build = GaugeMetricFamily("omlxd_build_info", "Always 1; its labels tell.", labels=["version", "pid"])
+        build.add_metric([__version__, str(os.getpid())], 1)
+        yield build
+        state = GaugeMetricFamily("omlxd_model_state", "1 for the model's state.", labels=[MODEL, "state"])
+        for each in self._figures:
+            if each.state:
+                state.add_metric([each.model_id, each.state], 1)
+        yield state
+        starts = self._counter("omlxd_engine_starts_total", "Engine processes started.")
+        restarts = self._counter("omlxd_engine_restarts_total", "Engine processes that ended by themselves.")
+        resident = self._gauge("omlxd_engine_resident_bytes", "Resident memory of the engine process.")
+        age = self._gauge(
+            "omlxd_engine_figures_age_seconds", "Since the engine said its values; 0: for this scrape."
+        )
+        for each in self._figures:
+            starts.add_metric([each.model_id], each.starts)
+            restarts.add_metric([each.model_id], each.deaths)
+            resident.add_metric([each.model_id], each.resident)
+            if each.state:
+                age.add_metric([each.model_id], each.age_s)
+        yield from (starts, restarts, resident, age)
+
+    def _of_vllm(self) -> Iterator[Metric]:
+        running = self._gauge("vllm:num_requests_running", "Requests that prefill or decode.")
+        waiting = self._gauge("vllm:num_requests_waiting", "Requests that wait for a slot or for a load.")
+        usage = self._gauge("vllm:kv_cache_usage_perc", "Part of the hot tier's budget in use; 1 is all.")
+        prompt = self._counter("vllm:prompt_tokens_total", "Prompt tokens, computed or restored.")
+        cached = self._counter("vllm:prompt_tokens_cached_total", "Prompt tokens restored, from RAM or SSD.")
+        source = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source_total",
+            "Prompt tokens computed, restored from RAM, restored from SSD.",
+            labels=[MODEL, "source"],
+        )
+        queries = self._counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in RAM.")
+        hits = self._counter("vllm:prefix_cache_hits_total", "Prompt tokens restored from RAM.")
+        cold_queries = self._counter(
+            "vllm:external_prefix_cache_queries_total", "Prompt tokens not found in RAM, looked up on SSD."
+        )
+        cold_hits = self._counter("vllm:external_prefix_cache_hits_total", "Prompt tokens restored from SSD.")
+        for each in self._figures:
+            name = [each.model_id]
+            computed, hot = each.total("prompt_tokens_total"), each.total("prefix_cache_hits_hot_total")
+            cold = each.total("prefix_cache_hits_cold_total")
+            asked = each.total("prefix_cache_queries_total")
+            running.add_metric(name, each.running)
+            waiting.add_metric(name, each.waiting)
+            if budget := each.gauges.get("kv_hot_budget_bytes"):
+                usage.add_metric(name, min(1.0, each.gauges.get("kv_hot_bytes", 0.0) / budget))
+            else:
+                usage.add_metric(name, 0.0)
+            prompt.add_metric(name, computed + hot + cold)
+            cached.add_metric(name, hot + cold)
+            by = (("local_compute", computed), ("local_cache_hit", hot), ("external_kv_transfer", cold))
+            for label, value in by:
+                source.add_metric([each.model_id, label], value)
+            queries.add_metric(name, asked)
+            hits.add_metric(name, hot)
+            cold_queries.add_metric(name, max(0.0, asked - hot))
+            cold_hits.add_metric(name, cold)
+        yield from (running, waiting, usage, prompt, cached, source, queries, hits, cold_queries, cold_hits)
+
+    def _own(self) -> Iterator[Metric]:
+        """Every other engine value, under the same name."""
+        families: dict[str, Metric] = {}
+        for each in self._figures:
+            for name, value in {**each.totals, **each.gauges}.items():
+                if name in DERIVED or not _NAME.fullmatch(name):
+                    continue
+                family = families.get(name)
+                if family is None:
+                    make = self._counter if name.endswith(COUNTER) else self._gauge
+                    family = make(RENAMED.get(name, f"omlxd_{name}"), HELP.get(name, "As the engine says."))
+                    families[name] = family
+                assert isinstance(family, (CounterMetricFamily, GaugeMetricFamily))
+                family.add_metric([each.model_id], value)
+        yield from families.values()
+
+    @staticmethod
+    def _counter(name: str, help: str) -> CounterMetricFamily:
+        return CounterMetricFamily(name, help, labels=[MODEL])
+
+    @staticmethod
+    def _gauge(name: str, help: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, help, labels=[MODEL])
+
+
+def _of_ledger(stats: LedgerStats) -> Iterator[Metric]:
+    for field in dataclasses.fields(stats):
+        value = getattr(stats, field.name)
+        if not isinstance(value, (int, float)):
+            continue
+        name, help = LEDGER.get(field.name, (f"omlxd_cold_{field.name}", "Of the SSD cache."))
+        family = CounterMetricFamily if name.endswith(COUNTER) else GaugeMetricFamily
+        yield family(name, help, value)

@@ -1,0 +1,148 @@
+"""GET /openapi.json: what this server takes and gives, made from the structs that do the work.
+
+A row of `OPERATIONS` is a route; app.py's routes and these rows are held together by a test. Bodies
+are stricter in fact than in the document where JSON Schema can't say it (a named tool must be in
+`tools`); such a request gets the 400 that is documented.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ... import __version__
+from ...api.anthropic import MessagesBody
+from ...api.anthropic_stream import MessageAnswer, TokenCount
+from ...api.errors import AnthropicError, OpenAIError, protocol_of
+from ...api.openai_chat import ChatBody
+from ...api.openai_chat_stream import ChatCompletion
+from ...api.openai_completions import Completion, CompletionsBody
+from ...api.openai_responses import ResponsesBody
+from ...api.openai_responses_body import Response
+from ..http.generation import InputTokens
+from ..http.model_list import ModelEntry, ModelList
+from ..http.response_store import Deleted
+from .cache import Forget, Forgotten
+from .status import DaemonStatus, Readiness
+from .why_miss import RecentList, WhyMiss, WhyMissBody
+
+_REFS = "#/components/schemas/{name}"
+_PROBLEMS = {
+    "400": "The request can't be served as it is; the message names the field.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model, response or path.",
+    "413": "The body is larger than the limit.",
+    "503": "Loading, restarting or full; `retry-after` says when to try again.",
+}
+_PATH_PARAMETER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: may be SSE.
+
+    unready  the answer of status 503, where it is not an error
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: Any = None
+    answer: Any = None
+    stream: bool = False
+    media: str = "application/json"
+    unready: Any = None
+
+
+OPERATIONS = (
+    Operation("post", "/v1/messages", "Anthropic: one message", MessagesBody, MessageAnswer, stream=True),
+    Operation("post", "/v1/messages/count_tokens", "Anthropic: tokens of a prompt", MessagesBody, TokenCount),
+    Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=True),
+    Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=True),
+    Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=True),
+    Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
+    Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
+    Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
+    Operation("get", "/v1/models", "The models", answer=ModelList),
+    Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
+    Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),
+    Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
+    Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
+    Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
+    Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
+    Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
+    Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),
+    Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/", "Name and version", media="text/plain"),
+)
+
+
+@functools.cache
+def document() -> bytes:
+    """The document, as JSON."""
+    types = [t for row in OPERATIONS for t in (row.body, row.answer, row.unready) if t is not None]
+    types += [AnthropicError, OpenAIError]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REFS)
+    schema_of = dict(zip(map(id, types), schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for row in OPERATIONS:
+        paths.setdefault(row.path, {})[row.method] = _operation(row, schema_of)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "omlxd", "version": __version__},
+            "security": [{}, {"bearer": []}, {"key": []}],
+            "paths": paths,
+            "components": {
+                "schemas": components,
+                "securitySchemes": {
+                    "bearer": {"type": "http", "scheme": "bearer"},
+                    "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                },
+            },
+        }
+    )
+
+
+def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
+    problem = schema_of[id(AnthropicError if protocol_of(row.path) == "anthropic" else OpenAIError)]
+    content = {row.media: {"schema": schema_of[id(row.answer)] if row.answer else {}}}
+    if row.stream:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    told: dict[str, Any] = {
+        "operationId": f"{row.method} {row.path}",
+        "summary": row.summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            **{
+                status: {"description": why, "content": {"application/json": {"schema": problem}}}
+                for status, why in _problems(row.path).items()
+            },
+        },
+    }
+    if row.unready is not None:
+        told["responses"]["503"] = {
+            "description": "Not now; the reasons say why.",
+            "content": {row.media: {"schema": schema_of[id(row.unready)]}},
+        }
+    if row.body is not None:
+        told["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema_of[id(row.body)]}},
+        }
+    if names := _PATH_PARAMETER.findall(row.path):
+        told["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in names
+        ]
+    return told
+
+
+def _problems(path: str) -> dict[str, str]:
+    if protocol_of(path) == "anthropic":
+        return _PROBLEMS | {"529": "Full; `retry-after` says when to try again."}
+    return _PROBLEMS

@@ -1,0 +1,128 @@
+"""`/omlxd/requests` and `/omlxd/why-miss`: the last requests, and why one's cached prefix ended.
+
+The engine explains (engine/explain.py); what only the SSD cache's account knows, that a file was
+there and is gone, is added here.
+"""
+
+from __future__ import annotations
+
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ...api.body_shape import check_shape
+from ...errors import InvalidRequest, NotFound
+from ...wire import Explanation
+from ..engines.protocol import Engines
+from ..http.generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
+from ..http.recent_requests import RecentRequest, RecentRequests
+
+RESPONSES = "/v1/responses"
+DIALECTS: Mapping[str, Dialect] = {
+    "/v1/messages": ANTHROPIC,
+    "/v1/chat/completions": OPENAI_CHAT,
+    "/v1/completions": OPENAI_COMPLETIONS,
+}
+
+
+class WhyMissBody(msgspec.Struct):
+    """A request to explain: one that was made, by its `request_id` or as the newest of a `session`
+    (neither: the newest of all), or one as it would be sent: `path`, `body` and `headers`."""
+
+    request_id: str = ""
+    session: str = ""
+    path: str = ""
+    body: dict[str, Any] = {}
+    headers: dict[str, str] = {}
+
+
+class WhyMiss(msgspec.Struct):
+    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now."""
+
+    model: str
+    explanation: Explanation
+    request_id: str = ""
+    reached: int = -1
+
+
+class RequestLine(msgspec.Struct):
+    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet)."""
+
+    id: str
+    model: str
+    session: str
+    path: str
+    began: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+
+
+class RecentList(msgspec.Struct):
+    requests: list[RequestLine]
+
+
+class Explaining:
+    """`responses`: the dialect of /v1/responses, which has a memory of its own."""
+
+    def __init__(self, engines: Engines, recent: RecentRequests, responses: Dialect):
+        self._engines = engines
+        self._recent = recent
+        self._dialects = {**DIALECTS, RESPONSES: responses}
+
+    def recent(self) -> RecentList:
+        return RecentList([_line(each) for each in self._recent.newest_first()])
+
+    async def why(self, body: bytes) -> WhyMiss:
+        """Raises OmlxdError."""
+        check_shape(body)
+        try:
+            asked = msgspec.json.decode(body or b"{}", type=WhyMissBody)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"This is no request to explain: {error}.") from None
+        if asked.path:
+            return await self._given(asked)
+        found = self._recent.find(asked.request_id, asked.session)
+        if found is None:
+            what = asked.request_id or (f"session {asked.session}" if asked.session else "")
+            raise NotFound(
+                f"Of {what[:200]} no request is kept; the last ones are in /omlxd/requests."
+                if what
+                else "No request has been made yet."
+            )
+        engine = await self._engines.find(found.model_id)
+        explanation = await engine.explain(found.request, found.reached)
+        return WhyMiss(found.model_id, self._told(explanation), found.trace.id, found.reached)
+
+    async def _given(self, asked: WhyMissBody) -> WhyMiss:
+        path = urllib.parse.urlsplit(asked.path).path
+        dialect = self._dialects.get(path)
+        if dialect is None:
+            raise InvalidRequest(f"path: {path[:200]} takes no prompt; one of {', '.join(self._dialects)}.")
+        headers = {name.lower(): value for name, value in asked.headers.items()}
+        parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
+        engine = await self._engines.find(parsed.model)
+        return WhyMiss(engine.model_id, self._told(await engine.explain(parsed.generate, -1)))
+
+    def _told(self, explanation: Explanation) -> Explanation:
+        """With the fate of the missing file, if it was there."""
+        fate = self._engines.cold_fate(explanation.missing) if explanation.missing else None
+        if fate is None or explanation.cause == "other_namespace":
+            return explanation
+        return msgspec.structs.replace(explanation, cause=fate.what, gone_at=fate.when)
+
+
+def _line(each: RecentRequest) -> RequestLine:
+    usage = each.trace.usage
+    return RequestLine(
+        id=each.trace.id,
+        model=each.model_id,
+        session=each.session,
+        path=each.trace.path,
+        began=each.began,
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        cached_tokens=each.reached,
+        outcome=each.trace.outcome,
+    )

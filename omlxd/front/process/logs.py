@@ -1,0 +1,167 @@
+"""The daemon's log: lines of text or JSON, to standard error or to a file that is rotated.
+
+text  `2026-11-21T10:00:00.000 INFO omlxd.access: req_… POST /v1/messages model=… status=200 …`
+json  `{"time": …, "level": …, "logger": …, "message": …, "error": …}` and the fields of the record,
+      which are a Struct given as `extra={"fields": …}`
+
+Every line, tracebacks and what engines print included, is searched for keys before it is written.
+Prompt text is never logged above debug, where requests' bodies are: no other line of ours holds any, and
+tracebacks leave the texts of exceptions out (private_trace.py). Libraries log at warning, since some print
+headers below it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from typing import Any
+
+import msgspec
+
+from ...config import Settings
+from ...errors import ConfigError
+from ...keys import KEY_PATTERN
+from ...private_trace import PrivateFormatter
+from ..http.trace import printable
+
+HIDDEN = "***"
+_HEADERS = re.compile(
+    r"(?i)(\bbearer\s+|\bx-api-key['\"]?\s*[:=,]\s*b?['\"]?|\bapi[_-]key['\"]?\s*[:=]\s*b?['\"]?)([^\s'\",)]{4,})"
+)
+
+
+def _written(secret: str) -> set[str]:
+    """All that a line may hold of `secret`: as it is, escaped by us or by Python, and then within JSON."""
+    plain = {secret, printable(secret), repr(secret)[1:-1], repr(secret.encode())[2:-1]}
+    return plain | {msgspec.json.encode(each).decode()[1:-1] for each in plain}
+
+
+class Redactor:
+    """Takes keys out of a line: those in `secrets`, ours by their form, and what stands in such headers."""
+
+    def __init__(self) -> None:
+        self.secrets = frozenset()
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        return self._secrets
+
+    @secrets.setter
+    def secrets(self, secrets: frozenset[str]) -> None:
+        self._secrets = secrets
+        forms: set[str] = set().union(*map(_written, secrets))
+        self._forms = sorted(forms, key=len, reverse=True)  # Some are a part of others.
+
+    def __call__(self, text: str) -> str:
+        for form in self._forms:
+            text = text.replace(form, HIDDEN)
+        return _HEADERS.sub(rf"\1{HIDDEN}", KEY_PATTERN.sub(HIDDEN, text))
+
+
+class TextFormatter(PrivateFormatter):
+    def __init__(self, redact: Redactor):
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._redact(super().format(record))
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    time: str
+    level: str
+    logger: str
+    message: str
+    error: str = ""
+
+
+class JsonFormatter(PrivateFormatter):
+    def __init__(self, redact: Redactor):
+        super().__init__()
+        self._redact = redact
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = _Line(
+            time=f"{second}.{int(record.msecs):03d}Z",
+            level=record.levelname.lower(),
+            logger=record.name,
+            message=type(fields).__name__.lower() if fields is not None else record.getMessage(),
+            error=self.formatException(record.exc_info) if record.exc_info else "",
+        )
+        whole: dict[str, Any] = msgspec.to_builtins(line)
+        if fields is not None:
+            whole |= msgspec.to_builtins(fields)
+        return self._redact(msgspec.json.encode(whole).decode())
+
+
+class Logs:
+    """The process's log, set up once. `reopen` and `apply` change it while it runs."""
+
+    def __init__(self, settings: Settings):
+        """Raises ConfigError when the file can't be written."""
+        self._redact = Redactor()
+        self._handler = self._make_handler(settings)
+        made = JsonFormatter if settings.log_format == "json" else TextFormatter
+        self._handler.setFormatter(made(self._redact))
+        root = logging.getLogger()
+        root.handlers[:] = [self._handler]
+        root.setLevel(logging.WARNING)
+        logging.getLogger("omlxd.http").setLevel(logging.WARNING)
+        self.apply(settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Take on the level, and the key that must not appear."""
+        logging.getLogger("omlxd").setLevel(settings.log_level.upper())
+        if settings.api_key:  # An old key stays hidden.
+            self._redact.secrets |= {settings.api_key}
+
+    def reopen(self) -> None:
+        """Write to a new file if somebody moved the old one away."""
+        if isinstance(self._handler, RotatingFileHandler):
+            self._handler.acquire()
+            try:
+                self._handler.close()  # Opened again by the next line.
+            finally:
+                self._handler.release()
+
+    def _make_handler(self, settings: Settings) -> logging.Handler:
+        if settings.log_file is None:
+            return logging.StreamHandler()
+        try:
+            settings.log_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return _PrivateFile(
+                settings.log_file,
+                maxBytes=settings.log_file_size,
+                backupCount=settings.log_file_count,
+                encoding="utf-8",
+                errors="backslashreplace",
+            )
+        except OSError as error:
+            source = settings.sources.get("log_file", "--log-file")
+            raise ConfigError(
+                f"{source}: {settings.log_file} can't be written: {error.strerror}.", param=source
+            ) from error
+
+
+class _PrivateFile(RotatingFileHandler):
+    """A log file that only its owner can read. A full disk costs lines, never the daemon."""
+
+    def _open(self) -> TextIOWrapper:
+        made = open(  # noqa: SIM115 (the handler closes it)
+            self.baseFilename,
+            self.mode,
+            encoding=self.encoding,
+            errors=self.errors,
+            opener=lambda path, flags: os.open(path, flags | os.O_CLOEXEC, 0o600),
+        )
+        assert isinstance(made, TextIOWrapper)
+        return made
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass

@@ -1,0 +1,112 @@
+"""What a process that runs engines does for itself: its folder, its files, its signals, its log."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import math
+import os
+import resource
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from ...config import Settings
+    from ...kv.ledger.ledger import LedgerBusy
+    from ..engines.pool import EnginePool
+
+log = logging.getLogger(__name__)
+
+FILES = 8192
+"""Open files that we ask the system for."""
+TELL_AGAIN_S = 60.0
+
+
+def make_private(folder: Path) -> None:
+    """What lies in it tells what was asked: it is nobody else's. One that was there stays as it is."""
+    with contextlib.suppress(OSError):  # Told where something is first written.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def allow_many_files() -> None:
+    """A connection is a file, and service managers start us with 256 or 1024 at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit of its own.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def what_to_do(busy: LedgerBusy) -> str:
+    """If another omlxd holds the SSD cache's folder."""
+    return (
+        f"the SSD cache {busy}; stop that one, give this one another folder with --paged-ssd-cache-dir, "
+        "or start it with --if-cache-busy no-ssd."
+    )
+
+
+class LogUnexpected:
+    """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
+
+    def __init__(self) -> None:
+        self._told_of_files = -math.inf
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, asyncio.CancelledError):
+            return  # Python 3.11's streams tell of every connection that we end.
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            if loop.time() - self._told_of_files > TELL_AGAIN_S:
+                self._told_of_files = loop.time()
+                log.warning("as many connections are open as files allow; others wait for them to close")
+            return
+        log.error("%s", context["message"], exc_info=error)
+
+
+def pool_and_stop(settings: Settings) -> tuple[EnginePool, asyncio.Event]:
+    """A pool that has begun nothing yet, and what a signal sets. In the running loop."""
+    from ..engines.link import ENGINE_COMMAND
+    from ..engines.pool import EnginePool
+
+    command = shlex.split(os.environ.get("OMLXD_ENGINE_COMMAND", ""))
+    pool = EnginePool(settings, command or ENGINE_COMMAND)
+    stop = asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(LogUnexpected())
+    _stop_on_signals(stop, pool)
+    return pool, stop
+
+
+def _stop_on_signals(stop: asyncio.Event, pool: EnginePool) -> None:
+    """The first signal asks for an end in order; the second one ends everything at once."""
+
+    def on_signal() -> None:
+        if stop.is_set():
+            pool.kill()
+            os._exit(1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # The terminal's; see front/process/serve.py.
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal)
+
+
+def leave(status: int) -> NoReturn:
+    """End the process, all having ended in order.
+
+    A loop that closes gives its signals back to the system, and Python's own end those that it has left:
+    from then on a second SIGTERM would be the exit status. And neither waits here for a thread.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # A closed window takes nothing any more; a stream that was closed from the beginning is None.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)

@@ -1,0 +1,101 @@
+"""SIGHUP: the configuration is read again, and what can change while serving does.
+
+Live: the log's level, the API key, and what models there are and how each is served. What belongs to
+a loaded model holds from its next load on. Everything else is named in the log and waits for the next
+start. A configuration that makes no sense changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ...config import BY_NAME, Settings
+from ...errors import ConfigError
+from ..http.settings import KeyRing
+from .logs import Logs
+from .notify import Notifier
+
+log = logging.getLogger(__name__)
+
+LIVE = frozenset(
+    {
+        *("log_level", "api_key", "models", "defaults"),
+        *("model_dir", "model_ttl", "max_loaded_models", "memory_limit", "no_jit_load", "no_hf_cache"),
+    }
+)
+FROM_THE_NEXT_LOAD = frozenset(
+    {"hot_cache_max_size", "initial_cache_blocks", "block_size", "kv_bits", "kv_group_size", "seed"}
+)
+
+
+class _Pool(Protocol):
+    def apply(self, settings: Settings) -> None: ...
+
+
+class Reloader:
+    """Call it on SIGHUP.
+
+    read      the configuration as it is now; raises ConfigError
+    loopback  whether only this machine can reach the daemon
+    pool      told of the new settings
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        read: Callable[[], Settings],
+        *,
+        logs: Logs,
+        keys: KeyRing,
+        notify: Notifier,
+        pool: _Pool,
+        loopback: bool,
+    ):
+        self.settings = settings
+        self._read = read
+        self._logs = logs
+        self._keys = keys
+        self._notify = notify
+        self._pool = pool
+        self._loopback = loopback
+
+    def __call__(self) -> None:
+        self._notify.reloading()
+        self._logs.reopen()
+        try:
+            self._take(self._read())
+        except ConfigError as error:
+            log.error("the configuration was not read again, all stays as it was: %s", error.message)
+        except Exception:
+            log.exception("the configuration was not read again, all stays as it was")
+        self._notify.ready()
+
+    def _take(self, new: Settings) -> None:
+        old = self.settings
+        if not self._loopback and old.api_key and not new.api_key and not self._keys.has_file_keys:
+            raise ConfigError("without a key, other machines could use this daemon.")
+        fields = {name: option.field for name, option in BY_NAME.items()}
+        fields |= {name: name for name in ("models", "defaults")}
+        names = [name for name, field in fields.items() if getattr(old, field) != getattr(new, field)]
+        later = [name for name in names if name not in LIVE | FROM_THE_NEXT_LOAD]
+        # What waits must still be known as a change at the next SIGHUP.
+        self.settings = msgspec.structs.replace(
+            new, **{fields[name]: getattr(old, fields[name]) for name in later}
+        )
+        self._logs.apply(new)
+        self._keys.replace_own(new.api_key)
+        self._pool.apply(self.settings)
+        log.info("configuration read again: %s", _flags([name for name in names if name in LIVE]))
+        if at_load := [name for name in names if name in FROM_THE_NEXT_LOAD]:
+            log.info("%s: changed for models that are loaded from now on", _flags(at_load))
+        if later:
+            log.warning("%s: changed, but only at the next start", _flags(later))
+
+
+def _flags(names: Sequence[str]) -> str:
+    shown = [BY_NAME[name].flag if name in BY_NAME else f"[{name}]" for name in names]
+    return ", ".join(shown) or "nothing changed at once"

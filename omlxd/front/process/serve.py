@@ -1,0 +1,189 @@
+"""`omlxd serve`: bind, serve, stop in order.
+
+The sockets listen before anything else is imported, so that a port in use is known at once and
+connections are taken from the first moment; the model loads behind them. A service manager may
+have opened them already (front/process/sockets.py).
+
+Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`), the engine
+flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
+end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
+the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
+a terminal's end sent it: then it is a SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from ... import __version__
+from ...config import Settings
+from ...errors import ConfigError, ModelError
+from ...keys import keys_path
+from ...models.catalog import default_model
+from ...models.resolve import check_folder
+from ..http.settings import KeyRing
+from .logs import Logs
+from .notify import Notifier
+from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
+from .sockets import CannotListen, addresses_of, all_loopback, for_asyncio, open_sockets, urls_of
+
+log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75.0
+"""Agents pause between turns; a new connection a turn costs them, an idle one costs us nothing."""
+MAX_HEADERS = 64 * 1024
+END_S = 3.0
+"""How long connections may take to close once their last answer has ended."""
+
+
+def serve(settings: Settings, read: Callable[[], Settings]) -> int:
+    """Serve until told to stop, and end the process; returns its exit status (1) if it can't listen.
+
+    Raises ConfigError for what can't be right.
+
+    read  the settings as flags, variables and file say now, for SIGHUP
+    """
+    reloads = _hangup_means_reload()
+    logs = Logs(settings)
+    if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
+    default = default_model(settings)
+    if default is not None and default.source in ("folder", "model-dir") and default.folder is not None:
+        try:
+            check_folder(default.folder)
+        except ModelError as error:
+            source = settings.sources.get("model", "--model")
+            raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
+    make_private(settings.base_path)
+    keys = KeyRing(settings.api_key, keys_path(settings.base_path))
+    try:
+        sockets = open_sockets(settings, guarded=keys.required)
+    except CannotListen as error:
+        print(f"omlxd: {error}", file=sys.stderr)
+        return 1
+    allow_many_files()
+    os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
+    with asyncio.Runner() as runner:
+        leave(runner.run(_serve(settings, sockets, keys, logs, read if reloads else None)))
+
+
+def _hangup_means_reload() -> bool:
+    """Whether SIGHUP means that the configuration changed, and not that the terminal is gone.
+
+    Until there is a handler it is ignored: one that comes early must not end the start. One that
+    nohup ignores stays so.
+    """
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not terminal and not ignored:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return not terminal and not ignored
+
+
+async def _serve(
+    settings: Settings,
+    sockets: list[socket.socket],
+    keys: KeyRing,
+    logs: Logs,
+    read: Callable[[], Settings] | None,
+) -> int:
+    # Imported here, after the socket listens: this is most of the start.
+    from ...kv.ledger.ledger import LedgerBusy
+    from .reload import Reloader
+
+    urls = urls_of(sockets)
+    pool, stop = pool_and_stop(settings)
+    notify = Notifier()
+    loopback = all_loopback(sockets)
+    if read is not None:
+        reload = Reloader(settings, read, logs=logs, keys=keys, notify=notify, pool=pool, loopback=loopback)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+    busy = await pool.cold.claim()
+    if stop.is_set():
+        await pool.cold.close()
+        return 0
+    if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop":
+        print(f"omlxd: {what_to_do(busy)}", file=sys.stderr)
+        await pool.cold.close()
+        return 1
+    pool.start()
+    # On a thread, so that the engine is started meanwhile: its imports take five times as long.
+    await asyncio.to_thread(_import_http)
+    if stop.is_set():
+        notify.stopping()
+        await pool.close()
+        return 0
+    from hypercorn.asyncio import serve as run_hypercorn
+
+    from ..app import create_app
+    from ..http.settings import HttpSettings
+    from ..owner.models import admin_routes
+
+    # The Host check goes by what we listen on, which a service manager may have chosen.
+    http = HttpSettings(
+        host="127.0.0.1" if loopback else "0.0.0.0",
+        keys=keys,
+        cors_origins=settings.cors_origin,
+        allowed_hosts=(*settings.allowed_host, settings.host, *addresses_of(sockets)),
+    )
+    app = create_app(pool, http, admin_routes(pool))
+    server = asyncio.create_task(
+        run_hypercorn(app, _hypercorn_config(sockets), shutdown_trigger=stop.wait),  # type: ignore[arg-type]
+        name="hypercorn",
+    )
+    default = pool.default()
+    models = default.model_id if default else "none"
+    with contextlib.suppress(OSError):  # Nobody may read it.
+        print(f"omlxd {__version__} listening on {urls} (model {models})", flush=True)
+    notify.ready(f"listening on {urls}")
+    notify.watch()
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    log.info("stopping")
+    notify.stopping()
+    notify.unwatch()
+    await pool.close()
+    await asyncio.wait({server}, timeout=END_S)
+    if not server.done():
+        server.cancel()
+        await asyncio.wait({server}, timeout=END_S)
+    elif error := server.exception():
+        log.error("the HTTP server failed: %s", error, exc_info=error)
+        return 1
+    return 0
+
+
+def _import_http() -> None:
+    import hypercorn.asyncio  # noqa: F401
+
+    from .. import app  # noqa: F401
+    from ..owner import models as model_admin  # noqa: F401
+
+
+def _hypercorn_config(sockets: list[socket.socket]):
+    from hypercorn.config import Config, Sockets
+
+    from ..http.hypercorn_fixes import use_for_every_connection
+
+    config = Config()
+    use_for_every_connection()
+    listening: list[socket.socket] = [for_asyncio(one) for one in sockets]
+    config.create_sockets = lambda: Sockets([], listening, [])
+    config.backlog = 1  # See Listening.
+    config.keep_alive_timeout = KEEP_ALIVE_S
+    config.keep_alive_max_requests = 1_000_000
+    config.h11_max_incomplete_size = MAX_HEADERS
+    config.include_server_header = False
+    config.accesslog = None
+    config.errorlog = logging.getLogger("omlxd.http")
+    config.loglevel = "WARNING"
+    # Answers are ended by the pool; this bounds only connections that then don't close.
+    config.graceful_timeout = 3600.0
+    return config
