@@ -10,8 +10,8 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
-from omlxd.api.openai_responses import parse
-from omlxd.api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
+from omlxd.api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStream
+from omlxd.api.responses.request import parse
 from omlxd.chat import (
     Conversation,
     Message,

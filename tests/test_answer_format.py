@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from omlxd.api import anthropic, openai_chat, openai_completions, openai_responses
+from omlxd.api.anthropic import request as anthropic
+from omlxd.api.openai import chat_request, completions
+from omlxd.api.responses import request as openai_responses
 from omlxd.chat import AnswerFormat, Conversation
 from omlxd.errors import InvalidRequest
 
@@ -14,11 +16,11 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def chat(**body):
-    return openai_chat.parse(json.dumps({"messages": USER, **body}).encode()).generate
+    return chat_request.parse(json.dumps({"messages": USER, **body}).encode()).generate
 
 
 def completion(**body):
-    return openai_completions.parse(json.dumps({"prompt": "a", **body}).encode()).generate
+    return completions.parse(json.dumps({"prompt": "a", **body}).encode()).generate
 
 
 def responses(**body):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from omlxd.api import anthropic
-from omlxd.api.anthropic_documents import MAX_DOCUMENT_BYTES
+from omlxd.api.anthropic import request
+from omlxd.api.anthropic.documents import MAX_DOCUMENT_BYTES
 from omlxd.chat import Conversation, Message, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
@@ -22,7 +22,7 @@ NOISE = {
 
 def parts(*blocks: dict[str, Any]):
     body = {"messages": [{"role": "user", "content": list(blocks)}]}
-    prompt = anthropic.parse(json.dumps(body).encode()).generate.prompt
+    prompt = request.parse(json.dumps(body).encode()).generate.prompt
     assert isinstance(prompt, Conversation)
     (message,) = prompt.messages
     return message.parts
@@ -195,7 +195,7 @@ def test_blocks_that_are_not_whole_are_named(block, param):
 def test_only_a_user_or_a_tool_shows_documents(block, role):
     body = {"messages": [{"role": role, "content": [block]}]}
     with pytest.raises(InvalidRequest, match=f"a {block['type']} block can't stand in a {role} message"):
-        anthropic.parse(json.dumps(body).encode())
+        request.parse(json.dumps(body).encode())
 
 
 def test_a_conversation_about_a_document_extends_itself():
@@ -204,7 +204,7 @@ def test_a_conversation_about_a_document_extends_itself():
     more = [again, {"role": "assistant", "content": "Heat."}, {"role": "user", "content": "And tea?"}]
 
     def messages(*given: Any) -> tuple[Message, ...]:
-        prompt = anthropic.parse(json.dumps({"messages": given}).encode()).generate.prompt
+        prompt = request.parse(json.dumps({"messages": given}).encode()).generate.prompt
         assert isinstance(prompt, Conversation)
         return prompt.messages
 

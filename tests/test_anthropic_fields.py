@@ -13,7 +13,7 @@ from typing import Any, Literal
 import anthropic_sdk as sdk
 import pytest
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request
 from omlxd.api.body import ParsedRequest
 from omlxd.errors import InvalidRequest
 
@@ -30,7 +30,7 @@ BODY: dict[str, Any] = {
 
 
 def parse(body: dict[str, Any]) -> ParsedRequest:
-    return anthropic.parse(json.dumps(body).encode())
+    return request.parse(json.dumps(body).encode())
 
 
 def check(body: dict[str, Any], before: dict[str, Any], fate: Fate, param: str = "") -> None:
@@ -360,4 +360,4 @@ def test_the_fields_of_messages():
 def test_headers_of_versions_and_betas_change_nothing(version):
     headers = {"anthropic-version": version, "anthropic-beta": "context-1m-2025-08-07,files-api-2025-04-14"}
     content = json.dumps(BODY).encode()
-    assert anthropic.parse(content, headers) == anthropic.parse(content, {})
+    assert request.parse(content, headers) == request.parse(content, {})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request
 from omlxd.chat import Conversation, Message, TextPart, ToolCallPart
 from omlxd.errors import InvalidRequest
 
@@ -18,7 +18,7 @@ USER = {"role": "user", "content": "hi"}
 
 def prompt(*messages: dict[str, Any], **more: Any) -> Conversation:
     body = {"messages": list(messages) or [USER], **more}
-    got = anthropic.parse(json.dumps(body).encode()).generate.prompt
+    got = request.parse(json.dumps(body).encode()).generate.prompt
     assert isinstance(got, Conversation)
     return got
 

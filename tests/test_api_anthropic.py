@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request
 from omlxd.chat import (
     Conversation,
     ImagePart,
@@ -28,7 +28,7 @@ TRACES = Path(os.environ.get("OMLXD_TRACES") or Path(__file__).parents[2] / "sha
 
 def parse(headers=None, **body):
     body.setdefault("messages", [{"role": "user", "content": "hi"}])
-    return anthropic.parse(json.dumps(body).encode(), headers or {})
+    return request.parse(json.dumps(body).encode(), headers or {})
 
 
 def conversation(**body) -> Conversation:
@@ -319,7 +319,7 @@ def test_bad_fields_are_named(body, param):
 )
 def test_bodies_that_are_no_request(body):
     with pytest.raises(InvalidRequest):
-        anthropic.parse(body)
+        request.parse(body)
 
 
 def test_numbers_past_64_bits_in_arguments_are_kept_as_floats():
@@ -344,7 +344,7 @@ def trace(name):
 )
 def test_every_recorded_body_parses(name):
     for turn in trace(name):
-        parsed = anthropic.parse(json.dumps(turn["body"]).encode(), turn["headers"])
+        parsed = request.parse(json.dumps(turn["body"]).encode(), turn["headers"])
         assert parsed.stream and parsed.model == "omlx-local"
         assert parsed.generate.session.startswith("00000000-")
         assert "x-anthropic-billing-header" not in str(parsed.generate.prompt)
@@ -352,7 +352,7 @@ def test_every_recorded_body_parses(name):
 
 def test_each_recorded_turn_extends_the_one_before():
     turns = [
-        anthropic.parse(json.dumps(turn["body"]).encode()).generate.prompt
+        request.parse(json.dumps(turn["body"]).encode()).generate.prompt
         for turn in trace("claude_code_session.jsonl")
     ]
     assert len(turns) == 10

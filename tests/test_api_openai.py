@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from omlxd.api import openai_chat, openai_completions
+from omlxd.api.openai import chat_request, completions
 from omlxd.chat import (
     Conversation,
     ImagePart,
@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 def chat(headers=None, **body):
     body.setdefault("messages", [{"role": "user", "content": "hi"}])
-    return openai_chat.parse(json.dumps(body).encode(), headers or {})
+    return chat_request.parse(json.dumps(body).encode(), headers or {})
 
 
 def conversation(**body) -> Conversation:
@@ -36,7 +36,7 @@ def conversation(**body) -> Conversation:
 
 
 def completion(**body):
-    return openai_completions.parse(json.dumps(body).encode(), {})
+    return completions.parse(json.dumps(body).encode(), {})
 
 
 def refused(**body) -> InvalidRequest:

@@ -8,10 +8,10 @@ from fake_engine import EVERYTHING, USAGE
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlxd.api.anthropic_stream import AnthropicCollector, AnthropicStream
+from omlxd.api.anthropic.answer import AnthropicCollector, AnthropicStream
 from omlxd.api.errors import http_error, protocol_of
-from omlxd.api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
-from omlxd.api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
+from omlxd.api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
+from omlxd.api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
 from omlxd.chat import ErrorCode, Finished, Progress, ReasoningDelta, TextDelta, TokenLogprob, ToolCall
 from omlxd.errors import OmlxdError, Overloaded, PromptTooLong, Unavailable
 

@@ -8,8 +8,9 @@ from app_client import PATHS, client, message_of
 from app_client import body as body_of
 from fake_engine import FakeEngine, app_of
 
-from omlxd.api import anthropic, openai_chat
-from omlxd.api.body_shape import MOST_CONTAINERS, check_shape
+from omlxd.api.anthropic import request
+from omlxd.api.body import MOST_CONTAINERS, check_shape
+from omlxd.api.openai import chat_request
 from omlxd.chat import Conversation
 from omlxd.errors import InvalidRequest
 
@@ -44,14 +45,14 @@ def test_json_within_texts_is_bounded_for_all_of_them_together():
     text = json.dumps([[]] * 60_000)
     call = {"type": "function", "function": {"name": "a", "arguments": text}}
     few = {"messages": [{"role": "assistant", "tool_calls": [call] * 2}]}
-    prompt = openai_chat.parse(json.dumps(few).encode()).generate.prompt
+    prompt = chat_request.parse(json.dumps(few).encode()).generate.prompt
     assert isinstance(prompt, Conversation) and len(prompt.messages[0].parts) == 2
     many = {"messages": [{"role": "assistant", "tool_calls": [call] * 50}], "guided_json": text}
     with pytest.raises(InvalidRequest, match="guided_json: too much JSON within"):
-        openai_chat.parse(json.dumps(many).encode())
+        chat_request.parse(json.dumps(many).encode())
     user = json.dumps({"session_id": "s", "more": [[]] * 10**6})
     told = {"messages": [{"role": "user", "content": "x"}], "metadata": {"user_id": user}}
-    assert anthropic.parse(json.dumps(told).encode()).generate.session == user[:200]
+    assert request.parse(json.dumps(told).encode()).generate.session == user[:200]
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/responses", "/omlxd/why-miss", "/omlxd/cache/forget"])

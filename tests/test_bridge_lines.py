@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omlxd.api import openai_chat, openai_completions
+from omlxd.api.openai import chat_request, completions
 from omlxd.bridge.messages import OPS, decode_request, id_of
 from omlxd.bridge.pipes import LineSplitter
 from omlxd.errors import InvalidRequest
@@ -52,6 +52,6 @@ def test_whatever_a_line_is_it_is_a_request_or_told_to_be_none(line):
         return
     assert request.id == told
     with contextlib.suppress(InvalidRequest):
-        openai_chat.parse(line)
+        chat_request.parse(line)
     with contextlib.suppress(InvalidRequest):
-        openai_completions.parse(line)
+        completions.parse(line)

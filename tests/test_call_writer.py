@@ -10,8 +10,8 @@ import pytest
 from fake_engine import USAGE
 from parsing import READ, call, parse, tokenizer  # noqa: F401 -- a fixture
 
-from omlxd.api.anthropic_stream import AnthropicStream
-from omlxd.api.openai_chat_stream import OpenAIChatStream
+from omlxd.api.anthropic.answer import AnthropicStream
+from omlxd.api.openai.chat_answer import OpenAIChatStream
 from omlxd.chat import Finished, TextDelta, ToolCall, ToolCallCut, ToolCallDelta
 from omlxd.engine.output.parser import OutputParser
 

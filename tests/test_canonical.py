@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers_zoo import fast, zoo
 
-from omlxd.api import anthropic, openai_chat, openai_responses
+from omlxd.api.anthropic import request as anthropic
+from omlxd.api.openai import chat_request
+from omlxd.api.responses import request as openai_responses
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
 from omlxd.engine.prompt.canonical import answer_of, canonical_json, canonical_text, chain_of
 from omlxd.engine.prompt.pipeline import PromptPipeline
@@ -73,7 +75,7 @@ def test_a_billing_line_is_dropped_on_every_road(prompts, suffix):
     parts = [{"type": "text", "text": line}, {"type": "text", "text": "You are an agent."}]
     for system in (parts, f"{line}\nYou are an agent."):
         given = {"messages": [{"role": "system", "content": system}, *said]}
-        assert prompts.render(conversation_of(openai_chat, given)).tokens == plain
+        assert prompts.render(conversation_of(chat_request, given)).tokens == plain
     given = {"instructions": f"{line}\n\nYou are an agent.", "input": said}
     assert prompts.render(conversation_of(openai_responses, given)).tokens == plain
     given = {"input": [{"role": "developer", "content": [{"type": "input_text", "text": line}]}, *said]}
@@ -117,7 +119,7 @@ def test_the_order_of_keys_in_a_tool_changes_no_token(prompts, random):
         items = {"input": said, "tools": [change({"type": "function", **function})]}
         texts = {
             prompts.render(claude(user("Hi"), tools=[change(tool)])).text,
-            prompts.render(conversation_of(openai_chat, chat)).text,
+            prompts.render(conversation_of(chat_request, chat)).text,
             prompts.render(conversation_of(openai_responses, items)).text,
         }
         assert len(texts) == 1

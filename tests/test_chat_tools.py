@@ -10,7 +10,7 @@ from fake_engine import HELLO, USAGE, FakeEngine
 from responses import conversation as of_responses
 from sdk_clients import gpt
 
-from omlxd.api import openai_chat
+from omlxd.api.openai import chat_request
 from omlxd.chat import (
     Conversation,
     Finished,
@@ -35,7 +35,7 @@ USER = [{"role": "user", "content": "u"}]
 
 def conversation(**body) -> Conversation:
     body = {"messages": USER, **body}
-    prompt = openai_chat.parse(json.dumps(body).encode()).generate.prompt
+    prompt = chat_request.parse(json.dumps(body).encode()).generate.prompt
     assert isinstance(prompt, Conversation)
     return prompt
 

@@ -6,14 +6,16 @@ import json
 
 import pytest
 
-from omlxd.api import anthropic, openai_chat, openai_completions, openai_responses
-from omlxd.api.dialects import session_of, thinking_of
+from omlxd.api.anthropic import request as anthropic
+from omlxd.api.openai import chat_request, completions
+from omlxd.api.openai.local_fields import session_of, thinking_of
+from omlxd.api.responses import request as openai_responses
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def chat(headers=None, **more):
-    return openai_chat.parse(json.dumps({**HELLO, **more}).encode(), headers or {}).generate
+    return chat_request.parse(json.dumps({**HELLO, **more}).encode(), headers or {}).generate
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_the_order_of_names():
 
 def test_the_other_endpoints_know_them_too():
     body = json.dumps({"model": "m", "prompt": "x", "session_id": "s1"}).encode()
-    assert openai_completions.parse(body, {}).generate.session == "s1"
+    assert completions.parse(body, {}).generate.session == "s1"
     body = json.dumps({"model": "m", "input": "x", "metadata": {"session_id": "s1"}}).encode()
     assert openai_responses.parse(body, {}).generate.session == "s1"
 

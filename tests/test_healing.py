@@ -25,7 +25,8 @@ from talk import (
 )
 from templates import QWEN3
 
-from omlxd.api import anthropic, openai_chat
+from omlxd.api.anthropic import request
+from omlxd.api.openai import chat_request
 from omlxd.chat import (
     Conversation,
     Message,
@@ -160,7 +161,7 @@ def test_echoes_of_both_protocols(folder):
         ],
         "tools": [{"name": "Read", "description": "Reads a file.", "input_schema": schema}],
     }
-    for parse, body in ((openai_chat.parse, openai), (anthropic.parse, claude)):
+    for parse, body in ((chat_request.parse, openai), (request.parse, claude)):
         conversation = parse(json.dumps(body).encode(), {}).generate.prompt
         rendered = prompts.render(conversation, scope=ME)
         assert rendered.tokens[: len(session.produced)] == session.produced

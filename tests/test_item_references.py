@@ -10,9 +10,9 @@ from app_client import client, message_of
 from fake_engine import EVERYTHING, FakeEngine, app_of
 from sdk_clients import gpt
 
-from omlxd.api import openai_references
-from omlxd.api.openai_ids import item_id, new_response_id, response_of
-from omlxd.api.openai_responses import parse
+from omlxd.api.responses import request
+from omlxd.api.responses.items import item_id, new_response_id, response_of
+from omlxd.api.responses.request import parse
 from omlxd.chat import Message, TextPart, ThinkingPart, ToolCallPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
@@ -91,7 +91,7 @@ def asked(*items, known=lambda id: None):
 
 def test_references_are_bounded(monkeypatch):
     large = json.dumps({"type": "message", "role": "user", "content": "x" * 400}).encode()
-    monkeypatch.setattr(openai_references, "MAX_BYTES", 1000)
+    monkeypatch.setattr(request, "MAX_BYTES", 1000)
     assert len(asked(*[refer("a")] * 2, known=lambda id: large).messages) == 2
     with pytest.raises(InvalidRequest, match="too large together") as refused:
         asked(*[refer("a")] * 3, known=lambda id: large)

@@ -22,7 +22,7 @@ from responses import (
 )
 
 from omlxd.api.errors import message_of
-from omlxd.api.openai_responses_stream import OpenAIResponsesStream
+from omlxd.api.responses.answer import OpenAIResponsesStream
 from omlxd.chat import (
     Finished,
     Message,

@@ -17,7 +17,7 @@ from responses import (
     user,
 )
 
-from omlxd.api.openai_responses_items import sealed
+from omlxd.api.responses.items import sealed
 from omlxd.chat import (
     ImagePart,
     Message,

@@ -11,7 +11,7 @@ from families import build_family
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from rig import BLOCK, Rig
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request as anthropic
 from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, TextPart
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.sessions import Sessions, Standing, lineage_of

@@ -17,11 +17,11 @@ import pytest
 from fake_engine import USAGE
 from parsing import READ, call, tokenizer  # noqa: F401 -- a fixture
 
-from omlxd.api import openai_responses
-from omlxd.api.anthropic_stream import AnthropicCollector, AnthropicStream
-from omlxd.api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
-from omlxd.api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
-from omlxd.api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
+from omlxd.api.anthropic.answer import AnthropicCollector, AnthropicStream
+from omlxd.api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
+from omlxd.api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
+from omlxd.api.responses import request as openai_responses
+from omlxd.api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStream
 from omlxd.chat import Event, Finished, ToolCall, ToolCallCut, ToolCallDelta
 from omlxd.engine.output import parser as output
 from omlxd.engine.output.parser import OutputParser

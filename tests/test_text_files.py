@@ -11,7 +11,7 @@ from fake_engine import FakeEngine
 from responses import item, messages
 from sdk_clients import gpt
 
-from omlxd.api import openai_chat, text_files
+from omlxd.api.openai import chat_request, text_files
 from omlxd.chat import Message, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
@@ -39,7 +39,7 @@ def of_responses(given: dict) -> str:
 def of_chat(given: dict) -> str:
     content = [{"type": "file", "file": {key: given[key] for key in given if key != "type"}}]
     body = {"messages": [{"role": "user", "content": content}]}
-    (message,) = openai_chat.parse(json.dumps(body).encode()).generate.prompt.messages
+    (message,) = chat_request.parse(json.dumps(body).encode()).generate.prompt.messages
     return message.parts[0].text
 
 

@@ -15,7 +15,7 @@ from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
 
 from omlxd import cli
-from omlxd.api import openai_chat
+from omlxd.api.openai import chat_request
 from omlxd.cache_cli.why_miss import as_text, read_request
 from omlxd.chat import GenerateRequest, RawPrompt
 from omlxd.engine.explain import Explainer
@@ -223,14 +223,14 @@ def test_recent_requests_hold_no_more_memory_than_is_said():
     tracemalloc.start()
     try:
         for _ in range(6):
-            request = openai_chat.parse(body.encode()).generate
+            request = chat_request.parse(body.encode()).generate
             recent.add("m", request, RequestTrace("POST", CHAT), len(body))
         del request
         assert tracemalloc.get_traced_memory()[0] < 3 << 20
     finally:
         tracemalloc.stop()
     kept = recent.find()
-    assert kept is not None and kept.request == openai_chat.parse(body.encode()).generate
+    assert kept is not None and kept.request == chat_request.parse(body.encode()).generate
 
 
 async def test_the_last_requests_and_why():

@@ -44,8 +44,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from omlxd.api import anthropic, openai_chat, openai_responses
+from omlxd.api.anthropic import request as anthropic
 from omlxd.api.body import ParsedRequest
+from omlxd.api.openai import chat_request
+from omlxd.api.responses import request as openai_responses
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.errors import OmlxdError
 
@@ -182,7 +184,7 @@ def prepared(request: Request, model: str, max_tokens: int) -> Request:
     parse = parser_of(request)
     limit = "max_output_tokens" if parse is openai_responses.parse else "max_tokens"
     body = {**request.body, "model": model, "stream": True, limit: max_tokens}
-    if parse is openai_chat.parse:
+    if parse is chat_request.parse:
         body.pop("max_completion_tokens", None)
         body["stream_options"] = {"include_usage": True}
     return Request(path=request.path, body=body, headers=request.headers, turn=request.turn)
@@ -190,7 +192,7 @@ def prepared(request: Request, model: str, max_tokens: int) -> Request:
 
 _PARSERS = {
     "/v1/messages": anthropic.parse,
-    "/v1/chat/completions": openai_chat.parse,
+    "/v1/chat/completions": chat_request.parse,
     "/v1/responses": openai_responses.parse,
 }
 

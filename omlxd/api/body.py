@@ -2,7 +2,15 @@
 
 Every protocol decodes through `decode`, so that no body, however odd, is anything but an
 `InvalidRequest`. Field names in errors are dotted paths (`messages.0.role`).
+
+How much JSON a body holds, seen before any of it is built.
+
+A megabyte of `[],[],…` becomes 30 MB of lists, and 32 of them kept this process from answering anybody
+for half a minute. Real sessions of coding agents hold 3 objects or lists in a kilobyte.
+
+`keep_alive`, the one field that every generating body may carry: Ollama's, for how long a model stays.
 """
+# MERGED: docstrings of body.py, body_shape.py, keep_alive.py (join by hand)
 
 from __future__ import annotations
 
@@ -11,13 +19,51 @@ import codecs
 import math
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import msgspec
 
 from ..chat import GenerateRequest, ImagePart, RawPrompt, Struct
+from ..durations import duration
 from ..errors import InvalidRequest
-from .body_shape import check_nested, check_shape
+
+MOST_CONTAINERS = 200_000
+"""Objects and lists. Twice what 32 MB of a coding agent's conversation hold."""
+MOST_VALUES = 2_000_000
+"""Commas, about as many as values: a prompt may be a list of a million token ids."""
+
+
+_left: ContextVar[int] = ContextVar("_left", default=MOST_CONTAINERS)
+"""Objects and lists that JSON texts within the body may still hold; ten values count as one."""
+
+
+def check_shape(body: bytes) -> None:
+    """Raises InvalidRequest for a body of too many objects, lists or values, be it JSON or not."""
+    _left.set(MOST_CONTAINERS)
+    if len(body) <= 2 * MOST_CONTAINERS or _fits(body):
+        return
+    # Signs within strings are text, which costs no more than its length.
+    text = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if text.count(b'"') > MOST_VALUES or not _fits(b"".join(text.split(b'"')[::2])):
+        raise InvalidRequest(
+            f"The request body holds more than {MOST_CONTAINERS:,} JSON objects and lists, or "
+            f"{MOST_VALUES:,} values; send fewer."
+        )
+
+
+def check_nested(text: str, param: str) -> None:
+    """As `check_shape`, for JSON text that is a value of the body: all such texts of one body together."""
+    left = _left.get() - text.count("{") - text.count("[") - text.count(",") // 10
+    if left < 0:
+        raise InvalidRequest(f"{param}: too much JSON within the request's texts; send less", param=param)
+    _left.set(left)
+
+
+def _fits(text: bytes) -> bool:
+    containers = text.count(b"{") + text.count(b"[")
+    return containers <= MOST_CONTAINERS and text.count(b",") <= MOST_VALUES
+
 
 MAX_DEPTH = 64
 """Levels of nesting in free-form JSON (tool schemas, arguments). msgspec's own limit is Python's
@@ -279,3 +325,27 @@ def with_timeout(parsed: ParsedRequest, headers: Mapping[str, str]) -> ParsedReq
 def session_header(headers: Mapping[str, str], *names: str) -> str:
     """The headers that are present among `names`, joined with `/`. Header keys in lower case."""
     return "/".join(value[:200] for name in names if (value := headers.get(name, "").strip()))
+
+
+class _Body(msgspec.Struct):
+    keep_alive: str | float | int | None = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def keep_alive_of(body: bytes) -> float | None:
+    """Seconds that the model stays loaded after this request; infinite: for good; None: not said.
+
+    Spelled as Ollama does: `"5m"`, `300`, `0` (it goes when the request has ended), `-1` (it stays).
+    Raises InvalidRequest.
+    """
+    if b'"keep_alive"' not in body:
+        return None
+    try:
+        value = _decoder.decode(body).keep_alive
+        return None if value is None else duration(value)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+        raise InvalidRequest(
+            'keep_alive: write a length of time as "5m", seconds, 0 or -1', param="keep_alive"
+        ) from None

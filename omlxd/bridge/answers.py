@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import chat
-from ..api.openai_fields import chat_logprobs
+from ..api.openai.fields import chat_logprobs
 from ..api.sse import usage_extension
 from ..errors import OmlxdError
 from .messages import Delta, Done, Failure, Id, Line, Progress, ToolCall, Usage

@@ -11,8 +11,8 @@ import contextlib
 import logging
 
 from .. import __version__
-from ..api import openai_chat, openai_completions
 from ..api.body import ParsedRequest
+from ..api.openai import chat_request, completions
 from ..chat import Failed, Finished
 from ..config import Settings
 from ..errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
@@ -139,12 +139,12 @@ class Bridge:
                 assert loading is not None
                 return _loaded(request.id, await asyncio.shield(loading))
             case Generate():
-                return await self._stream(request.id, openai_completions.parse(line), loading)
+                return await self._stream(request.id, completions.parse(line), loading)
             case Chat():
-                return await self._stream(request.id, openai_chat.parse(line), loading)
+                return await self._stream(request.id, chat_request.parse(line), loading)
             case Classify():
                 chat = request.messages is not UNSET
-                parsed = openai_chat.parse(line) if chat else openai_completions.parse(line)
+                parsed = chat_request.parse(line) if chat else completions.parse(line)
                 _check_one(parsed)
                 engine = await self._slot.engine(loading, parsed.model)
                 return await classify(request.id, engine, parsed.generate, request.labels)

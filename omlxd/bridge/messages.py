@@ -26,7 +26,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..api.body import decode
-from ..api.openai_fields import ChatLogprob
+from ..api.openai.fields import ChatLogprob
 from ..chat import ErrorCode, FinishReason
 from ..errors import InvalidRequest
 from ..front.owner.status import ColdStatus, ModelStatus

@@ -21,10 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .. import __version__
-from ..api import anthropic
-from ..api.anthropic_stream import TokenCount
-from ..api.body import mended, with_timeout
-from ..api.keep_alive import keep_alive_of
+from ..api.anthropic import request as anthropic
+from ..api.anthropic.answer import TokenCount
+from ..api.body import keep_alive_of, mended, with_timeout
 from .engines.protocol import Engines
 from .http.generation import (
     ANTHROPIC,

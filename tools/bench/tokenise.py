@@ -31,7 +31,7 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request
 from omlxd.chat import Conversation, Message, TextPart, ToolResultPart
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.token_cache import TokenCache
@@ -40,7 +40,7 @@ from omlxd.models import demo
 
 def longest_of(trace: Path) -> Conversation:
     lines = [json.loads(line) for line in trace.read_text().splitlines() if line.strip()]
-    prompts = [anthropic.parse(json.dumps(line["body"]).encode(), {}).generate.prompt for line in lines]
+    prompts = [request.parse(json.dumps(line["body"]).encode(), {}).generate.prompt for line in lines]
     talks = [prompt for prompt in prompts if isinstance(prompt, Conversation)]
     return max(talks, key=lambda talk: len(talk.messages))
 

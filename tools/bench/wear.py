@@ -25,7 +25,7 @@ from pathlib import Path
 
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from omlxd.api import anthropic
+from omlxd.api.anthropic import request
 from omlxd.engine.kvio.checkpointer import LEAST_INTERVAL, SHARE
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.kv.block_pool import BlockPool
@@ -233,7 +233,7 @@ def sessions(traces: Path, model: Path) -> Iterator[list[list[int]]]:
         for line in file.read_text().splitlines():
             record = json.loads(line)
             tokens = prompts.render(
-                anthropic.parse(json.dumps(record["body"]).encode(), record["headers"]).generate.prompt
+                request.parse(json.dumps(record["body"]).encode(), record["headers"]).generate.prompt
             ).tokens
             turn = re.sub(r"_t\d+$", "", record["turn"])
             if turn != name and session:

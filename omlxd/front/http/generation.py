@@ -21,14 +21,16 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from ...api import anthropic, openai_chat, openai_completions, openai_responses
-from ...api.anthropic_stream import AnthropicCollector, AnthropicStream
+from ...api.anthropic import request as anthropic
+from ...api.anthropic.answer import AnthropicCollector, AnthropicStream
 from ...api.body import ParsedRequest
-from ...api.openai_chat_stream import OpenAIChatCollector, OpenAIChatStream
-from ...api.openai_completions import OpenAICompletionCollector, OpenAICompletionStream
-from ...api.openai_ids import new_response_id
-from ...api.openai_responses import ResponsesRequest
-from ...api.openai_responses_stream import OpenAIResponsesCollector, OpenAIResponsesStream
+from ...api.openai import chat_request, completions
+from ...api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
+from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
+from ...api.responses import request as openai_responses
+from ...api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStream
+from ...api.responses.items import new_response_id
+from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
 from ...chat import Event, Failed, Finished
 from ..engines.protocol import Engine
@@ -75,7 +77,7 @@ ANTHROPIC = Dialect(
 
 
 def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:
-    assert isinstance(parsed, openai_chat.ChatRequest)
+    assert isinstance(parsed, chat_request.ChatRequest)
     return OpenAIChatStream(
         *(_id("chatcmpl-"), parsed.model, _now(), request_id),
         include_usage=parsed.include_usage,
@@ -85,13 +87,13 @@ def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:
 
 
 def _chat_collector(parsed: ParsedRequest) -> OpenAIChatCollector:
-    assert isinstance(parsed, openai_chat.ChatRequest)
+    assert isinstance(parsed, chat_request.ChatRequest)
     return OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls)
 
 
-OPENAI_CHAT = Dialect(openai_chat.parse, _chat_stream, _chat_collector)
+OPENAI_CHAT = Dialect(chat_request.parse, _chat_stream, _chat_collector)
 OPENAI_COMPLETIONS = Dialect(
-    openai_completions.parse,
+    completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
         _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),

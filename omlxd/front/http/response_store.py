@@ -15,7 +15,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...api.openai_ids import response_of
+from ...api.responses.items import response_of
 from ...chat import Message
 from ...errors import InvalidRequest, NotFound
 

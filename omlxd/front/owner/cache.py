@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...api.body_shape import check_shape
+from ...api.body import check_shape
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.paths import is_stored_path
 from ..engines.protocol import Engines

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from ... import __version__
-from ...api.anthropic import MessagesBody
-from ...api.anthropic_stream import MessageAnswer, TokenCount
+from ...api.anthropic.answer import MessageAnswer, TokenCount
+from ...api.anthropic.request import MessagesBody
 from ...api.errors import AnthropicError, OpenAIError, protocol_of
-from ...api.openai_chat import ChatBody
-from ...api.openai_chat_stream import ChatCompletion
-from ...api.openai_completions import Completion, CompletionsBody
-from ...api.openai_responses import ResponsesBody
-from ...api.openai_responses_body import Response
+from ...api.openai.chat_answer import ChatCompletion
+from ...api.openai.chat_request import ChatBody
+from ...api.openai.completions import Completion, CompletionsBody
+from ...api.responses.objects import Response
+from ...api.responses.request import ResponsesBody
 from ..http.generation import InputTokens
 from ..http.model_list import ModelEntry, ModelList
 from ..http.response_store import Deleted

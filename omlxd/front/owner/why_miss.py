@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ...api.body_shape import check_shape
+from ...api.body import check_shape
 from ...errors import InvalidRequest, NotFound
 from ...wire import Explanation
 from ..engines.protocol import Engines

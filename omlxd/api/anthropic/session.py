@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .body import session_header
+from ..body import session_header
 
 MAX_USER_ID = 4096
 """Characters of `metadata.user_id` that are looked into; Claude Code's has 200."""

@@ -8,23 +8,28 @@
 | `function_call_output`, `…_output` with a call id | a tool result                              |
 | `additional_tools`                          | more tools                                       |
 | `tool_search_output` with a call id         | a tool result that tells of the tools found      |
-| `item_reference`                            | what it stands for (openai_references.py)        |
+| `item_reference`                            | what it stands for (api/responses/request.py)        |
 | any other                                   | nothing: it was for OpenAI's own side            |
 
 Items have ids that change from session to session; they are read in references alone. Neighbouring
 items of the assistant make one message, and so do neighbouring results, as a turn is one message to a
 template.
+
+Ids of /v1/responses: an item's tells which response it belongs to.
 """
+# MERGED: docstrings of openai_responses_items.py, openai_ids.py (join by hand)
 
 from __future__ import annotations
 
 import base64
 import binascii
+import os
+import re
 from typing import Any, Union
 
 import msgspec
 
-from ..chat import (
+from ...chat import (
     ImagePart,
     Message,
     Part,
@@ -34,11 +39,11 @@ from ..chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ..errors import InvalidRequest
-from .body import free_json, image_url, lenient_arguments, stable_json, unsupported
-from .openai_custom_tools import CUSTOM_INPUT
-from .openai_responses_tools import ResponseTools
-from .text_files import text_file
+from ...errors import InvalidRequest
+from ..body import free_json, image_url, lenient_arguments, stable_json, unsupported
+from ..openai.text_files import text_file
+from ..openai.tool_choice import CUSTOM_INPUT
+from .tools import ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
 """Begins our `encrypted_content`. It is the text in base64, not encrypted: the client may read its
@@ -224,3 +229,21 @@ def _result(item: Item, param: str) -> ToolResultPart:
             return ToolResultPart(item.call_id or "", text, images=images)
     fitted = free_json({"output": value}, f"{param}.output")["output"]
     return ToolResultPart(item.call_id or "", "" if fitted is None else stable_json(fitted))
+
+
+_ITEM = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{2,}")
+
+
+def new_response_id() -> str:
+    return "resp_" + os.urandom(12).hex()
+
+
+def item_id(prefix: str, response_id: str, index: int) -> str:
+    """Of the item at `index`; the prefix keeps those of the input and of the output apart."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}{index:02x}"
+
+
+def response_of(item_id: str) -> str | None:
+    """The response whose item this is; None: no item of ours has such an id."""
+    match = _ITEM.fullmatch(item_id)
+    return f"resp_{match[1]}" if match else None

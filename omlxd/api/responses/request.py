@@ -1,8 +1,13 @@
-"""OpenAI's Responses API: a body into a `GenerateRequest`. Answers: openai_responses_stream.py.
+"""OpenAI's Responses API: a body into a `GenerateRequest`. Answers: api/responses/answer.py.
 
 As in chat completions, what would change the answer and can't be honoured is refused; unknown
 fields are ignored. Tools that would run on OpenAI's side are left out: Codex always offers one.
+
+`item_reference` in the input of /v1/responses: an item of an earlier response's output, named by its id.
+
+Vercel's AI SDK sends earlier turns so, unless it is told not to store them.
 """
+# MERGED: docstrings of openai_responses.py, openai_references.py (join by hand)
 
 from __future__ import annotations
 
@@ -11,12 +16,12 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ..chat import GenerateRequest, Message, Struct, TextPart
-from ..errors import InvalidRequest, NotFound
-from .answer_format import ResponseFormat, format_of
-from .body import ParsedRequest, decode, free_json, refuse, session_header
-from .conversation import conversation
-from .openai_fields import (
+from ...chat import GenerateRequest, Message, Struct, TextPart
+from ...errors import InvalidRequest, NotFound
+from ..answer_format import ResponseFormat, format_of
+from ..body import ParsedRequest, decode, free_json, refuse, session_header
+from ..conversation import conversation
+from ..openai.fields import (
     NO_MODERATION,
     ChatFields,
     Count,
@@ -27,10 +32,45 @@ from .openai_fields import (
     session,
     template_fields,
 )
-from .openai_references import KnownItem, resolved
-from .openai_responses_items import Item, messages_of
-from .openai_responses_tools import ResponseTools, ToolName
-from .openai_tool_choice import tool_choice
+from ..openai.tool_choice import tool_choice
+from .items import Item, messages_of
+from .tools import ResponseTools, ToolName
+
+KnownItem = Callable[[str], "bytes | None"]
+"""Item id → the item as JSON; None: not known (any more)."""
+MAX_BYTES = 32 * 1024 * 1024
+"""Of all items that one request refers to: as much as a body may hold."""
+
+_reference_decoder = msgspec.json.Decoder(Item)
+
+
+def resolved(items: list[Item], known: KnownItem) -> list[Item]:
+    """`items` with each reference replaced by what it stands for. Raises InvalidRequest."""
+    out: list[Item] = []
+    left = MAX_BYTES
+    for index, item in enumerate(items):
+        if not _refers(item):
+            out.append(item)
+            continue
+        param = f"input.{index}.id"
+        if not isinstance(item.id, str):
+            raise InvalidRequest(f"{param}: this field is required", param=param)
+        if (meant := known(item.id)) is None:
+            raise InvalidRequest(
+                f"{param}: there is no item {item.id[:100]!r} here (any more); send the item itself",
+                param=param,
+            )
+        left -= len(meant)
+        if left < 0:
+            raise InvalidRequest(f"{param}: the items referred to are too large together", param=param)
+        out.append(_reference_decoder.decode(meant))
+    return out
+
+
+def _refers(item: Item) -> bool:
+    """The type may be left out, and then there is nothing but the id."""
+    return item.type == "item_reference" or (item.type is None and item.role is None and item.id is not None)
+
 
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import binascii
 import re
 
-from ..chat import TextPart
-from ..errors import InvalidRequest
+from ...chat import TextPart
+from ...errors import InvalidRequest
 
 MAX_BYTES = 8 * 1024 * 1024
 """Of one file."""

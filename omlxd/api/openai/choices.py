@@ -13,11 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..chat import ChoiceEvent, Event, Finished
-from ..errors import OmlxdError
-from .errors import error_body
-from .openai_fields import UsageBody, usage_body
-from .sse import DONE, data_event
+from ...chat import ChoiceEvent, Event, Finished
+from ...errors import OmlxdError
+from ..errors import error_body
+from ..sse import DONE, data_event
+from .fields import UsageBody, usage_body
 
 
 class ChoicesStream(ABC):

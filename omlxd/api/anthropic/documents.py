@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..errors import InvalidRequest
-from .anthropic_blocks import (
+from ...errors import InvalidRequest
+from ..body import free_json, from_base64
+from .blocks import (
     Base64Source,
     BrowserState,
     ContentSource,
@@ -27,7 +28,6 @@ from .anthropic_blocks import (
     Text,
     TextSource,
 )
-from .body import free_json, from_base64
 
 MAX_DOCUMENT_BYTES = 8 << 20
 """Of a document in base64: some two million tokens, more than a context holds."""

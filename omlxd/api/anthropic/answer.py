@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: events into a stream or a message. Requests: anthropic.py.
+"""Anthropic's Messages API: events into a stream or a message. Requests: api/anthropic/request.py.
 
 A stream is `message_start`, content blocks one after another, `message_delta`, `message_stop`.
 The message of a non-streaming answer holds the same blocks. `input_tokens` is what was computed:
@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from ..chat import (
+from ...chat import (
     Event,
     Finished,
     FinishReason,
@@ -25,9 +25,9 @@ from ..chat import (
     ToolCallDelta,
     Usage,
 )
-from ..errors import OmlxdError
-from .errors import error_body
-from .sse import OpenCall, UsageExtension, named_event, usage_extension
+from ...errors import OmlxdError
+from ..errors import error_body
+from ..sse import OpenCall, UsageExtension, named_event, usage_extension
 
 _STOP_REASON: dict[FinishReason, str] = {
     "stop": "end_turn",

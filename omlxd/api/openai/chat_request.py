@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: a body into a `GenerateRequest`. Answers: openai_chat_stream.py.
+"""OpenAI's chat completions: a body into a `GenerateRequest`. Answers: api/openai/chat_answer.py.
 
 What the engine can't honour and what would change the answer (audio) is refused,
 never ignored; unknown fields are ignored, as every OpenAI-compatible server does.
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ..chat import (
+from ...chat import (
     GenerateRequest,
     ImagePart,
     Message,
@@ -21,12 +21,11 @@ from ..chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ..errors import InvalidRequest
-from .body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
-from .conversation import begun_answer, conversation
-from .openai_chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
-from .openai_custom_tools import CUSTOM_INPUT
-from .openai_fields import (
+from ...errors import InvalidRequest
+from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
+from ..conversation import begun_answer, conversation
+from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
+from .fields import (
     NO_MODERATION,
     ChatFields,
     Limit,
@@ -38,6 +37,7 @@ from .openai_fields import (
     template_fields,
 )
 from .text_files import text_file
+from .tool_choice import CUSTOM_INPUT
 
 # --------------------------------------------------------------------------- the body
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: events into chunks or a completion. Requests: openai_chat.py."""
+"""OpenAI's chat completions: events into chunks or a completion. Requests: api/openai/chat_request.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..chat import (
+from ...chat import (
     Event,
     Finished,
     ReasoningDelta,
@@ -17,11 +17,11 @@ from ..chat import (
     ToolCallCut,
     ToolCallDelta,
 )
-from .openai_chat_tools import FUNCTIONS, CallShape
-from .openai_choices import ChoicesCollector, ChoicesStream
-from .openai_custom_tools import custom_input
-from .openai_fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
-from .sse import OpenCall
+from ..sse import OpenCall
+from .chat_tools import FUNCTIONS, CallShape
+from .choices import ChoicesCollector, ChoicesStream
+from .fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
+from .tool_choice import custom_input
 
 
 class _Function(msgspec.Struct):

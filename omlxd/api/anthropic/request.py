@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a body into a `GenerateRequest`. Answers: anthropic_stream.py.
+"""Anthropic's Messages API: a body into a `GenerateRequest`. Answers: api/anthropic/answer.py.
 
 Lenient where Claude Code needs it and where leniency can't mislead: unknown fields are ignored,
 `system` may stand inside `messages`, consecutive messages of one role stay as they are. `cache_control`
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ..chat import (
+from ...chat import (
     AnswerFormat,
     Conversation,
     GenerateRequest,
@@ -27,9 +27,24 @@ from ..chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ..errors import InvalidRequest
-from .answer_format import ResponseFormat, format_of, only
-from .anthropic_blocks import (
+from ...errors import InvalidRequest
+from ..answer_format import ResponseFormat, format_of, only
+from ..body import (
+    MAX_INT64,
+    MAX_TOKENS,
+    NOT_FETCHED,
+    ParsedRequest,
+    decode,
+    free_json,
+    not_contacted,
+    refuse,
+    stops,
+)
+from ..body import image as image_part
+from ..conversation import begun_answer, conversation
+from ..openai.local_fields import effort_word
+from .blocks import (
+    FROM_SERVER,
     AnyBlock,
     Base64Source,
     BrowserState,
@@ -49,24 +64,9 @@ from .anthropic_blocks import (
     ToolResult,
     ToolUse,
 )
-from .anthropic_documents import browser_state_text, document_text, search_result_text
-from .anthropic_server_blocks import FROM_SERVER
-from .anthropic_session import Metadata, parent_agent, session_of
-from .anthropic_tools import ToolChoice, Tools
-from .body import (
-    MAX_INT64,
-    MAX_TOKENS,
-    NOT_FETCHED,
-    ParsedRequest,
-    decode,
-    free_json,
-    not_contacted,
-    refuse,
-    stops,
-)
-from .body import image as image_part
-from .conversation import begun_answer, conversation
-from .dialects import effort_word
+from .documents import browser_state_text, document_text, search_result_text
+from .session import Metadata, parent_agent, session_of
+from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
 

@@ -10,9 +10,9 @@ from typing import Any, Literal, Union
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from .openai_fields import ChatLogprob
-from .openai_responses import ReasoningEcho
-from .sse import UsageExtension
+from ..openai.fields import ChatLogprob
+from ..sse import UsageExtension
+from .request import ReasoningEcho
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 

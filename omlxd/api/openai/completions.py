@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..chat import (
+from ...chat import (
     Event,
     Failed,
     Finished,
@@ -22,11 +22,11 @@ from ..chat import (
     TextDelta,
     TokenLogprob,
 )
-from ..errors import InvalidRequest, OmlxdError
-from .body import MAX_TOKENS, ParsedRequest, decode
-from .errors import OpenAIDetail, openai_detail
-from .openai_choices import ChoicesCollector, ChoicesStream
-from .openai_fields import (
+from ...errors import InvalidRequest, OmlxdError
+from ..body import MAX_TOKENS, ParsedRequest, decode
+from ..errors import OpenAIDetail, openai_detail
+from .choices import ChoicesCollector, ChoicesStream
+from .fields import (
     FINISH_REASON,
     CommonBody,
     UsageBody,

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: events into a stream or a response object. Requests: openai_responses.py.
+"""OpenAI's Responses API: events into a stream or a response object. Requests: api/responses/request.py.
 
 A stream is `response.created`, `response.in_progress`, output items one after another, and one of
 `response.completed`, `response.incomplete` (the limit of tokens) and `response.failed`. Each item
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ..chat import (
+from ...chat import (
     Event,
     Finished,
     Message,
@@ -29,17 +29,16 @@ from ..chat import (
     ToolCallPart,
     Usage,
 )
-from ..errors import OmlxdError
-from . import openai_responses_body as body
-from .body import lenient_arguments
-from .errors import message_of
-from .openai_custom_tools import custom_input
-from .openai_fields import ChatLogprob, chat_logprobs
-from .openai_ids import item_id
-from .openai_responses import ResponsesRequest
-from .openai_responses_items import sealed
-from .openai_responses_tools import ToolName, told_name
-from .sse import OpenCall, named_event, usage_extension
+from ...errors import OmlxdError
+from ..body import lenient_arguments
+from ..errors import message_of
+from ..openai.fields import ChatLogprob, chat_logprobs
+from ..openai.tool_choice import custom_input
+from ..sse import OpenCall, named_event, usage_extension
+from . import objects as body
+from .items import item_id, sealed
+from .request import ResponsesRequest
+from .tools import ToolName, told_name
 
 Keep = Callable[[str, tuple[Message, ...], bytes], None]
 """(response id, the conversation with this answer at its end, the response as JSON):

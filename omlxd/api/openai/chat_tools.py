@@ -13,11 +13,10 @@ from typing import Annotated, Any, Union
 
 import msgspec
 
-from ..chat import Struct, Tool
-from ..errors import InvalidRequest
-from .body import free_json
-from .openai_custom_tools import custom_tool
-from .openai_tool_choice import tool_choice
+from ...chat import Struct, Tool
+from ...errors import InvalidRequest
+from ..body import free_json
+from .tool_choice import custom_tool, tool_choice
 
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import msgspec
 
-from ..chat import Struct, Tool
-from ..errors import InvalidRequest
-from .body import free_json, image_url, not_contacted
-from .openai_custom_tools import custom_tool
-from .openai_tool_choice import ToolGiven
+from ...chat import Struct, Tool
+from ...errors import InvalidRequest
+from ..body import free_json, image_url, not_contacted
+from ..openai.tool_choice import ToolGiven, custom_tool
 
 MAX_NAME_CHARS = 256
 
