@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from kv_fakes import BLOCK, LAYOUT, NAMESPACE, OTHER_NAMESPACE, block_format, chain, payload_of
 
-from omlxd.cli import main
+from omlxd.cli.main import main
 from omlxd.kv.checkpoint import CheckpointFiles, checkpoint_name
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import BlockKey

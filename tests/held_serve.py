@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 MOMENTS = {
-    "settings": ("omlxd.cli", "load_settings"),
+    "settings": ("omlxd.cli.main", "load_settings"),
     "cache lock": ("omlxd.front.engines.cold_ledger", "ColdLedger.claim"),
     "drain": ("omlxd.front.engines.client", "EngineProcess.drain"),
     "flush": ("omlxd.front.engines.link", "EngineLink.close"),
@@ -55,7 +55,7 @@ def main() -> int:
     moment = sys.argv.pop(1)
     if moment == "python ends":
         atexit.register(_wait)  # The last of all: what was registered first is called last.
-    from omlxd import cli
+    from omlxd.cli import main as cli
 
     if moment in MOMENTS:
         module, path = MOMENTS[moment]

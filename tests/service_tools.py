@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from daemon import free_port
 
-from omlxd import cli
-from omlxd.service import command, launchd, plan
+from omlxd.cli import main
+from omlxd.cli.service import command, launchd, plan
 
 FAKE = r"""#!{python} -ISE
 import json, sys
@@ -121,9 +121,9 @@ def service(tmp_path: Path, *argv: str, platform: str = "darwin") -> tuple[int, 
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
         try:
-            parser = cli._Parser(prog="omlxd service")
+            parser = main._Parser(prog="omlxd service")
             status = command.main(argv, parser, platform=platform, home=tmp_path / "home")
-        except cli.ConfigError as error:
+        except main.ConfigError as error:
             print(error.message, file=sys.stderr)
             status = 2
     return status, out.getvalue(), err.getvalue()

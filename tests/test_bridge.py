@@ -14,7 +14,7 @@ from daemon import PATIENCE_S, wait_until
 from engine_lines import EngineLines
 from test_resolve import make
 
-from omlxd.bridge.bridge import LINE_BYTES
+from omlxd.front.bridge.bridge import LINE_BYTES
 
 
 @pytest.fixture
@@ -345,8 +345,8 @@ def test_another_that_holds_the_cache_folder(start, model):
 
 NOISE = """
 import os, sys
-import omlxd.bridge.command as command
-from omlxd.cli import main
+import omlxd.front.bridge.command as command
+from omlxd.cli.main import main
 
 before = command.make_private
 def noisy(folder):

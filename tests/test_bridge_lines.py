@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlxd.api.openai import chat_request, completions
-from omlxd.bridge.messages import OPS, decode_request, id_of
-from omlxd.bridge.pipes import LineSplitter
 from omlxd.errors import InvalidRequest
+from omlxd.front.bridge.messages import OPS, decode_request, id_of
+from omlxd.front.bridge.pipes import LineSplitter
 
 
 @given(

@@ -19,7 +19,7 @@ from cache_folder import (
 )
 from kv_fakes import NAMESPACE
 
-from omlxd.cache_cli import command
+from omlxd.cli.cache import command
 from omlxd.kv.files.namespace import read_namespace
 from omlxd.kv.files.paths import namespace_dir
 

@@ -23,8 +23,8 @@ from cache_folder import (
 from daemon import REPO, Daemon, family_model, own_usage, prose
 from kv_fakes import BLOCK, NAMESPACE, OTHER_NAMESPACE
 
-from omlxd.cache_cli.lock import DaemonRuns, exclusive, holder
-from omlxd.cli import main
+from omlxd.cli.cache.holder import DaemonRuns, exclusive, holder
+from omlxd.cli.main import main
 from omlxd.kv.files.namespace import read_namespace
 from omlxd.kv.files.paths import namespace_dir
 from omlxd.kv.ledger.ledger import Ledger

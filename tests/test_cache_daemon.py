@@ -10,7 +10,7 @@ from app_client import client
 from daemon import Daemon, own_usage, prose, wait_until
 from fake_engine import FakeEngine, app_of
 
-from omlxd import cli
+from omlxd.cli import main
 from omlxd.kv.files.paths import is_stored_path
 from omlxd.kv.ledger.ledger import Ledger
 
@@ -108,7 +108,7 @@ def settled(daemon: Daemon) -> None:
 
 def run(daemon: Daemon, *argv: str) -> int:
     folder = str(cache_of(daemon))
-    return cli.main(["cache", *argv, "--paged-ssd-cache-dir", folder, "--url", daemon.url])
+    return main.main(["cache", *argv, "--paged-ssd-cache-dir", folder, "--url", daemon.url])
 
 
 def account(daemon: Daemon) -> dict[str, int]:
@@ -116,11 +116,11 @@ def account(daemon: Daemon) -> dict[str, int]:
 
 
 def test_an_address_alone_means_the_folder_and_the_cap_of_the_daemon_there(running: Daemon, capsys):
-    assert cli.main(["cache", "stats", "--url", running.url, "--json"]) == 0
+    assert main.main(["cache", "stats", "--url", running.url, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["cache_dir"] == str(cache_of(running)) and shown["files"] == len(files(running))
     assert (shown["cap_bytes"], shown["cap_source"]) == (account(running)["cap"], "the daemon's")
-    assert cli.main(["cache", "stats", "--url", "http://127.0.0.1:1"]) == 1
+    assert main.main(["cache", "stats", "--url", "http://127.0.0.1:1"]) == 1
     assert "Nothing answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
@@ -165,5 +165,5 @@ def test_bad_files_leave_the_account_too(running: Daemon, capsys):
 def test_a_daemon_that_does_not_answer_is_in_the_way(running: Daemon, capsys):
     folder = str(cache_of(running))
     argv = ["cache", "clear", "--yes", "--paged-ssd-cache-dir", folder, "--url", "http://127.0.0.1:1"]
-    assert cli.main(argv) == 1
+    assert main.main(argv) == 1
     assert "is using" in capsys.readouterr().err and len(files(running)) >= 5

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from omlxd import cli
-from omlxd.cli import main
+from omlxd.cli import main as cli
+from omlxd.cli.main import main
+from omlxd.common.units import disk_total, total_ram
 from omlxd.config import OPTIONS, Settings, is_loopback, load_settings
 from omlxd.errors import ConfigError
-from omlxd.sizes import disk_total, total_ram
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -196,7 +196,7 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
 
 def test_help_and_version_exit_0_without_mlx():
     code = (
-        "import sys; from omlxd import cli\n"
+        "import sys; from omlxd.cli import main as cli\n"
         "for argv in (['--version'], ['serve', '--help']):\n"
         "    try: cli.main(argv)\n"
         "    except SystemExit as e: assert not e.code\n"

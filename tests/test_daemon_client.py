@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from omlxd.daemon_client import DaemonError, NoDaemon, fetch
-from omlxd.front.owner.status import DaemonStatus
+from omlxd.cli.daemon_client import DaemonError, NoDaemon, fetch
+from omlxd.cli.owner_api import DaemonStatus
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 from daemon import Daemon, free_port
 
-from omlxd import cli
+from omlxd.cli import main
+from omlxd.cli.doctor import command, disk, machine, network
+from omlxd.cli.doctor.finding import Finding
 from omlxd.config import Settings, load_settings
-from omlxd.doctor import command, disk, machine, network
-from omlxd.doctor.finding import Finding
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
@@ -189,16 +189,16 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     monkeypatch.setattr(disk, "_free", lambda folder: 10**12)
     port = free_port()
     argv = ["doctor", "--base-path", str(tmp_path / "o"), "--port", str(port), "--no-disk-test"]
-    assert cli.main([*argv, "--json"]) == 0
+    assert main.main([*argv, "--json"]) == 0
     report = msgspec.json.decode(capsys.readouterr().out, type=command.Report)
     assert report.healthy and "disk" not in {each.check for each in report.findings}
     assert {"platform", "python", "backend", "space", "port", "claude"} <= {f.check for f in report.findings}
     assert all(each.mend for each in report.findings if each.verdict != "ok")
     (tmp_path / "o").write_text("")
-    assert cli.main(argv) == 1
+    assert main.main(argv) == 1
     out = capsys.readouterr().out
     assert "BAD   base folder" in out and "to mend" in out
     monkeypatch.setattr(machine, "check_memory", lambda: 1 / 0)
-    assert cli.main(argv) == 1
+    assert main.main(argv) == 1
     assert "can't be checked: ZeroDivisionError" in capsys.readouterr().out
-    assert cli.main(["doctor", "--port", "banana"]) == 2
+    assert main.main(["doctor", "--port", "banana"]) == 2

@@ -109,11 +109,11 @@ install, loaded = signal.signal, []
 signal.signal = lambda *given: loaded.append(set(sys.modules)) or install(*given)
 sys.argv[0] = "omlxd"
 before = set(sys.modules)
-import omlxd.cli
+import omlxd.cli.main
 print(*loaded[-1] - before)
 """
     done = subprocess.run([sys.executable, "-c", told, verb], cwd=REPO, capture_output=True, text=True)
-    assert set(done.stdout.split()) <= {"omlxd", "omlxd.cli", "omlxd.early_stop", "__future__"}
+    assert set(done.stdout.split()) <= {"omlxd", "omlxd.cli.main", "omlxd.cli.early_stop", "__future__"}
 
 
 @pytest.mark.parametrize("verb", [["status"], ["key", "list"], ["--help"]])
@@ -121,7 +121,7 @@ def test_other_verbs_keep_python_s_own_handlers(verb):
     told = f"""
 import signal, sys
 sys.argv = ["omlxd", *{verb}]
-import omlxd.cli
+import omlxd.cli.main
 print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
@@ -134,9 +134,9 @@ def test_a_signal_that_is_ignored_stays_so():
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.argv = ["omlxd", "serve"]
-import omlxd.cli
+import omlxd.cli.main
 print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
-print(signal.getsignal(signal.SIGTERM) is omlxd.cli.early_stop._end)
+print(signal.getsignal(signal.SIGTERM) is omlxd.cli.main.early_stop._end)
 """
     done = subprocess.run([sys.executable, "-c", told], cwd=REPO, capture_output=True, text=True)
     assert done.stdout.split() == ["True", "True"]

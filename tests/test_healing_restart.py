@@ -17,7 +17,7 @@ from daemon import BLOCK, Daemon, demo_model_with, own_usage, prose, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from templates import QWEN3_THINKING
 
-from omlxd.cli import main
+from omlxd.cli.main import main
 from omlxd.models import demo
 
 SESSION = "a-session-with-a-name"

@@ -19,17 +19,17 @@ from transformers.utils import chat_template_utils
 
 from omlxd import wire
 from omlxd.chat import Failed
+from omlxd.common.keys import read_keys
+from omlxd.common.small_file import read_small
 from omlxd.config import load_settings
 from omlxd.engine import service
 from omlxd.engine.prompt import template_process
 from omlxd.engine.prompt.template_process import TemplateLost, TemplateProcesses, TemplateRefusal
 from omlxd.errors import ConfigError, ModelError, OmlxdError
 from omlxd.front.engines import life
-from omlxd.keys import read_keys
 from omlxd.models import demo
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.models.resolve import check_folder
-from omlxd.small_file import read_small
 
 ABOVE = 8 << 30
 """Bytes of address space that these programs may have: the machine is for others too."""

@@ -16,11 +16,11 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 from test_serve import start  # noqa: F401 (a fixture)
 
-from omlxd import cli
+from omlxd.cli import main
+from omlxd.common.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
 from omlxd.errors import ConfigError
 from omlxd.front.http import settings
 from omlxd.front.http.settings import KeyRing
-from omlxd.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
 
 
 def run(home: Path, *argv: str) -> tuple[int, str, str]:
@@ -29,7 +29,7 @@ def run(home: Path, *argv: str) -> tuple[int, str, str]:
         contextlib.redirect_stdout(io.StringIO()) as out,
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        status = cli.main(["key", *argv, "--base-path", str(home)])
+        status = main.main(["key", *argv, "--base-path", str(home)])
     return status, out.getvalue(), err.getvalue()
 
 

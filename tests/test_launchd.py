@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
-from omlxd.service import launchd
+from omlxd.cli.service import launchd
 
 GUI = f"gui/{os.getuid()}"
 JOB = f"{GUI}/dev.omlxd.serve"

@@ -17,13 +17,13 @@ from fake_engine import EVERYTHING, FakeEngine, app_of
 from test_serve import start  # noqa: F401 (a fixture)
 
 from omlxd.chat import Failed
+from omlxd.common.keys import add_key, keys_path
+from omlxd.common.private_trace import LineFormatter, private_trace
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
 from omlxd.front.engines.log_lines import EngineLines
 from omlxd.front.http.trace import RequestTrace
 from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
-from omlxd.keys import add_key, keys_path
-from omlxd.private_trace import LineFormatter, private_trace
 
 KEY = "s3cret-key-of-mine"
 PROMPT = "my private prompt"

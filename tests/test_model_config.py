@@ -9,8 +9,8 @@ import pytest
 from test_resolve import make
 
 from omlxd.chat import GenerateRequest, RawPrompt, Sampling
+from omlxd.common.units import duration, spoken
 from omlxd.config import ModelSettings, load_settings
-from omlxd.durations import duration, spoken
 from omlxd.errors import ConfigError, InvalidRequest
 from omlxd.front.engines.model import settings_of, with_settings
 from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache

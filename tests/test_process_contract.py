@@ -22,9 +22,9 @@ from launchd_standin import DEFAULT_FILES, Launchd, alive
 from test_activation import fake_launchd  # noqa: F401 (a fixture)
 from test_resolve import make
 
+from omlxd.cli.service.launchd import agent
+from omlxd.cli.service.plan import make_plan
 from omlxd.front.engines import pool
-from omlxd.service.launchd import agent
-from omlxd.service.plan import make_plan
 
 STUB = Path(__file__).with_name("stub_engine.py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the stand-in preloads a library")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
-from omlxd import cli
+from omlxd.cli import main
+from omlxd.cli.service import launchd, plan, systemd
+from omlxd.cli.service.plan import Plan
 from omlxd.front.engines import pool
 from omlxd.front.process import serve
-from omlxd.service import launchd, plan, systemd
-from omlxd.service.plan import Plan
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -127,7 +127,7 @@ def test_a_service_finds_the_package_from_anywhere():
         [sys.executable, "-m", "omlxd", "--version"], cwd="/", env=bare, capture_output=True, text=True
     )
     assert said.stdout.startswith("omlxd ")
-    with pytest.raises(cli.ConfigError, match="can't start omlxd outside of this shell"):
+    with pytest.raises(main.ConfigError, match="can't start omlxd outside of this shell"):
         plan._import_path(shutil.which("false") or "/bin/false")
 
 

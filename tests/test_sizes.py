@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from omlxd.common.units import disk_total, human, parse_size, total_ram
 from omlxd.config import load_settings
 from omlxd.errors import ConfigError
-from omlxd.sizes import disk_total, human, parse_size, total_ram
 
 
 @pytest.mark.parametrize(

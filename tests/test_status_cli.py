@@ -12,12 +12,10 @@ import pytest
 from daemon import REPO, Daemon, prose
 from rich.console import Console
 
-from omlxd import cli
-from omlxd.daemon_client import DaemonError, NoDaemon
-from omlxd.front.owner.status import ColdStatus, DaemonStatus, ModelStatus
-from omlxd.status_cli import top
-from omlxd.status_cli.figures import duration, hit_rate, rates
-from omlxd.status_cli.status import as_text
+from omlxd.cli import main, top
+from omlxd.cli.daemon_client import DaemonError, NoDaemon
+from omlxd.cli.owner_api import ColdStatus, DaemonStatus, ModelStatus
+from omlxd.cli.status import as_text, duration, hit_rate, rates
 
 URL = "http://127.0.0.1:8000"
 
@@ -170,7 +168,7 @@ def test_top_waits_for_a_daemon_that_went_away():
 
 @pytest.mark.parametrize("verb", ["status", "top"])
 def test_no_daemon_is_one_sentence(verb: str, capsys):
-    assert cli.main([verb, "--url", "http://127.0.0.1:1"]) == 1
+    assert main.main([verb, "--url", "http://127.0.0.1:1"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("omlxd: Nothing answers at http://127.0.0.1:1; start the daemon")
 
@@ -185,7 +183,7 @@ def test_no_daemon_is_one_sentence(verb: str, capsys):
     ],
 )
 def test_nonsense_ends_with_2(argv: list[str], capsys):
-    assert cli.main(argv) == 2
+    assert main.main(argv) == 2
     assert capsys.readouterr().err.startswith("omlxd: ")
 
 
@@ -194,16 +192,16 @@ def test_a_real_daemon(tmp_path: Path, monkeypatch, capsys):
         daemon.http.headers["x-api-key"] = "secret"
         daemon.wait_ready()
         daemon.chat(prose(40))
-        assert cli.main(["status", "--url", daemon.url]) == 1
+        assert main.main(["status", "--url", daemon.url]) == 1
         assert "wants its key" in capsys.readouterr().err
         monkeypatch.setenv("OMLXD_API_KEY", "secret")
-        assert cli.main(["status", "--url", daemon.url, "--json"]) == 0
+        assert main.main(["status", "--url", daemon.url, "--json"]) == 0
         got = msgspec.json.decode(capsys.readouterr().out, type=DaemonStatus)
         assert got.pid == daemon.process.pid and got.models[0].pid == daemon.engine_pid()
         assert got.cold is not None and Path(got.cold.dir) == daemon.home / "omlxd" / "cache"
-        assert cli.main(["status", "--url", daemon.url]) == 0
+        assert main.main(["status", "--url", daemon.url]) == 0
         assert daemon.model in capsys.readouterr().out
-        assert cli.main(["top", "--url", daemon.url, "--looks", "1"]) == 0
+        assert main.main(["top", "--url", daemon.url, "--looks", "1"]) == 0
         assert daemon.model in capsys.readouterr().out
 
 
@@ -218,7 +216,7 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     monkeypatch.setenv("OMLXD_LOG_LEVEL", "error")
     monkeypatch.setenv("OMLXD_API_KEY", "very-secret")
     argv = ["config", "show", "--config", str(file), "--port", "9"]
-    assert cli.main([*argv, "--json"]) == 0
+    assert main.main([*argv, "--json"]) == 0
     out = capsys.readouterr().out
     rows = {row["name"]: (row["value"], row["source"]) for row in json.loads(out)}
     assert rows["port"] == (9, "--port")
@@ -227,15 +225,15 @@ def test_config_show_says_where_each_value_stands(tmp_path: Path, monkeypatch, c
     assert rows["host"] == ("127.0.0.1", "default")
     assert rows["api_key"] == ("(set, not shown)", "OMLXD_API_KEY")
     assert rows["paged_ssd_cache_max_size"] == (100 * 10**9, "default")
-    assert cli.main(argv) == 0
+    assert main.main(argv) == 0
     text = capsys.readouterr().out
     assert "very-secret" not in out + text
     assert "--block-size" in text and "100 GB" in text and "auto" in text
     told = dict(line.split()[:2] for line in text.splitlines())
     assert told["--memory-limit"] == "auto" and told["--log-file-size"] == "10"
     assert "--model-ttl" in text and " 1 h " in text and " 2 min " in text
-    assert cli.main(["config", "show", "--port", "banana"]) == 2
-    assert cli.main(["config"]) == 2
+    assert main.main(["config", "show", "--port", "banana"]) == 2
+    assert main.main(["config"]) == 2
 
 
 def test_config_show_tells_what_the_file_says_of_models(tmp_path: Path, monkeypatch, capsys):
@@ -245,7 +243,7 @@ def test_config_show_tells_what_the_file_says_of_models(tmp_path: Path, monkeypa
         '[serve]\nblock-size = 128\n\n[models."org/a"]\ntemperature = 0.5\nblock_size = 32\nttl = "0"\n'
         '[models.b]\nttl = "5m"\naliases = ["x", "y"]\ntemplate-args = { enable_thinking = false }\n'
     )
-    assert cli.main(["config", "show", "--config", str(file), "--json"]) == 0
+    assert main.main(["config", "show", "--config", str(file), "--json"]) == 0
     rows = {row["name"]: (row["value"], row["source"]) for row in json.loads(capsys.readouterr().out)}
     assert rows["block_size"] == (128, f"{file} line 2 (block-size)")
     assert {name: row for name, row in rows.items() if name.startswith("models")} == {
@@ -256,7 +254,7 @@ def test_config_show_tells_what_the_file_says_of_models(tmp_path: Path, monkeypa
         'models."b".aliases': (["x", "y"], f"{file} line 10 (aliases)"),
         'models."b".template-args': (["enable_thinking=False"], f"{file} line 11 (template-args)"),
     }
-    assert cli.main(["config", "show", "--config", str(file)]) == 0
+    assert main.main(["config", "show", "--config", str(file)]) == 0
     text = capsys.readouterr().out
     told = {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines()}
     assert told['models."b".ttl'].startswith("5 min ") and told['models."org/a".ttl'].startswith("0 ")

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 from service_tools import Tools, port, service, tools  # noqa: F401
 
-from omlxd.service import systemd
-from omlxd.service.plan import Plan, make_plan
+from omlxd.cli.service import systemd
+from omlxd.cli.service.plan import Plan, make_plan
 
 FORGET = "systemctl --user reset-failed omlxd.service omlxd.socket"
 """A service that failed too often would not be started otherwise, mended or not."""

@@ -15,9 +15,9 @@ import pytest
 from daemon import PATIENCE_S, free_port, prose, wait_until
 from user_manager import UID, UserManager
 
+from omlxd.cli.service.plan import THROTTLE_S
+from omlxd.cli.service.systemd import SERVICE, SOCKET
 from omlxd.models.demo import build_demo
-from omlxd.service.plan import THROTTLE_S
-from omlxd.service.systemd import SERVICE, SOCKET
 
 pytestmark = pytest.mark.slow
 

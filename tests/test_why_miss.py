@@ -14,16 +14,16 @@ from app_client import client
 from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
 
-from omlxd import cli
 from omlxd.api.openai import chat_request
-from omlxd.cache_cli.why_miss import as_text, read_request
 from omlxd.chat import GenerateRequest, RawPrompt
+from omlxd.cli import main
+from omlxd.cli.cache.why_miss import as_text, read_request
+from omlxd.cli.owner_api import WhyMiss
 from omlxd.engine.explain import Explainer
 from omlxd.errors import ConfigError
 from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
-from omlxd.front.owner.why_miss import WhyMiss
 from omlxd.kv.files.children import children
 from omlxd.kv.files.namespace import describe_namespace
 from omlxd.kv.files.paths import block_path
@@ -318,7 +318,7 @@ def test_each_cause_is_a_sentence():
     "argv", [["--offline"], ["last", "--offline"], ["/no/such/file"], ["--url", "x", "last"]]
 )
 def test_nonsense_ends_with_2(argv: list[str], capsys):
-    assert cli.main(["cache", "why-miss", *argv]) == 2
+    assert main.main(["cache", "why-miss", *argv]) == 2
     assert capsys.readouterr().err.startswith("omlxd: ")
 
 
@@ -331,7 +331,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
     folder = ["--paged-ssd-cache-dir", str(cache)]
 
     def why(*argv: str) -> WhyMiss:
-        assert cli.main(["cache", "why-miss", *argv, *folder, "--json"]) == 0
+        assert main.main(["cache", "why-miss", *argv, *folder, "--json"]) == 0
         return msgspec.json.decode(capsys.readouterr().out, type=WhyMiss)
 
     def written() -> int:
@@ -356,11 +356,11 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         found = why("last", *url)
         assert found.reached == usage["cached_hot"] + usage["cached_cold"]
         assert found.explanation.cause == "differs" and "CHANGED" in found.explanation.given
-        assert cli.main(["cache", "why-miss", *url, *folder]) == 0
+        assert main.main(["cache", "why-miss", *url, *folder]) == 0
         assert found.request_id in capsys.readouterr().out
-        assert cli.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
+        assert main.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
         assert "another text stands stored there" in capsys.readouterr().out
-        assert cli.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
+        assert main.main(["cache", "why-miss", "req_0", *url, *folder]) == 1
         assert "no request is kept" in capsys.readouterr().err
         daemon.settled()
         assert written() >= 7
@@ -384,5 +384,5 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
     assert told.cause == "differs" and told.stored
     shutil.rmtree(cache)
     cache.mkdir()
-    assert cli.main(["cache", "why-miss", str(other), "--offline", *folder]) == 1
+    assert main.main(["cache", "why-miss", str(other), "--offline", *folder]) == 1
     assert "nothing lies in" in capsys.readouterr().err

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..chat import GenerateRequest, ImagePart, RawPrompt, Struct
-from ..durations import duration
+from ..common.units import duration
 from ..errors import InvalidRequest
 
 MOST_CONTAINERS = 200_000

@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from ..durations import duration
+from ..common.units import SMALLEST, duration, parse_size
 from ..errors import ConfigError
-from ..sizes import SMALLEST, parse_size
 
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 

@@ -33,7 +33,7 @@ import socket
 import sys
 import threading
 
-from ..private_trace import LineFormatter
+from ..common.private_trace import LineFormatter
 
 DEFAULTS = {"MLX_CUDA_GRAPH_CACHE_SIZE": "4000", "MLX_ENABLE_TF32": "0"}
 

@@ -17,12 +17,12 @@ import mlx.core as mx
 
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
+from ..common.small_file import read_small
 from ..errors import InvalidRequest, PromptTooLong
 from ..kv.cold.lease import Space
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
-from ..small_file import read_small
 from . import mlx_adapter
 from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
 from .explain import Explainer

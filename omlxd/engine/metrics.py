@@ -14,7 +14,7 @@ The log tells no text: counts, reasons, token positions, and a digest of the ses
 
 What an engine counts and measures, by name; vLLM's names where it has one.
 """
-# MERGED: docstrings of correctness.py, figures.py (join by hand)
+# MERGED: docstrings of correctness.py, cli/status.py (join by hand)
 
 from __future__ import annotations
 

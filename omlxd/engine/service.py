@@ -31,8 +31,8 @@ import psutil
 
 from .. import wire
 from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart
+from ..common.units import human, total_ram
 from ..errors import InvalidRequest, OmlxdError
-from ..sizes import human, total_ram
 from . import mlx_adapter
 from .host import EngineHost
 from .kvio.hot_budget import memory

@@ -15,8 +15,8 @@ from typing import Literal
 
 import msgspec
 
+from ..common.small_file import read_small
 from ..config import Settings
-from ..small_file import read_small
 from .resolve import DEMO_ID, is_local, model_id
 
 Source = Literal["folder", "model-dir", "hub", "demo"]

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from ..common.small_file import read_small
 from ..errors import ModelError
-from ..small_file import read_small
 from .demo_template import TEMPLATE
 from .demo_text import ENDINGS, PROSE, WORDS, syllables
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ..small_file import check_small, read_small
+from ..common.small_file import check_small, read_small
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from ..common.small_file import SMALL, check_small, read_small
 from ..errors import ModelError
-from ..small_file import SMALL, check_small, read_small
 
 DEMO_ID = "omlxd-demo"
 

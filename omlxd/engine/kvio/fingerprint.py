@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from ...small_file import read_small
+from ...common.small_file import read_small
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from ...sizes import available_ram, total_ram
+from ...common.units import available_ram, total_ram
 from ..mlx_adapter import cuda_driver
 
 REFRESH_S = 0.5

@@ -16,10 +16,10 @@ from enum import Enum, auto
 
 import mlx.core as mx
 
+from ...common.units import human
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.block import Block
 from ...kv.store import KVStore
-from ...sizes import human
 from ...wire import Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory

@@ -22,10 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from ...common.units import human
 from ...kv.ledger.evicted_log import Fate
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
-from ...sizes import human
 from ...wire import Dropped, Grant, Released, Reserve, Stored, Touched
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import psutil
 from msgspec.structs import replace
 
 from ... import wire
+from ...common.units import human
 from ...errors import OmlxdError
 from ...models.footprint import footprint
-from ...sizes import human
 from .cold_ledger import Account
 from .link import EngineLink
 

@@ -22,9 +22,9 @@ from typing import Protocol
 
 import msgspec
 
+from ...common.units import available_ram, human
 from ...errors import InvalidRequest, NotNow
 from ...models.footprint import PROCESS_BYTES, Footprint
-from ...sizes import available_ram, human
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
 from .model_book import ModelBook

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...small_file import read_small
+from ...common.small_file import read_small
 
 log = logging.getLogger(__name__)
 

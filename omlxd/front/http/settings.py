@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from ...common.keys import Key, digest_of, read_keys
 from ...errors import ConfigError
-from ...keys import Key, digest_of, read_keys
 
 log = logging.getLogger(__name__)
 

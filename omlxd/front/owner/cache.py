@@ -5,25 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from ...api.body import check_shape
+from ...cli.owner_api import Forget, Forgotten
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.paths import is_stored_path
 from ..engines.protocol import Engines
-
-
-class Forget(msgspec.Struct):
-    """`paths`: of block files and records, relative to the cache dir. `remove`: take those away that are
-    there; else only those that are gone already leave the account."""
-
-    paths: list[str]
-    remove: bool = False
-
-
-class Forgotten(msgspec.Struct):
-    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed."""
-
-    files: int = 0
-    bytes: int = 0
-    troubles: list[str] = []
 
 
 async def forget(engines: Engines, body: bytes) -> Forgotten:

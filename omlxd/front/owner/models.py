@@ -18,9 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.body import decode
-from ...durations import duration
-from ...errors import InvalidRequest
-from ...models.messages import (
+from ...cli.owner_api import (
     InstalledStatus,
     InstalledStatuses,
     LoadModel,
@@ -29,6 +27,8 @@ from ...models.messages import (
     Unloaded,
     UnloadModel,
 )
+from ...common.units import duration
+from ...errors import InvalidRequest
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 

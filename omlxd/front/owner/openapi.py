@@ -23,12 +23,10 @@ from ...api.openai.chat_request import ChatBody
 from ...api.openai.completions import Completion, CompletionsBody
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
+from ...cli.owner_api import DaemonStatus, Forget, Forgotten, Readiness, RecentList, WhyMiss, WhyMissBody
 from ..http.generation import InputTokens
 from ..http.model_list import ModelEntry, ModelList
 from ..http.response_store import Deleted
-from .cache import Forget, Forgotten
-from .status import DaemonStatus, Readiness
-from .why_miss import RecentList, WhyMiss, WhyMissBody
 
 _REFS = "#/components/schemas/{name}"
 _PROBLEMS = {

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import time
 
-import msgspec
-
 from ... import __version__
+from ...cli.owner_api import ColdStatus, DaemonStatus, ModelStatus, Readiness
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.protocol import Engine, Engines
 from .engine_figures import EngineFigures, FiguresOf
@@ -18,65 +17,6 @@ from .engine_figures import EngineFigures, FiguresOf
 _CANNOT = frozenset({"loading", "restarting", "failed"})
 """States in which a request would wait, or be refused. In any other it is served, loading if need be."""
 _SOON = frozenset({"loading", "restarting"})
-
-
-class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One model. Bytes, tokens and seconds; 0 where there is nothing to say.
-
-    trouble   why it can't serve, a sentence
-    resident  bytes of the engine process
-    values    the engine's counters and gauges, counters over all its processes
-    values_age_s  how old they are: the engine is too busy to answer at once; 0: they are of this moment
-    """
-
-    id: str
-    state: str
-    trouble: str = ""
-    pid: int = 0
-    starts: int = 0
-    resident: int = 0
-    weight_bytes: int = 0
-    kv_bytes_per_token: int = 0
-    context_length: int = 0
-    backend: str = ""
-    kv_reuse: str = ""
-    note: str = ""
-    running: int = 0
-    waiting: int = 0
-    values: dict[str, float] = {}
-    values_age_s: float = 0.0
-
-
-class ColdStatus(msgspec.Struct, kw_only=True):
-    """The SSD cache: its folder and its account."""
-
-    dir: str
-    bytes: int
-    cap: int
-    reserved: int
-    files: int
-    evicted_files: int
-    evicted_bytes: int
-    folder_away: bool = False
-
-
-class DaemonStatus(msgspec.Struct, kw_only=True):
-    """`cold` None: no SSD cache, or it can't be used. `resident`: bytes of the front process alone."""
-
-    version: str
-    pid: int
-    started: float
-    uptime_s: float
-    resident: int
-    models: list[ModelStatus]
-    cold: ColdStatus | None
-
-
-class Readiness(msgspec.Struct, kw_only=True):
-    """`reasons`: a sentence for each model that can't serve now."""
-
-    ready: bool
-    reasons: list[str]
 
 
 class Admin:

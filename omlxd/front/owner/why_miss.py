@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import urllib.parse
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from ...api.body import check_shape
+from ...cli.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound
 from ...wire import Explanation
 from ..engines.protocol import Engines
@@ -25,43 +25,6 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
 }
-
-
-class WhyMissBody(msgspec.Struct):
-    """A request to explain: one that was made, by its `request_id` or as the newest of a `session`
-    (neither: the newest of all), or one as it would be sent: `path`, `body` and `headers`."""
-
-    request_id: str = ""
-    session: str = ""
-    path: str = ""
-    body: dict[str, Any] = {}
-    headers: dict[str, str] = {}
-
-
-class WhyMiss(msgspec.Struct):
-    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now."""
-
-    model: str
-    explanation: Explanation
-    request_id: str = ""
-    reached: int = -1
-
-
-class RequestLine(msgspec.Struct):
-    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet)."""
-
-    id: str
-    model: str
-    session: str
-    path: str
-    began: float
-    prompt_tokens: int
-    cached_tokens: int
-    outcome: str
-
-
-class RecentList(msgspec.Struct):
-    requests: list[RequestLine]
 
 
 class Explaining:

@@ -22,10 +22,10 @@ from typing import Any
 
 import msgspec
 
+from ...common.keys import KEY_PATTERN
+from ...common.private_trace import PrivateFormatter
 from ...config import Settings
 from ...errors import ConfigError
-from ...keys import KEY_PATTERN
-from ...private_trace import PrivateFormatter
 from ..http.trace import printable
 
 HIDDEN = "***"

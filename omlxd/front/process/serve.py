@@ -23,9 +23,9 @@ import sys
 from collections.abc import Callable
 
 from ... import __version__
+from ...common.keys import keys_path
 from ...config import Settings
 from ...errors import ConfigError, ModelError
-from ...keys import keys_path
 from ...models.catalog import default_model
 from ...models.resolve import check_folder
 from ..http.settings import KeyRing

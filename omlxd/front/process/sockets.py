@@ -21,12 +21,11 @@ import resource
 import socket
 from collections.abc import Callable, MutableMapping, Sequence
 
+from ...cli.service.plan import LAUNCHD_NAME
 from ...config import Settings
 from ...errors import ConfigError
 
 FIRST_FD = 3
-LAUNCHD_NAME = "Listeners"
-"""The key under `Sockets` in our LaunchAgent."""
 
 
 class ActivationError(ConfigError):

@@ -1,0 +1,192 @@
+"""`omlxd cache check`: verify files, list the bad ones, remove them only if told to.
+
+Beside a running daemon this is safe. A file that a daemon evicts meanwhile is neither good nor bad.
+Removing a bad one under a daemon is what the daemon itself would do on its next read, and a file
+that is gone is a miss to it. Only its account then counts bytes that are free: until the file's turn
+to be evicted comes, the block is written anew, or the daemon restarts. The cap holds all the while.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.units import human
+from . import inventory
+from .inventory import Found
+from .verify import Verifier
+
+_TTY_S, _PLAIN_S = 0.1, 10.0
+"""Between two progress lines."""
+
+
+@dataclass(slots=True)
+class Bad:
+    path: str
+    reason: str
+    removed: bool = False
+
+
+@dataclass(slots=True)
+class Outcome:
+    """`gone`: evicted or replaced while they were looked at. `bytes`: read."""
+
+    checked: int = 0
+    bytes: int = 0
+    gone: int = 0
+    temporary: int = 0
+    strangers: int = 0
+    bad: list[Bad] = field(default_factory=list)
+
+
+def check(
+    root: Path,
+    *,
+    sample: tuple[int, int] = (1, 1),
+    delete_bad: bool = False,
+    say: Callable[[str], None] = print,
+) -> Outcome:
+    """Verify `sample[0]` of every `sample[1]` blocks and records, others each time; `say` each bad one.
+
+    Misplaced entries are bad too, whatever the sample. Raises FileNotFoundError without a cache dir.
+    """
+    outcome, chosen = Outcome(), list[Found]()
+    for found in inventory.walk(root, list(inventory.namespaces(root))):
+        if found.kind in ("block", "record"):
+            chosen.append(found)
+        elif found.kind == "misplaced":
+            outcome.bad.append(_misplaced(root, found, delete_bad))
+            say(_line(outcome.bad[-1]))
+        elif found.kind == "temporary":
+            outcome.temporary += 1
+        else:
+            outcome.strangers += 1
+    some, of = sample
+    if some < of:
+        chosen = random.sample(chosen, -(-len(chosen) * some // of))
+    _verify(root, chosen, outcome, delete_bad, say)
+    return outcome
+
+
+def _verify(
+    root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool, say: Callable[[str], None]
+) -> None:
+    verifier, progress = Verifier(), _Progress(len(chosen), sum(found.size for found in chosen))
+    alike: dict[tuple[str, str], dict[int, list[tuple[Found, os.stat_result]]]] = {}
+
+    def condemn(found: Found, reason: str, seen: os.stat_result | None) -> None:
+        bad = Bad(found.path, reason)
+        if delete_bad and seen is not None:
+            bad.removed = _remove_same(f"{root}/{found.path}", seen)
+        outcome.bad.append(bad)
+        progress.clear()
+        say(_line(bad))
+
+    for found in chosen:
+        path = f"{root}/{found.path}"
+        try:
+            seen = os.lstat(path)
+            if found.kind == "record":
+                verdict = verifier.verify_record(path, found.name)
+            else:
+                verdict = verifier.verify(path, found.namespace, found.name)
+        except FileNotFoundError:
+            outcome.gone += 1
+            continue
+        except OSError as error:
+            # It may be good, and the disk or a permission at fault: never removed.
+            condemn(found, f"can't be read: {error.strerror or error}", None)
+            continue
+        outcome.checked += 1
+        outcome.bytes += found.size
+        if verdict.fault:
+            condemn(found, verdict.fault, seen)
+        else:
+            siblings = alike.setdefault((found.namespace, verdict.kind), {})
+            siblings.setdefault(verdict.tensors, []).append((found, seen))
+        progress.show(outcome)
+    for siblings in alike.values():
+        most = max(map(len, siblings.values()))
+        for some in siblings.values():
+            if len(some) < most:
+                for found, seen in some:
+                    condemn(found, "its tensors are not those of its namespace", seen)
+    progress.clear()
+
+
+def _remove_same(path: str, seen: os.stat_result) -> bool:
+    """Unlink `path` if it still is the file that was looked at; a daemon may have put a good one there."""
+    try:
+        if not os.path.samestat(os.lstat(path), seen):
+            return False
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
+
+
+def _misplaced(root: Path, found: Found, delete_bad: bool) -> Bad:
+    """A folder goes only if it is empty."""
+    path = root / found.path
+    is_folder = found.is_folder
+    reason = "a folder, not a file" if is_folder else "not where or what a block's file is"
+    bad = Bad(found.path, "a link, not a file" if path.is_symlink() else reason)
+    if delete_bad:
+        try:
+            path.rmdir() if is_folder else path.unlink()
+            bad.removed = True
+        except OSError as error:
+            bad.reason += f"; can't be removed: {error.strerror}"
+    return bad
+
+
+def _line(bad: Bad) -> str:
+    return f"bad: {bad.path}: {bad.reason}{'; removed' if bad.removed else ''}"
+
+
+def summary(outcome: Outcome) -> str:
+    """One or two sentences."""
+    removed = sum(bad.removed for bad in outcome.bad)
+    text = f"checked {outcome.checked} files, {human(outcome.bytes)}: "
+    text += f"{len(outcome.bad)} bad, {removed} removed" if outcome.bad else "all good"
+    extra: Iterable[tuple[int, str]] = (
+        (outcome.gone, "vanished meanwhile"),
+        (outcome.temporary, "temporary"),
+        (outcome.strangers, "not omlxd's, left alone"),
+    )
+    told = ", ".join(f"{count} {what}" for count, what in extra if count)
+    return text + (f" ({told})" if told else "")
+
+
+class _Progress:
+    """A line that rewrites itself on a terminal; one every ten seconds elsewhere. On stderr."""
+
+    def __init__(self, files: int, nbytes: int):
+        self._files, self._bytes = files, nbytes
+        self._tty = sys.stderr.isatty()
+        self._next = time.monotonic() + (_TTY_S if self._tty else _PLAIN_S)
+        self._shown = False
+
+    def show(self, outcome: Outcome) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (_TTY_S if self._tty else _PLAIN_S)
+        line = (
+            f"checked {outcome.checked} of {self._files} files, "
+            f"{human(outcome.bytes)} of {human(self._bytes)}, {len(outcome.bad)} bad"
+        )
+        print(f"\r\x1b[K{line}" if self._tty else line, end="" if self._tty else "\n", file=sys.stderr)
+        sys.stderr.flush()
+        self._shown = self._tty
+
+    def clear(self) -> None:
+        """Before anything else is printed."""
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._shown = False

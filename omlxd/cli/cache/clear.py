@@ -1,0 +1,103 @@
+"""`omlxd cache clear`, and the removals of `omlxd cache scrub`: only while no daemon holds the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.units import human
+from ...kv.files.namespace import FILE_NAME, NamespaceInfo
+from . import inventory
+from .holder import exclusive
+from .inventory import Found
+
+
+@dataclass(slots=True)
+class Plan:
+    """What would go: `files` of the namespaces `folders`, in whole if `whole`."""
+
+    folders: Mapping[str, NamespaceInfo | None]
+    files: list[Found] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return sum(found.disk for found in self.files)
+
+    def as_text(self) -> list[str]:
+        """A line a model, of those that lose a file."""
+        lines: list[str] = []
+        for folder, info in self.folders.items():
+            own = [found for found in self.files if found.namespace == folder]
+            if own:
+                size = human(sum(found.disk for found in own))
+                lines.append(f"{title(folder, info)}: {len(own)} files, {size}")
+        return lines
+
+
+def title(folder: str, info: NamespaceInfo | None) -> str:
+    return f"{info.model_id if info else '(unknown model)'} [{folder[:8]}]"
+
+
+def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str, NamespaceInfo | None]:
+    """The namespaces that `name` means: a model's id, the end of one, or 6 digits or more of a namespace."""
+    exact = {f: i for f, i in folders.items() if i is not None and name in (i.model_id, i.model_path)}
+    last = {f: i for f, i in folders.items() if i is not None and i.model_id.rpartition("/")[2] == name}
+    prefix = {f: i for f, i in folders.items() if len(name) >= 6 and f.startswith(name.lower())}
+    return exact or last or prefix
+
+
+def plan(root: Path, folders: Mapping[str, NamespaceInfo | None], older_than_s: float | None) -> Plan:
+    """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds."""
+    planned = Plan(folders, whole=older_than_s is None)
+    before = time.time() - (older_than_s or 0)
+    for found in inventory.walk(root, list(folders)):
+        if older_than_s is None:
+            if found.kind in ("block", "record", "temporary"):
+                planned.files.append(found)
+        elif found.kind in ("block", "record") and found.used < before:
+            planned.files.append(found)
+    # A prefix is used by whoever goes on from it, so what is older lies after what is newer in a chain.
+    planned.files.sort(key=lambda found: found.used)
+    return planned
+
+
+def remove(root: Path, planned: Plan) -> tuple[int, int, list[str]]:
+    """Do it, under the lock: (files gone, bytes on disk gone, why some stay). Raises DaemonRuns, OSError."""
+    gone = nbytes = 0
+    troubles: list[str] = []
+    with exclusive(root):
+        for found in planned.files:
+            try:
+                (root / found.path).unlink(missing_ok=True)
+            except OSError as error:
+                troubles.append(f"{found.path}: {error.strerror}")
+                continue
+            gone += 1
+            nbytes += found.disk
+        for folder in planned.folders:
+            prune(root, folder)
+    return gone, nbytes, troubles
+
+
+def prune(root: Path, folder: str) -> int:
+    """Remove a namespace's empty folders, and itself with its description once it holds nothing else.
+
+    Returns folders removed. Under the lock alone: a store makes a folder and then a file in it.
+    """
+    removed = 0
+    own = root / folder
+    with contextlib.suppress(OSError):
+        for inner in [*own.iterdir()]:
+            if inner.is_dir() and not inner.is_symlink():
+                with contextlib.suppress(OSError):
+                    inner.rmdir()
+                    removed += 1
+        if [entry.name for entry in own.iterdir()] in ([], [FILE_NAME]):
+            (own / FILE_NAME).unlink(missing_ok=True)
+            own.rmdir()
+            removed += 1
+    return removed

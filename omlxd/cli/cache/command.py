@@ -1,0 +1,192 @@
+"""The command line of `omlxd cache`, and its exit statuses.
+
+0: done, and all is well. 1: a check found something bad, a daemon was in the way, or files could not
+be read or removed. 2: an argument makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ...common.units import human
+from ...config import OPTIONS, Settings, load_settings
+from ...errors import ConfigError
+from ...kv.files.paths import is_stored_path
+from ..daemon_client import DaemonError
+from . import holder, inventory, stats, why_miss
+from .check import Outcome, check, summary
+from .clear import named, plan, remove
+from .holder import DaemonRuns, exclusive
+from .scrub import scrub
+
+_FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
+_AGE = re.compile(r"(\d{1,6}(?:\.\d+)?)([smhdw])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run `omlxd cache` with `argv`, the words after it. Raises ConfigError."""
+    _add_verbs(parser)
+    args = parser.parse_args(argv)
+    flags = {name: getattr(args, name) for name in (*_FOLDER_OPTIONS, "config")}
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    root = settings.paged_ssd_cache_dir
+    verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
+    try:
+        if args.url and args.run is not why_miss.run and args.paged_ssd_cache_dir is None:
+            root = holder.folder_of(args.url)
+        return verb(args, settings, root)
+    except DaemonRuns as error:
+        return _told(str(error))
+    except DaemonError as error:
+        return _told(error.message.rstrip("."))
+    except FileNotFoundError as error:
+        missing = not root.is_dir()
+        return _told(f"there is no SSD cache at {root}" if missing else str(error))
+    except OSError as error:
+        return _told(str(error))
+    except KeyboardInterrupt:
+        return _told("stopped")
+
+
+def _told(sentence: str) -> int:
+    print(f"omlxd: {sentence}.", file=sys.stderr)
+    return 1
+
+
+# --------------------------------------------------------------------------- arguments
+
+
+def _add_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    shown = verbs.add_parser("stats", help="what each model takes", allow_abbrev=False)
+    shown.add_argument("--json", action="store_true", help="one JSON object")
+    checked = verbs.add_parser("check", help="verify files; exit 1 if any is bad", allow_abbrev=False)
+    extent = checked.add_mutually_exclusive_group()
+    extent.add_argument("--all", action="store_true", help="every file (the default)")
+    extent.add_argument("--sample", metavar="N/M", type=_fraction, help="N of every M files, by chance")
+    checked.add_argument("--delete-bad", action="store_true", help="remove bad files; a daemon may run")
+    scrubbed = verbs.add_parser(
+        "scrub", help="check everything, remove bad files and leftovers", allow_abbrev=False
+    )
+    scrubbed.add_argument("--orphans", action="store_true", help="and the KV of models that are gone")
+    cleared = verbs.add_parser("clear", help="remove KV, by model or by age", allow_abbrev=False)
+    cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
+    cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
+    cleared.add_argument("--yes", action="store_true", help="don't ask")
+    why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends", allow_abbrev=False)
+    why_miss.add_arguments(why)
+    why.set_defaults(run=why_miss.run)
+    _add_folder_options(why)
+    for verb, run in ((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear)):
+        verb.set_defaults(run=run)
+        _add_folder_options(verb)
+        verb.add_argument("--url", help="address of the daemon that holds the folder, if one does")
+
+
+def _add_folder_options(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    for option in OPTIONS:
+        if option.name in _FOLDER_OPTIONS:
+            verb.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+
+
+def _fraction(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not found or not 0 < int(found[1]) <= int(found[2]):
+        raise ConfigError(f"--sample: {text!r} is no part; write 1/100 for one file in a hundred.")
+    return int(found[1]), int(found[2])
+
+
+def _age(text: str) -> float:
+    found = _AGE.fullmatch(text)
+    if not found:
+        raise ConfigError(f"--older-than: {text!r} is no age; write 30d, 12h, 90m or 2w.")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+# --------------------------------------------------------------------------- verbs
+
+
+def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    cap = 0 if settings.no_cache else settings.cold_cache_bytes
+    found = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
+    with contextlib.suppress(DaemonRuns):
+        if daemon := holder.find(root, settings, args.url):
+            found.live = daemon.status
+            found.cap_bytes, found.cap_source = daemon.cap, "the daemon's"
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    else:
+        print(stats.as_text(found))
+    return 0
+
+
+def _check(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    outcome = check(root, sample=args.sample or (1, 1), delete_bad=args.delete_bad)
+    print(summary(outcome))
+    _tell_daemon(args, settings, root, outcome)
+    return 1 if outcome.bad else 0
+
+
+def _tell_daemon(args: argparse.Namespace, settings: Settings, root: Path, outcome: Outcome) -> None:
+    """What was removed under a daemon leaves its account."""
+    gone = [bad.path for bad in outcome.bad if bad.removed and is_stored_path(bad.path)]
+    if not gone:
+        return
+    try:
+        if found := holder.find(root, settings, args.url):
+            found.forget(gone, remove=False)
+    except (DaemonRuns, DaemonError):
+        print("the running daemon counts the removed files until it restarts or evicts them")
+
+
+def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    try:
+        daemon = holder.find(root, settings, args.url)
+    except DaemonRuns:
+        daemon = None  # Said where it stands in the way.
+    good = scrub(root, orphans=args.orphans, daemon=daemon)
+    return 0 if good else 1
+
+
+def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    known = inventory.namespaces(root)
+    chosen = named(known, args.model) if args.model else known
+    if not chosen and args.model:
+        names = sorted({info.model_id if info else folder[:8] for folder, info in known.items()})
+        raise ConfigError(f"--model: nothing of {args.model!r} is cached; cached: {', '.join(names) or '-'}.")
+    daemon = holder.find(root, settings, args.url)
+    if daemon is None:
+        with exclusive(root):  # Told now, and not after the question.
+            planned = plan(root, chosen, args.older_than)
+    else:
+        planned = plan(root, chosen, args.older_than)
+        # Temporary files are being written.
+        planned.files = [found for found in planned.files if found.kind != "temporary"]
+    if not planned.files:
+        print("nothing to remove")
+        return 0
+    print(*planned.as_text(), sep="\n")
+    what = f"{len(planned.files)} files, {human(planned.bytes)}, from {root}"
+    if not args.yes:
+        if not sys.stdin.isatty():
+            raise ConfigError("`omlxd cache clear` asks before it removes; give --yes where nobody answers.")
+        if input(f"remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing removed")
+            return 1
+    if daemon is None:
+        files, nbytes, troubles = remove(root, planned)
+    else:
+        files, nbytes, troubles = daemon.forget([found.path for found in planned.files], remove=True)
+    for trouble in troubles:
+        print(f"can't remove {trouble}", file=sys.stderr)
+    print(f"removed {files} files, {human(nbytes)}")
+    return 1 if troubles else 0

@@ -1,0 +1,149 @@
+"""What only the daemon that holds a cache dir can do, or knows: asked over its port.
+
+It alone keeps the account of the folder, so it removes files itself while it runs.
+
+Who holds a cache dir: asked without touching the lock, or taken for a moment.
+
+Even a shared lock held for a moment would make a daemon that starts then believe that the folder
+is another's. So verbs that only look read the number in the lock file, and ask the system about it.
+"""
+# MERGED: docstrings of through_daemon.py, lock.py (join by hand)
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from ...config import Settings
+from ...errors import ConfigError
+from ...kv.files.paths import LOCK_NAME
+from ..daemon_client import DaemonError, address, address_of, fetch
+from ..owner_api import DaemonStatus, Forget, Forgotten
+
+_PROC_LOCKS = Path("/proc/locks")
+
+
+class DaemonRuns(Exception):
+    """A daemon holds the cache dir. `pid` 0: of unknown number."""
+
+    def __init__(self, root: Path, pid: int):
+        who = f"a daemon (process {pid})" if pid else "a daemon"
+        super().__init__(f"{who} is using {root}; stop it first")
+        self.pid = pid
+
+
+def holder(root: Path) -> int | None:
+    """Process id of the daemon that holds the folder; 0: one of unknown number; None: nobody.
+
+    Where the system doesn't list locks (macOS), a living process of the number that the last daemon
+    left counts as that daemon.
+    """
+    path = root / LOCK_NAME
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        inode = path.stat().st_ino
+    except OSError:
+        return None
+    pid = int(text) if text.isdigit() and len(text) < 11 else 0
+    try:
+        lines = _PROC_LOCKS.read_text().splitlines()
+    except OSError:
+        return pid if pid and _is_alive(pid) else None
+    # "1: FLOCK ADVISORY WRITE 10244 fe:00:2146918 0 EOF"; some file systems give another device than stat.
+    held = any("FLOCK" in line and f":{inode} " in line for line in lines)
+    return pid if held else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # It is somebody else's.
+    return True
+
+
+@contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[None]:
+    """Hold the folder: no daemon can use it meanwhile. Raises DaemonRuns, or OSError.
+
+    Keep it short: a daemon that starts now waits a moment for it, and then takes it for another daemon.
+    """
+    fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DaemonRuns(root, holder(root) or 0) from None
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+_BATCH = 5000
+"""Paths in one request: half a megabyte."""
+_SECONDS = 60.0
+
+
+@dataclass(slots=True, frozen=True)
+class Holder:
+    """The daemon that holds the folder. `status`: as it was when it was found."""
+
+    url: str
+    key: str
+    status: DaemonStatus
+
+    @property
+    def cap(self) -> int:
+        """Most bytes that the folder may take."""
+        return self.status.cold.cap if self.status.cold else 0
+
+    def forget(self, paths: Sequence[str], *, remove: bool) -> tuple[int, int, list[str]]:
+        """(files gone, bytes on disk gone, why some stay); see `Forget`. Raises DaemonError."""
+        files = nbytes = 0
+        troubles: list[str] = []
+        for at in range(0, len(paths), _BATCH):
+            body = msgspec.json.encode(Forget(paths=list(paths[at : at + _BATCH]), remove=remove))
+            done = fetch(self.url, self.key, "/omlxd/cache/forget", Forgotten, body, _SECONDS)
+            files, nbytes = files + done.files, nbytes + done.bytes
+            troubles += done.troubles
+        return files, nbytes, troubles
+
+
+def find(root: Path, settings: Settings, url: str | None = None) -> Holder | None:
+    """The daemon that holds `root`, if one does. Raises DaemonRuns where it does not answer."""
+    pid = holder(root)
+    if pid is None:
+        return None
+    try:
+        where, key = address(url) if url else address_of(settings)
+        status = fetch(where, key, "/omlxd/status", DaemonStatus)
+    except (DaemonError, ConfigError):
+        raise DaemonRuns(root, pid) from None
+    if status.cold is None or not _same(Path(status.cold.dir), root):
+        raise DaemonRuns(root, pid)  # The one that answers is another.
+    return Holder(where, key, status)
+
+
+def folder_of(url: str) -> Path:
+    """The cache dir of the daemon at `url`. Raises DaemonError, ConfigError."""
+    cold = fetch(*address(url), "/omlxd/status", DaemonStatus).cold
+    if cold is None:
+        raise DaemonError(f"The daemon at {url} has no SSD cache, or its folder can't be used.")
+    return Path(cold.dir)
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False

@@ -1,0 +1,103 @@
+"""What lies in a cache dir, by name, size and time alone; no file is opened.
+
+Only folders that are named as namespaces are (32 hex digits) are entered: a cache dir that somebody
+put among other files must never cost a file that omlxd did not write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ...kv.files.namespace import FILE_NAME, NamespaceInfo, read_namespace
+from ...kv.files.paths import (
+    NAMESPACE_HEX,
+    RECORD_SUFFIX,
+    SUFFIX,
+    TEMP_SUFFIX,
+    disk_bytes,
+    file_kind,
+    is_fan_dir,
+    is_namespace_dir,
+)
+
+Kind = Literal["block", "record", "temporary", "misplaced", "stranger"]
+"""block       a file where a block's file lies, of a name that a block's file has
+record      likewise, of a record (kv/files/record_file.py)
+temporary   left by a crash, or being written by a daemon
+misplaced   of such a suffix, but no file that a store would look for: elsewhere, a link, a folder
+stranger    anything else; never removed
+"""
+
+
+@dataclass(slots=True, frozen=True)
+class Found:
+    """`path` is relative to the cache dir. `size`: bytes in it; `used`: seconds since 1970."""
+
+    kind: Kind
+    path: str
+    size: int
+    used: float
+    is_folder: bool = False
+
+    @property
+    def namespace(self) -> str:
+        return self.path[:NAMESPACE_HEX]
+
+    @property
+    def name(self) -> str:
+        """The hash, in hex, of a block or a record."""
+        return self.path.rpartition("/")[2][:64]
+
+    @property
+    def disk(self) -> int:
+        """Bytes on disk, as the ledger counts them."""
+        return disk_bytes(self.size)
+
+
+def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
+    """Folder → description, where it has one. Raises FileNotFoundError, OSError."""
+    with os.scandir(root) as entries:
+        folders = [e.name for e in entries if is_namespace_dir(e.name) and e.is_dir(follow_symlinks=False)]
+    return {folder: read_namespace(root, folder) for folder in sorted(folders)}
+
+
+def walk(root: Path, folders: list[str]) -> Iterator[Found]:
+    """Everything in the namespaces `folders`, but for their descriptions. What vanishes is left out."""
+    for folder in folders:
+        for entry in _entries(root, folder):
+            if entry.name == FILE_NAME:
+                continue
+            if is_fan_dir(entry.name) and entry.is_dir(follow_symlinks=False):
+                for inner in _entries(root, f"{folder}/{entry.name}"):
+                    yield from _found(inner, f"{folder}/{entry.name}/{inner.name}", entry.name)
+            else:
+                yield from _found(entry, f"{folder}/{entry.name}", "")
+
+
+def _found(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    is_file, name = stat.S_ISREG(status.st_mode), entry.name
+    kind: Kind = "stranger"
+    if name.endswith(TEMP_SUFFIX) and is_file:
+        kind = "temporary"
+    elif name.endswith((SUFFIX, RECORD_SUFFIX)):
+        kind = "misplaced"
+        if is_file and name[:2] == fan and (named := file_kind(name)) in ("block", "record"):
+            kind = "block" if named == "block" else "record"
+    yield Found(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))
+
+
+def _entries(root: Path, folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(root / folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []

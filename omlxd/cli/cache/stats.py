@@ -1,0 +1,208 @@
+"""`omlxd cache stats`: what each model's KV takes on disk, from names, sizes and times.
+
+One file of each size in a namespace is opened, for its kind; the others of that size are taken to be
+of the same kind, so that a hundred thousand files cost as many `stat` calls and a few reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from ...common.units import human
+from ...kv.checkpoint import KIND as CHECKPOINT
+from ...kv.files.namespace import NamespaceInfo
+from ..owner_api import DaemonStatus
+from . import inventory
+from .holder import holder
+from .inventory import Found
+from .verify import Verifier
+
+
+class NamespaceStats(msgspec.Struct, kw_only=True):
+    """One model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a file.
+
+    model_id, model_type, model_path  "" where the folder has no description
+    records  answers as they were generated, for turns that clients send back in another shape
+    """
+
+    namespace: str
+    model_id: str = ""
+    model_type: str = ""
+    model_path: str = ""
+    block_size: int = 0
+    files: int = 0
+    bytes: int = 0
+    token_blocks: int = 0
+    token_bytes: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+    records: int = 0
+    record_bytes: int = 0
+    oldest_use: float | None = None
+    newest_use: float | None = None
+
+
+class CacheStats(msgspec.Struct, kw_only=True):
+    """Of a whole cache dir.
+
+    cap_bytes   of the daemon that holds the folder, if it answers; else of this command's settings
+    cap_source  where the cap stands: `the daemon's`, `default`, a flag, a variable, a line of the file
+    daemon      whether one holds the lock; daemon_pid its process, None where it isn't known
+    live        what the daemon says of itself, if it answers
+    temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`
+    """
+
+    cache_dir: str
+    bytes: int
+    files: int
+    cap_bytes: int
+    cap_source: str
+    daemon: bool
+    daemon_pid: int | None
+    temporary: int
+    temporary_bytes: int
+    misplaced: int
+    strangers: int
+    namespaces: list[NamespaceStats]
+    live: DaemonStatus | None = None
+
+
+def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
+    """Raises OSError where a folder can't be read; a cache dir that isn't there is an empty one."""
+    known: dict[str, NamespaceInfo | None] = {}
+    with contextlib.suppress(FileNotFoundError):
+        known = inventory.namespaces(root)
+    rows = {name: _described(name, info) for name, info in known.items()}
+    others: dict[str, list[Found]] = {"temporary": [], "misplaced": [], "stranger": []}
+    kinds: dict[tuple[str, int], str] = {}
+    verifier = Verifier()
+    for found in inventory.walk(root, list(known)):
+        if found.kind not in ("block", "record"):
+            others[found.kind].append(found)
+            continue
+        of_size = (found.namespace, found.size)
+        if found.kind == "block" and of_size not in kinds:
+            with contextlib.suppress(OSError):
+                kinds[of_size] = verifier.kind(f"{root}/{found.path}")
+        _count(rows[found.namespace], found, kinds.get(of_size, ""))
+    pid = holder(root)
+    return CacheStats(
+        cache_dir=str(root),
+        bytes=sum(row.bytes for row in rows.values()),
+        files=sum(row.files for row in rows.values()),
+        cap_bytes=cap,
+        cap_source=cap_source,
+        daemon=pid is not None,
+        daemon_pid=pid or None,
+        temporary=len(others["temporary"]),
+        temporary_bytes=sum(found.disk for found in others["temporary"]),
+        misplaced=len(others["misplaced"]),
+        strangers=len(others["stranger"]),
+        namespaces=sorted(rows.values(), key=lambda row: -row.bytes),
+    )
+
+
+def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
+    if info is None:
+        return NamespaceStats(namespace=namespace)
+    return NamespaceStats(
+        namespace=namespace,
+        model_id=info.model_id,
+        model_type=info.model_type,
+        model_path=info.model_path,
+        block_size=info.block_size,
+    )
+
+
+def _count(row: NamespaceStats, found: Found, kind: str) -> None:
+    row.files += 1
+    row.bytes += found.disk
+    if found.kind == "record":
+        row.records += 1
+        row.record_bytes += found.disk
+    elif kind == CHECKPOINT:
+        row.checkpoints += 1
+        row.checkpoint_bytes += found.disk
+    else:
+        row.token_blocks += 1
+        row.token_bytes += found.disk
+    row.oldest_use = found.used if row.oldest_use is None else min(row.oldest_use, found.used)
+    row.newest_use = found.used if row.newest_use is None else max(row.newest_use, found.used)
+
+
+# --------------------------------------------------------------------------- as text
+
+
+def as_text(stats: CacheStats, now: float | None = None) -> str:
+    """A table, and what there is to say around it."""
+    now = time.time() if now is None else now
+    what = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "RECORDS")
+    rows = [(*what, "OLDEST USE", "NEWEST USE"), *(_row(row, now) for row in stats.namespaces)]
+    lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
+    cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
+    lines.append(f"total: {human(stats.bytes)} in {stats.files} files; cap: {cap}")
+    if stats.daemon:
+        lines.append("daemon: running" + (f", process {stats.daemon_pid}" if stats.daemon_pid else ""))
+    else:
+        lines.append("daemon: none on this folder")
+    if stats.live is not None:
+        lines += _live(stats.live)
+    if stats.temporary:
+        lines.append(f"temporary: {stats.temporary} files, {human(stats.temporary_bytes)}")
+    if stats.misplaced or stats.strangers:
+        lines.append(f"not blocks: {stats.misplaced + stats.strangers} entries; see `omlxd cache check`")
+    return "\n".join(lines)
+
+
+def _live(status: DaemonStatus) -> list[str]:
+    """Since the daemon began: what was restored of each model's prompts, and what was written."""
+    lines: list[str] = []
+    for model in status.models:
+        values = model.values
+        if not values.get("prefix_cache_queries_total"):
+            continue
+        asked, hot = values["prefix_cache_queries_total"], values.get("prefix_cache_hits_hot_total", 0.0)
+        cold = values.get("prefix_cache_hits_cold_total", 0.0)
+        lines.append(
+            f"{model.id}: {(hot + cold) / asked:.0%} of {asked:.0f} prompt tokens restored "
+            f"({hot / asked:.0%} RAM, {cold / asked:.0%} SSD); "
+            f"RAM tier {human(int(values.get('kv_hot_bytes', 0)))}; "
+            f"written {human(int(values.get('kv_bytes_written_total', 0)))}, "
+            f"read {human(int(values.get('kv_bytes_restored_total', 0)))}"
+        )
+    return lines
+
+
+def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
+    return (
+        row.model_id or "(unknown)",
+        row.namespace[:8],
+        human(row.bytes),
+        str(row.files),
+        str(row.token_blocks),
+        str(row.checkpoints),
+        str(row.records),
+        ago(row.oldest_use, now),
+        ago(row.newest_use, now),
+    )
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def ago(when: float | None, now: float) -> str:
+    if when is None:
+        return "-"
+    seconds = max(0.0, now - when)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"

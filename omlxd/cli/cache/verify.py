@@ -1,0 +1,168 @@
+"""Is a block's file what its path says? Every check of the store's, without the model.
+
+A store knows the header that it expects and compares bytes. Here the header's own claims are read
+first; then the header that the store would have written for them is built, and compared, and the
+payload digested, by the store's own code (`BlockFormat.read`). So the two can't drift apart.
+
+Of the tensors' names and types only the model knows which are right. But they are part of the
+namespace, so all files of one agree in them: `Verdict.tensors` lets a caller find the odd ones out.
+
+What ties the tokens to the name is the chain hash. A file doesn't carry the extra keys of a block
+(images), so a token block that had any would be called bad; no model that takes them is stored yet.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from ...kv.checkpoint import KIND as CHECKPOINT
+from ...kv.checkpoint import checkpoint_name
+from ...kv.files.block_file import FORMAT, BlockFileError, BlockFormat, BlockKey
+from ...kv.files.fs import PosixFileSystem, read_all
+from ...kv.files.record_file import RecordError, checked
+from ...kv.hashing import hash_blocks
+from ...kv.layout import ITEM_BYTES, Group, KVLayout
+
+TOKENS, RECORD = "tokens", "record"
+MOST_HEADER = 64 << 20
+"""Bytes. A header is some 100 bytes a tensor; a length beyond this is no length."""
+
+_TOKEN_LIST = re.compile(r"\d{1,10}(,\d{1,10})*")
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class _Claims(msgspec.Struct, forbid_unknown_fields=True):
+    digest: str
+    format: str
+    kind: str
+    namespace: str
+    hash: _Hex
+    parent: _Hex
+    tokens: str
+
+
+class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    dtype: str
+    shape: tuple[_Positive, _Positive, _Positive]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Verdict:
+    """`fault`: why a file is bad, or "". Good files of one namespace and kind agree in `tensors`."""
+
+    fault: str
+    kind: str = ""
+    tensors: int = 0
+
+
+class Verifier:
+    """Checks files one after another, with one buffer. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._fs = PosixFileSystem()
+        self._buffer = bytearray()
+
+    def verify(self, path: str, namespace: str, name: str) -> Verdict:
+        """Look at all of a file. `namespace`, `name`: what its path says, in hex. Raises OSError."""
+        fd = self._fs.open_read(path)
+        try:
+            return self._check(fd, namespace, name)
+        except BlockFileError as error:
+            return Verdict(str(error))
+        finally:
+            self._fs.close(fd)
+
+    def verify_record(self, path: str, name: str) -> Verdict:
+        """Look at all of a record. `name`: what its path says, in hex. Raises OSError."""
+        fd = self._fs.open_read(path)
+        try:
+            checked(self._fs, fd, bytes.fromhex(name))
+        except RecordError as error:
+            return Verdict(str(error))
+        finally:
+            self._fs.close(fd)
+        return Verdict("", RECORD)
+
+    def kind(self, path: str) -> str:
+        """`tokens`, `checkpoint`, or "" for a file whose header can't be read. Raises OSError."""
+        fd = self._fs.open_read(path)
+        try:
+            return _claims(self._header(fd))[0].kind
+        except BlockFileError:
+            return ""
+        finally:
+            self._fs.close(fd)
+
+    def _header(self, fd: int) -> bytes:
+        """The JSON and what pads it."""
+        size = self._fs.size(fd)
+        word = bytearray(8)
+        if size < 8 or read_all(self._fs, fd, [memoryview(word)]) != 8:
+            raise BlockFileError(f"{size} bytes are no block")
+        length = int.from_bytes(word, "little")
+        if length > MOST_HEADER:
+            raise BlockFileError("the length of its header makes no sense")
+        if length > size - 8:
+            raise BlockFileError("ends within its header")
+        header = bytearray(length)
+        if read_all(self._fs, fd, [memoryview(header)], 8) != length:
+            raise BlockFileError("ends within its header")
+        return bytes(header)
+
+    def _check(self, fd: int, namespace: str, name: str) -> Verdict:
+        claims, layout, width = _claims(self._header(fd))
+        if claims.namespace != namespace:
+            raise BlockFileError(f"belongs to namespace {claims.namespace[:32]}")
+        if claims.hash != name:
+            raise BlockFileError(f"is the file of {claims.hash[:16]}…")
+        key = BlockKey(
+            bytes.fromhex(claims.hash), bytes.fromhex(claims.parent), [*map(int, claims.tokens.split(","))]
+        )
+        _check_name(key, claims.kind, width)
+        # Names of the same prefix stand for one namespace in a path, and a header gives no more of it.
+        format = BlockFormat(bytes.fromhex(namespace.ljust(64, "0")), layout, width, claims.kind)
+        if (size := self._fs.size(fd)) != format.file_bytes:
+            raise BlockFileError(f"{size} bytes instead of {format.file_bytes}")
+        if len(self._buffer) < format.data_bytes:
+            self._buffer = bytearray(format.data_bytes)
+        format.read(self._fs, fd, key, [memoryview(self._buffer)[: format.data_bytes]])
+        # A checkpoint's shapes follow from its position.
+        by_kind = tuple((g.names, g.dtype) if claims.kind == CHECKPOINT else g for g in layout.groups)
+        return Verdict("", claims.kind, hash(by_kind))
+
+
+def _claims(header: bytes) -> tuple[_Claims, KVLayout, int]:
+    """(metadata, the tensors as a layout, tokens a block). Raises BlockFileError."""
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        claims = msgspec.json.decode(entries.pop("__metadata__", b"null"), type=_Claims)
+        tensors = {name: msgspec.json.decode(raw, type=_Tensor) for name, raw in entries.items()}
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise BlockFileError("its header can't be read") from None
+    if claims.format != FORMAT:
+        raise BlockFileError(f"has format {claims.format[:32]!r}, not {FORMAT!r}")
+    if claims.kind not in (TOKENS, CHECKPOINT):
+        raise BlockFileError(f"is of unknown kind {claims.kind[:32]!r}")
+    if not _TOKEN_LIST.fullmatch(claims.tokens):
+        raise BlockFileError("its tokens can't be read")
+    width = 1 if claims.kind == CHECKPOINT else claims.tokens.count(",") + 1
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ITEM_BYTES or tensor.shape[1] != width:
+            raise BlockFileError(f"its tensor {name[:64]!r} is none of a block's")
+    groups = [Group((name,), t.shape[0], t.shape[2], t.dtype) for name, t in tensors.items()]
+    return claims, KVLayout(tuple(groups)), width
+
+
+def _check_name(key: BlockKey, kind: str, width: int) -> None:
+    if kind == CHECKPOINT:
+        if checkpoint_name(key.parent) != key.block_hash or len(key.tokens) != 1:
+            raise BlockFileError("its parent doesn't give its name")
+        return
+    if max(key.tokens) >= 1 << 32 or hash_blocks(key.parent, key.tokens, width) != [key.block_hash]:
+        raise BlockFileError("its parent and tokens don't give its name")

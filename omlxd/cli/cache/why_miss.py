@@ -1,0 +1,256 @@
+"""`omlxd cache why-miss`: where a prompt's cached prefix ends, and why.
+
+The running daemon is asked, as only it knows what lies in RAM and what it has evicted. Without one,
+a request from a file is explained by what lies on disk: tokenizer and template are loaded by a
+program of their own, never by this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...config import Settings
+from ...errors import ConfigError, OmlxdError
+from ...front.owner.why_miss import DIALECTS, RESPONSES
+from ...wire import Explanation
+from ..daemon_client import NoDaemon, address_of, fetch
+from ..daemon_client import address as address_at
+from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
+from . import inventory
+from .stats import ago, table
+
+ANSWER_S = 120.0
+"""An engine that must load first, and a search through headers."""
+_OFFLINE = (sys.executable, "-m", "omlxd.engine.explain")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "request",
+        nargs="?",
+        metavar="REQUEST",
+        help="`last`, an id from the log (req_…), a JSON file of a request's body or of "
+        '{"path": …, "body": …}, or - for stdin; without one the last requests are listed',
+    )
+    parser.add_argument("--session", metavar="ID", help="the last request of this session")
+    parser.add_argument("--path", metavar="PATH", help="where the body goes, as /v1/messages")
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    parser.add_argument("--offline", action="store_true", help="ask no daemon: only what lies on SSD counts")
+    parser.add_argument("--model", metavar="NAME", help="whose KV to look at, with --offline")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    """Exit status 0 once it is explained, hit or miss. Raises ConfigError."""
+    try:
+        found = _explained(args, settings, root)
+    except OmlxdError as error:
+        if isinstance(error, ConfigError):
+            raise
+        print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
+        return 1
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    elif isinstance(found, RecentList):
+        print("\n".join(_listed(found.requests)))
+    else:
+        print(as_text(found))
+    return 0
+
+
+def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyMiss | RecentList:
+    given: str = args.request or ""
+    asked: WhyMissBody | None = None
+    if not given and not args.session:
+        if args.offline:
+            raise ConfigError("--offline: give a file that holds the request.", param="--offline")
+    elif args.session:
+        asked = WhyMissBody(session=args.session)
+    elif given == "last":
+        asked = WhyMissBody()
+    elif given.startswith("req_"):
+        asked = WhyMissBody(request_id=given)
+    else:
+        asked = read_request(given, args.path)
+    from_file = asked is not None and bool(asked.path)
+    if args.offline and not from_file:
+        raise ConfigError(f"--offline: of {given or args.session} only a daemon knows.", param="--offline")
+    if not args.offline:
+        try:
+            url, key = address_at(args.url) if args.url else address_of(settings)
+            if asked is None:
+                return fetch(url, key, "/omlxd/requests", RecentList)
+            return fetch(url, key, "/omlxd/why-miss", WhyMiss, msgspec.json.encode(asked), ANSWER_S)
+        except NoDaemon:
+            if not from_file or args.url:
+                raise
+            print("omlxd: no daemon answers; what lies on SSD is looked at", file=sys.stderr)
+    assert asked is not None
+    return offline(asked, root, args.model)
+
+
+# --------------------------------------------------------------------------- a request from a file
+
+
+def read_request(name: str, path: str | None) -> WhyMissBody:
+    """From a file, or stdin for `-`: one JSON object, or JSON Lines, whose last line counts.
+
+    Raises ConfigError.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror or error}.") from None
+    try:
+        value = _decoded(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name}: no JSON object: {error}.") from None
+    wrapped = isinstance(value.get("body"), dict)
+    body: dict[str, Any] = value["body"] if wrapped else value
+    path = path or (str(value.get("path", "")) if wrapped else "") or _guess(body)
+    headers = value.get("headers") if wrapped else None
+    plain = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else {}
+    return WhyMissBody(path=path, body=body, headers=plain)
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        lines = data.strip().splitlines()
+        if len(lines) < 2:
+            raise
+        return msgspec.json.decode(lines[-1], type=dict[str, Any])
+
+
+def _guess(body: dict[str, Any]) -> str:
+    """Which path a body is for: each protocol has a field that it can't do without."""
+    if "input" in body:
+        return RESPONSES
+    if "prompt" in body:
+        return "/v1/completions"
+    return "/v1/messages" if "system" in body else "/v1/chat/completions"
+
+
+# --------------------------------------------------------------------------- without a daemon
+
+
+class _Offline(msgspec.Struct):
+    """What `python -m omlxd.engine.explain` reads; see there."""
+
+    root: str
+    request: Any
+    model: str
+
+
+def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
+    """Raises OmlxdError."""
+    from urllib.parse import urlsplit
+
+    path = urlsplit(asked.path).path
+    dialect = DIALECTS.get(path)
+    if path == RESPONSES:
+        from ...front.http.generation import responses_dialect
+        from ...front.http.response_store import ResponseStore
+
+        dialect = responses_dialect(ResponseStore())
+    if dialect is None:
+        raise ConfigError(f"--path: {path} takes no prompt; one of {', '.join([*DIALECTS, RESPONSES])}.")
+    headers = {name.lower(): value for name, value in asked.headers.items()}
+    parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
+    name = model or _known_name(root, parsed.model)
+    question = msgspec.json.encode(_Offline(str(root), parsed.generate, name))
+    done = subprocess.run(_OFFLINE, input=question, capture_output=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise OmlxdError(lines[-1] if lines else f"the explaining program ended with {done.returncode}")
+    return WhyMiss(name or "(newest)", msgspec.json.decode(done.stdout, type=Explanation))
+
+
+def _known_name(root: Path, name: str) -> str:
+    """`name` if some KV is of a model so called, else "": a client may call any model `claude-…`."""
+    infos = [info for info in inventory.namespaces(root).values() if info is not None]
+    ids = {info.model_id for info in infos}
+    return name if name in ids | {id.rpartition("/")[2] for id in ids} else ""
+
+
+# --------------------------------------------------------------------------- as text
+
+
+def as_text(found: WhyMiss, now: float | None = None) -> str:
+    now = time.time() if now is None else now
+    told = found.explanation
+    then = f" when it ran ({found.request_id})" if found.reached >= 0 else ""
+    restored = told.hot_tokens + told.cold_tokens
+    tiers = "" if found.reached >= 0 or not restored else f" ({told.hot_tokens} RAM, {told.cold_tokens} SSD)"
+    lines = [
+        f"{found.model}: prompt of {told.prompt_tokens} tokens, blocks of {told.block_size}, "
+        f"namespace {told.namespace[:8] or '-'}",
+        f"restored{then or ', were it sent now'}: {restored} tokens{tiers}",
+    ]
+    lines.append(_because(told, now))
+    lines += [f"  {other}" for other in map(_other, told.elsewhere)]
+    if told.given or told.before:
+        lines += ["", f"text around token {told.position}:", f"  before  …{told.before!r}"]
+        if told.stored:
+            lines.append(f"  stored  {told.stored!r}…")
+        lines.append(f"  prompt  {told.given!r}…")
+    if told.cause in ("never_stored", "evicted") and not told.complete:
+        lines.append(f"(after {told.looked} files the search for another text there was ended)")
+    return "\n".join(lines)
+
+
+def _because(told: Explanation, now: float) -> str:
+    block = told.position // told.block_size if told.block_size else 0
+    here = f"first miss: block {block}, from token {block * (told.block_size or 1)}"
+    if told.cause == "none":
+        return "nothing missed: every full block before the prompt's last token is there"
+    if told.cause == "reuse_off":
+        return f"prefixes are not reused: {told.reason}"
+    if told.cause == "no_checkpoint":
+        stood = told.hot_tokens + told.cold_tokens
+        return (
+            f"the blocks reach token {told.chain_tokens}, but the model's state can be restored only where "
+            f"a checkpoint of it stands, and the last one before stands at token {stood}"
+        )
+    return f"{here}: " + {
+        "differs": f"another text stands stored there (last used {ago(told.stored_used, now)})",
+        "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
+        "other_namespace": "it is stored, but as made with another model file or setting:",
+        "evicted": f"it was stored, and evicted {ago(told.gone_at, now)}",
+        "cleared": f"it was stored, and cleared {ago(told.gone_at, now)}",
+        "damaged": f"its file was damaged, and removed {ago(told.gone_at, now)}",
+    }.get(told.cause, told.cause)
+
+
+def _other(other: Any) -> str:
+    differs = f"; differs in {', '.join(other.differs)}" if other.differs else ""
+    return f"namespace {other.name[:8]} holds {other.tokens} tokens of it{differs}"
+
+
+def _listed(requests: list[RequestLine]) -> list[str]:
+    if not requests:
+        return ["no request has been made yet"]
+    now = time.time()
+    head = ("REQUEST", "WHEN", "MODEL", "PROMPT", "RESTORED", "OUTCOME", "SESSION")
+    return table([head, *(_listed_row(each, now) for each in requests)])
+
+
+def _listed_row(each: RequestLine, now: float) -> tuple[str, ...]:
+    known = each.cached_tokens >= 0
+    return (
+        each.id,
+        ago(each.began, now),
+        each.model,
+        str(each.prompt_tokens) if known else "-",
+        str(each.cached_tokens) if known else "-",
+        each.outcome,
+        each.session[:36] or "-",
+    )

@@ -1,0 +1,121 @@
+"""Asking a running daemon over HTTP, from commands: where it is, its key, and one JSON answer.
+
+A key from a settings file goes to no address but that file's own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..config import Settings, is_loopback, load_settings
+from ..errors import ConfigError, OmlxdError
+
+ANSWER_S = 10.0
+KEY_VARIABLE = "OMLXD_API_KEY"
+T = TypeVar("T")
+
+
+class DaemonError(OmlxdError):
+    """No answer that makes sense; the message says what to do."""
+
+
+class NoDaemon(DaemonError):
+    """Nothing answers at the address."""
+
+
+def address(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """(URL, key) of the daemon: as `given` by --url, else where `omlxd serve` would listen by its settings.
+
+    Raises ConfigError.
+    """
+    environ = os.environ if environ is None else environ
+    if given is None:
+        return address_of(load_settings({}, environ))
+    try:
+        parts = urlsplit(given)
+        fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        fine = False
+    if not fine:
+        raise ConfigError(f"--url: {given!r} is no address like http://127.0.0.1:8000.", param="--url")
+    return given.rstrip("/").removesuffix("/v1"), environ.get(KEY_VARIABLE, "")
+
+
+def address_of(settings: Settings) -> tuple[str, str]:
+    """(URL, key) of a daemon of these settings. Raises ConfigError where its port is any free one."""
+    if not settings.port:
+        raise ConfigError(
+            f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens.",
+            param="--url",
+        )
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", settings.api_key
+
+
+def fetch(
+    url: str, key: str, path: str, type: type[T], body: bytes | None = None, seconds: float = ANSWER_S
+) -> T:
+    """The answer at `path`; a POST if there is a `body` (JSON). Raises DaemonError."""
+    request = urllib.request.Request(f"{url}{path}", data=body)
+    if body is not None:
+        request.add_header("Content-Type", "application/json")
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    # No proxy of the environment's may stand before the loopback.
+    handlers: list[urllib.request.BaseHandler] = [_StaysHere()]
+    if is_loopback(urlsplit(url).hostname or ""):
+        handlers.append(urllib.request.ProxyHandler({}))
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as answer:
+            return msgspec.json.decode(answer.read(), type=type)
+    except urllib.error.HTTPError as error:
+        with error:
+            said = _message(error.read(65536)) if error.code != 401 else ""
+        if error.code == 401:
+            raise DaemonError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
+        if said:
+            raise DaemonError(said) from None
+        raise DaemonError(f"{url}{path} answers with status {error.code}; is it omlxd?") from None
+    except msgspec.MsgspecError:
+        raise DaemonError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
+    except ValueError:  # What HTTP can't carry in a header, a line break say.
+        raise DaemonError(f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces.") from None
+    except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            raise DaemonError(
+                f"{url} does not answer within {seconds:.0f} s; see its log, or `omlxd status` later."
+            ) from None
+        raise NoDaemon(
+            f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."
+        ) from None
+
+
+class _StaysHere(urllib.request.HTTPRedirectHandler):
+    """Goes nowhere else: the key would go along. Such an answer is an error by its status."""
+
+    def redirect_request(self, req, fp, code, msg, headers, newurl) -> None:
+        return None
+
+
+class _Told(msgspec.Struct):
+    message: str = ""
+
+
+class _Problem(msgspec.Struct):
+    error: _Told
+
+
+def _message(body: bytes) -> str:
+    """The sentence of an error in OpenAI's shape, "" if it is none."""
+    try:
+        return msgspec.json.decode(body, type=_Problem).error.message
+    except msgspec.MsgspecError:
+        return ""

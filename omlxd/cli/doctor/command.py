@@ -1,0 +1,89 @@
+"""The command line of `omlxd doctor`. Exit status 1 if something does not work, 0 if all does."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from ...config import OPTIONS, Settings, load_settings
+from . import disk, machine, network
+from .finding import Finding, bad
+
+_SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
+_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
+
+
+class Report(msgspec.Struct):
+    """`healthy`: nothing is bad."""
+
+    healthy: bool
+    findings: list[Finding]
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Raises ConfigError for settings that make no sense, as `omlxd serve` would."""
+    parser.allow_abbrev = False
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    for option in OPTIONS:
+        if option.name in _OPTIONS:
+            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+    args = parser.parse_args(argv)
+    flags = {name: getattr(args, name) for name in (*_OPTIONS, "config")}
+    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    findings: list[Finding] = []
+    for finding in examine(settings, disk_test=not args.no_disk_test):
+        findings.append(finding)
+        if not args.json:
+            print(as_text(finding), flush=True)
+    healthy = all(finding.verdict != "bad" for finding in findings)
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(Report(healthy, findings))).decode())
+    else:
+        print(summary(findings))
+    return 0 if healthy else 1
+
+
+def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
+    """Every check in turn. One that fails itself is a finding too."""
+    checks: list[tuple[str, Callable[[], Finding | list[Finding]]]] = [
+        ("platform", machine.check_platform),
+        ("python", machine.check_python),
+        ("backend", machine.check_backend),
+        ("memory", machine.check_memory),
+        ("files", machine.check_files),
+        ("base folder", lambda: disk.check_folder("base folder", settings.base_path)),
+        ("cache folder", lambda: disk.check_folder("cache folder", settings.paged_ssd_cache_dir)),
+        ("space", lambda: disk.check_space(settings)),
+        ("address", lambda: network.check_exposure(settings)),
+        ("port", lambda: network.check_port(settings)),
+        ("clients", lambda: network.check_clients(settings)),
+    ]
+    if disk_test:
+        checks.insert(-3, ("disk", lambda: disk.check_speed(settings)))
+    for name, check in checks:
+        try:
+            found = check()
+        except Exception as error:  # A doctor that dies of what it looks for helps nobody.
+            found = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
+        yield from found if isinstance(found, list) else [found]
+
+
+def as_text(finding: Finding) -> str:
+    lines = [f"{_SIGNS[finding.verdict]}  {finding.check:<12}  {finding.told}"]
+    if finding.mend:
+        lines.append(textwrap.indent(finding.mend, " " * 20))
+    return "\n".join(lines)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    wrong = sum(finding.verdict == "bad" for finding in findings)
+    weak = sum(finding.verdict == "warn" for finding in findings)
+    if not wrong and not weak:
+        return "all is well"
+    told = [f"{count} {what}" for count, what in ((wrong, "to mend"), (weak, "to look at")) if count]
+    return ", ".join(told)

@@ -1,0 +1,129 @@
+"""The folders: whose they are, who may read them, how much room there is, and how fast the disk is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ...common.units import human
+from ...config import Settings
+from ..cache import inventory
+from .finding import Finding, bad, ok, warn
+
+TEST_BYTES = 256 * 10**6
+TEST_S = 10.0
+"""For writing, and again for reading."""
+_CHUNK = 8 * 10**6
+SPARE = 10**9
+"""Bytes that a disk must have free for anything to be tried on it."""
+SLOW_WRITE, SLOW_READ = 100e6, 300e6
+"""Bytes a second. Written is about 100 kB a token of an 8B model, so prefill at 1,000 tokens a second
+writes 100 MB/s; reading below 300 MB/s restores such a prompt hardly faster than it is computed."""
+
+
+def check_folder(check: str, folder: Path) -> Finding:
+    """A folder that omlxd keeps: made with mode 0700, and ours."""
+    place = _existing(folder)
+    if place != folder:
+        if not os.access(place, os.W_OK | os.X_OK):
+            return bad(check, f"{folder} can't be made: {place} is not writable", _chown(place))
+        return ok(check, f"{folder}, to be made at the first start")
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        return bad(check, f"{folder} is no folder", "Move it away, or choose another folder.")
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        return bad(check, f"{folder} is not readable and writable", _chown(folder))
+    if status.st_uid != os.getuid():
+        return warn(check, f"{folder} belongs to user {status.st_uid}", _chown(folder))
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        return warn(check, f"{folder} is open to other users (mode {mode:o})", f"Run `chmod 700 {folder}`.")
+    return ok(check, f"{folder}, private")
+
+
+def _chown(folder: Path) -> str:
+    return f"Make it yours: `sudo chown -R $(id -un) {folder}`, or choose another folder."
+
+
+def _existing(folder: Path) -> Path:
+    """`folder`, or the nearest one above that is there."""
+    return next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+
+
+def check_space(settings: Settings) -> Finding:
+    """Free room against what the SSD cache may still take."""
+    folder, cap = settings.paged_ssd_cache_dir, settings.cold_cache_bytes
+    free = _free(folder)
+    if not cap or settings.no_cache:
+        return ok("space", f"{human(free)} free; the SSD cache is off")
+    used = 0
+    with contextlib.suppress(OSError):
+        used = sum(found.disk for found in inventory.walk(folder, list(inventory.namespaces(folder))))
+    told = f"{human(free)} free; the SSD cache takes {human(used)} of {human(cap)}"
+    lower = (
+        f"Make room, or lower the cap: `--paged-ssd-cache-max-size {max(1, int((used + free) * 0.8e-9))}GB`."
+    )
+    if free < SPARE:
+        return bad("space", told, lower)
+    if cap - used > free:
+        return warn("space", told + ", more than the disk has left", lower)
+    return ok("space", told)
+
+
+def _free(folder: Path) -> int:
+    status = os.statvfs(_existing(folder))
+    return status.f_frsize * status.f_bavail
+
+
+def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = TEST_S) -> Finding:
+    """Write and read one file on the cache's disk, outside of the cache's own account."""
+    cache = settings.paged_ssd_cache_dir
+    above = _existing(cache.parent)
+    same_disk = _existing(cache).stat().st_dev == above.stat().st_dev
+    folder = above if same_disk and os.access(above, os.W_OK) else _existing(cache)
+    if _free(folder) < SPARE + nbytes:
+        return bad("disk", f"{human(_free(folder))} free on {folder}: too little to time it", "Make room.")
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".omlxd-doctor-") as file:
+            wrote, written = _write(file.fileno(), nbytes, seconds)
+            read = _read(file.name, seconds)
+    except OSError as error:
+        return bad("disk", f"{folder} can't be written: {error.strerror or error}", _chown(folder))
+    told = f"writes {human(int(wrote))}/s, reads {human(int(read))}/s ({human(written)} on {folder})"
+    if wrote < SLOW_WRITE or read < SLOW_READ:
+        return warn("disk", told, "Put the cache on a faster disk with --paged-ssd-cache-dir.")
+    return ok("disk", told)
+
+
+def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:
+    """(bytes a second, bytes), down to the disk itself."""
+    chunk = os.urandom(min(_CHUNK, nbytes))
+    began, written = time.perf_counter(), 0
+    while written < nbytes and time.perf_counter() - began < seconds:
+        written += os.write(fd, chunk)
+    os.fsync(fd)
+    return written / (time.perf_counter() - began), written
+
+
+def _read(path: str, seconds: float) -> float:
+    """Bytes a second, past the page cache where the system lets us."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        if sys.platform == "darwin":
+            import fcntl
+
+            fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
+        else:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer, done = bytearray(_CHUNK), 0
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds and (got := os.readv(fd, [buffer])):
+            done += got
+        return done / max(1e-9, time.perf_counter() - began)
+    finally:
+        os.close(fd)

@@ -1,0 +1,166 @@
+"""The port, the daemon behind it, and the agents that could speak to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from ...config import Settings, is_loopback
+from ..daemon_client import DaemonError, address_of, fetch
+from .finding import Finding, bad, ok, warn
+
+_SECONDS = 3.0
+
+
+class _Health(msgspec.Struct):
+    version: str
+    status: str
+
+
+class _Status(msgspec.Struct):
+    pid: int
+    version: str
+
+
+def check_port(settings: Settings) -> Finding:
+    """Free, or held by omlxd itself, or by whom."""
+    host, port = settings.host, settings.port
+    if not port:
+        return ok("port", "0: any free one is taken")
+    if _is_free(host, port):
+        return ok("port", f"{port} on {host} is free; no daemon listens there")
+    url, key = address_of(settings)
+    try:
+        health = fetch(url, "", "/health", _Health, seconds=_SECONDS)
+    except DaemonError:
+        who = _holder(port)
+        return bad(
+            "port",
+            f"{port} on {host} is held by {who or 'another program'}",
+            f"Stop that program, or choose another port: `omlxd serve --port {port + 1}`.",
+        )
+    try:
+        status = fetch(url, key, "/omlxd/status", _Status, seconds=_SECONDS)
+    except DaemonError as error:
+        return warn("port", f"omlxd {health.version} listens on {url}, but: {error.message}", error.message)
+    return ok("port", f"omlxd {status.version} (process {status.pid}) listens on {url}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+    except OSError:
+        return False
+    return True
+
+
+def _holder(port: int) -> str:
+    """`name (process N)`, where the system tells this user."""
+    try:
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port and each.pid:
+                return f"{psutil.Process(each.pid).name()} (process {each.pid})"
+    except psutil.Error:
+        pass
+    return ""
+
+
+def check_exposure(settings: Settings) -> Finding:
+    if is_loopback(settings.host):
+        return ok("address", f"{settings.host}: only this machine reaches the daemon")
+    return warn(
+        "address",
+        f"{settings.host}: other machines reach the daemon, over plain HTTP with a key",
+        "Put a TLS proxy before it, or leave --host at 127.0.0.1.",
+    )
+
+
+# --------------------------------------------------------------------------- clients
+
+
+def check_clients(
+    settings: Settings, environ: Mapping[str, str] | None = None, home: Path | None = None
+) -> list[Finding]:
+    """Each agent: whether it is there, and whether its own settings point at this daemon."""
+    environ, home = os.environ if environ is None else environ, home or Path.home()
+    found: list[Finding] = []
+    for name, asks in (("claude", _claude), ("codex", _codex), ("opencode", _opencode)):
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path is None:
+            found.append(ok(name, "not on the PATH"))
+            continue
+        url = asks(environ, home)
+        if url and _is_ours(url, settings):
+            found.append(_both_keys(name, path, url, environ))
+        else:
+            where = f"set to {url}" if url else "not set to any daemon"
+            found.append(ok(name, f"{path}, {where}; `omlxd launch {name}` points it here"))
+    return found
+
+
+def _both_keys(name: str, path: str, url: str, environ: Mapping[str, str]) -> Finding:
+    if name == "claude" and environ.get("ANTHROPIC_API_KEY"):
+        return warn(
+            name,
+            f"{path}, set to {url}, with ANTHROPIC_API_KEY set too",
+            "Unset ANTHROPIC_API_KEY: Claude Code would send it here; ANTHROPIC_AUTH_TOKEN is enough.",
+        )
+    return ok(name, f"{path}, set to this daemon ({url})")
+
+
+def _is_ours(url: str, settings: Settings) -> bool:
+    found = re.match(r"https?://(\[[^\]]+\]|[^/:]+)(?::(\d+))?", url)
+    if not found:
+        return False
+    host = found[1].strip("[]")
+    local = is_loopback(host) or host in (settings.host, socket.gethostname())
+    return local and int(found[2] or 80) == settings.port
+
+
+def _claude(environ: Mapping[str, str], home: Path) -> str:
+    if url := environ.get("ANTHROPIC_BASE_URL"):
+        return url
+    settings = _json(home / ".claude" / "settings.json")
+    values = settings.get("env")
+    return str(values.get("ANTHROPIC_BASE_URL", "")) if isinstance(values, dict) else ""
+
+
+def _codex(environ: Mapping[str, str], home: Path) -> str:
+    folder = Path(environ.get("CODEX_HOME") or home / ".codex")
+    try:
+        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    providers = config.get("model_providers")
+    chosen = providers.get(str(config.get("model_provider"))) if isinstance(providers, dict) else None
+    return str(chosen.get("base_url", "")) if isinstance(chosen, dict) else ""
+
+
+def _opencode(environ: Mapping[str, str], home: Path) -> str:
+    folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
+    config = _json(folder / "opencode.json")
+    chosen = str(config.get("model", "")).partition("/")[0]
+    providers = config.get("provider")
+    provider = providers.get(chosen) if isinstance(providers, dict) else None
+    options = provider.get("options") if isinstance(provider, dict) else None
+    return str(options.get("baseURL", "")) if isinstance(options, dict) else ""
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,53 @@
+"""`omlxd key add | list | revoke`: works beside a running daemon, which needs no restart."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..common.keys import add_key, keys_path, read_keys, revoke_key
+from ..config import OPTIONS, load_settings
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    parser.epilog = (
+        "A request carries a key as `Authorization: Bearer KEY` or `x-api-key: KEY`. From the first key on, "
+        "every request but GET /health and GET /ready needs one; a running daemon hears of changes at once."
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    add = verbs.add_parser("add", help="make a key and print it, once")
+    add.add_argument("name", metavar="NAME", help="who or what will use it")
+    verbs.add_parser("list", help="names of the keys, and when they were made")
+    revoke = verbs.add_parser("revoke", help="refuse a key from now on")
+    revoke.add_argument("name", metavar="NAME")
+    for verb in verbs.choices.values():
+        verb.add_argument("--config", metavar="FILE", help="TOML file of settings, as for `omlxd serve`")
+        verb.add_argument("--base-path", metavar="DIR", help="folder of everything that omlxd keeps")
+    args = parser.parse_args(list(argv))
+
+    known = {option.name for option in OPTIONS} | {"config"}
+    flags = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    # Only where the file is matters here, and it must be possible to make the first key that an
+    # address needs: the host of the settings is left aside.
+    path = keys_path(load_settings({**flags, "host": "127.0.0.1"}).base_path)
+    if args.verb == "add":
+        key = add_key(path, args.name)
+        print(key)
+        print("This key is not shown again; only its digest is kept.", file=sys.stderr)
+    elif args.verb == "revoke":
+        left = revoke_key(path, args.name)
+        rest = "1 key is" if left == 1 else f"{left or 'no'} keys are"
+        print(f"{args.name} is revoked; {rest} left.")
+        if not left:
+            print(
+                "A running daemon now refuses every request that needs a key; one that is started from now "
+                "on asks for none.",
+                file=sys.stderr,
+            )
+    else:
+        for key in (keys := read_keys(path)):
+            print(f"{key.created}  {key.name}")
+        if not keys:
+            print("There is no key; `omlxd key add NAME` makes one.", file=sys.stderr)
+    return 0

@@ -1,0 +1,281 @@
+"""`omlxd launch`: a coding agent with the settings that point it at this daemon, and at nothing else.
+
+Everything goes through the agent's environment and flags; none of its files are read or written,
+so the agent started without this command is as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from ..config import is_loopback
+from ..errors import ConfigError, OmlxdError
+from .daemon_client import KEY_VARIABLE, DaemonError, address, fetch
+
+COULD_NOT = 1
+"""Exit status: no daemon, no model, or no such program."""
+LOADING_S = 900.0
+MAX_OUTPUT_TOKENS = 32_000
+"""What the agents ask for by themselves. A small context can't spare as much, see `output_tokens`."""
+
+
+class LaunchError(OmlxdError):
+    """The agent can't be started; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A daemon and one of its models. `context`: tokens; None where the daemon can't tell."""
+
+    url: str
+    key: str
+    model: str
+    context: int | None
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The most that one answer may take: a quarter of the context, as the agents reserve it."""
+        return None if self.context is None else max(1, min(MAX_OUTPUT_TOKENS, self.context // 4))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How to start an agent: variables to set, variables to drop, flags before the user's own."""
+
+    variables: dict[str, str]
+    dropped: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """begins: tokens that its first prompt takes, about: system text, tools and the question."""
+
+    program: str
+    install: str
+    start: Callable[[Target], Start]
+    begins: int
+    wants: str = ""
+
+
+# --------------------------------------------------------------------------- the agents
+
+
+def _claude(target: Target) -> Start:
+    models = ["ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"]
+    models += [f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")]
+    variables = {
+        "ANTHROPIC_BASE_URL": target.url,
+        "ANTHROPIC_AUTH_TOKEN": target.key or "omlxd",
+        **dict.fromkeys(models, target.model),
+        # Its text would change at the head of every conversation's prompt.
+        "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+    }
+    if target.context is not None:
+        # Unset, Claude Code takes a model that it doesn't know for one of a million tokens.
+        variables["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] = str(target.context)
+        variables["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] = str(target.output_tokens)
+    # With a key as well it would send both; with a cloud chosen it would not come here at all.
+    clouds = [f"CLAUDE_CODE_USE_{name}" for name in ("BEDROCK", "VERTEX", "FOUNDRY")]
+    return Start(variables, ("ANTHROPIC_API_KEY", *clouds))
+
+
+def _codex(target: Target) -> Start:
+    provider = {"name": "omlxd", "base_url": f"{target.url}/v1", "wire_api": "responses"}
+    if target.key:
+        provider["env_key"] = KEY_VARIABLE
+    table = ", ".join(f"{name} = {_toml(value)}" for name, value in provider.items())
+    settings = [
+        "model_provider = " + _toml("omlxd"),
+        f"model_providers.omlxd = {{{table}}}",
+        "model = " + _toml(target.model),
+    ]
+    if target.context is not None:
+        settings.append(f"model_context_window = {target.context}")
+    flags = [word for setting in settings for word in ("-c", setting.replace(" = ", "=", 1))]
+    return Start({KEY_VARIABLE: target.key} if target.key else {}, flags=tuple(flags))
+
+
+def _toml(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _opencode(target: Target) -> Start:
+    model: dict[str, Any] = {"name": target.model}
+    if target.context is not None:
+        model["limit"] = {"context": target.context, "output": target.output_tokens}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "omlxd",
+        "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key or "omlxd"},
+        "models": {target.model: model},
+    }
+    name = f"omlxd/{target.model}"
+    config = {"model": name, "small_model": name, "provider": {"omlxd": provider}}
+    return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
+
+
+AGENTS = {
+    "claude": Agent(
+        "claude",
+        "npm install -g @anthropic-ai/claude-code",
+        _claude,
+        20_000,
+        # On an older Node npm takes an old version, whose prompt is twice as long.
+        " on Node 22 or newer",
+    ),
+    "codex": Agent("codex", "npm install -g @openai/codex", _codex, 10_000),
+    "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode, 10_000),
+}
+
+
+# --------------------------------------------------------------------------- the daemon
+
+
+class _Extension(msgspec.Struct):
+    state: str = "ready"
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_input_tokens: int | None = None
+    omlxd: _Extension = msgspec.field(default_factory=_Extension)
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def find_target(url: str, key: str, name: str | None) -> Target:
+    """The model called `name` (None: the first one) of the daemon at `url`. Raises LaunchError, DaemonError.
+
+    Waits while the model loads for the first time, as its context is not known before.
+    """
+    deadline = time.monotonic() + LOADING_S
+    told = False
+    while True:
+        models = fetch(url, key, "/v1/models", _Models).data
+        model = _chosen(models, name) or _called(url, key, name or "", models)
+        if model.max_input_tokens is not None or model.omlxd.state not in ("loading", "restarting"):
+            return Target(url, key, model.id, model.max_input_tokens)
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")
+        if not told:
+            print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
+            told = True
+        time.sleep(0.5)
+
+
+def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
+    """None: no model's own name is `name`."""
+    if not models:
+        raise LaunchError("The daemon serves no model.")
+    if name is None:
+        return next((model for model in models if model.omlxd.state in ("ready", "loading")), models[0])
+    return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
+
+
+def _called(url: str, key: str, name: str, models: Sequence[_Model]) -> _Model:
+    """The model that the daemon knows by an alias. Raises LaunchError."""
+    try:
+        return fetch(url, key, "/v1/models/" + quote(name), _Model)
+    except DaemonError:
+        there_are = ", ".join(model.id for model in models)
+        raise LaunchError(f"There is no model {name!r} there; the models are: {there_are}.") from None
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Start the agent in place of this process; returns only with `--print-env` or where it can't.
+
+    Raises ConfigError for flags that make no sense.
+    """
+    argv = list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, rest = argv[:at], argv[at + 1 :]
+    parser.usage = f"omlxd launch {'|'.join(AGENTS)} [--url URL] [--model NAME] [--print-env] [-- ARGS …]"
+    parser.allow_abbrev = False
+    parser.add_argument("agent", choices=list(AGENTS), help="which agent; it is looked for on the PATH")
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    parser.add_argument(
+        "--model", metavar="NAME", help="default: the first one that is loaded, else the first one"
+    )
+    parser.add_argument(
+        "--print-env", action="store_true", help='print shell commands instead: eval "$(omlxd launch …)"'
+    )
+    parser.epilog = "What follows -- goes to the agent as it is."
+    known, unknown = parser.parse_known_args(own)
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no flag of `omlxd launch`; flags of {known.agent} go after --.")
+    agent = AGENTS[known.agent]
+    try:
+        url, key = address(known.url)
+        path = None if known.print_env else _found(agent)
+        target = find_target(url, key, known.model)
+        if warning := too_small(agent, target):
+            print(f"omlxd: {warning}", file=sys.stderr)
+        start = agent.start(target)
+        if path is None:
+            print(shell_text(agent, start, rest))
+            return 0
+    except (LaunchError, DaemonError) as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return COULD_NOT
+    sys.stdout.flush()
+    os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, url))
+
+
+def too_small(agent: Agent, target: Target) -> str:
+    """A warning if the model's context has no room for the agent's first prompt and an answer; else ""."""
+    if target.context is None or target.context - (target.output_tokens or 0) >= agent.begins:
+        return ""
+    return (
+        f"the context of {target.model} is {target.context} tokens; {agent.program} begins with about "
+        f"{agent.begins}, so it will soon fail. Take a model with 32768 or more."
+    )
+
+
+def environment(environ: Mapping[str, str], start: Start, url: str) -> dict[str, str]:
+    """`environ` as the agent gets it."""
+    whole = {name: value for name, value in environ.items() if name not in start.dropped} | start.variables
+    host = urlsplit(url).hostname or ""
+    if is_loopback(host) and any(name.lower().endswith("_proxy") for name in environ):
+        for name in ("NO_PROXY", "no_proxy"):
+            whole[name] = ",".join(filter(None, (environ.get(name, ""), host)))
+    return whole
+
+
+def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
+    """Lines for a POSIX shell that have the same effect on an agent started there.
+
+    Flags become a function of the program's name, since no variable says what they say.
+    """
+    lines = [f"unset {' '.join(start.dropped)}"] if start.dropped else []
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in start.variables.items()]
+    if start.flags or rest:
+        words = shlex.join([*start.flags, *rest])
+        lines.append(f'{agent.program}() {{ command {agent.program} {words} "$@"; }}')
+    return "\n".join(lines)
+
+
+def _found(agent: Agent) -> str:
+    path = shutil.which(agent.program)
+    if path is None:
+        raise LaunchError(
+            f"{agent.program} is not on the PATH; install it with `{agent.install}`{agent.wants}."
+        )
+    return path

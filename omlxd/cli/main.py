@@ -1,0 +1,106 @@
+"""The `omlxd` command. Imports nothing heavy before it knows that the settings make sense."""
+
+from __future__ import annotations
+
+from . import early_stop  # noqa: F401  (before whatever takes time)
+
+# isort: split
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .. import __version__
+from ..config import OPTIONS, add_flags, closest, load_settings
+from ..errors import ConfigError
+
+USAGE_ERROR = 2
+"""Exit status when a flag, a variable or a line of the file makes no sense."""
+
+VERBS = {
+    "cache": (
+        "cli.cache.command",
+        "look at the SSD cache, verify it, clear it; works beside a running daemon",
+    ),
+    "key": ("cli.key", "make, list and revoke API keys; a running daemon hears of it at once"),
+    "config": ("cli.config", "show each setting, and where its value comes from"),
+    "doctor": (
+        "cli.doctor.command",
+        "what of this machine or its settings would keep omlxd from working well",
+    ),
+    "engine": (
+        "front.bridge.command",
+        "speak JSON Lines on standard input and output, to be embedded in another program",
+    ),
+    "launch": ("cli.launch", "start Claude Code, Codex or opencode with this daemon's models"),
+    "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
+    "service": ("cli.service.command", "have launchd or systemd run the daemon"),
+    "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
+    "top": ("cli.top", "the same, live"),
+}
+"""Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,
+and its help. Imported only when it is called."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that ends in one sentence instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status: 0, 1 (could not serve) or 2 (bad settings)."""
+    try:
+        status = _main(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read our lines (`head`, say) has enough. Python would complain at its own exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except ConfigError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _main(argv: list[str]) -> int:
+    if argv and argv[0] in VERBS:
+        module, description = VERBS[argv[0]]
+        verb = importlib.import_module("omlxd." + module)
+        return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
+    parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
+    parser.epilog = "`omlxd serve` alone serves a small demo model; `omlxd VERB --help` tells of a verb."
+    parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    serve = verbs.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP with OpenAI and Anthropic APIs. Every flag can also be "
+        "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
+        allow_abbrev=False,
+    )
+    add_flags(serve)
+    for name, (_, description) in VERBS.items():
+        verbs.add_parser(name, help=description, add_help=False)
+    if not argv:
+        parser.print_help()
+        return 0
+    known, rest = parser.parse_known_args(argv)
+    if rest:
+        word = rest[0].partition("=")[0]
+        hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
+        raise ConfigError(f"{word} is no flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word)
+    flags = {name: value for name, value in vars(known).items() if name != "verb" and value is not None}
+    environ = dict(os.environ)
+    settings = load_settings(flags, environ)
+
+    from ..front.process.serve import serve as run
+
+    return run(settings, lambda: load_settings(flags, environ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""The command line of `omlxd models`. Exit status 0: done. 1: it could not be done. 2: wrong arguments.
+
+`omlxd models`: what is installed and loaded, and the owner's say in it.
+
+Asks the running daemon; `list`, `show` and `pull` work without one. Imports neither MLX nor the hub.
+
+Installed models as the folders tell, with no daemon.
+
+Models as a person reads them.
+"""
+# MERGED: docstrings of command.py, __init__.py, offline.py, text.py (join by hand)
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+
+from ..common.units import human, spoken
+from ..config import OPTIONS, Settings, load_settings
+from ..errors import ConfigError, ModelError, OmlxdError
+from ..models.catalog import Catalog, default_model
+from ..models.footprint import footprint
+from ..models.resolve import check_folder
+from .daemon_client import DaemonError, NoDaemon, address, fetch
+from .owner_api import (
+    InstalledStatus,
+    InstalledStatuses,
+    LoadModel,
+    NameModel,
+    PinModel,
+    Unloaded,
+    UnloadModel,
+)
+
+
+def why_broken(model: InstalledStatus) -> str:
+    """Why its folder can't be loaded, as far as its files tell; "" if they tell nothing."""
+    if model.folder is None:
+        return ""
+    try:
+        check_folder(Path(model.folder))
+    except ModelError as error:
+        return error.message.removeprefix("--model: ")
+    return ""
+
+
+def installed(settings: Settings) -> list[InstalledStatus]:
+    """Every model that a daemon of these settings would offer."""
+    default = default_model(settings)
+    found = []
+    for model in Catalog(settings).models().values():
+        own = settings.models.get(model.id)
+        prints = footprint(model.folder) if model.folder is not None else None
+        found.append(
+            InstalledStatus(
+                id=model.id,
+                state="installed",
+                source=model.source,
+                default=default is not None and model.id == default.id,
+                folder=str(model.folder) if model.folder else None,
+                aliases=list(own.aliases) if own else [],
+                pinned=bool(own and own.pin),
+                disk_bytes=prints.weights if prints else None,
+                load_bytes=prints.loading() if prints else None,
+                context_length=prints.context_length if prints else None,
+                kv_bytes_per_token=prints.kv_per_token if prints else None,
+            )
+        )
+    return found
+
+
+_HEAD = ("MODEL", "STATE", "ON DISK", "IN RAM", "CONTEXT", "STAYS", "ALIASES")
+
+
+def as_table(models: Sequence[InstalledStatus]) -> str:
+    """A line a model, `*` before the default one."""
+    if not models:
+        return "no model is installed; `omlxd models pull ORG/NAME` downloads one"
+    rows = [("  " + _HEAD[0], *_HEAD[1:]), *map(_row, models)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(model: InstalledStatus) -> tuple[str, ...]:
+    return (
+        ("* " if model.default else "  ") + model.id,
+        model.state + (f" ({model.in_flight} in flight)" if model.in_flight else ""),
+        _bytes(model.disk_bytes),
+        _bytes(model.memory_bytes),
+        str(model.context_length or "-"),
+        _stays(model),
+        ", ".join(model.aliases) or "-",
+    )
+
+
+def _stays(model: InstalledStatus) -> str:
+    if model.pinned:
+        return "pinned"
+    if model.expires_in_s is not None:
+        return spoken(model.expires_in_s)
+    return spoken(model.idle_s) if model.state == "ready" else "-"
+
+
+def _bytes(nbytes: int | None) -> str:
+    return human(nbytes) if nbytes else "-"
+
+
+def as_page(model: InstalledStatus) -> str:
+    """A line a fact."""
+    facts = {
+        "state": model.state + (f" ({model.in_flight} requests in flight)" if model.in_flight else ""),
+        "default": "yes" if model.default else "no",
+        "folder": model.folder or "not here yet",
+        "source": model.source,
+        "on disk": _bytes(model.disk_bytes),
+        "to load it": f"about {_bytes(model.load_bytes)}",
+        "in RAM": _bytes(model.memory_bytes),
+        "context": f"{model.context_length} tokens" if model.context_length else "-",
+        "KV": f"{human(model.kv_bytes_per_token)} a token" if model.kv_bytes_per_token else "-",
+        "stays": _stays(model),
+        "aliases": ", ".join(model.aliases) or "-",
+        "process": str(model.pid or "-"),
+        "trouble": model.trouble or "none",
+    }
+    width = max(map(len, facts))
+    return "\n".join([model.id, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items())])
+
+
+T = TypeVar("T")
+
+LOAD_S = 3600.0
+"""A load may download the model first."""
+
+_FOLDER_OPTIONS = ("base_path", "model_dir")
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Run `omlxd models` with `argv`, the words after it. Raises ConfigError."""
+    _add_verbs(parser)
+    args = parser.parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = args.run
+    try:
+        return run(args)
+    except OmlxdError as error:
+        if isinstance(error, ConfigError):
+            raise
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("omlxd: stopped.", file=sys.stderr)
+        return 1
+
+
+def _add_verbs(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    def verb(name: str, run: Callable[[argparse.Namespace], int], text: str, *, asks: bool = True):
+        made = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made.set_defaults(run=run)
+        made.add_argument("--json", action="store_true", help="one JSON object")
+        if asks:
+            made.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+        return made
+
+    listed = verb("list", _list, "every installed model; without a daemon, what lies on this machine")
+    shown = verb("show", _show, "all that is known of one model")
+    shown.add_argument("model")
+    for made in (listed, shown):
+        made.add_argument("--config", metavar="FILE", help="TOML file of settings")
+        for option in OPTIONS:
+            if option.name in _FOLDER_OPTIONS:
+                made.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+    pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
+    pulled.add_argument("model", metavar="ORG/NAME")
+    loaded = verb("load", _load, "load a model now; it stays until it is unloaded")
+    loaded.add_argument("model")
+    loaded.add_argument("--keep-alive", metavar="TIME", help="go after that long without a request, as 30m")
+    verb("unload", _unload, "end a model's engine; its cache is written first").add_argument("model")
+    pinned = verb("pin", _pin, "never unload a model for others, nor for being idle")
+    pinned.add_argument("model")
+    pinned.add_argument("--off", action="store_true", help="take the pin away")
+    named = verb("alias", _alias, "give a model another name")
+    named.add_argument("alias")
+    named.add_argument("model", nargs="?")
+    named.add_argument("--off", action="store_true", help="take the name away")
+
+
+# --------------------------------------------------------------------------- verbs
+
+
+def _list(args: argparse.Namespace) -> int:
+    try:
+        found = _ask(args, "/omlxd/models", InstalledStatuses)
+    except NoDaemon as error:
+        found = InstalledStatuses(installed(_settings(args)))
+        if not args.json:
+            print(f"no daemon: {error.message}", file=sys.stderr)
+    _say(args, found, lambda: as_table(found.models))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    try:
+        found = _ask(args, "/omlxd/models/" + quote(args.model), InstalledStatus)
+    except NoDaemon as error:
+        models = installed(_settings(args))
+        names = [model.id for model in models]
+        matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
+        if not matching:
+            raise DaemonError(
+                f"There is no model {args.model!r} on this machine; there are: {', '.join(names) or 'none'}."
+            ) from None
+        found = matching[0]
+        found.trouble = why_broken(found)
+        if not args.json:
+            print(f"no daemon: {error.message}", file=sys.stderr)
+    _say(args, found, lambda: as_page(found))
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from ..models.resolve import fetch_from_hub
+
+    folder = asyncio.run(fetch_from_hub(args.model))
+    print(msgspec.json.encode({"id": args.model, "folder": str(folder)}).decode() if args.json else folder)
+    return 0
+
+
+def _load(args: argparse.Namespace) -> int:
+    body = LoadModel(args.model, args.keep_alive)
+    found = _ask(args, "/omlxd/models/load", InstalledStatus, body, LOAD_S)
+    _say(args, found, lambda: f"{found.id} is loaded (process {found.pid})")
+    return 0
+
+
+def _unload(args: argparse.Namespace) -> int:
+    found = _ask(args, "/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
+    waits = f"{found.id} goes when its {found.in_flight} requests in flight have ended"
+    _say(args, found, lambda: f"{found.id} is unloaded" if found.gone else waits)
+    return 0
+
+
+def _pin(args: argparse.Namespace) -> int:
+    found = _ask(args, "/omlxd/models/pin", InstalledStatus, PinModel(args.model, not args.off))
+    _say(args, found, lambda: f"{found.id} is {'pinned' if found.pinned else 'no longer pinned'}")
+    return 0
+
+
+def _alias(args: argparse.Namespace) -> int:
+    if bool(args.model) == args.off:
+        raise ConfigError(
+            "`omlxd models alias NAME MODEL` gives a name, `omlxd models alias NAME --off` ends it."
+        )
+    found = _ask(args, "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model))
+    owner = next((model.id for model in found.models if args.alias in model.aliases), None)
+    _say(args, found, lambda: f"{args.alias} means {owner}" if owner else f"{args.alias} means nothing now")
+    return 0
+
+
+# --------------------------------------------------------------------------- asking and telling
+
+
+def _ask(
+    args: argparse.Namespace,
+    path: str,
+    type: type[T],
+    body: msgspec.Struct | None = None,
+    seconds: float = 10.0,
+) -> T:
+    url, key = address(args.url)
+    return fetch(url, key, path, type, None if body is None else msgspec.json.encode(body), seconds)
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    names = (*_FOLDER_OPTIONS, "config")
+    return load_settings({name: value for name in names if (value := getattr(args, name)) is not None})
+
+
+def _say(args: argparse.Namespace, found: msgspec.Struct, text: Callable[[], str]) -> None:
+    print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else text())

@@ -1,0 +1,189 @@
+"""What a daemon and `omlxd models` say to each other about models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from ..wire import Explanation
+
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+"""Of a model. An owner names the model; a client may leave it out."""
+
+
+class InstalledStatus(msgspec.Struct, kw_only=True):
+    """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
+
+    state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed` when no
+                  daemon was asked
+    source        `folder` (--model), `model-dir`, `hub` or `demo`
+    load_bytes    what loading it is thought to need
+    idle_s        how long it stays without a request; null: for good
+    expires_in_s  until it goes for being idle; null: it does not
+    trouble       why it can't serve, a sentence
+    """
+
+    id: str
+    state: str
+    source: str
+    default: bool = False
+    folder: str | None = None
+    aliases: list[str] = []
+    pinned: bool = False
+    in_flight: int = 0
+    pid: int | None = None
+    disk_bytes: int | None = None
+    load_bytes: int | None = None
+    memory_bytes: int | None = None
+    context_length: int | None = None
+    kv_bytes_per_token: int | None = None
+    idle_s: float | None = None
+    expires_in_s: float | None = None
+    loads: int = 0
+    trouble: str = ""
+
+
+class InstalledStatuses(msgspec.Struct):
+    models: list[InstalledStatus]
+
+
+class Unloaded(msgspec.Struct):
+    """`gone` false: it goes when the requests in flight have ended."""
+
+    id: str
+    gone: bool
+    in_flight: int
+
+
+class LoadModel(msgspec.Struct):
+    model: Name
+    keep_alive: str | float | int | None = None
+
+
+class UnloadModel(msgspec.Struct):
+    model: Name
+
+
+class PinModel(msgspec.Struct):
+    model: Name
+    pinned: bool = True
+
+
+class NameModel(msgspec.Struct):
+    """`model` null takes the alias away."""
+
+    alias: str
+    model: Name | None
+
+
+class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One model. Bytes, tokens and seconds; 0 where there is nothing to say.
+
+    trouble   why it can't serve, a sentence
+    resident  bytes of the engine process
+    values    the engine's counters and gauges, counters over all its processes
+    values_age_s  how old they are: the engine is too busy to answer at once; 0: they are of this moment
+    """
+
+    id: str
+    state: str
+    trouble: str = ""
+    pid: int = 0
+    starts: int = 0
+    resident: int = 0
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+    context_length: int = 0
+    backend: str = ""
+    kv_reuse: str = ""
+    note: str = ""
+    running: int = 0
+    waiting: int = 0
+    values: dict[str, float] = {}
+    values_age_s: float = 0.0
+
+
+class ColdStatus(msgspec.Struct, kw_only=True):
+    """The SSD cache: its folder and its account."""
+
+    dir: str
+    bytes: int
+    cap: int
+    reserved: int
+    files: int
+    evicted_files: int
+    evicted_bytes: int
+    folder_away: bool = False
+
+
+class DaemonStatus(msgspec.Struct, kw_only=True):
+    """`cold` None: no SSD cache, or it can't be used. `resident`: bytes of the front process alone."""
+
+    version: str
+    pid: int
+    started: float
+    uptime_s: float
+    resident: int
+    models: list[ModelStatus]
+    cold: ColdStatus | None
+
+
+class Readiness(msgspec.Struct, kw_only=True):
+    """`reasons`: a sentence for each model that can't serve now."""
+
+    ready: bool
+    reasons: list[str]
+
+
+class Forget(msgspec.Struct):
+    """`paths`: of block files and records, relative to the cache dir. `remove`: take those away that are
+    there; else only those that are gone already leave the account."""
+
+    paths: list[str]
+    remove: bool = False
+
+
+class Forgotten(msgspec.Struct):
+    """`files`, `bytes`: that left the account. `troubles`: why some could not be removed."""
+
+    files: int = 0
+    bytes: int = 0
+    troubles: list[str] = []
+
+
+class WhyMissBody(msgspec.Struct):
+    """A request to explain: one that was made, by its `request_id` or as the newest of a `session`
+    (neither: the newest of all), or one as it would be sent: `path`, `body` and `headers`."""
+
+    request_id: str = ""
+    session: str = ""
+    path: str = ""
+    body: dict[str, Any] = {}
+    headers: dict[str, str] = {}
+
+
+class WhyMiss(msgspec.Struct):
+    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now."""
+
+    model: str
+    explanation: Explanation
+    request_id: str = ""
+    reached: int = -1
+
+
+class RequestLine(msgspec.Struct):
+    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet)."""
+
+    id: str
+    model: str
+    session: str
+    path: str
+    began: float
+    prompt_tokens: int
+    cached_tokens: int
+    outcome: str
+
+
+class RecentList(msgspec.Struct):
+    requests: list[RequestLine]

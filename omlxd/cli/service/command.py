@@ -1,0 +1,131 @@
+"""The command line of `omlxd service`, and its exit statuses.
+
+0: done; for `status`: running, or waiting for its first connection. 1: the service manager refused.
+2: an argument makes no sense. `status` also ends with 3 (stopped or failed) and 4 (not installed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...config import OPTIONS
+from ...errors import ConfigError
+from .launchd import Launchd
+from .manager import Manager, ServiceError, Status
+from .plan import ignored_variables, make_plan
+from .systemd import Systemd
+
+STATUS_EXIT = {"running": 0, "waiting": 0, "failed": 3, "stopped": 3, "not installed": 4}
+
+
+def main(
+    argv: Sequence[str],
+    parser: argparse.ArgumentParser,
+    *,
+    platform: str = sys.platform,
+    home: Path | None = None,
+) -> int:
+    """Run `omlxd service` with `argv`. `platform` and `home` are replaced in tests. Raises ConfigError."""
+    args = _parse(list(argv), parser)
+    manager: Manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
+    try:
+        return _run(args, manager)
+    except ServiceError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+
+
+def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    install = verbs.add_parser(
+        "install",
+        help="have the service manager run the daemon; flags of `omlxd serve` follow after --",
+        description="Have launchd or systemd run `omlxd serve` for this user. What follows -- are its "
+        "flags; without any it goes by the TOML file. Installed again, it takes the new flags.",
+    )
+    install.add_argument(
+        "--at-login",
+        action="store_true",
+        help="start at login and after a failure; default: the port is open from login on, and the "
+        "first connection starts the daemon",
+    )
+    verbs.add_parser("uninstall", help="stop it, and remove what install wrote; cache, keys and logs stay")
+    verbs.add_parser("start", help="open the port and start the daemon now")
+    verbs.add_parser("stop", help="end the daemon in order and close its port, until start or the next login")
+    verbs.add_parser("restart", help="end the daemon in order and start it again")
+    verbs.add_parser("status", help="whether it runs; exit status 0, 3 (stopped) or 4 (not installed)")
+    logs = verbs.add_parser("logs", help="what it logged last")
+    logs.add_argument("-n", "--lines", type=int, default=50, metavar="N", help="so many lines (50)")
+    logs.add_argument("-f", "--follow", action="store_true", help="and what follows")
+    rest: list[str] = []
+    if "--" in argv:
+        at = argv.index("--")
+        argv, rest = argv[:at], argv[at + 1 :]
+    args = parser.parse_args(argv)
+    if rest and args.verb != "install":
+        raise ConfigError(f"`omlxd service {args.verb}` takes no flags of the daemon.")
+    args.flags = _serve_flags(rest) if args.verb == "install" else {}
+    return args
+
+
+def _serve_flags(words: list[str]) -> dict[str, str]:
+    """Option name → text, as `omlxd serve` would read `words`."""
+    parser = argparse.ArgumentParser(prog="omlxd service install --", add_help=False, exit_on_error=False)
+    parser.add_argument("--config")
+    for option in OPTIONS:
+        if option.is_switch:
+            parser.add_argument(option.flag, dest=option.name, action="store_const", const="true")
+        else:
+            parser.add_argument(option.flag, dest=option.name)
+    try:
+        known, unknown = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; see `omlxd serve --help`.") from error
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no flag of `omlxd serve`; see `omlxd serve --help`.")
+    return {name: value for name, value in vars(known).items() if value is not None}
+
+
+def _run(args: argparse.Namespace, manager: Manager) -> int:
+    verb = args.verb
+    if verb == "install":
+        plan = make_plan(args.flags, log_file=manager.log_file(), at_login=args.at_login)
+        if ignored := ignored_variables(os.environ):
+            print(f"omlxd: the service does not see {', '.join(ignored)} of this shell.", file=sys.stderr)
+        new = manager.install(plan)
+        done = "installed" if new else "installed already, just like this"
+        how = "starts at login" if plan.at_login else "starts at the first connection"
+        print(f"{done}: {manager.name} listens on {plan.host} port {plan.port}; the daemon {how}")
+        return 0
+    if verb == "uninstall":
+        gone = manager.uninstall()
+        print("uninstalled; cache, keys, settings and logs stay" if gone else "there was no service")
+        return 0
+    if verb == "status":
+        return _show(manager.status(), manager.name)
+    if verb == "logs":
+        return subprocess.run(manager.logs(max(0, args.lines), args.follow)).returncode
+    {"start": manager.start, "stop": manager.stop, "restart": manager.restart}[verb]()
+    print({"start": "started", "stop": "stopped", "restart": "started again"}[verb])
+    return 0
+
+
+def _show(status: Status, manager: str) -> int:
+    said = {
+        "running": f"running, process {status.pid}",
+        "waiting": "waiting: the first connection starts it",
+        "failed": f"failed, with status {status.last_exit}; `omlxd service logs` tells why",
+        "stopped": "stopped; `omlxd service start` starts it",
+        "not installed": "not installed; `omlxd service install` does that",
+    }[status.state]
+    print(said)
+    if status.state != "not installed":
+        print(f"{manager}: {status.file}")
+    return STATUS_EXIT[status.state]

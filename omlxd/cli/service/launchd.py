@@ -1,0 +1,197 @@
+"""launchd: a LaunchAgent of the user, through `launchctl bootstrap, bootout, kickstart, print`.
+
+Two ways to run, as launchd.plist(5) has it:
+
+- on demand (the default): `Sockets` and no `KeepAlive`, so that launchd listens from login on and
+  the first connection starts the daemon; one that failed is started by the next connection.
+- at login: `KeepAlive: {SuccessfulExit: false}` as well, which implies RunAtLoad: started at once,
+  and again after a failure, but not after a clean end. launchd still holds the port.
+
+Exit statuses of launchctl are errnos, mostly; those below were collected from what others met. None
+of this has run on a Mac by us: tests play launchctl's part.
+"""
+
+from __future__ import annotations
+
+import os
+import plistlib
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.parsers.expat import ExpatError
+
+from .manager import ServiceError, Status, addresses, check_free, read_ours, run, tail, write_whole
+from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, MARK, THROTTLE_S, Plan
+
+LABEL = "dev.omlxd.serve"
+
+EIO, EXISTS, IN_PROGRESS, ALREADY = 5, 17, 36, 37
+"""What bootstrap says of a job that is loaded already (5, 17, 37) or still on its way out (36, 37)."""
+NO_PROCESS, NOT_FOUND, NO_DOMAIN = 3, 113, 125
+POLL_S = 0.2
+
+
+class Launchd:
+    """The LaunchAgent of user `uid`, whose home is `home`."""
+
+    name = "launchd"
+
+    def __init__(self, home: Path, uid: int | None = None, sleep: Callable[[float], None] = time.sleep):
+        self._domain = f"gui/{os.getuid() if uid is None else uid}"
+        self._service = f"{self._domain}/{LABEL}"
+        self._sleep = sleep
+        self.file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+        self._logs = home / "Library" / "Logs" / "omlxd"
+
+    def log_file(self) -> Path | None:
+        return self._logs / "omlxd.log"
+
+    def install(self, plan: Plan) -> bool:
+        content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
+        there, was_loaded = read_ours(self.file, MARK), self._loaded()
+        if there == content and was_loaded:
+            return False
+        same_port = _port(there) == str(plan.port)
+        if not same_port:  # What is installed holds it otherwise, and goes on if the new one is refused.
+            check_free(plan.host, plan.port)
+        self._bootout()
+        try:
+            if same_port:
+                check_free(plan.host, plan.port)
+            self._make_logs()
+            write_whole(self.file, content)
+        except ServiceError:
+            if was_loaded:
+                self._bootstrap()
+            raise
+        self._bootstrap()
+        return True
+
+    def _make_logs(self) -> None:
+        try:
+            self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)  # launchd makes no folders.
+        except OSError as error:
+            raise ServiceError(f"{self._logs} can't be made: {error.strerror}.") from error
+
+    def uninstall(self) -> bool:
+        if read_ours(self.file, MARK) is None:
+            return False
+        self._bootout()
+        self.file.unlink(missing_ok=True)
+        return True
+
+    def start(self) -> None:
+        self._check_installed()
+        if not self._loaded():
+            self._bootstrap()
+        done = run("launchctl", "kickstart", self._service)
+        if done.status not in (0, ALREADY):
+            raise ServiceError(f"launchd would not start it: {done.said}.")
+
+    def stop(self) -> None:
+        self._check_installed()
+        self._bootout()
+
+    def restart(self) -> None:
+        # Not `kickstart -k`, which may kill without a chance to write the cache.
+        self.stop()
+        self.start()
+
+    def status(self) -> Status:
+        if read_ours(self.file, MARK) is None:
+            return Status(state="not installed", file=self.file)
+        done = run("launchctl", "print", self._service)
+        if done.status:
+            return Status(state="stopped", file=self.file)
+        pid = re.search(r"^\s*pid = (\d+)", done.out, re.MULTILINE)
+        last = re.search(r"^\s*last exit code = (.+)$", done.out, re.MULTILINE)
+        last_exit = last[1].strip() if last and "never" not in last[1] else ""
+        failed = not pid and last_exit not in ("", "0")
+        return Status(
+            state="running" if pid else "failed" if failed else "waiting",
+            file=self.file,
+            pid=int(pid[1]) if pid else None,
+            last_exit=last_exit,
+        )
+
+    def logs(self, lines: int, follow: bool) -> list[str]:
+        self._check_installed()
+        agent = plistlib.loads(self.file.read_bytes())
+        words = agent["ProgramArguments"]
+        files = [Path(agent["StandardErrorPath"])]
+        if "--log-file" in words:
+            files.append(Path(words[words.index("--log-file") + 1]))
+        return tail([file for file in files if file.exists()] or files, lines, follow)
+
+    # ----------------------------------------------------------------- launchctl
+
+    def _check_installed(self) -> None:
+        if read_ours(self.file, MARK) is None:
+            raise ServiceError("the service is not installed; `omlxd service install` does that.")
+
+    def _loaded(self) -> bool:
+        return run("launchctl", "print", self._service).status == 0
+
+    def _bootstrap(self) -> None:
+        # One that was disabled once stays so, and would be refused.
+        run("launchctl", "enable", self._service)
+        done = run("launchctl", "bootstrap", self._domain, str(self.file))
+        if done.status == 0 or (done.status in (EIO, EXISTS, ALREADY) and self._loaded()):
+            return
+        if done.status == NO_DOMAIN:
+            raise ServiceError("launchd has no session for this user; log in at the Mac's screen first.")
+        raise ServiceError(f"launchd would not take {self.file}: {done.said}.")
+
+    def _bootout(self) -> None:
+        """Out of launchd, which sends SIGTERM; return once it is gone."""
+        done = run("launchctl", "bootout", self._service)
+        if done.status in (NO_PROCESS, NOT_FOUND):
+            return
+        if done.status not in (0, IN_PROGRESS, ALREADY):
+            if not self._loaded():
+                return
+            raise ServiceError(f"launchd would not let go of it: {done.said}.")
+        for _ in range(int((EXIT_TIMEOUT_S + 10) / POLL_S)):
+            if not self._loaded():
+                return
+            self._sleep(POLL_S)
+        raise ServiceError("launchd has not ended it in time; try again in a moment.")
+
+
+def _port(agent: bytes | None) -> str | None:
+    """Of a property list as below; None also where somebody changed it beyond reading."""
+    try:
+        return plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]["SockServiceName"]
+    except (plistlib.InvalidFileException, ExpatError, ValueError, LookupError, TypeError):
+        return None
+
+
+def agent(plan: Plan, stdio: Path) -> dict[str, Any]:
+    """The property list, of keys that launchd.plist(5) documents."""
+    made: dict[str, Any] = {
+        "Label": LABEL,
+        "ProgramArguments": list(plan.program),
+        "EnvironmentVariables": dict(plan.environ),
+        "WorkingDirectory": "/",
+        "ThrottleInterval": THROTTLE_S,
+        "ExitTimeOut": EXIT_TIMEOUT_S,
+        # Unset, launchd throttles CPU and disk.
+        "ProcessType": "Interactive",
+        "SoftResourceLimits": {"NumberOfFiles": FILES},
+        "Umask": 0o077,
+        "StandardOutPath": str(stdio),
+        "StandardErrorPath": str(stdio),
+        "Sockets": {
+            LAUNCHD_NAME: {
+                "SockNodeName": addresses(plan.host)[0][0],
+                "SockServiceName": str(plan.port),
+                "SockFamily": "IPv6" if addresses(plan.host)[0][1] else "IPv4",
+                "SockType": "stream",
+            }
+        },
+    }
+    if plan.at_login:
+        made["KeepAlive"] = {"SuccessfulExit": False}
+    return made

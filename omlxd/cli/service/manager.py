@@ -1,0 +1,150 @@
+"""What `omlxd service` asks of a service manager, and how its tool is called."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from ...errors import OmlxdError
+from .plan import Plan
+
+State = Literal["running", "waiting", "failed", "stopped", "not installed"]
+
+
+class ServiceError(OmlxdError):
+    """The service manager did not do what it was asked. One sentence for the user."""
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """state     `waiting`: its port is open, and the first connection starts it
+    pid       of the daemon while it runs
+    last_exit exit status of its last run, where the manager tells
+    file      the file that was installed
+    """
+
+    state: State
+    file: Path
+    pid: int | None = None
+    last_exit: str = ""
+
+
+class Manager(Protocol):
+    """launchd or systemd, for the user who asks. Every method raises ServiceError."""
+
+    name: str
+
+    def log_file(self) -> Path | None:
+        """Where the daemon should log by default; None: the manager keeps what it prints."""
+        ...
+
+    def install(self, plan: Plan) -> bool:
+        """Write the files and start listening; False when just that was installed already."""
+        ...
+
+    def uninstall(self) -> bool:
+        """Stop, and remove what `install` wrote; False when there was nothing."""
+        ...
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None:
+        """Stop the daemon and close its port, until `start` or the next login."""
+        ...
+
+    def restart(self) -> None: ...
+
+    def status(self) -> Status: ...
+
+    def logs(self, lines: int, follow: bool) -> list[str]:
+        """The command that shows them."""
+        ...
+
+
+class Ran(msgspec.Struct, frozen=True):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """Its complaint, in one line."""
+        return " ".join((self.err or self.out).split()) or f"exit status {self.status}"
+
+
+def run(*command: str, timeout: float = 90.0) -> Ran:
+    """Run a tool of the system, in the C locale. Raises ServiceError when there is none, or it hangs."""
+    environ = {**os.environ, "LC_ALL": "C", "SYSTEMD_COLORS": "0", "SYSTEMD_PAGER": ""}
+    try:
+        done = subprocess.run(
+            command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
+        )
+    except FileNotFoundError as error:
+        raise ServiceError(f"there is no {command[0]} here; start `omlxd serve` by hand instead.") from error
+    except subprocess.TimeoutExpired as error:
+        raise ServiceError(f"{' '.join(command[:3])} did not answer within {timeout:.0f} s.") from error
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace `path`, so that nobody reads half of it. Raises ServiceError."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(content)
+        new.chmod(0o644)
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise ServiceError(f"{path} can't be written: {error.strerror}.") from error
+
+
+def read_ours(path: Path, mark: str) -> bytes | None:
+    """What `path` holds, None if it isn't there. Raises ServiceError for one that we did not write."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ServiceError(f"{path} can't be read: {error.strerror}.") from error
+    if mark.encode() not in content:
+        raise ServiceError(f"{path} was not written by `omlxd service install`; move it away first.")
+    return content
+
+
+def addresses(host: str) -> list[tuple[str, bool]]:
+    """(address, whether it is IPv6) of what `host` means, the one that `omlxd serve` would take first."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ServiceError(f"{host} is no address of this machine.") from error
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    return [(str(one[4][0]), one[0] == socket.AF_INET6) for one in found]
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise ServiceError when something listens there already: managers say nothing of that."""
+    address, is_v6 = addresses(host)[0]
+    with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError as error:
+            why = (
+                "is in use; stop the program that holds it"
+                if error.errno == errno.EADDRINUSE
+                else "can't be had"
+            )
+            raise ServiceError(f"port {port} on {host} {why}, or give another --port.") from error
+
+
+def tail(files: Sequence[Path], lines: int, follow: bool) -> list[str]:
+    return ["tail", "-n", str(lines), *(["-F"] if follow else []), *map(str, files)]

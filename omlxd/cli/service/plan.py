@@ -1,0 +1,124 @@
+"""What the service manager is to run: the command, its variables, the address, the log."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+import omlxd
+
+from ...config import OPTIONS, Option, Settings, load_settings
+from ...errors import ConfigError
+from ...models.resolve import is_local
+
+EXIT_TIMEOUT_S = 60
+"""Between SIGTERM and SIGKILL: above our own deadlines for ending answers and writing the cache."""
+THROTTLE_S = 10
+FILES = 8192
+CARRIED = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
+"""Variables of the installing shell that say where models are. No token is among them."""
+MARK = "OMLXD_SERVICE"
+"""A variable of the service; also how we know that a file is ours."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """program   absolute interpreter, then arguments
+    environ   variables on top of those that the manager gives
+    host, port  where the manager listens for us
+    log_file  where the daemon logs; None: standard error
+    at_login  start at login, and again after a failure, rather than at the first connection
+    """
+
+    program: tuple[str, ...]
+    environ: dict[str, str]
+    host: str
+    port: int
+    log_file: Path | None = None
+    at_login: bool = False
+
+
+def make_plan(
+    flags: Mapping[str, str],
+    *,
+    log_file: Path | None,
+    at_login: bool,
+    environ: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan for `omlxd serve` with `flags` (option name → text), checked as `serve` would.
+
+    log_file  where to log when the flags and the file say nothing
+    Raises ConfigError: better here than in a log, again and again.
+    """
+    environ = os.environ if environ is None else environ
+    if "api_key" in flags:
+        raise ConfigError(
+            "--api-key would stand in a file and in `ps`; make a key with `omlxd key add NAME` instead.",
+            param="--api-key",
+        )
+    given = {name: _absolute(name, text) for name, text in flags.items()}
+    settings = load_settings(given, {})  # The service will not see this shell's variables.
+    if settings.port == 0:
+        raise ConfigError("--port: a service needs a port that stays; give one above 1023.", param="--port")
+    if settings.log_file is None and log_file is not None:
+        given["log_file"] = str(log_file)
+    arguments = [word for name, text in given.items() for word in _words(name, text)]
+    variables = {MARK: "1"} | {name: environ[name] for name in CARRIED if environ.get(name)}
+    program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
+    return Plan(
+        program=program,
+        environ=variables | _import_path(program[0]),
+        host=settings.host,
+        port=settings.port,
+        log_file=settings.log_file or log_file,
+        at_login=at_login,
+    )
+
+
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """Variables of this shell that would be settings, but that the service will not see."""
+    known = {option.variable for option in OPTIONS} | {"OMLXD_CONFIG"}
+    return sorted(name for name in environ if name in known and environ[name])
+
+
+def _absolute(name: str, text: str) -> str:
+    """Paths as they are meant here: a service starts in /."""
+    option = _OPTIONS.get(name)
+    is_path = name == "config" or (option is not None and option.is_path)
+    if text and (is_path or (name == "model" and is_local(text))):
+        return str(Path(text).expanduser().absolute())
+    return text
+
+
+def _words(name: str, text: str) -> Sequence[str]:
+    option = _OPTIONS.get(name)
+    flag = option.flag if option is not None else "--" + name
+    return [flag] if option is not None and option.is_switch else [flag, text]
+
+
+def _import_path(python: str) -> dict[str, str]:
+    """PYTHONPATH for a checkout that is not installed; nothing for a package that is.
+
+    Tried, not guessed: with the little environment that a service gets, in /.
+    """
+    root = str(Path(omlxd.__file__).absolute().parents[1])
+    for extra in ({}, {"PYTHONPATH": root}):
+        bare = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **extra}
+        tried = subprocess.run([python, "-m", "omlxd", "--version"], cwd="/", env=bare, capture_output=True)
+        if tried.returncode == 0:
+            return extra
+    last = tried.stderr.decode(errors="replace").strip().splitlines()[-1:]
+    raise ConfigError(f"{python} can't start omlxd outside of this shell: {''.join(last)}")
+
+
+_OPTIONS: dict[str, Option] = {option.name: option for option in OPTIONS}
+
+__all__ = ["Plan", "Settings", "ignored_variables", "make_plan"]
+
+
+LAUNCHD_NAME = "Listeners"
+"""The key under `Sockets` in our LaunchAgent."""

@@ -1,0 +1,168 @@
+"""`omlxd status`: the running daemon on one page, or as JSON.
+
+`omlxd status`, `omlxd top` and `omlxd config`: what the running daemon does, and with what settings.
+
+What belongs here: asking the daemon, and tables. What may not: MLX, a model, the cache dir's files.
+
+What a status says, in numbers that people compare: rates, shares, words for time.
+"""
+# MERGED: docstrings of status.py, __init__.py, figures.py (join by hand)
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..common.units import human
+from .daemon_client import DaemonError, address, fetch
+from .owner_api import DaemonStatus, ModelStatus
+
+
+def hit_rate(model: ModelStatus) -> float | None:
+    """Part of all prompt tokens that was restored; None before the first prompt."""
+    asked = model.values.get("prefix_cache_queries_total", 0.0)
+    return restored(model) / asked if asked else None
+
+
+def restored(model: ModelStatus) -> float:
+    """Prompt tokens restored from RAM or SSD."""
+    values = model.values
+    return values.get("prefix_cache_hits_hot_total", 0.0) + values.get("prefix_cache_hits_cold_total", 0.0)
+
+
+@dataclass(slots=True, frozen=True)
+class Rates:
+    """What one model did a second between two looks: tokens, and bytes of block files."""
+
+    computed: float = 0.0
+    restored: float = 0.0
+    generated: float = 0.0
+    written: float = 0.0
+    read: float = 0.0
+
+
+def rates(before: ModelStatus | None, now: ModelStatus, seconds: float) -> Rates:
+    if before is None or seconds <= 0:
+        return Rates()
+
+    def rate(name: str) -> float:
+        return max(0.0, now.values.get(name, 0.0) - before.values.get(name, 0.0)) / seconds
+
+    return Rates(
+        computed=rate("prompt_tokens_total"),
+        restored=rate("prefix_cache_hits_hot_total") + rate("prefix_cache_hits_cold_total"),
+        generated=rate("generation_tokens_total"),
+        written=rate("kv_bytes_written_total"),
+        read=rate("kv_bytes_restored_total"),
+    )
+
+
+def model_of(status: DaemonStatus | None, id: str) -> ModelStatus | None:
+    return next((model for model in status.models if model.id == id), None) if status else None
+
+
+def percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.0%}"
+
+
+def duration(seconds: float) -> str:
+    """The two largest units: `3 d 4 h`, `5 min 2 s`, `12 s`."""
+    left, words = int(seconds), list[str]()
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        count, left = divmod(left, length)
+        if count or (unit == "s" and not words):
+            words.append(f"{count} {unit}")
+        elif words:
+            break  # `3 d 4 s` would tell less than it seems to.
+    return " ".join(words[:2])
+
+
+PATH = "/omlxd/status"
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Exit status 1 if there is no daemon. Raises ConfigError."""
+    parser.allow_abbrev = False
+    add_url(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(argv)
+    try:
+        url, key = address(args.url)
+        status = fetch(url, key, PATH, DaemonStatus)
+    except DaemonError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    print(msgspec.json.format(msgspec.json.encode(status)).decode() if args.json else as_text(status, url))
+    return 0
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+
+
+def as_text(status: DaemonStatus, url: str) -> str:
+    lines = [headline(status, url), ""]
+    head = ("MODEL", "STATE", "RUNNING", "WAITING", "PROCESS", "MLX", "CONTEXT", "RESTORED", "RAM TIER")
+    lines += table([head, *map(_row, status.models)])
+    for model in status.models:
+        if model.trouble:
+            lines.append(f"{model.id}: {model.trouble}")
+        if model.kv_reuse:
+            lines.append(f"{model.id}: prefixes are not reused: {model.kv_reuse}")
+    return "\n".join([*lines, cold_line(status)])
+
+
+def headline(status: DaemonStatus, url: str) -> str:
+    return (
+        f"omlxd {status.version} at {url}, process {status.pid}, up {duration(status.uptime_s)}, "
+        f"front {human(status.resident)}"
+    )
+
+
+def cold_line(status: DaemonStatus) -> str:
+    cold = status.cold
+    if cold is None:
+        return "SSD cache: none"
+    text = f"SSD cache {cold.dir}: {human(cold.bytes)} of {human(cold.cap)} in {cold.files} files"
+    text += f", {cold.evicted_files} evicted since the start" if cold.evicted_files else ""
+    if cold.folder_away:
+        return f"{text}; OFF, the folder is away: put it back, or restart omlxd"
+    off = any(model.values.get("kv_cold_tier_on") == 0 for model in status.models)
+    return text + ("; OFF, its disk fails: see the log" if off else "")
+
+
+def _row(model: ModelStatus) -> tuple[str, ...]:
+    return (
+        model.id,
+        model.state,
+        str(model.running),
+        str(model.waiting),
+        human(model.resident) if model.resident else "-",
+        mlx_memory(model),
+        str(model.context_length) if model.context_length else "-",
+        percent(hit_rate(model)),
+        ram_tier(model),
+    )
+
+
+def mlx_memory(model: ModelStatus) -> str:
+    """What MLX's arrays take, and what it keeps for arrays to come."""
+    active, freed = (int(model.values.get(f"mlx_{kind}_bytes", 0)) for kind in ("active", "cache"))
+    return f"{human(active)} + {human(freed)}" if active else "-"
+
+
+def ram_tier(model: ModelStatus) -> str:
+    hot, budget = model.values.get("kv_hot_bytes"), model.values.get("kv_hot_budget_bytes")
+    if hot is None:
+        return "-"
+    return human(int(hot)) + (f" of {human(int(budget))}" if budget is not None else "")
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,164 @@
+"""`omlxd top`: the running daemon, live. ^C ends it.
+
+IN/S are prompt tokens computed a second, HIT/S restored, OUT/S generated: between two looks, so the
+first look has none. HITS is the part of all prompt tokens that was restored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..common.units import human
+from ..errors import ConfigError
+from .daemon_client import DaemonError, NoDaemon, address, fetch
+from .owner_api import DaemonStatus, ModelStatus
+from .status import PATH, add_url, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
+
+INTERVAL_S = 1.0
+WIDE = 100
+"""Columns of a terminal that has room for everything."""
+NAME = 24
+_COLUMNS = ("RUN", "WAIT", "IN/S", "HIT/S", "OUT/S", "HITS", "RAM TIER", "PROCESS", "MLX")
+_STATE_STYLES = {"ready": "green", "failed": "red"}
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Exit status 1 if there is no daemon at the start. Raises ConfigError."""
+    parser.allow_abbrev = False
+    add_url(parser)
+    parser.add_argument("--interval", metavar="S", default="1", help="seconds between two looks (default: 1)")
+    parser.add_argument("--looks", metavar="N", default="0", help="end after N looks (default: never)")
+    args = parser.parse_args(argv)
+    interval, looks = _number(args.interval, "--interval", 0.1), _number(args.looks, "--looks", 0)
+    try:
+        url, key = address(args.url)
+        watch(lambda: fetch(url, key, PATH, DaemonStatus), url, Console(), interval, int(looks))
+    except DaemonError as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _number(text: str, flag: str, least: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value <= 3600:
+        raise ConfigError(f"{flag}: {text!r} is no number from {least:g} to 3600.", param=flag)
+    return value
+
+
+def watch(
+    look: Callable[[], DaemonStatus],
+    url: str,
+    console: Console,
+    interval: float = INTERVAL_S,
+    looks: int = 0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show what `look()` gives every `interval` seconds, `looks` times (0: until ^C).
+
+    Raises DaemonError at the first look alone; a daemon that goes away later may come back.
+    """
+    now, before, seconds, trouble = look(), None, 0.0, ""
+    at, done = time.monotonic(), 1
+    live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None
+    with live or contextlib.nullcontext():
+        while True:
+            shown = page(now, before, seconds, url, trouble, console.width >= WIDE)
+            if live is not None:
+                live.update(shown, refresh=True)
+            else:
+                console.print(shown)  # Into a file or a pipe, one page after another.
+            if done == looks:
+                return
+            sleep(interval)
+            done += 1
+            try:
+                new = look()
+            except NoDaemon:
+                trouble = f"nothing answers at {url} any more; waiting for it"
+                continue
+            except DaemonError as error:
+                trouble = error.message
+                continue
+            began, at = at, time.monotonic()
+            # Another process under the same address has counted from nothing.
+            before = now if new.pid == now.pid else None
+            now, seconds, trouble = new, at - began, ""
+
+
+def page(
+    now: DaemonStatus,
+    before: DaemonStatus | None,
+    seconds: float,
+    url: str,
+    trouble: str = "",
+    wide: bool = True,
+) -> RenderableType:
+    """One look, and what happened since the one before it. Fits 80 columns unless `wide`."""
+    head = Text(f"omlxd {now.version} ", style="bold")
+    head.append(
+        f"{url}  process {now.pid}  up {duration(now.uptime_s)}  front {human(now.resident)}", "default"
+    )
+    table = Table(box=None, pad_edge=False, collapse_padding=not wide, header_style="dim")
+    table.add_column("MODEL", no_wrap=True, min_width=10)
+    table.add_column("STATE", no_wrap=True, min_width=7)
+    for name in _COLUMNS if wide else _COLUMNS[:-1]:
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+    for model in now.models:
+        row = _row(model, model_of(before, model.id), seconds)
+        table.add_row(*(row if wide else [_short(model.id), *row[1:-1]]))
+    parts: list[RenderableType] = [
+        head,
+        Text(),
+        table,
+        Text(),
+        Text(cold_line(now) + _flow(now, before, seconds)),
+    ]
+    parts += [Text(f"{model.id}: {model.trouble}", style="red") for model in now.models if model.trouble]
+    if trouble:
+        parts.append(Text(trouble, style="red"))
+    return Group(*parts)
+
+
+def _short(id: str) -> str:
+    """The last part of a hub id or path, cut to what 80 columns leave it."""
+    name = id.rpartition("/")[2]
+    return name if len(name) <= NAME else name[: NAME - 1] + "…"
+
+
+def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[RenderableType]:
+    rate = rates(before, model, seconds)
+    return [
+        model.id,
+        Text(model.state, style=_STATE_STYLES.get(model.state, "yellow")),
+        str(model.running),
+        str(model.waiting),
+        f"{rate.computed:,.0f}",
+        f"{rate.restored:,.0f}",
+        f"{rate.generated:,.1f}",
+        percent(hit_rate(model)),
+        human(int(model.values.get("kv_hot_bytes", 0))),
+        human(model.resident) if model.resident else "-",
+        mlx_memory(model),
+    ]
+
+
+def _flow(now: DaemonStatus, before: DaemonStatus | None, seconds: float) -> str:
+    """What went to and from the SSD a second, over all models."""
+    each = [rates(model_of(before, model.id), model, seconds) for model in now.models]
+    written, read = sum(r.written for r in each), sum(r.read for r in each)
+    return f"; written {human(int(written))}/s, read {human(int(read))}/s"

@@ -1,0 +1,229 @@
+"""Requests in, lines out. Each request is a task; they are answered side by side.
+
+Order counts where it must: a `load` waits for the answers that were asked for before it, and what
+comes after a `load` waits for it, `quit` as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from ... import __version__
+from ...api.body import ParsedRequest
+from ...api.openai import chat_request, completions
+from ...chat import Failed, Finished
+from ...config import Settings
+from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
+from ..engines.pool import EnginePool
+from ..http.event_pump import EventPump
+from ..owner.engine_figures import FiguresOf
+from ..owner.status import Admin
+from .classify import classify
+from .messages import (
+    UNSET,
+    AnyRequest,
+    Cancel,
+    Cancelled,
+    Chat,
+    Classify,
+    Done,
+    Generate,
+    Id,
+    Info,
+    InfoLine,
+    Line,
+    Load,
+    Loaded,
+    Metrics,
+    MetricsLine,
+    Quit,
+    decode_request,
+    done,
+    failure,
+    id_of,
+    line_of,
+)
+from .model_slot import Loading, ModelSlot
+from .pipes import LineWriter
+
+log = logging.getLogger(__name__)
+
+LINE_BYTES = 32 << 20
+"""Of one line: what an HTTP body may have."""
+MOST = 256
+"""Requests that have not been answered yet."""
+
+
+class Bridge:
+    """`take` each line.
+
+    quit     set once a `quit` came; `quit_id` is its id
+    """
+
+    def __init__(self, settings: Settings, pool: EnginePool, out: LineWriter):
+        self._out = out
+        self._slot = ModelSlot(settings, pool)
+        self._admin = Admin(pool, FiguresOf(pool))
+        self._tasks: dict[Id, asyncio.Task[None]] = {}
+        self._answers: dict[Id, asyncio.Task[None]] = {}
+        self._cancelled: set[Id] = set()
+        self._first: asyncio.Task[None] | None = None
+        self.quit = asyncio.Event()
+        self.quit_id: Id | None = None
+
+    def load_first(self) -> None:
+        """Begin to load what `--model` says, before anybody asks for it."""
+        self._first = asyncio.create_task(self._tell_first(self._slot.load("", ())))
+
+    async def _tell_first(self, loading: Loading) -> None:
+        try:
+            self._out.put(_loaded(None, await loading))
+        except OmlxdError as error:
+            self._out.put(failure(None, error))
+
+    # ----------------------------------------------------------------- requests
+
+    def take(self, line: bytes | None) -> None:
+        """A line of input; None: it was longer than `LINE_BYTES`. Returns at once."""
+        if line is None:
+            self._out.put(failure(None, RequestTooLarge(f"A line has at most {LINE_BYTES} bytes.")))
+        elif line.strip():
+            try:
+                self._begin(decode_request(line), line)
+            except OmlxdError as error:
+                id = id_of(line)
+                self._out.put(failure(None if id in self._tasks else id, error))
+
+    def _begin(self, request: AnyRequest, line: bytes) -> None:
+        if request.id in self._tasks:
+            raise InvalidRequest(f"id: {request.id!r} is in use; give each request its own", param="id")
+        if isinstance(request, Quit):
+            self.quit_id = request.id
+            self.quit.set()
+            return
+        if len(self._tasks) >= MOST:
+            raise Overloaded(f"{MOST} requests wait for an answer already; send it again in a moment.")
+        if isinstance(request, Load):
+            loading = self._slot.load(request.model, [*self._answers.values()])
+        else:
+            loading = self._slot.loading
+        task = asyncio.create_task(self._answer(request, line, loading))
+        self._tasks[request.id] = task
+        if isinstance(request, (Generate, Chat, Classify)):
+            self._answers[request.id] = task
+
+    async def _answer(self, request: AnyRequest, line: bytes, loading: Loading | None) -> None:
+        """Do it; whatever happens, it gets its last line."""
+        try:
+            last = await self._last_line(request, line, loading)
+        except asyncio.CancelledError:
+            if request.id not in self._cancelled:
+                raise
+            last = Done(request.id, "cancelled")
+        except OmlxdError as error:
+            last = failure(request.id, error)
+        except Exception:
+            log.exception("a request failed unexpectedly")
+            last = failure(
+                request.id, OmlxdError("Something went wrong inside omlxd; its log has the details.")
+            )
+        finally:
+            self._cancelled.discard(request.id)
+            self._answers.pop(request.id, None)
+            del self._tasks[request.id]  # The id may be used again by whoever has read the last line.
+        self._out.put(last)
+
+    async def _last_line(self, request: AnyRequest, line: bytes, loading: Loading | None) -> Line:
+        match request:
+            case Load():
+                assert loading is not None
+                return _loaded(request.id, await asyncio.shield(loading))
+            case Generate():
+                return await self._stream(request.id, completions.parse(line), loading)
+            case Chat():
+                return await self._stream(request.id, chat_request.parse(line), loading)
+            case Classify():
+                chat = request.messages is not UNSET
+                parsed = chat_request.parse(line) if chat else completions.parse(line)
+                _check_one(parsed)
+                engine = await self._slot.engine(loading, parsed.model)
+                return await classify(request.id, engine, parsed.generate, request.labels)
+            case Info():
+                return self._info(request.id)
+            case Metrics():
+                return await self._metrics(request.id)
+            case Cancel():
+                return Cancelled(request.id, self._cancel(request.target))
+            case Quit():
+                raise AssertionError("it has no task")
+
+    async def _stream(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
+        _check_one(parsed)
+        engine = await self._slot.engine(loading, parsed.model)
+        pump = EventPump(engine.generate(parsed.generate))
+        try:
+            while True:
+                for event in await pump.next(None):
+                    if isinstance(event, Finished):
+                        return done(id, event)
+                    if isinstance(event, Failed):
+                        return failure(id, pump.error(event))
+                    if (line := line_of(id, event)) is not None:
+                        self._out.put(line)
+                await self._out.room()
+        finally:
+            await pump.close()
+
+    def _cancel(self, target: Id) -> bool:
+        """Whether there was an answer to end."""
+        task = self._answers.get(target)
+        if task is None:
+            return False
+        self._cancelled.add(target)
+        task.cancel()
+        return True
+
+    def _info(self, id: Id) -> InfoLine:
+        model, loading = self._slot.loaded, self._slot.loading
+        if model is None:
+            state = "loading" if loading is not None and not loading.done() else "none"
+            return InfoLine(id, __version__, state)
+        return InfoLine(id, __version__, model.state, model.info)
+
+    async def _metrics(self, id: Id) -> MetricsLine:
+        status = await self._admin.status()
+        model = self._slot.loaded
+        own = [one for one in status.models if model is not None and one.id == model.model_id]
+        return MetricsLine(id, own[0] if own else None, status.cold)
+
+    # ----------------------------------------------------------------- the end
+
+    async def loaded(self) -> None:
+        """Return once the newest load is over: who asks for one before `quit` wants its line."""
+        if self._slot.loading is not None:
+            await asyncio.wait({self._slot.loading})
+
+    async def finish(self, seconds: float | None = None) -> None:
+        """Return once all that was asked is answered, or after `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while tasks := [task for task in self._tasks.values() if not task.done()]:
+                    await asyncio.wait(tasks)
+
+    def drop(self) -> None:
+        """Nobody reads the answers."""
+        for task in self._tasks.values():
+            task.cancel()
+
+
+def _check_one(parsed: ParsedRequest) -> None:
+    if parsed.answers != 1:
+        param = "prompt" if parsed.more_prompts else "n"
+        raise InvalidRequest(f"{param}: a line has one answer; send a line for each", param=param)
+
+
+def _loaded(id: Id | None, engine) -> Loaded:
+    assert engine.info is not None
+    return Loaded(id, engine.info)

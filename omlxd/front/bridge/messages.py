@@ -1,0 +1,274 @@
+"""What is said on the two pipes: requests in, lines out, one JSON object a line.
+
+Each request carries an `id` that its sender chose. Every line out carries the id of the request that it
+answers, or null where it answers none. A request is answered by any number of `progress`, `delta` and
+`tool_call`, then by exactly one last line:
+
+| op         | further fields                                   | last line      |
+|------------|--------------------------------------------------|----------------|
+| `load`     | `model`: folder, ORG/NAME or name                | `loaded`       |
+| `generate` | those of POST /v1/completions: `prompt`, …       | `done`         |
+| `chat`     | those of POST /v1/chat/completions: `messages`, … | `done`         |
+| `classify` | `labels`, and `prompt` or `messages`             | `classified`   |
+| `info`     |                                                  | `info`         |
+| `metrics`  |                                                  | `metrics`      |
+| `cancel`   | `target`: the id of another request              | `cancelled`    |
+| `quit`     |                                                  | `bye`          |
+
+or by an `error`. Unasked for come `ready`, first of all, and `bye`, last of all.
+
+The engine's events, and errors, as lines.
+"""
+# MERGED: docstrings of messages.py, answers.py (join by hand)
+
+from __future__ import annotations
+
+from typing import Annotated, Union
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ... import chat
+from ...api.body import decode
+from ...api.openai.fields import ChatLogprob, chat_logprobs
+from ...api.sse import usage_extension
+from ...chat import ErrorCode, FinishReason
+from ...cli.owner_api import ColdStatus, ModelStatus
+from ...errors import InvalidRequest, OmlxdError
+from ...wire import ModelInfo
+
+PROTOCOL = 1
+"""Counts up when a program that speaks it would have to change."""
+MOST_LABELS = 64
+
+Id = Union[
+    Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)],
+    Annotated[str, msgspec.Meta(min_length=1, max_length=200)],
+]
+Label = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+
+
+# --------------------------------------------------------------------------- in
+
+
+class Request(msgspec.Struct, frozen=True, tag_field="op"):
+    id: Id
+
+
+class Load(Request, frozen=True, tag="load"):
+    """`model` "": what `--model` says, else the demo model."""
+
+    model: str = ""
+
+
+class Generate(Request, frozen=True, tag="generate"):
+    """The rest of the line is read by `api.openai_completions`."""
+
+
+class Chat(Request, frozen=True, tag="chat"):
+    """The rest of the line is read by `api.openai_chat`."""
+
+
+class Classify(Request, frozen=True, tag="classify"):
+    """The rest of the line is read as that of `chat` if it has `messages`, else as that of `generate`."""
+
+    labels: Annotated[list[Label], msgspec.Meta(min_length=1, max_length=MOST_LABELS)]
+    messages: msgspec.Raw | UnsetType = UNSET
+
+
+class Info(Request, frozen=True, tag="info"):
+    pass
+
+
+class Metrics(Request, frozen=True, tag="metrics"):
+    pass
+
+
+class Cancel(Request, frozen=True, tag="cancel"):
+    target: Id
+
+
+class Quit(Request, frozen=True, tag="quit"):
+    pass
+
+
+AnyRequest = Union[Load, Generate, Chat, Classify, Info, Metrics, Cancel, Quit]
+OPS = ("load", "generate", "chat", "classify", "info", "metrics", "cancel", "quit")
+
+
+class _Named(msgspec.Struct):
+    id: Id | None = None
+
+
+_requests = msgspec.json.Decoder(AnyRequest)
+_named = msgspec.json.Decoder(_Named)
+
+
+def decode_request(line: bytes) -> AnyRequest:
+    """Raises InvalidRequest, whatever the bytes are."""
+    try:
+        return decode(_requests, line)
+    except InvalidRequest as error:
+        if error.param == "op":
+            raise InvalidRequest(f"op: it must be one of {', '.join(OPS)}", param="op") from None
+        raise
+
+
+def id_of(line: bytes) -> Id | None:
+    """The id of a line that is no request; None if it has none."""
+    try:
+        return _named.decode(line).id
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+# --------------------------------------------------------------------------- out
+
+
+class Line(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"):
+    id: Id | None
+
+
+class Ready(Line, frozen=True, tag="ready"):
+    version: str
+    protocol: int
+
+
+class Loaded(Line, frozen=True, tag="loaded"):
+    model: ModelInfo
+
+
+class Progress(Line, frozen=True, tag="progress"):
+    """`prefilled` of `total` prompt tokens stand; the first one tells what the cache had."""
+
+    prefilled: int
+    total: int
+
+
+class Delta(Line, frozen=True, tag="delta"):
+    """A piece of the answer, or of the thinking before it."""
+
+    text: str = ""
+    reasoning: str = ""
+    logprobs: list[ChatLogprob] = []
+
+
+class ToolCall(Line, frozen=True, tag="tool_call"):
+    """`arguments`: JSON text of an object. `cut`: the call never became whole, these are those that did."""
+
+    call_id: str
+    name: str
+    arguments: str
+    cut: bool = False
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
+
+    prompt_tokens: int
+    cached_hot: int
+    cached_cold: int
+    computed: int
+    completion_tokens: int
+    reasoning_tokens: int
+    ttft_s: float
+
+
+class Done(Line, frozen=True, tag="done"):
+    """`reason`: as `chat.FinishReason`, or `cancelled`, which has no usage."""
+
+    reason: FinishReason | str
+    usage: Usage | None = None
+    stop_sequence: str | None = None
+
+
+class Score(msgspec.Struct, frozen=True):
+    """`logprob`: natural logarithm of the label's probability as the answer's beginning, over its `tokens`.
+
+    share  of the probability of all labels together
+    """
+
+    label: str
+    logprob: float
+    tokens: int
+    share: float
+
+
+class Classified(Line, frozen=True, tag="classified"):
+    """`best`: the likeliest label. `scores`: in the order of the request's labels."""
+
+    best: str
+    scores: list[Score]
+    usage: Usage
+
+
+class InfoLine(Line, frozen=True, tag="info"):
+    """`state`: the model's, as in `omlxd models list`, or `none`."""
+
+    version: str
+    state: str
+    model: ModelInfo | None = None
+
+
+class MetricsLine(Line, frozen=True, tag="metrics"):
+    model: ModelStatus | None = None
+    cold: ColdStatus | None = None
+
+
+class Cancelled(Line, frozen=True, tag="cancelled"):
+    """`found` false: there was nothing to cancel, it may have ended already."""
+
+    found: bool
+
+
+class Failure(Line, frozen=True, tag="error"):
+    """`param`: the field at fault. `retry_after`: seconds."""
+
+    code: ErrorCode
+    message: str
+    param: str | None = None
+    retry_after: int | None = None
+
+
+class Bye(Line, frozen=True, tag="bye"):
+    """All that was computed is stored."""
+
+
+def line_of(id: Id, event: chat.Event) -> Line | None:
+    """None for an event that says nothing here. Not for the last one."""
+    match event:
+        case chat.Progress():
+            return Progress(id, event.done, event.total)
+        case chat.ReasoningDelta():
+            return Delta(id, reasoning=event.text)
+        case chat.TextDelta():
+            return Delta(id, event.text, logprobs=chat_logprobs(event.logprobs).content)
+        case chat.ToolCall():
+            return ToolCall(id, event.id, event.name, event.arguments)
+        case chat.ToolCallCut():
+            return ToolCall(id, event.id, event.name, event.whole, cut=True)
+        case _:
+            return None
+
+
+def done(id: Id, finished: chat.Finished) -> Done:
+    return Done(id, finished.reason, usage_of(finished.usage), finished.stop_sequence)
+
+
+def usage_of(usage: chat.Usage) -> Usage:
+    more = usage_extension(usage)
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        cached_hot=usage.cached_hot,
+        cached_cold=usage.cached_cold,
+        computed=more.computed,
+        completion_tokens=usage.completion_tokens,
+        reasoning_tokens=usage.reasoning_tokens,
+        ttft_s=more.ttft_s,
+    )
+
+
+def failure(id: Id | None, error: OmlxdError) -> Failure:
+    """`api` speaks of a request's body, which is a line here."""
+    message = error.message.replace("The request body", "The line", 1)
+    return Failure(id, error.code, message, error.param, error.retry_after)
