@@ -7,7 +7,7 @@ Where it differs from vLLM's: a block's payload is a copy that it owns, not a pa
 reads, so a pool of any size costs only its records, it grows on demand, and the budget is in bytes
 of payload instead of in blocks. The free queue is two: blocks with a name, in eviction order, and
 spare records, so that neither allocation nor eviction ever steps over the other's. Invariants
-(checked by `check`, and by the state machine in tests/test_kv_state_machine.py):
+(checked by `check`, and by the state machine in tests/kv/test_state_machine.py):
 
     in a free queue    <=>  ref_cnt == 0; in that of cached blocks <=> it also has a name
     in hash map as h   <=>  block_hash == h

@@ -2,8 +2,8 @@
 
     python -m tools.bench.gpu_identity [--rows qwen3-fp32,gemma3_text-bf16,...] [--dtype bf16] [--kv-bits 8]
 
-The scenarios are tests/test_family_matrix.py's, whose rows these are (`--rows` takes any part of a row's
-name; `--dtype` and `--kv-bits` make further rows of the families that have them). A row's line gives
+The scenarios are tests/engine/test_family_matrix.py's, whose rows these are (`--rows` takes any part of a
+row's name; `--dtype` and `--kv-bits` make further rows of the families that have them). A row's line gives
 
     requests   checked, each hot and from the cold tier
     tokens     of them, how many gave the cold run's greedy tokens, all of them
@@ -34,12 +34,13 @@ import numpy as np
 from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.mlx_adapter import versions
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 
 from cold_run import Reference, outputs
 from families import FP32_ONLY
 from rig import Rig
-from test_family_matrix import GRID, ROWS, SCENARIOS, Ask, Row, matrix_rig, serve
+
+from tests.engine.test_family_matrix import GRID, ROWS, SCENARIOS, Ask, Row, matrix_rig, serve
 
 
 @dataclass(slots=True)

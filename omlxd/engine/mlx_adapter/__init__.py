@@ -1,6 +1,6 @@
 """The one package that touches mlx-lm's internals. Pinned to mlx-lm 0.32.2.
 
-What it relies on, each assumption tested in tests/test_mlx_adapter.py:
+What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_adapter.py:
 - `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
   `step` tokens, an attribute that an instance may override;
 - a cache class that can be batched has `merge`; its batch class has `extend`, `filter`, `_idx`;
@@ -14,7 +14,7 @@ What it relies on, each assumption tested in tests/test_mlx_adapter.py:
   `as_linear` of its embedding;
 - `model.layers` are the modules that a pass calls one after the other (loading.py, `LayerHook`);
 - transformers finds its models' names by `define_import_structure` and keeps them in `_LazyModule`
-  (lean_imports.py; tests/test_lean_imports.py).
+  (lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
 """
 
 from . import lean_imports  # noqa: F401  (before whatever imports transformers)

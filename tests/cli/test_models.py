@@ -1,0 +1,98 @@
+"""`omlxd models` against a running daemon with stub engines, and without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.front.process.test_serve import REPO, Daemon, start  # noqa: F401
+from tests.models.test_resolve import make
+
+
+def run(*argv: str, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+    environ |= {"PYTHONPATH": str(REPO), **(env or {})}
+    done = subprocess.run(
+        [sys.executable, "-m", "omlxd", "models", *argv],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_every_verb_against_a_daemon(start, tmp_path: Path):  # noqa: F811
+    for name in ("org/big", "small"):
+        make(tmp_path / "models" / name)
+    daemon: Daemon = start("--model-dir", str(tmp_path / "models"), "--model", "small", model=False)
+    url = ("--url", daemon.url)
+
+    def said(*argv: str) -> str:
+        status, out, problem = run(*argv, *url)
+        assert status == 0, problem
+        return out
+
+    assert "org/big is loaded (process " in said("load", "big")
+    listed = said("list").splitlines()
+    assert listed[0].split()[:2] == ["MODEL", "STATE"]
+    assert listed[1].startswith("* small") and "ready" in listed[2]
+    assert said("pin", "big") == "org/big is pinned\n"
+    assert said("alias", "huge", "big") == "huge means org/big\n"
+    shown = json.loads(said("show", "huge", "--json"))
+    assert shown["id"] == "org/big" and shown["pinned"] and shown["aliases"] == ["huge"]
+    assert "pinned" in said("show", "huge")
+    assert said("pin", "big", "--off") == "org/big is no longer pinned\n"
+    assert said("alias", "huge", "--off") == "huge means nothing now\n"
+    assert said("unload", "org/big") == "org/big is unloaded\n"
+    states = {model["id"]: model["state"] for model in json.loads(said("list", "--json"))["models"]}
+    assert states["org/big"] == "unloaded"
+    status, _, problem = run("load", "nobody", *url)
+    assert status == 1 and "There is no model 'nobody' here" in problem
+
+
+def test_without_a_daemon(tmp_path: Path):
+    make(tmp_path / "models" / "org" / "big")
+    flags = (
+        "--model-dir",
+        str(tmp_path / "models"),
+        "--base-path",
+        str(tmp_path),
+        "--url",
+        "http://127.0.0.1:9",
+    )
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    status, out, problem = run("list", *flags, env=env)
+    assert status == 0 and "org/big" in out and "installed" in out and "no daemon" in problem
+    status, out, _ = run("show", "big", "--json", *flags, env=env)
+    assert status == 0 and json.loads(out)["source"] == "model-dir"
+    (tmp_path / "models" / "org" / "big" / "tokenizer.json").unlink()
+    status, out, _ = run("show", "big", *flags, env=env)
+    assert status == 0 and "tokenizer.json or tokenizer.model is missing" in out and "--model:" not in out
+    status, _, problem = run("show", "other", *flags, env=env)
+    assert status == 1 and "no model 'other'" in problem
+    status, _, problem = run("load", "big", "--url", "http://127.0.0.1:9", env=env)
+    assert status == 1 and "Nothing answers" in problem
+    status, _, problem = run("pull", "../etc")
+    assert status == 1 and "no hub id" in problem
+
+
+def test_the_demo_model_is_here_once_it_is_built(tmp_path: Path):
+    flags = ("--base-path", str(tmp_path), "--url", "http://127.0.0.1:9")
+    env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
+    assert "not here yet" in run("show", "omlxd-demo", *flags, env=env)[1]
+    folder = tmp_path / "models" / "omlxd-demo"
+    make(folder)
+    page = run("show", "omlxd-demo", *flags, env=env)[1]
+    assert str(folder) in page and "not here yet" not in page
+
+
+@pytest.mark.parametrize("argv", [["alias", "x"], ["alias", "x", "y", "--off"], ["fly"], []])
+def test_arguments_that_make_no_sense(argv: list[str]):
+    status, _, problem = run(*argv)
+    assert status == 2 and problem.startswith("omlxd: ") and problem.count("\n") == 1

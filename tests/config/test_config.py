@@ -1,0 +1,227 @@
+"""Settings: where each value comes from, and what is refused by which name."""
+
+import contextlib
+import io
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from omlxd.cli import main as cli
+from omlxd.cli.main import main
+from omlxd.common.units import disk_total, total_ram
+from omlxd.config import OPTIONS, Settings, is_loopback, load_settings
+from omlxd.errors import ConfigError
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+def settings(
+    flags: dict[str, str] | None = None, env: dict[str, str] | None = None, home: Path | None = None
+):
+    """Settings with a base path that holds no file, unless `flags` or `env` say otherwise."""
+    flags = dict(flags or {})
+    if home is not None:
+        flags.setdefault("base_path", str(home))
+    return load_settings(flags, env or {})
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "omlxd.toml"
+    path.write_text(text)
+    return path
+
+
+def refused(flags: dict[str, str] | None = None, env: dict[str, str] | None = None, home: Path | None = None):
+    with pytest.raises(ConfigError) as caught:
+        settings(flags, env, home)
+    return caught.value
+
+
+def values(given: Settings) -> dict[str, object]:
+    return {
+        name: value
+        for name, value in msgspec.structs.asdict(given).items()
+        if name not in ("sources", "config")
+    }
+
+
+def test_defaults(tmp_path: Path):
+    got = settings(home=tmp_path)
+    assert (got.model, got.host, got.port, got.api_key) == ("", "127.0.0.1", 8000, "")
+    assert got.paged_ssd_cache_dir == tmp_path / "cache"
+    assert got.cold_cache_bytes == 100 * 10**9
+    assert got.hot_cache_bytes is None
+    assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, 8)
+    assert got.no_cache is False and got.seed is None and got.log_level == "info"
+    assert got.sources["port"] == "default" and got.sources["base_path"] == "--base-path"
+
+
+def test_the_example_file_equals_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    from_file = load_settings({"config": str(REPO / "config" / "omlxd.toml")}, {})
+    assert values(from_file) == values(load_settings({}, {}))
+    assert "line" in from_file.sources["port"]
+
+
+def test_the_example_file_and_the_readme_name_every_option():
+    example, readme = (REPO / "config" / "omlxd.toml").read_text(), (REPO / "README.md").read_text()
+    for option in OPTIONS:
+        assert option.flag.removeprefix("--") + " =" in example
+        assert f"`{option.flag}" in readme
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path):
+    write(tmp_path, "[serve]\nport = 1\nblock_size = 32\nmax-concurrent-requests = 3\n")
+    got = settings({"port": "3"}, {"OMLXD_PORT": "2", "OMLXD_BLOCK_SIZE": "128"}, tmp_path)
+    assert (got.port, got.block_size, got.max_concurrent_requests, got.log_level) == (3, 128, 3, "info")
+    assert got.sources["port"] == "--port"
+    assert got.sources["block_size"] == "OMLXD_BLOCK_SIZE"
+    assert got.sources["max_concurrent_requests"].endswith("omlxd.toml line 4 (max-concurrent-requests)")
+
+
+def test_config_by_variable_and_missing_files(tmp_path: Path):
+    path = write(tmp_path, "[serve]\nport = 7\n")
+    assert settings(env={"OMLXD_CONFIG": str(path)}).port == 7
+    assert refused({"config": str(tmp_path / "gone.toml")}).param == "--config"
+    assert refused(env={"OMLXD_CONFIG": str(tmp_path)}).param == "OMLXD_CONFIG"
+
+
+def test_sizes_and_percentages(tmp_path: Path):
+    got = settings({"hot_cache_max_size": "25%", "paged_ssd_cache_max_size": "10%"}, home=tmp_path)
+    assert got.hot_cache_bytes == total_ram() // 4
+    assert got.cold_cache_bytes == disk_total(tmp_path) // 10
+    assert settings({"hot_cache_max_size": "0"}, home=tmp_path).hot_cache_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hot_cache_max_size", "lots"),
+        ("hot_cache_max_size", "900TB"),
+        ("hot_cache_max_size", "120%"),
+        ("hot_cache_max_size", "8"),
+        ("paged_ssd_cache_max_size", "-1GB"),
+        ("paged_ssd_cache_max_size", "auto"),
+        ("port", "70000"),
+        ("port", "http"),
+        ("port", "-1"),
+        ("initial_cache_blocks", "0"),
+        ("block_size", "100"),
+        ("kv_bits", "16"),
+        ("kv_group_size", "48"),
+        ("block_size", "8"),
+        ("max_concurrent_requests", "0"),
+        ("seed", "-1"),
+        ("seed", "anything"),
+        ("log_level", "loud"),
+        ("host", ""),
+        ("host", "a b"),
+        ("api_key", ""),
+        ("api_key", "two words"),
+        ("base_path", ""),
+    ],
+)
+def test_nonsense_is_refused_by_flag_variable_and_line(name: str, text: str, tmp_path: Path):
+    flag, variable = "--" + name.replace("_", "-"), "OMLXD_" + name.upper()
+    assert refused({"base_path": str(tmp_path), name: text}).message.startswith(flag + ": ")
+    if text:
+        assert refused(
+            {} if name == "base_path" else {"base_path": str(tmp_path)}, {variable: text}
+        ).message.startswith(variable + ": ")
+    path = write(tmp_path, f'[serve]\n\n{name} = "{text}"\n')
+    message = refused({"config": str(path)}).message
+    assert message.startswith(f"{path} line 3 ({name}): ")
+    assert name != "api_key" or not text or text not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "hint"),
+    [
+        ("[serve]\nporrt = 1\n", "line 2 (porrt)", "did you mean port?"),
+        ("[serve]\nhot_cache_size = 1\n", "line 2", "hot-cache-max-size"),
+        ("port = 1\n", "line 1 (port)", "put [serve] before it"),
+        ('[model."a/b"]\nttl = 1\n', "line 1 (model)", "did you mean models?"),
+        ("[server]\nport = 1\n", "line 1", "did you mean serve?"),
+        ("[serve]\nport = 1\nport = 2\n", "line 3", ""),
+        ("[serve]\nno_cache = true\nno-cache = true\n", "line 3", "twice"),
+        ("[serve]\nport = [1]\n", "line 2", "one value"),
+        ("[serve]\nport = true\n", "line 2", "no whole number"),
+        ("[serve\n", "line 1", ""),
+        ("serve = 3\n", "line 1", ""),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_line(text: str, line: str, hint: str, tmp_path: Path):
+    path = write(tmp_path, text)
+    message = refused(home=tmp_path).message
+    assert str(path) in message and line in message and hint in message
+
+
+def test_only_loopback_goes_without_a_key(tmp_path: Path):
+    for host in ("0.0.0.0", "::", "192.168.1.5", "myhost.lan", "[::1]x"):
+        flags = {"host": host}
+        assert refused(flags, home=tmp_path).param == "--host"
+    assert settings({"host": "0.0.0.0", "api_key": "k"}, home=tmp_path).host == "0.0.0.0"
+    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "::1", "localhost")))
+
+
+def test_the_key_is_never_shown(tmp_path: Path):
+    got = settings({"api_key": "s3cret"}, home=tmp_path)
+    assert got.api_key == "s3cret" and "s3cret" not in repr(got)
+
+
+def run(*argv: str) -> tuple[int, str]:
+    """(exit status, standard error) of `omlxd argv`, in this process."""
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+        status = cli.main(argv)
+    return status, err.getvalue()
+
+
+def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
+    base = ("serve", "--base-path", str(tmp_path))
+    for argv, words in (
+        ((*base, "--port", "x"), "--port: 'x'"),
+        ((*base, "--prot", "1"), "did you mean --port?"),
+        ((*base, "--por", "1"), "did you mean --port?"),
+        ((*base, "--port"), "expected one argument"),
+        (("serv",), "invalid choice"),
+    ):
+        status, said = run(*argv)
+        assert status == 2, argv
+        assert words in said and said.startswith("omlxd: ") and said.count("\n") == 1, said
+
+
+def test_help_and_version_exit_0_without_mlx():
+    code = (
+        "import sys; from omlxd.cli import main as cli\n"
+        "for argv in (['--version'], ['serve', '--help']):\n"
+        "    try: cli.main(argv)\n"
+        "    except SystemExit as e: assert not e.code\n"
+        "heavy = {'mlx', 'numpy', 'transformers', 'huggingface_hub', 'starlette'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("omlxd 0.") and "--paged-ssd-cache-dir" in done.stdout
+
+
+def test_the_installed_command_is_there():
+    if shutil.which("omlxd") is None:
+        pytest.skip("run from a checkout that is not installed")
+    done = subprocess.run(["omlxd", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("omlxd 0.")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shell = f"{sys.executable} -m omlxd config show | head -n 1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, cwd=REPO)
+    assert done.stdout.startswith("SETTING") and not done.stderr
+
+
+def test_the_command_alone_shows_its_help(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: omlxd") and "serve a model over HTTP" in shown and "doctor" in shown

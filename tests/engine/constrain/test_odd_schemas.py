@@ -1,0 +1,81 @@
+"""Schemas that are none: a call of such a tool is refused with a sentence, or made; nothing breaks."""
+
+# ruff: noqa: F811 -- `tokenizer` is a fixture of parsing.py
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+from host import chat
+from parsing import tokenizer  # noqa: F401 -- a fixture
+
+from omlxd.chat import Tool
+from omlxd.engine.output.tool_calls import ToolCallReader, kinds_of
+from omlxd.errors import InvalidRequest
+from tests.engine.constrain.test_forced_calls import SCHEMAS, compiler_of, spelled
+
+JUNK: tuple[Any, ...] = (
+    5,
+    "x",
+    None,
+    True,
+    [],
+    {},
+    [5],
+    [{}],
+    {"type": 5},
+    {"$ref": 5},
+    -1,
+    0.5,
+    [[]],
+    {"a": []},
+)
+WORDS = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "required", "properties", "items")
+MORE = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "pattern",
+    "minimum",
+    "additionalProperties",
+    "prefixItems",
+)
+
+
+def places(value: Any):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in list(items):
+        yield value, key
+        yield from places(inner)
+
+
+def broken(rng: random.Random) -> dict[str, Any]:
+    schema = copy.deepcopy(rng.choice(list(SCHEMAS.values())))
+    for _ in range(rng.randrange(1, 3)):
+        holder, key = rng.choice(list(places(schema)))
+        if isinstance(holder, dict) and rng.random() < 0.5:
+            holder[rng.choice(WORDS + MORE)] = copy.deepcopy(rng.choice(JUNK))
+        else:
+            holder[key] = copy.deepcopy(rng.choice(JUNK))
+    return schema
+
+
+@pytest.mark.parametrize("name", ["json_tools", "qwen3_coder", "minicpm5", "kimi_k3", "pythonic", "gemma4"])
+def test_a_broken_schema_breaks_nothing(tokenizer, name):
+    compiler = compiler_of(spelled(tokenizer, name))
+    rng = random.Random(name)
+    refused = 0
+    for turn in range(60):
+        tool = Tool("Odd", "", broken(rng), strict=bool(turn % 2))
+        try:
+            compiler.compile(chat(tools=(tool,), tool_choice="required"), thinking=False)
+        except InvalidRequest as error:
+            refused += 1
+            assert error.param in ("tools", "tool_choice")
+        for schema in ToolCallReader((tool,)).properties("Odd").values():
+            kinds_of(schema)
+    assert 0 < refused < 60

@@ -1,0 +1,64 @@
+"""Calls as models write them beside their format: several in one block, raw newlines, tags within values."""
+
+# ruff: noqa: F811 -- `tokenizer` is a fixture of parsing.py
+
+from __future__ import annotations
+
+import pytest
+from parsing import READ, merged, tokenizer  # noqa: F401 -- a fixture
+
+from omlxd.chat import Tool
+from omlxd.engine.output.parser import OutputParser
+from tests.engine.constrain.test_forced_calls import spelled
+
+STOP = Tool("Stop", "", {"type": "object", "properties": {}})
+READ_X, STOPPED = ("call", "Read", '{"path": "x"}'), ("call", "Stop", "{}")
+JSON_READ = '{"name": "Read", "arguments": {"path": "x"}}'
+CODER_READ = "<function=Read>\n<parameter=path>\nx\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        (
+            "json_tools",
+            f'<tool_call>\n{JSON_READ}\n{{"name": "Stop", "arguments": {{}}}}\n</tool_call> bye',
+            [READ_X, STOPPED, ("text", "bye")],
+        ),
+        ("json_tools", f"<tool_call>{JSON_READ},{JSON_READ}</tool_call>", [READ_X, READ_X]),
+        (
+            "qwen3_coder",
+            f"<tool_call>\n{CODER_READ}\n<function=Stop>\n</function>\n</tool_call>",
+            [READ_X, STOPPED],
+        ),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="Read">\n<parameter name="items">["</parameter>", 1]'
+            "</parameter>\n</invoke>\n</minimax:tool_call>",
+            [("call", "Read", '{"items": ["</parameter>", 1]}')],
+        ),
+        (
+            "pythonic",
+            '<|tool_call_start|>[Read(path="a\nb")]<|tool_call_end|>',
+            [("call", "Read", '{"path": "a\\nb"}')],
+        ),
+        ("pythonic", '<|tool_call_start|>[Read("x"), Stop()]<|tool_call_end|>', [READ_X, STOPPED]),
+        (
+            "pythonic",
+            '<|tool_call_start|>[Stop("x")]<|tool_call_end|>',
+            [("text", '<|tool_call_start|>[Stop("x")]<|tool_call_end|>')],
+        ),
+        ("gemma4", '<|tool_call>call:Read{"path":<|"|>x<|"|>}<tool_call|>', [READ_X]),
+        ("gemma4", '<|tool_call>call:Read{path: "x"}<tool_call|>', [READ_X]),
+        (
+            "gemma4",
+            '<|tool_call>call:Read{items:[{"a": "}\\u00e9"}]}<tool_call|>',
+            [("call", "Read", '{"items": [{"a": "}é"}]}')],
+        ),
+    ],
+)
+def test_what_is_meant_is_called(tokenizer, name, text, wanted):
+    for pieces in ([text], list(text)):
+        parser = OutputParser(spelled(tokenizer, name), tools=(READ, STOP))
+        events = [event for piece in pieces for event in parser.add_text(piece)] + parser.finish("stop")
+        assert merged(events) == wanted

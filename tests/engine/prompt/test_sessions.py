@@ -1,0 +1,249 @@
+"""Sessions: whose branch a request goes on with, whose it shelters, and where its tokens went astray."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from families import build_family
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from rig import BLOCK, Rig
+
+from omlxd.api.anthropic import request as anthropic
+from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, TextPart
+from omlxd.engine.prompt.pipeline import PromptPipeline
+from omlxd.engine.prompt.sessions import Sessions, Standing, lineage_of
+from omlxd.engine.prompt.turn_memory import Scope
+from omlxd.kv.hashing import chain_root, hash_blocks
+from omlxd.models import demo
+
+TRACES = Path(os.environ.get("OMLXD_TRACES", Path(__file__).parents[4] / "shared" / "traces"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    demo.write_tokenizer(path, demo.VOCAB)
+    demo.write_json(path / "config.json", {"model_type": "qwen3"})
+    return path
+
+
+@pytest.fixture
+def desk(folder):
+    return Desk(PromptPipeline(load_tokenizer(folder)))
+
+
+class Desk:
+    """Takes requests as the host does, and ends them well."""
+
+    def __init__(self, prompts: PromptPipeline):
+        self.prompts, self.sessions = prompts, Sessions()
+        self.hashes: list[bytes] = []
+
+    def take(self, request: GenerateRequest, *, complete: bool = True) -> Standing:
+        rendered = self.prompts.render(request.prompt, scope=Scope(request.session, request.cache_salt))
+        self.hashes = hash_blocks(chain_root(b"n" * 32, request.cache_salt), rendered.tokens, 16)
+        lineage = lineage_of(request, rendered, self.hashes)
+        assert lineage is not None
+        standing = self.sessions.begin(lineage)
+        if complete:
+            self.sessions.end(lineage, len(rendered.tokens) // 16)
+        return standing
+
+
+def ask(*texts: str, session: str = "s", system: str = demo.PROSE[:500], parent: str = "") -> GenerateRequest:
+    messages = [Message(("user", "assistant")[i % 2], (TextPart(text),)) for i, text in enumerate(texts)]
+    head = Message("system", (TextPart(system),))
+    return GenerateRequest(Conversation((head, *messages)), session=session, parent_agent=parent)
+
+
+# --------------------------------------------------------------------------- branches
+
+
+def test_a_conversation_extends_itself(desk):
+    assert not desk.take(ask("Hello")).extends
+    assert desk.take(ask("Hello")).extends
+    assert desk.take(ask("Hello", "Hi.", "And?")).extends
+    assert desk.take(ask("Hello", "Hi.", "And?", "Well.", "So?")).extends
+    assert not desk.take(ask("Hello", "Hi.", "Or?")).extends
+    assert desk.take(ask("Hello", "Hi.", "Or?", "Yes.", "Good")).extends
+    assert not desk.take(ask("Hello", session="another")).extends
+    assert desk.sessions.figures()["sessions"] == 2
+    assert desk.sessions.figures()["session_branches"] == 3
+    assert desk.sessions.rejected == 0
+
+
+def test_a_broken_off_request_is_no_branch(desk):
+    desk.take(ask("Hello"), complete=False)
+    assert not desk.take(ask("Hello", "Hi.", "And?")).extends
+    assert desk.sessions.figures()["session_branches"] == 1
+
+
+def test_conversations_without_a_name_are_told_apart_by_their_first_messages(desk):
+    desk.take(ask("Hello", session=""))
+    assert desk.take(ask("Hello", "Hi.", "And?", session="")).extends
+    assert not desk.take(ask("Good morning", session="")).extends
+    assert desk.sessions.figures()["sessions"] == 2
+
+
+def test_a_raw_prompt_has_no_session(desk):
+    assert lineage_of(GenerateRequest(RawPrompt("x")), desk.prompts.render(RawPrompt("x")), []) is None
+
+
+# --------------------------------------------------------------------------- astray
+
+
+def test_tokens_that_changed_under_the_same_canonical_form_are_counted_with_their_place(desk):
+    reminder = "<system-reminder>\n{}\n</system-reminder>\n"
+    desk.take(ask(demo.PROSE[:900] + reminder.format("seven") + demo.PROSE[:400]))
+    before = desk.hashes
+    standing = desk.take(ask(demo.PROSE[:900] + reminder.format("eight") + demo.PROSE[:400], "Hi.", "And?"))
+    assert standing.extends and desk.sessions.rejected == 1
+    place = standing.rejected_at
+    assert place is not None and 10 < place < len(before)
+    assert before[:place] == desk.hashes[:place] and before[place] != desk.hashes[place]
+    assert desk.take(ask("Hello")).rejected_at is None
+
+
+def test_clean_traffic_counts_nothing(desk):
+    """The recorded sessions, sub-agents and all."""
+    if not TRACES.is_dir():
+        pytest.skip(f"no traces in {TRACES}")
+    sheltered = extended = taken = 0
+    for path in sorted(TRACES.glob("*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            headers = {name.lower(): value for name, value in line["headers"].items()}
+            request = anthropic.parse(json.dumps(line["body"]).encode(), headers).generate
+            standing = desk.take(request)
+            taken += 1
+            extended += standing.extends
+            sheltered += bool(standing.shelter)
+    counted = {**desk.sessions.figures(), **desk.prompts.figures()}
+    zero = {name for name in counted if "rejected" in name or "healed" in name}
+    assert len(zero) == 8 and not any(counted[name] for name in zero)
+    assert extended > taken / 2 and sheltered >= 2, (extended, taken, sheltered)
+
+
+# --------------------------------------------------------------------------- parents
+
+
+def test_a_sub_agent_shelters_the_branch_of_the_agent_that_started_it(desk):
+    desk.take(ask("Hello", demo.PROSE, "Go"))
+    main = desk.hashes
+    first = desk.take(ask("Find it", session="s/one", system="You search."))
+    assert list(first.shelter) == main and not first.extends
+    one = desk.hashes
+    nested = desk.take(ask("Look", session="s/two", system="You look.", parent="one"))
+    assert list(nested.shelter) == one
+    again = desk.take(ask("Find it", "Found.", "More", session="s/one", system="You search."))
+    assert again.extends and list(again.shelter) == main
+    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).shelter
+
+
+def test_without_headers_the_longest_branch_of_another_head_is_the_parent(desk):
+    assert not desk.take(ask("A title?", system="You write titles.")).shelter
+    assert not desk.take(ask("Hello", demo.PROSE, "Go")).shelter
+    main = desk.hashes
+    assert list(desk.take(ask("Find it", system="You search.")).shelter) == main
+    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).shelter
+
+
+def test_a_compaction_does_not_shelter_what_it_replaces(desk):
+    desk.take(ask("Hello", demo.PROSE, "Go"))
+    assert not desk.take(ask("A summary of all that was")).shelter
+
+
+# --------------------------------------------------------------------------- bounds
+
+
+def test_sessions_and_branches_are_bounded(folder):
+    sessions = Sessions(most_blocks=500)
+    desk = Desk(PromptPipeline(load_tokenizer(folder)))
+    desk.sessions = sessions
+    for i in range(100):
+        desk.take(ask("Hello", session=f"s{i}"))
+        held = sum(8 + sum(len(b.hashes) for b in s.branches) for s in sessions._sessions.values())
+        assert held == sessions._weight <= 500
+    assert desk.take(ask("Hello", "Hi.", "And?", session="s99")).extends
+    assert not desk.take(ask("Hello", "Hi.", "And?", session="s0")).extends
+    for i in range(50):
+        desk.take(ask(f"Branch {i}", session="wide"))
+    assert len(sessions._sessions["wide", ""].branches) <= 16
+
+
+# --------------------------------------------------------------------------- in the cache
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_family("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [(i * 31 + seed * 101 + i // 7) % 900 + 20 for i in range(length)]
+
+
+@pytest.mark.parametrize("sheltering", [True, False])
+def test_a_sub_agent_never_evicts_its_parents_branch(model, sheltering):
+    """A hot tier that holds the parent and a little more: the sub-agent computes twice as much."""
+    parent, child = prompt_of(20 * BLOCK + 5, 1), prompt_of(40 * BLOCK + 5, 2)
+    with Rig(model) as rig:
+        rig.run(parent, n=2)
+        held = rig.pool.hot_bytes
+    with Rig(model, hot=held + held // 4) as rig:
+        first = rig.run(parent, n=2)
+        names = list(first.sequence.hashes) if sheltering else ()
+        for turn in range(2):
+            rig.run(child + [30] * turn, n=2, shelter=names)
+            assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
+            assert rig.pool.hot_bytes <= held + held // 4
+        again = rig.run(parent, n=2)
+        assert (again.hot == 20 * BLOCK) is sheltering
+        assert again.got == first.got
+
+
+def test_a_sub_agent_that_is_over_goes_before_its_parent(model):
+    """Something else needs room later: the sub-agent's tail is evicted first."""
+    parent, child, other = (
+        prompt_of(20 * BLOCK + 5, 1),
+        prompt_of(20 * BLOCK + 5, 2),
+        prompt_of(15 * BLOCK, 3),
+    )
+    with Rig(model) as rig:
+        rig.run(parent, n=2)
+        held = rig.pool.hot_bytes
+    with Rig(model, hot=held * 2 + held // 10) as rig:
+        first = rig.run(parent, n=2)
+        rig.run(child, n=2, shelter=list(first.sequence.hashes))
+        rig.run(other, n=2)
+        assert rig.run(parent, n=2).hot == 20 * BLOCK
+
+
+def test_a_cancelled_sub_agent_lets_go(model):
+    parent = prompt_of(10 * BLOCK, 1)
+    with Rig(model) as rig:
+        first = rig.run(parent, n=2)
+        output = rig.start(prompt_of(200, 2), n=100_000, shelter=list(first.sequence.hashes))
+        assert output.first.wait(120)
+        assert any(block.ref_cnt for block in rig.pool._blocks)
+        rig.scheduler.cancel(output.sequence)
+        rig.settle()
+        assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
+
+
+def test_a_missing_checkpoint_is_noted(tmp_path_factory):
+    """For a model with state: turns that extend one another note nothing, a lost checkpoint is noted."""
+    model = build_family("qwen3_5", tmp_path_factory.mktemp("hybrid"))
+    with Rig(model) as rig:
+        assert rig.keeper is not None
+        rig.keeper.interval = 2 * BLOCK
+        tokens = prompt_of(8 * BLOCK + 9, 5)
+        for _ in range(3):
+            output = rig.run(tokens, n=BLOCK)
+            assert output.sequence.unreached == 0
+            tokens = [*output.sequence.tokens, *prompt_of(BLOCK, 9)]
+        rig.keeper.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
+        output = rig.run(tokens, n=2)
+        assert output.sequence.unreached > 5

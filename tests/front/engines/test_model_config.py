@@ -1,0 +1,192 @@
+"""`[models."…"]` tables, lengths of time, and which models are found where."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from omlxd.chat import GenerateRequest, RawPrompt, Sampling
+from omlxd.common.units import duration, spoken
+from omlxd.config import ModelSettings, load_settings
+from omlxd.errors import ConfigError, InvalidRequest
+from omlxd.front.engines.model import settings_of, with_settings
+from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache
+from tests.models.test_resolve import make
+
+EVERYTHING = """
+[models."org/name"]
+temperature = 0.5
+top-p = 0.9
+top_k = 20
+min-p = 0.1
+repetition-penalty = 1.1
+max-tokens = 100
+thinking = true
+template-args = { a = [1, "x"] }
+context-limit = 4096
+ttl = "1h30m"
+pin = true
+aliases = ["one", "two"]
+block-size = 128
+no-cache = true
+max-concurrent-requests = 2
+"""
+
+
+def models(home: Path, text: str) -> dict[str, ModelSettings]:
+    (home / "omlxd.toml").write_text(text)
+    return load_settings({"base_path": str(home)}, {}).models
+
+
+def test_every_setting_of_a_model_is_read(tmp_path: Path):
+    (got,) = models(tmp_path, EVERYTHING).values()
+    assert got == ModelSettings(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        max_tokens=100,
+        thinking=True,
+        template_args={"a": [1, "x"]},
+        context_limit=4096,
+        ttl=5400.0,
+        pin=True,
+        aliases=("one", "two"),
+        block_size=128,
+        no_cache=True,
+        max_concurrent_requests=2,
+    )
+    assert models(tmp_path, "[models.x]\nttl = 0\n")["x"].ttl == math.inf
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("temperature = -1", "line 4 (temperature): -1 is no number from 0"),
+        ('temperature = "hot"', "line 4 (temperature): 'hot' is no number"),
+        ("top-p = 0", "line 4 (top-p): 0 is no number above 0 to 1"),
+        ("top_k = 1.5", "line 4 (top_k): 1.5 is no whole number"),
+        ("thinking = 1", "neither true nor false"),
+        ('ttl = "soon"', "no length of time"),
+        ("ttl = true", "no length of time"),
+        ("aliases = [1]", "no list of names"),
+        ("template-args = 3", "no table"),
+        ("block-size = 48", "48 is none of 16, 32, 64, 128, 256, 512, 1024"),
+        ("tempreature = 1", "did you mean temperature?"),
+        ("max-tokens = 1\nmax_tokens = 2", "given twice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_its_line(tmp_path: Path, line: str, words: str):
+    with pytest.raises(ConfigError) as caught:
+        models(tmp_path, f"[models.x]\ntop-p = 1\n[models.y]\n{line}\n")
+    assert words in caught.value.message and str(tmp_path / "omlxd.toml") in caught.value.message
+
+
+def test_two_models_of_one_alias_and_a_table_that_is_none(tmp_path: Path):
+    text = '[models.x]\naliases = ["a"]\n[models.y]\naliases = ["a"]\n'
+    with pytest.raises(ConfigError, match=r"line 4 \(aliases\): 'a' is an alias of 'x' already"):
+        models(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"line 2 \(x\).*\[models"):
+        models(tmp_path, "[models]\nx = 3\n")
+    with pytest.raises(ConfigError, match="did you mean model"):
+        models(tmp_path, "[modle.x]\npin = true\n")
+
+
+def test_lengths_of_time():
+    for text, seconds in (("90s", 90), ("1h30m", 5400), ("5m", 300), (0, 0), ("250ms", 0.25), (1.5, 1.5)):
+        assert duration(text) == seconds
+    assert duration(-1) == duration("-5m") == math.inf
+    for text in ("", "m", "5 minutes", "1e3", "nan", "5m3"):
+        with pytest.raises(ValueError):
+            duration(text)
+    assert [spoken(s) for s in (45, 300, 9000, None, math.inf)] == ["45 s", "5 min", "2.5 h"] + [
+        "for good"
+    ] * 2
+
+
+@pytest.mark.parametrize("text", ["1" * 10**6, "1" * 10**6 + "m", "1m" * 10**6, "9" * 65])
+def test_a_length_of_time_is_short_itself(text: str):
+    # Reading it took the square of its length, and a client could hang the daemon with one.
+    with pytest.raises(ValueError):
+        duration(text)
+
+
+def test_keep_alive_of_a_body():
+    from omlxd.api.body import keep_alive_of
+
+    assert keep_alive_of(b'{"model": "x"}') is None
+    assert keep_alive_of(b'{"keep_alive": "5m"}') == 300
+    assert keep_alive_of(b'{"keep_alive": 0}') == 0 and keep_alive_of(b'{"keep_alive": -1}') == math.inf
+    assert keep_alive_of(b'{"messages": [{"keep_alive": "x"}]}') is None
+    for wrong in (b'{"keep_alive": "x"}', b'{"keep_alive": true}', b'{"keep_alive": [1]}', b'{"keep_alive"'):
+        with pytest.raises(InvalidRequest):
+            keep_alive_of(wrong)
+
+
+# --------------------------------------------------------------------------- what is installed
+
+
+def test_folders_two_levels_deep(tmp_path: Path):
+    for name in ("a", "org/b", "org/c", "deep/er/d", ".hidden"):
+        make(tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "org" / "b" / "config.json").unlink()
+    assert [model.id for model in in_folder(tmp_path)] == ["a", "org/c"]
+    assert list(in_folder(tmp_path / "nowhere")) == []
+
+
+def hub_model(cache: Path, repo: str) -> Path:
+    base = cache / ("models--" + repo.replace("/", "--"))
+    folder = make(base / "snapshots" / "abc")
+    (base / "refs").mkdir()
+    (base / "refs" / "main").write_text("abc")
+    return folder
+
+
+def test_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = hub_model(tmp_path / "hub", "org/name")
+    (hub_model(tmp_path / "hub", "org/no-tokenizer") / "tokenizer.json").unlink()
+    (tmp_path / "hub" / "datasets--org--x").mkdir()
+    assert [(m.id, m.folder) for m in in_hub_cache(tmp_path / "hub")] == [("org/name", folder)]
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    settings = load_settings({"base_path": str(tmp_path), "model": "org/name"}, {})
+    assert list(Catalog(settings).models()) == ["org/name"]
+    off = load_settings({"base_path": str(tmp_path), "no_hf_cache": "true"}, {})
+    assert list(Catalog(off).models()) == ["omlxd-demo"]
+
+
+def test_the_default_model(tmp_path: Path):
+    make(tmp_path / "models" / "org" / "a")
+    base = {"base_path": str(tmp_path)}
+    folder = {**base, "model_dir": str(tmp_path / "models")}
+    none = default_model(load_settings(folder, {}))
+    inside = default_model(load_settings({**folder, "model": "org/a"}, {}))
+    hub = default_model(load_settings({**folder, "model": "org/else"}, {}))
+    demo = default_model(load_settings(base, {}))
+    assert none is None and inside and inside.source == "model-dir"
+    assert hub and hub.source == "hub" and demo and demo.source == "demo"
+    with pytest.raises(ConfigError, match="--model-dir: there is no folder"):
+        load_settings({**base, "model_dir": str(tmp_path / "nowhere")}, {})
+
+
+def test_defaults_hold_for_every_model_and_a_models_own_settings_win(tmp_path: Path):
+    text = '[defaults]\ntemperature = 0.4\nmin-p = 0.1\n[models."org/x"]\ntemperature = 0.2\n'
+    (tmp_path / "omlxd.toml").write_text(text)
+    settings = load_settings({"base_path": str(tmp_path)}, {})
+    own, other = (settings_of(name, settings) for name in ("org/x", "org/other"))
+    assert (own.temperature, own.min_p) == (0.2, 0.1) and (other.temperature, other.min_p) == (0.4, 0.1)
+    asked = GenerateRequest(prompt=RawPrompt(text="hi"), sampling=Sampling(min_p=0.0))
+    assert with_settings(asked, other).sampling == Sampling(temperature=0.4, min_p=0.0)
+    assert settings.sources["defaults.min-p"].endswith("line 3 (min-p)")
+    for line, words in (
+        ("temperature = -1", r"line 2 \(temperature\): -1 is no number"),
+        ("pin = true", "'pin' is no sampling setting"),
+    ):
+        (tmp_path / "omlxd.toml").write_text(f"[defaults]\n{line}\n")
+        with pytest.raises(ConfigError, match=words):
+            load_settings({"base_path": str(tmp_path)}, {})

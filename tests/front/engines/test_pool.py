@@ -1,0 +1,443 @@
+"""EnginePool over stub engines: several models, loading on demand, who goes and when, names."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine_processes import alive, until, words
+
+from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
+from omlxd.config import load_settings
+from omlxd.errors import InvalidRequest, NotFound
+from omlxd.front.app import create_app
+from omlxd.front.engines import client
+from omlxd.front.engines import pool as pool_module
+from omlxd.front.engines.model import with_settings
+from omlxd.front.engines.pool import EnginePool
+from omlxd.front.owner.models import admin_routes
+from tests.models.test_resolve import make
+
+STUB = Path(__file__).parents[2] / "support" / "stub_engine.py"
+REPO = str(Path(__file__).resolve().parents[3])
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("PYTHONPATH", REPO)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-hub"))
+    # A stub on a busy machine may be slow to say what it holds, and what it says is what is tested.
+    monkeypatch.setattr(client, "STATS_TIMEOUT_S", 60.0)
+
+
+def settings(home: Path, text: str = "", **flags: str):
+    home.mkdir(exist_ok=True)
+    (home / "omlxd.toml").write_text(text)
+    return load_settings({"base_path": str(home), "model_dir": str(home / "models"), **flags}, {})
+
+
+@contextlib.asynccontextmanager
+async def pool(
+    home: Path, *names: str, text: str = "", stub: str = "", **flags: str
+) -> AsyncIterator[EnginePool]:
+    for name in names:
+        if not (home / "models" / name).exists():
+            make(home / "models" / name)
+    command = [sys.executable, str(STUB), "--notes", str(home), *stub.split()]
+    made = EnginePool(settings(home, text, **flags), command, room_wait_s=0.5)
+    made.start()
+    try:
+        yield made
+    finally:
+        await asyncio.wait_for(made.close(0.1, 1.0), 60)
+
+
+async def ask(made: EnginePool, model: str, text: str = "hello") -> list[Event]:
+    request = GenerateRequest(prompt=RawPrompt(text=text))
+    return [event async for event in made.resolve(model).generate(request)]
+
+
+def states(made: EnginePool) -> dict[str, str]:
+    return {engine.model_id: engine.state for engine in made.models()}
+
+
+def notes(home: Path) -> str:
+    path = home / "notes.txt"
+    return path.read_text() if path.exists() else ""
+
+
+async def test_models_of_a_folder_are_loaded_when_they_are_asked_for(tmp_path: Path):
+    async with pool(tmp_path, "small", "org/big", "org/other") as made:
+        assert states(made) == dict.fromkeys(["org/big", "org/other", "small"], "unloaded")
+        (tmp_path / "models" / "no-model").mkdir()
+        answers = await asyncio.gather(ask(made, "small"), ask(made, "org/big"), ask(made, "big"))
+        assert all(isinstance(events[-1], Finished) for events in answers)
+        assert states(made) == {"org/big": "ready", "org/other": "unloaded", "small": "ready"}
+        with pytest.raises(NotFound, match="org/other"):
+            await made.find("no-model")
+        make(tmp_path / "models" / "new")  # No restart is needed to find it.
+        await made.find("new")
+        assert words(await ask(made, "new")) == ["hello"]
+        with pytest.raises(NotFound):
+            made.resolve("../models/small")
+
+
+async def test_the_model_of_the_flag_is_loaded_at_start_and_is_the_default(tmp_path: Path):
+    async with pool(tmp_path, "a", "org/b", model="org/b") as made:
+        await until(lambda: states(made)["org/b"] == "ready")
+        assert [engine.model_id for engine in made.models()] == ["org/b", "a"]
+        await ask(made, "a")
+        assert made.resolve("claude-haiku-4-5-20251001").model_id == "org/b"
+
+
+async def test_without_a_default_claude_means_the_model_used_last(tmp_path: Path):
+    async with pool(tmp_path, "a", "b") as made:
+        assert made.resolve("claude-x").model_id == "a"
+        await ask(made, "a")
+        await ask(made, "b")
+        assert made.resolve("claude-x").model_id == "b"
+
+
+async def test_the_least_recently_used_one_goes_when_there_are_too_many(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", "c", max_loaded_models="2") as made:
+        await ask(made, "a")
+        await ask(made, "b")
+        pid = made.resolve("b").pid
+        assert pid
+        await ask(made, "a", "again")
+        assert words(await ask(made, "c")) == ["hello"]
+        assert states(made) == {"a": "ready", "b": "unloaded", "c": "ready"}
+        assert not alive(pid) and "quit" in notes(tmp_path)
+        made.pin("a", True)
+        await ask(made, "c")
+        await ask(made, "b")
+        assert states(made) == {"a": "ready", "b": "ready", "c": "unloaded"}
+
+
+async def test_a_model_in_use_never_goes_and_the_newcomer_waits_or_is_told(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", max_loaded_models="1") as made:
+        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one gate two")))
+        await anext(busy)
+        refused = (await ask(made, "b"))[-1]
+        assert isinstance(refused, Failed) and refused.code == "unavailable"
+        assert "1 of 1 models are loaded" in refused.message and refused.retry_after
+        assert states(made) == {"a": "ready", "b": "unloaded"}
+        made._room_wait_s = 60.0
+        asking = asyncio.create_task(ask(made, "b"))
+        await asyncio.sleep(0)  # It has begun, and waits.
+        (tmp_path / "gate").touch()
+        events, rest = await asyncio.gather(asking, collect(busy))
+        assert isinstance(events[-1], Finished) and isinstance(rest[-1], Finished)
+        assert states(made) == {"a": "unloaded", "b": "ready"}
+
+
+async def collect(stream) -> list[Event]:
+    return [event async for event in stream]
+
+
+async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
+    text = '[models.b]\nttl = "0"\n[models.c]\npin = true\n'
+    async with pool(tmp_path, "a", "b", "c", text=text, model_ttl="1h") as made:
+        for name in ("c", "b", "a"):
+            await ask(made, name)
+        status = {engine.model_id: engine.expires_in_s for engine in made.models()}
+        assert status["a"] is not None and status["a"] <= 3600 and status["b"] is status["c"] is None
+        made.apply(settings(tmp_path, text, model_ttl="0.3s"))
+        await until(lambda: states(made) == {"a": "unloaded", "b": "ready", "c": "ready"})
+        slow = asyncio.create_task(ask(made, "a", "one sleep:0.6 two"))
+        assert isinstance((await slow)[-1], Finished)  # Longer than its time to live.
+        assert made.resolve("a").process.supervisor.loads == 2
+
+
+async def test_keep_alive_is_ollamas(tmp_path: Path):
+    async with pool(tmp_path, "a", model_ttl="0.3s") as made:
+        engine = made.resolve("a")
+        made.keep_alive(engine, math.inf)
+        await ask(made, "a")
+        await asyncio.sleep(0.5)
+        assert engine.state == "ready"
+        made.keep_alive(engine, 0.0)
+        events = await ask(made, "a", "one sleep:0.2 two")
+        assert isinstance(events[-1], Finished)
+        await until(lambda: engine.state == "unloaded")
+        await ask(made, "a")
+        assert engine.idle_s == 0.3  # The wish went with the model.
+
+
+async def test_what_the_owner_loads_stays(tmp_path: Path):
+    async with pool(tmp_path, "a", model_ttl="0.2s") as made:
+        engine = await made.load("a")
+        await asyncio.sleep(0.4)
+        assert engine.state == "ready" and engine.expires_in_s is None
+        assert await made.unload("a") and engine.state == "unloaded"
+        assert await made.unload("a")
+
+
+async def test_loading_a_loaded_model_begins_its_time_anew(tmp_path: Path):
+    async with pool(tmp_path, "a") as made:
+        engine = await made.load("a")
+        engine.process.used_at -= 7200  # Idle for two hours.
+        await made.load("a", 3600)
+        assert engine.state == "ready" and engine.expires_in_s and engine.expires_in_s > 1800
+        # Whoever lets idle models go sleeps until its old time is over, unless it is told.
+        await made.load("a", 0.1)
+        await until(lambda: engine.state == "unloaded")
+        assert engine.process.supervisor.loads == 1
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pinned: bool):
+    async with pool(tmp_path, "a") as made:
+        made.pin("a", pinned)
+        asking = asyncio.create_task(ask(made, "a", "one gate two"))
+        await until(lambda: made.resolve("a").state == "ready")
+        assert not await made.unload("a")
+        (tmp_path / "gate").touch()
+        assert words(await asking) == ["one", "two"]
+        await until(lambda: made.resolve("a").state == "unloaded")
+        assert made.resolve("a").is_pinned == pinned
+        if pinned:
+            assert words(await ask(made, "a")) == ["hello"]
+            assert made.resolve("a").expires_in_s is None  # It went once; from now on it stays again.
+
+
+async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--quit-gate may-quit") as made:
+        await ask(made, "a")
+        engine = made.resolve("a")
+        first = engine.pid
+        going = asyncio.create_task(made.unload("a"))
+        await until(lambda: engine.state == "unloading")
+        asked = [asyncio.create_task(ask(made, "a", text)) for text in ("x", "y")]
+        await asyncio.sleep(0)  # They have begun, and wait.
+        (tmp_path / "may-quit").touch()
+        answers = await asyncio.gather(*asked)
+        assert [words(events) for events in answers] == [["x"], ["y"]]
+        assert await going and first and not alive(first) and engine.process.supervisor.loads == 2
+
+
+async def test_an_engine_that_dies_while_it_unloads_is_unloaded(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--quit-s 300") as made:
+        await ask(made, "a")
+        engine = made.resolve("a")
+        going = asyncio.create_task(made.unload("a"))
+        await until(lambda: engine.state == "unloading")
+        engine.process.supervisor.kill()
+        assert await asyncio.wait_for(going, 60) and engine.state == "unloaded"
+        assert words(await ask(made, "a")) == ["hello"]
+
+
+async def test_unloaded_is_a_model_whose_process_is_gone(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--linger") as made:
+        await ask(made, "a")
+        pid = made.resolve("a").pid
+        assert await made.unload("a")
+        assert pid and not alive(pid)
+
+
+async def test_loading_on_demand_can_be_turned_off(tmp_path: Path):
+    async with pool(tmp_path, "a", no_jit_load="true") as made:
+        assert made.resolve("a").is_refused
+        with pytest.raises(NotFound, match="omlxd models load a"):
+            await ask(made, "a")
+        await made.load("a")
+        assert not made.resolve("a").is_refused
+        assert words(await ask(made, "a")) == ["hello"]
+
+
+async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path, caplog):
+    caplog.set_level("INFO", "omlxd")
+    text = '[models."org/a"]\ntemperature = 0.5\ntemplate-args = { x = 1 }\nthinking = false\n'
+    async with pool(tmp_path, "org/a", text=text) as made:
+        engine = made.resolve("a")
+        request = GenerateRequest(prompt=Conversation(messages=(), template_args={"y": 2}))
+        sent = with_settings(request, engine.settings)
+        assert sent.sampling.temperature == 0.5 and isinstance(sent.prompt, Conversation)
+        assert sent.prompt.template_args == {"x": 1, "y": 2} and sent.prompt.thinking is False
+        own = GenerateRequest(prompt=request.prompt, sampling=Sampling(temperature=0.0))
+        assert with_settings(own, engine.settings).sampling.temperature == 0.0
+        await ask(made, "a")
+        text = "[models.a]\ntemperature = 0.7\nblock-size = 32\ncontext-limit = 500\nmax-tokens = 9\n"
+        made.apply(settings(tmp_path, text))
+        sent = with_settings(request, engine.settings)
+        assert (sent.sampling.temperature, sent.sampling.max_tokens, sent.context_limit) == (0.7, 9, 500)
+        assert engine.context_length == 500 and engine.state == "ready"
+        assert "org/a: block-size changes when it is loaded again" in caplog.text
+        await made.unload("a")
+        await ask(made, "a")
+        assert engine.info is not None and engine.info.block_size == 32
+
+
+async def test_engines_hear_of_the_logs_new_level_loaded_or_loading(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--load-gate may-load") as made:
+        asked = asyncio.create_task(ask(made, "a"))
+        await until(lambda: "first live" in notes(tmp_path))  # The Load is there, with the old level.
+        made.apply(settings(tmp_path, log_level="error"))
+        (tmp_path / "may-load").touch()
+        await asked
+        await until(lambda: "level error" in notes(tmp_path))
+        made.apply(settings(tmp_path, log_level="info"))
+        await until(lambda: "level info" in notes(tmp_path))
+
+
+async def test_aliases_of_the_file_and_of_the_owner(tmp_path: Path):
+    text = '[models."org/a"]\naliases = ["fast", "claude-haiku-4-5"]\n'
+    async with pool(tmp_path, "org/a", "b", text=text, model="b") as made:
+        assert made.resolve("claude-haiku-4-5").model_id == made.resolve("fast").model_id == "org/a"
+        assert made.resolve("claude-opus-5").model_id == "b"
+        made.alias("mine", "a")
+        for wrong in ("b", "fast", " ", "x" * 201):
+            with pytest.raises(InvalidRequest):
+                made.alias(wrong, "org/a")
+        made.pin("a", True)
+    async with pool(tmp_path, "org/a", "b", text=text) as again:
+        assert again.resolve("mine").model_id == "org/a" and again.resolve("a").is_pinned
+        again.alias("mine", None)
+        with pytest.raises(NotFound):
+            again.resolve("mine")
+
+
+async def test_a_model_that_is_not_whole_names_no_flag_that_nobody_gave(tmp_path: Path):
+    make(tmp_path / "models" / "half")
+    (tmp_path / "models" / "half" / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "models" / "half" / "model.safetensors.index.json").unlink(missing_ok=True)
+    async with pool(tmp_path) as made:
+        failed = (await ask(made, "half"))[-1]
+        assert isinstance(failed, Failed) and "Copy or download it again." in failed.message
+        assert "--model" not in failed.message
+
+
+async def test_what_is_remembered_of_models_is_its_owners_alone(tmp_path: Path):
+    async with pool(tmp_path, "a") as made:
+        made.alias("b", "a")
+    assert (tmp_path / "models.json").stat().st_mode & 0o777 == 0o600
+
+
+async def test_the_folders_are_looked_at_again_only_for_a_name_that_nobody_knows(tmp_path: Path, monkeypatch):
+    async with pool(tmp_path, "org/a") as made:
+        looks: list[None] = []
+        monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: looks.append(None) or look())
+        for name in ("org/a", "a", "claude-opus-5-5"):
+            assert (await made.find(name)).model_id == "org/a"
+        await asyncio.sleep(0.1)
+        assert len(looks) <= 1, "what is known is not waited for"
+        with pytest.raises(NotFound):
+            await made.find("b")
+        assert looks
+        make(tmp_path / "models" / "org" / "b")
+        assert (await made.find("b")).model_id == "org/b"
+
+
+async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pool_module, "LOOK_S", 0.05)
+    async with pool(tmp_path, "a") as made:
+        hangs = threading.Event()
+        monkeypatch.setattr(made.catalog, "look", lambda: hangs.wait(30))
+        try:
+            began = time.monotonic()
+            assert words(await ask(made, "a")) == ["hello"]
+            with pytest.raises(NotFound):
+                await made.find("b")
+            await asyncio.gather(*(made.look(afresh=True) for _ in range(20)))
+            assert [engine.model_id for engine in made.models()] == ["a"]
+            assert time.monotonic() - began < 20
+        finally:
+            hangs.set()
+
+
+async def test_over_http(tmp_path: Path):
+    async with pool(tmp_path, "a", "org/b", model="a") as made:
+        app = create_app(made, more_routes=admin_routes(made))
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as http:
+
+            async def post(path: str, **content: object) -> httpx.Response:
+                return await http.post(path, json=content)
+
+            listed = (await http.get("/v1/models")).json()["data"]
+            assert [entry["id"] for entry in listed] == ["a", "org/b"]
+            assert listed[1]["omlxd"]["state"] == "unloaded"
+            loaded = await post("/omlxd/models/load", model="b")
+            assert loaded.status_code == 200 and loaded.json()["state"] == "ready" and loaded.json()["pid"]
+            for path, more in (
+                ("/v1/completions", {"prompt": "x"}),
+                ("/v1/completions", {"prompt": "x", "keep_alive": "10m"}),
+                ("/v1/completions", {"prompt": "x", "keep_alive": -1}),
+            ):
+                assert (await post(path, model="org/b", **more)).status_code == 200
+            wrong = await post("/v1/completions", model="org/b", prompt="x", keep_alive="soon")
+            assert wrong.status_code == 400 and "keep_alive" in wrong.json()["error"]["message"]
+            pinned = await post("/omlxd/models/pin", model="org/b")
+            assert pinned.json()["pinned"] and pinned.json()["expires_in_s"] is None
+            await post("/omlxd/models/pin", model="org/b", pinned=False)
+            await post("/omlxd/models/alias", alias="bee", model="org/b")
+            shown = (await http.get("/omlxd/models/org/b")).json()
+            assert shown["aliases"] == ["bee"] and shown["disk_bytes"] > 0 and not shown["pinned"]
+            assert (await post("/omlxd/models/unload", model="bee")).json()["gone"]
+            every = (await http.get("/omlxd/models")).json()["models"]
+            assert [(entry["id"], entry["default"]) for entry in every] == [("a", True), ("org/b", False)]
+            assert (await post("/omlxd/models/load", model="nobody")).status_code == 404
+            assert (await post("/omlxd/models/load")).status_code == 400
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the policy of another process")
+async def test_what_loads_beside_others_stands_back_until_it_is_loaded(tmp_path: Path):
+    def place(pid: int) -> tuple[int, int]:
+        return os.getpriority(os.PRIO_PROCESS, pid), os.sched_getscheduler(pid)
+
+    own = place(os.getpid())
+    if own[0] == 19 or own[1] != os.SCHED_OTHER:
+        pytest.skip("these tests stand back themselves")
+    async with pool(tmp_path, "a", "b", stub="--load-gate may-load") as made:
+        (tmp_path / "may-load").touch()
+        busy = made.resolve("a").generate(GenerateRequest(prompt=RawPrompt(text="one gate two")))
+        await anext(busy)
+        (tmp_path / "may-load").unlink()
+        asking = asyncio.create_task(ask(made, "b"))
+        await until(lambda: made.resolve("b").pid)
+        pid = made.resolve("b").pid
+        assert pid and place(pid) != own
+        (tmp_path / "may-load").touch()
+        await asking
+        assert place(pid) == own
+        await busy.aclose()
+
+
+async def test_who_waits_for_a_change_keeps_nobody_else_from_running(tmp_path: Path):
+    """Whatever happened before it waits, and whether or not anybody has taken note of it."""
+    async with pool(tmp_path, "a") as made:
+        for keeper in made._keepers:
+            keeper.cancel()
+        deadline = time.monotonic() + 0.5
+
+        async def waits() -> int:
+            looks = 0
+            while await made.change_before(deadline):
+                looks += 1
+            return looks
+
+        made._note_change()
+        others = 0
+        waiting = asyncio.create_task(waits())
+        while not waiting.done():
+            await asyncio.sleep(0)
+            others += 1
+        assert waiting.result() < others
+
+
+async def test_many_at_once_over_few_places(tmp_path: Path):
+    names = ["a", "b", "c"]
+    async with pool(tmp_path, *names, max_loaded_models="2", model_ttl="0.05s") as made:
+        made._room_wait_s = 120.0
+        answers = await asyncio.gather(*(ask(made, names[n % 3], f"w{n}") for n in range(30)))
+        assert [words(events) for events in answers] == [[f"w{n}"] for n in range(30)]
+        assert sum(engine.admitted for engine in made.models()) <= 2

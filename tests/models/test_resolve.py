@@ -1,0 +1,244 @@
+"""--model: folders that are whole or not, the hub (a fake one, on loopback), the demo model."""
+
+import hashlib
+import json
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from omlxd.errors import ModelError
+from omlxd.models import resolve
+from omlxd.models.resolve import DEMO_ID, check_folder, model_id, resolve_model
+
+REPO = str(Path(__file__).resolve().parents[2])
+
+
+def safetensors(nbytes: int = 16) -> bytes:
+    header = json.dumps(
+        {"__metadata__": {"a": "b"}, "w": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}}
+    )
+    return struct.pack("<Q", len(header)) + header.encode() + bytes(nbytes)
+
+
+def make(folder: Path) -> Path:
+    """A whole model of two weight files, none of whose weights mean anything."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "tokenizer.json").write_text("{}")
+    shards = {f"w{n}": f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}
+    for name in shards.values():
+        (folder / name).write_bytes(safetensors())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    return folder
+
+
+def test_a_whole_folder_passes(tmp_path: Path):
+    check_folder(make(tmp_path / "m"))
+
+
+def test_a_folder_with_one_weight_file_and_no_index_passes(tmp_path: Path):
+    folder = make(tmp_path / "m")
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "model.safetensors").write_bytes(safetensors())
+    check_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+        (lambda f: (f / "config.json").write_text("{"), "no JSON object"),
+        (lambda f: (f / "config.json").write_text("[1]"), "no JSON object"),
+        (lambda f: (f / "config.json").write_text("{}"), "model_type"),
+        (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer"),
+        (lambda f: [p.unlink() for p in f.glob("model*")], "no weights"),
+        (lambda f: (f / "model-00002-of-00002.safetensors").unlink(), "1 of 2 weight files are missing"),
+        (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no index"),
+        (lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(safetensors()[:-1]), "truncated"),
+        (lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b""), "truncated"),
+        (lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(b"\xff" * 64), "truncated"),
+        (
+            lambda f: (f / "model-00001-of-00002.safetensors").write_bytes(
+                struct.pack("<Q", 8) + b"notjson!"
+            ),
+            "no safetensors",
+        ),
+        (
+            lambda f: (f / "model-00001-of-00002.safetensors").write_text(
+                "version https://git-lfs.github.com/spec/v1\n"
+            ),
+            "git-lfs",
+        ),
+    ],
+)
+def test_what_is_missing_is_named(harm, words: str, tmp_path: Path):
+    folder = make(tmp_path / "m")
+    harm(folder)
+    with pytest.raises(ModelError) as caught:
+        check_folder(folder)
+    assert words in caught.value.message and str(folder) in caught.value.message
+
+
+def test_a_path_that_is_no_folder(tmp_path: Path):
+    with pytest.raises(ModelError, match="there is no folder"):
+        check_folder(tmp_path / "gone")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="is a file"):
+        check_folder(tmp_path / "file")
+
+
+def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert model_id("") == DEMO_ID
+    assert model_id("mlx-community/Qwen3-8B-4bit") == "mlx-community/Qwen3-8B-4bit"
+    assert model_id(str(tmp_path / "my-model") + "/") == "my-model"
+    make(tmp_path / "org" / "name")
+    assert model_id("org/name") == "name"  # What exists here is meant, not the hub.
+    assert (
+        resolve.is_local("./x/y")
+        and resolve.is_local("~/x")
+        and resolve.is_local("/x/y")
+        and resolve.is_local("x")
+    )
+
+
+async def test_a_local_folder_resolves_to_itself(tmp_path: Path):
+    folder = make(tmp_path / "m")
+    assert await resolve_model(str(folder), tmp_path) == folder
+    with pytest.raises(ModelError, match="there is no folder"):
+        await resolve_model("./not/there/at-all", tmp_path)
+
+
+async def test_a_builder_that_fails_gives_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "broken.py").write_text("import sys\nprint('noise')\nprint('the reason')\nsys.exit(1)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ModelError, match=r"^the reason$"):
+        await resolve._run_builder("broken", "x")
+    with pytest.raises(ModelError, match="status 1"):
+        await resolve._run_builder("no_such_module", "x")
+
+
+async def test_the_demo_model_is_built_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", REPO)
+    folder = await resolve_model("", tmp_path)
+    assert folder == tmp_path / "models" / DEMO_ID
+    check_folder(folder)
+    assert await resolve_model("", tmp_path) == folder
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP interface as a snapshot download asks for."""
+
+    files: dict[str, bytes] = {}  # noqa: RUF012
+    asked: list[str] = []  # noqa: RUF012
+    sha = "0" * 40
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        self.asked.append(path)
+        prefix = f"/org/tiny/resolve/{self.sha}/"
+        if path.startswith("/api/models/org/tiny/tree/"):
+            rows = [
+                {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+                for n, d in self.files.items()
+            ]
+            return self.send(200, json.dumps(rows).encode(), body)
+        if path.startswith("/api/models/org/tiny"):
+            siblings = [{"rfilename": name} for name in self.files]
+            info = {
+                "id": "org/tiny",
+                "sha": self.sha,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+            }
+            return self.send(200, json.dumps(info).encode(), body)
+        if path.startswith(prefix) and path.removeprefix(prefix) in self.files:
+            return self.send(200, self.files[path.removeprefix(prefix)], body)
+        self.send(404, b"", body, {"X-Error-Code": "RepoNotFound"})
+
+    def send(self, status: int, data: bytes, body: bool, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", self.sha)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    folder = make(tmp_path / "on-the-hub")
+    Hub.files = {path.name: path.read_bytes() for path in folder.iterdir()} | {"code.py": b"raise SystemExit"}
+    Hub.asked = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("PYTHONPATH", REPO)
+    for name in (
+        "HF_HUB_OFFLINE",
+        "HF_TOKEN",
+        "HF_HUB_CACHE",
+        "HUGGINGFACE_HUB_CACHE",
+        "HTTP_PROXY",
+        "http_proxy",
+        "ALL_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    yield Hub
+    server.shutdown()
+    server.server_close()
+
+
+async def test_a_hub_id_is_downloaded_without_code(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = await resolve_model("org/tiny", tmp_path)
+    assert folder.is_relative_to(tmp_path / "hf")
+    assert {path.name for path in folder.iterdir()} == set(hub.files) - {"code.py"}
+    assert (folder / "config.json").read_bytes() == hub.files["config.json"]
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.asked.clear()
+    assert await resolve_model("org/tiny", tmp_path) == folder  # Once here, no network is needed.
+    assert hub.asked == []
+
+
+async def test_an_unknown_hub_id_is_told(hub: type[Hub], tmp_path: Path):
+    with pytest.raises(ModelError, match="the hub has no model org/none"):
+        await resolve_model("org/none", tmp_path)
+
+
+async def test_a_hub_that_is_not_reached_is_told_as_that(hub: type[Hub], tmp_path: Path, monkeypatch):
+    for name, value in (("HF_ENDPOINT", "http://127.0.0.1:9"), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ModelError, match="org/tiny can't be downloaded: the hub can't be reached"):
+            await resolve_model("org/tiny", tmp_path)
+
+
+def test_resolving_imports_nothing_heavy():
+    import subprocess
+
+    code = (
+        "import sys, omlxd.models.resolve; assert not {'numpy', 'huggingface_hub', 'mlx'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPO)

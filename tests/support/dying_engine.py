@@ -1,0 +1,137 @@
+"""A real engine that stops at one exact moment of its work, and dies there by the signal that it is told.
+
+    python tests/support/dying_engine.py FOLDER omlxd.engine --fd N
+
+It is `python -m omlxd.engine`, but that it looks for `FOLDER/moment`, which names one of `MOMENTS`. The
+next time that it is there, it removes that file, writes `FOLDER/there` (its process id) and stands still.
+Once `FOLDER/go` names a signal, it writes `FOLDER/died` (when, on the monotonic clock) and kills itself;
+if it names SIGCONT, it goes on as if nothing had been.
+Every request that arrives is a file `FOLDER/asked-N`, every one that is cancelled `FOLDER/cancelled-N`.
+With `FOLDER/deaf` no signal comes when the front dies, as on systems that send none; it ignores SIGTERM, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omlxd import wire
+from omlxd.engine import mlx_adapter
+from omlxd.engine.schedule import scheduler
+from omlxd.engine.schedule.decode_batch import DecodeBatch
+from omlxd.engine.service import EngineService
+from omlxd.kv.files.fs import PosixFileSystem
+
+MOMENTS = ("loading", "prefill", "decode", "writing")
+"""The weights are there and nobody knows yet; a prompt's first chunk is done, others are not; some tokens
+are out; a part of a block file is written, under its temporary name."""
+TOKENS = 3
+
+FOLDER = Path(sys.argv[1])
+_standing = threading.Event()
+
+
+def here(moment: str) -> None:
+    """Stand still if this is the moment; whoever computes stands still as well once somebody does."""
+    while _standing.is_set():
+        time.sleep(0.01)
+    if not _claim(moment):
+        return
+    _standing.set()
+    _write("there", str(os.getpid()))
+    while not (FOLDER / "go").exists():
+        time.sleep(0.005)
+    number = signal.Signals[(FOLDER / "go").read_text()]
+    if number == signal.SIGCONT:
+        _standing.clear()
+        (FOLDER / "go").unlink()
+        return
+    (FOLDER / "go").unlink()
+    _write("died", str(time.monotonic()))
+    os.kill(os.getpid(), number)
+    time.sleep(60)  # The signal may take another thread first.
+
+
+def _claim(moment: str) -> bool:
+    with contextlib.suppress(OSError):
+        if (FOLDER / "moment").read_text() == moment:
+            (FOLDER / "moment").unlink()
+            return True
+    return False
+
+
+def _write(name: str, text: str) -> None:
+    """Whole, or not there: somebody waits for it."""
+    (FOLDER / f".{name}").write_text(text)
+    (FOLDER / f".{name}").rename(FOLDER / name)
+
+
+def _after(original: Callable[..., Any], moment: str) -> Callable[..., Any]:
+    def wrapped(*args: Any, **named: Any) -> Any:
+        result = original(*args, **named)
+        here(moment)
+        return result
+
+    return wrapped
+
+
+def _deaf(self: EngineService) -> None:
+    if sys.platform.startswith("linux"):
+        pr_set_pdeathsig = 1
+        assert ctypes.CDLL(None).prctl(pr_set_pdeathsig, 0) == 0
+    _run(self)
+
+
+_step, _writev, _handle, _run = (
+    DecodeBatch.step,
+    PosixFileSystem.writev,
+    EngineService._handle,
+    EngineService.run,
+)
+_steps = 0
+
+
+def _noted(self: EngineService, message: Any) -> None:
+    if isinstance(message, wire.Generate):
+        (FOLDER / f"asked-{message.id}").touch()
+    _handle(self, message)
+    if isinstance(message, wire.Cancel):
+        (FOLDER / f"cancelled-{message.id}").touch()
+
+
+def _counted_step(batch: DecodeBatch) -> Any:
+    global _steps
+    _steps = _steps + 1 if (FOLDER / "moment").exists() else 0
+    if _steps > TOKENS or _standing.is_set():
+        here("decode")
+    return _step(batch)
+
+
+def _half_written(self: PosixFileSystem, fd: int, buffers: Any) -> int:
+    written = _writev(self, fd, buffers[:1])  # As a kernel may; the rest is written by the next call.
+    here("writing")
+    return written
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if (FOLDER / "deaf").exists():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        EngineService.run = _deaf
+    mlx_adapter.load = _after(mlx_adapter.load, "loading")
+    scheduler.compute_chunk = _after(scheduler.compute_chunk, "prefill")
+    EngineService._handle = _noted
+    DecodeBatch.step = _counted_step
+    PosixFileSystem.writev = _half_written
+    sys.argv = sys.argv[2:]
+    runpy.run_module("omlxd.engine", run_name="__main__")
