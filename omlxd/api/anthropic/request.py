@@ -42,7 +42,7 @@ from ..body import (
 )
 from ..body import image as image_part
 from ..conversation import begun_answer, conversation
-from ..openai.local_fields import effort_word
+from ..local_fields import effort_word
 from .blocks import (
     FROM_SERVER,
     AnyBlock,

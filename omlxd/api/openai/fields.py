@@ -11,8 +11,8 @@ from ...chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
 from ...errors import InvalidRequest
 from ..answer_format import ResponseFormat, format_of, guided, only
 from ..body import MAX_INT64, MAX_TOKENS, free_json, refuse, session_header, stops
+from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..sse import UsageExtension, usage_extension
-from .local_fields import DialectFields, effort_of, session_of, thinking_of
 
 MAX_CHOICES = 8
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from omlxd.api.anthropic import request as anthropic
+from omlxd.api.local_fields import session_of, thinking_of
 from omlxd.api.openai import chat_request, completions
-from omlxd.api.openai.local_fields import session_of, thinking_of
 from omlxd.api.responses import request as openai_responses
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from ..answer_format import GuidedFields
+from .answer_format import GuidedFields
 
 _OFF = frozenset({"off", "none", "disable", "disabled", "false", "0", "no"})
 _ON = frozenset(
