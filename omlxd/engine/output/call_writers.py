@@ -130,6 +130,8 @@ _HEAD = re.compile(
 )
 _KEY = re.compile(rf"\s*({_STRING})\s*:\s*(?=\S)", re.DOTALL)
 _LETTERS = re.compile(r'(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+')
+_LONE = re.compile(r'\\(?:[^"\\/bfnrtu]|u[0-9a-fA-F]{0,3}[^0-9a-fA-F])')
+"""A backslash that begins no escape: see `whole_escapes`."""
 _HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 _NEXT = re.compile(r"\s*([,}])")
 
@@ -193,7 +195,7 @@ class JsonWriter(Writer):
         if match is None or match.end() > MAX_HEAD:
             return self._die() if len(self._text) > MAX_HEAD else False
         try:
-            self.name = json.loads(match[1], strict=False)
+            self.name = loads(match[1])
         except ValueError:
             return self._die()
         if not NAME.fullmatch(self.name):
@@ -211,7 +213,7 @@ class JsonWriter(Writer):
                 return self._die()  # no arguments: nothing to send on
             return self._die() if left and not left.startswith('"') else False
         try:
-            self._key = json.loads(match[1], strict=False)
+            self._key = loads(match[1])
         except ValueError:
             return self._die()
         self._prefix = (", " if self._mark else "{") + json_text(self._key) + ": "
@@ -243,8 +245,10 @@ class JsonWriter(Writer):
             self._mark = len(self.arguments)
             self._step = JsonWriter._between
             return True
-        if self._text.startswith("\\") and len(self._text) > (5 if self._text[1:2] == "u" else 1):
-            return self._die()
+        if _LONE.match(self._text):
+            self._take(1)
+            self.arguments += r"\\"
+            return True
         return False
 
     def _value(self) -> bool:

@@ -21,12 +21,11 @@ all; such text is read by the `Splitter` for other models.
 
 from __future__ import annotations
 
-import json
 import re
 
 from ..constrain.harmony_grammar import CONTROLS
 from .splitter import Sink, Splitter, State, Tags
-from .tool_calls import NAME, json_text
+from .tool_calls import NAME, json_text, loads
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
 _MAX_HEADER = 300
@@ -207,7 +206,7 @@ class HarmonySplitter:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text, strict=False)
+        loads(text)
     except (ValueError, RecursionError):
         return False
     return True

@@ -168,6 +168,7 @@ def test_a_grammar_that_is_none_is_refused(tokenizer, grammar, says):
         {"type": "grammar", "syntax": "ebnf", "definition": "x"},
         {"type": "grammar", "syntax": "lark", "definition": ""},
         {"type": "grammar", "syntax": "regex", "definition": "x" * 100_001},
+        {"type": "grammar", "syntax": "lark", "definition": 'start: "' + "x" * 100_000 + '"'},
     ],
 )
 def test_formats_that_are_none_are_refused(format):

@@ -34,6 +34,19 @@ def test_escapes_go_out_whole(tokenizer):
     assert pieces(tokenizer, text) == ['{"path": "', "\\n", "é", "🙂", "\\\\", '"', "}"]
 
 
+@pytest.mark.parametrize("written", [r"\d+\.py", r"a\'b", r"\u12", r"\U", r"C:\Work\\x", r"\\d\n\xe9"])
+def test_a_backslash_that_begins_no_escape_stands_for_itself(tokenizer, written):
+    path = written.replace(r"\\", "\0").replace(r"\n", "\n").replace("\0", "\\")
+    arguments = json.dumps({"path": path, "tags": [path]})
+    told = f'{{"path": "{written}", "tags": ["{written}"]}}'
+    text = f'<tool_call>{{"name": "Read", "arguments": {told}}}</tool_call>'
+    assert "".join(pieces(tokenizer, text)) == arguments
+    for chunks in (text, [text]):
+        assert parse(tokenizer, *chunks) == [("call", "Read", arguments)]
+    listed = f"<tool_call>[{text[11:-12]}]</tool_call>"
+    assert parse(tokenizer, listed) == [("call", "Read", arguments)]
+
+
 def test_parameters_go_out_one_by_one(tokenizer):
     limit = "<parameter=limit>\n7\n</parameter>"
     body = f"<function=Read>\n<parameter=path>\na\nb\n</parameter>\n{limit}\n</function>"
@@ -77,11 +90,6 @@ def test_other_spellings_come_whole(tokenizer, text):
             '{"path": "a", "limit": 1 2}}</tool_call> b',
             "stop",
             [("cut", "Read", '{"path": "a"', '{"path": "a"}'), ("text", "1 2}}\nb")],
-        ),
-        (
-            '{"path": "a\\x"}}</tool_call> b',
-            "stop",
-            [("cut", "Read", '{"path": "a', "{}"), ("text", '\\x"}}\nb')],
         ),
     ],
 )
