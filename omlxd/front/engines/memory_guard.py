@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from ...common.units import available_ram, human
 from ...errors import InvalidRequest, NotNow
@@ -143,12 +143,13 @@ class MemoryGuard:
     async def admit(self, engine: ModelEngine, device: Device) -> Budget:
         """Once `engine` may load, what it may hold at first. Raises InvalidRequest (never) or NotNow."""
         self._device = device
+        for of_the_last_process in (self._claims, self._holdings, self._sent):
+            of_the_last_process.pop(engine.model_id, None)
         self.check_ever(engine)
         prints = engine.footprint
         if self._limit == 0 or prints is None:
             return Budget()
         need = self.need(engine.model_id, prints)
-        self._claims.pop(engine.model_id, None)
         deadline = time.monotonic() + self._wait_s
         shrunk = 0
         loading: set[str] | None = None
@@ -169,7 +170,9 @@ class MemoryGuard:
                     if not self._matters(len(self._pool.others(None))):
                         return Budget()
                     most = self._most(device) - PROCESS_BYTES
-                    return Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+                    budget = Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+                    self._sent[engine.model_id] = budget
+                    return budget
             # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
             # are waited for however long they take; later ones could follow each other without an end.
             loading = set(self._claims) if loading is None else loading & set(self._claims)
@@ -284,9 +287,8 @@ class MemoryGuard:
             await asyncio.sleep(LOOK_S)
             engines = self._pool.others(None)
             now = time.monotonic()
-            if self._matters(len(engines)) and any(
-                engine.in_flight or now - engine.process.used_at < QUIET_S for engine in engines
-            ):
+            shared = self._matters(len(engines)) or any(sent != Budget() for sent in self._sent.values())
+            if shared and any(e.in_flight or now - e.process.used_at < QUIET_S for e in engines):
                 try:
                     await self.look()
                     self._share_out(self._claimed())
@@ -300,21 +302,27 @@ class MemoryGuard:
         return engines > 1 or bool(self._limit and engines)
 
     def _share_out(self, claimed: int) -> None:
-        if self._device is None or (self._limit == 0 and not self._hot_most):
-            return
-        most = self._most(self._device) if self._limit != 0 else UNGUARDED
-        found = shares(self._holdings, most, self._hot_most, claimed)
-        for engine in self._pool.others(None):
-            budget = found.get(engine.model_id)
-            if budget is not None and self._limit == 0:
-                budget = Budget(hot=budget.hot)
-            elif budget is not None:
-                # What an engine calls its own is less the process that it counts nowhere.
-                live = max(0, (budget.live or 0) - PROCESS_BYTES)
-                budget = msgspec.structs.replace(budget, live=live, most=most - PROCESS_BYTES)
-            if budget is not None and self._differs(self._sent.get(engine.model_id), budget):
-                self._sent[engine.model_id] = budget
+        """Send each engine its budget, if it differs from the last one."""
+        engines = self._pool.others(None)
+        budgets = self._budgets(len(engines), claimed)
+        for engine in engines:
+            budget, name = budgets.get(engine.model_id), engine.model_id
+            if budget is not None and engine.state == "ready" and self._differs(self._sent.get(name), budget):
+                self._sent[name] = budget
                 engine.process.supervisor.send(budget)
+
+    def _budgets(self, engines: int, claimed: int) -> dict[str, Budget]:
+        if self._device is None or not self._matters(engines):
+            return dict.fromkeys(self._sent, Budget())  # The engine that stays has all of the machine again.
+        if self._limit == 0:
+            budgets = shares(self._holdings, UNGUARDED, self._hot_most, claimed)
+            return {name: Budget(hot=budget.hot) for name, budget in budgets.items()}
+        most = self._most(self._device)
+        return {
+            # What an engine calls its own is less the process that it counts nowhere.
+            name: replace(budget, live=max(0, (budget.live or 0) - PROCESS_BYTES), most=most - PROCESS_BYTES)
+            for name, budget in shares(self._holdings, most, self._hot_most, claimed).items()
+        }
 
     def _differs(self, old: Budget | None, new: Budget) -> bool:
         """By more than a twentieth: what engines hold changes all the time."""
@@ -335,10 +343,9 @@ class MemoryGuard:
             await self.look()
             while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
                 await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")
-            alone = not self._matters(len(self._pool.others(None)))
             self._share_out(self._claimed())
-            own = Budget() if alone else self._sent.get(engine.model_id, Budget())
-            engine.process.supervisor.send(msgspec.structs.replace(own, ticket=wants.ticket))
+            own = self._sent.get(engine.model_id, Budget())
+            engine.process.supervisor.send(replace(own, ticket=wants.ticket))
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
         return (await self._room(engine)).free + self._hot() < nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from omlxd.errors import NotNow
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import MemoryGuard
 from omlxd.models.footprint import PROCESS_BYTES, Footprint
-from omlxd.wire import Device, Stats
+from omlxd.wire import Budget, Device, Stats
 
 MB = 10**6
 HANGS_S = 20.0
@@ -31,9 +32,10 @@ class Model:
         self.state = "unloaded"
         self.admitted = False
         self.memory_bytes = PROCESS_BYTES
-        self.process = SimpleNamespace(
-            used_at=0.0, supervisor=SimpleNamespace(loads=1, send=lambda budget: None)
-        )
+        self.in_flight = int(busy)
+        self.budgets: list[Budget] = []
+        supervisor = SimpleNamespace(loads=1, send=lambda budget: self.budgets.append(budget))
+        self.process = SimpleNamespace(used_at=0.0, supervisor=supervisor)
 
     @property
     def evictable(self) -> bool:
@@ -50,7 +52,7 @@ class Model:
 class Models:
     """The pool. Who waits does so until `change`, and then `patient` says whether its time is over."""
 
-    def __init__(self, *loaded: Model, limit: int, available: int = 10**6):
+    def __init__(self, *loaded: Model, limit: int | None, available: int = 10**6):
         self.all: list[Model] = []
         self.gone: list[str] = []
         self.changed = asyncio.Event()
@@ -58,7 +60,7 @@ class Models:
         self.patient = True
         self.device = Device(backend="stub", total=10**12, available=available * MB)
         book = SimpleNamespace(factor=lambda name: 1.0, set_factor=lambda name, factor: None)
-        self.guard = MemoryGuard(cast(Any, self), cast(Any, book), limit * MB, None, 60.0)
+        self.guard = MemoryGuard(cast(Any, self), cast(Any, book), limit and limit * MB, None, 60.0)
         for model in loaded:
             model.becomes("ready")
             self.all.append(model)
@@ -159,3 +161,33 @@ async def test_nor_for_one_that_other_programs_leave_no_memory_for(available: in
     with pytest.raises(NotNow, match="large needs about 700 MB"):
         await soon(models.load(large))
     assert models.gone == gone
+
+
+async def test_the_model_that_stays_has_all_of_the_machine_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_guard, "LOOK_S", 0.0)
+    stays, goes = Model("stays", 100, hot=50, busy=True), Model("goes", 100)
+    models = Models(stays, limit=None)
+    await soon(models.load(goes))
+    goes.becomes("ready")
+
+    async def last_budget(is_it: Callable[[Budget], bool]) -> None:
+        while not (stays.budgets and is_it(stays.budgets[-1])):
+            await asyncio.sleep(0)
+
+    async with asyncio.timeout(HANGS_S):
+        keeper = asyncio.create_task(models.guard.keep())
+        await last_budget(lambda budget: budget.hot is not None and budget.live is not None)
+        goes.becomes("unloaded")
+        await last_budget(lambda budget: budget == Budget())
+    keeper.cancel()
+
+
+async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: pytest.MonkeyPatch):
+    one, other = Model("one", 100), Model("other", 100)
+    models = Models(one, other, limit=1000)
+    for _ in range(2):
+        await soon(asyncio.create_task(models.guard.admit(cast(Any, one), models.device)))
+        one.becomes("ready")
+        await models.guard.look()
+        models.guard._share_out(0)
+    assert len(one.budgets) == 2
