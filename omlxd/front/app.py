@@ -24,6 +24,7 @@ from .. import __version__
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import keep_alive_of, mended, with_timeout
+from .engines.life import in_background
 from .engines.protocol import Engines
 from .http.generation import (
     ANTHROPIC,
@@ -187,6 +188,7 @@ class _Routes:
         return _json(model_entry(engine, self._created))
 
     async def health(self, request: Request) -> Response:
+        in_background(self._engines.look())  # For whoever asks next: a probe is answered at once.
         models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
         return _json(_Health(__version__, models))
 

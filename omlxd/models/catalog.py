@@ -38,10 +38,13 @@ class InstalledModel(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """The installed models, the default one first, as the last look at the folders found them."""
+    """The installed models, the default one first, as of the last look at the folders.
+
+    settings  where the folders are; others may take their place at any time
+    """
 
     def __init__(self, settings: Settings):
-        self._settings = settings
+        self.settings = settings
         self._found: dict[str, InstalledModel] = {}
         self._looked_at = float("-inf")
 
@@ -56,9 +59,9 @@ class Catalog:
             self.look()
         return self._found
 
-    def look(self, settings: Settings | None = None) -> None:
-        """Look at the folders (with `settings`: at others from now on). Blocks for as long as they do."""
-        settings = self._settings = settings or self._settings
+    def look(self) -> None:
+        """Read the folders. Blocks for as long as they do."""
+        settings = self.settings
         found: dict[str, InstalledModel] = {}
         default = default_model(settings)
         if default is not None:
@@ -69,7 +72,7 @@ class Catalog:
         if not settings.no_hf_cache:
             for model in in_hub_cache(hub_cache_dir()):
                 found.setdefault(model.id, model)
-        if settings is self._settings:  # They may have been replaced meanwhile.
+        if settings is self.settings:  # They may have been replaced meanwhile.
             self._found, self._looked_at = found, time.monotonic()
 
 

@@ -6,8 +6,10 @@ written; where both name an alias, the configuration file's counts.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -33,6 +35,7 @@ class ModelBook:
 
     def __init__(self, path: Path):
         self._path = path
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="models.json")
         self._book = self._read()
 
     @property
@@ -74,12 +77,20 @@ class ModelBook:
             log.warning("%s can't be read, so aliases and pins are forgotten: %s", self._path, error)
             return _Book()
 
+    async def close(self, wait_s: float) -> None:
+        """Wait until all is written, for at most `wait_s`: a disk may hang."""
+        await asyncio.wait({asyncio.get_running_loop().run_in_executor(self._writer, int)}, timeout=wait_s)
+        self._writer.shutdown(wait=False)
+
     def _write(self) -> None:
+        self._writer.submit(self._replace, msgspec.json.format(msgspec.json.encode(self._book)))
+
+    def _replace(self, text: bytes) -> None:
         temporary = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(msgspec.json.format(msgspec.json.encode(self._book)))
+                file.write(text)
             os.replace(temporary, self._path)
         except OSError as error:
             log.warning("%s can't be written, so this is forgotten at the end: %s", self._path, error)

@@ -258,20 +258,25 @@ class EnginePool:
 
         What a loaded engine can't take up holds from its next load on; the log says which.
         """
-        self._settings = settings
-        self.catalog.look(settings)
+        self._settings = self.catalog.settings = settings
         self._guard.apply(settings.memory_limit_bytes, settings.hot_cache_bytes)
-        for engine in self.models():
+        for engine in self._engines.values():
             engine.settings = settings_of(engine.model_id, settings)
             engine.default_ttl = settings.model_ttl
             engine.process.supervisor.set_log_level(settings.log_level)
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
                 log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
-        for name in settings.models:
+        self._note()
+        in_background(self._look_elsewhere())
+
+    async def _look_elsewhere(self) -> None:
+        if self._looking is not None:
+            await asyncio.wait({self._looking})  # It may be a look at other folders.
+        await self.look(afresh=True)
+        for name in self._settings.models:
             if not any(name in (id, basename(id)) for id in self._engines):
                 log.warning("settings of %r are for a model that is not here", name)
-        self._note()
 
     async def close(self, drain_s: float = DRAIN_S, flush_s: float = FLUSH_S) -> None:
         """Let answers end, then engines; the cache's lock goes last."""
@@ -281,6 +286,7 @@ class EnginePool:
         await asyncio.gather(*(process.drain(drain_s) for process in processes))
         await asyncio.gather(*(process.close(flush_s) for process in processes))
         await self.cold.close()
+        await self.book.close(flush_s)
 
     def kill(self) -> None:
         """End every engine process now."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from omlxd.front.engines import pool as pool_module
 from omlxd.front.engines.model import with_settings
 from omlxd.front.engines.pool import EnginePool
 from omlxd.front.owner.models import admin_routes
+from omlxd.models.catalog import REST_S
 from tests.models.test_resolve import make
 
 STUB = Path(__file__).parents[2] / "support" / "stub_engine.py"
@@ -354,6 +356,27 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatc
             hangs.set()
 
 
+async def test_new_settings_and_what_the_owner_says_wait_for_no_disk(tmp_path: Path, monkeypatch, caplog):
+    make(tmp_path / "other" / "new")
+    async with pool(tmp_path, "a") as made:
+        hangs = threading.Event()
+        monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: hangs.wait(30) and look())
+        monkeypatch.setattr(
+            made.book, "_replace", lambda text, put=made.book._replace: hangs.wait(30) and put(text)
+        )
+        began = time.monotonic()
+        made.pin("a", True)
+        text = "[models.new]\ntemperature = 0.5\n[models.nobody]\ntemperature = 0.5\n"
+        made.apply(settings(tmp_path, text, model_dir=str(tmp_path / "other")))
+        assert time.monotonic() - began < 20
+        hangs.set()
+        await until(lambda: states(made).keys() == {"new"})
+        assert made.resolve("new").settings.temperature == 0.5
+        await until(lambda: "settings of 'nobody' are for a model that is not here" in caplog.text)
+        assert "'new'" not in caplog.text
+    assert "a" in (tmp_path / "models.json").read_text()
+
+
 async def test_over_http(tmp_path: Path):
     async with pool(tmp_path, "a", "org/b", model="a") as made:
         app = create_app(made, more_routes=admin_routes(made))
@@ -383,6 +406,12 @@ async def test_over_http(tmp_path: Path):
             shown = (await http.get("/omlxd/models/org/b")).json()
             assert shown["aliases"] == ["bee"] and shown["disk_bytes"] > 0 and not shown["pinned"]
             assert (await post("/omlxd/models/unload", model="bee")).json()["gone"]
+            make(tmp_path / "models" / "new")
+            made.catalog._looked_at -= REST_S
+            async with asyncio.timeout(60):
+                while "new" not in (await http.get("/health")).text:
+                    await asyncio.sleep(0.02)
+            shutil.rmtree(tmp_path / "models" / "new")
             every = (await http.get("/omlxd/models")).json()["models"]
             assert [(entry["id"], entry["default"]) for entry in every] == [("a", True), ("org/b", False)]
             assert (await post("/omlxd/models/load", model="nobody")).status_code == 404
