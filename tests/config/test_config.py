@@ -68,7 +68,10 @@ def test_the_example_file_equals_the_defaults(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_example_file_and_the_readme_name_every_option():
-    example, readme = (REPO / "config" / "omlxd.toml").read_text(), (REPO / "README.md").read_text()
+    example, readme = (
+        (REPO / "config" / "omlxd.toml").read_text(),
+        (REPO / "config" / "README.md").read_text(),
+    )
     for option in OPTIONS:
         assert option.flag.removeprefix("--") + " =" in example
         assert f"`{option.flag}" in readme

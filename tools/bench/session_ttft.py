@@ -1,6 +1,6 @@
 """Time to the first token, turn by turn, of a growing session: with the cache, and without reuse.
 
-    python tools/bench/session_ttft.py [--turns 10] [--model PATH] [--svg docs/ttft.svg]
+    python tools/bench/session_ttft.py [--turns 10] [--model PATH] [--svg tools/bench/session_ttft.svg]
 
 Both daemons answer the same requests: a system prompt of some 8,000 tokens, then turns that each add
 about 650. Before turn `KILLED`, both get SIGKILL and start again. Prints a table, and with --svg
