@@ -26,8 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 EVERYBODY = ("chat.py", "wire.py", "errors.py")
 """Files of omlxd/ that every room imports. Their tests: those of api/, which are the fastest to use them."""
+READERS = ("tests/config/test_config.py", "tests/tools/test_documents.py")
+"""Tests that read documents and example files."""
 END_S = 5.0
-"""pytest gets this long to print its summary once the limit is reached."""
+"""pytest gets the last seconds of the limit to print its summary."""
 
 
 def main() -> int:
@@ -79,10 +81,8 @@ def tests_for(root: Path, changed: Iterable[str]) -> list[str]:
     for name in changed:
         path = Path(name)
         if path.suffix != ".py":
-            # README.md, config/omlxd.toml and the like are read by these.
-            rooms |= (
-                {root / "tests" / "config", root / "tests" / "tools"} if path.parts[0] != "tests" else set()
-            )
+            # READMEs and examples of settings.
+            own |= {name for name in READERS if (root / name).is_file()}
         elif path.parts[0] == "tests" and path.name.startswith("test_"):
             own.add(name)
         elif path.parts[0] == "tests":
@@ -123,10 +123,10 @@ def commands(changed: Sequence[str], tests: Sequence[str]) -> dict[str, list[str
         "ruff check": [str(scripts / "ruff"), "check", "omlxd", "tests", "tools"],
         "imports": [str(scripts / "lint-imports"), "--no-cache"],
     }
-    if tests:
-        steps["tests"] = [sys.executable, "-m", "pytest", "--maxfail=5", *tests]
     if typed:
         steps["types"] = [str(scripts / "pyright"), "--pythonpath", sys.executable, *typed]
+    if tests:
+        steps["tests"] = [sys.executable, "-m", "pytest", "--maxfail=5", *tests]
     return steps
 
 
@@ -158,7 +158,7 @@ class Step:
         if self._process is None:
             return "unfinished"
         try:
-            status = self._process.wait(max(0.0, deadline - time.monotonic()))
+            status = self._process.wait(max(0.0, deadline - END_S - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._end(self._process)
             return "failed" if re.search(r"\d+ failed", self.output()) else "unfinished"
