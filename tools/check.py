@@ -28,6 +28,8 @@ EVERYBODY = ("chat.py", "wire.py", "errors.py")
 """Files of omlxd/ that every room imports. Their tests: those of api/, which are the fastest to use them."""
 READERS = ("tests/config/test_config.py", "tests/tools/test_documents.py")
 """Tests that read documents and example files."""
+QUIET = re.compile(r" (PASSED|SKIPPED|XFAIL)\b|^tests/\S+ *$|^scheduling tests|^$")
+"""Lines of pytest that say nothing is wrong."""
 END_S = 5.0
 """pytest gets the last seconds of the limit to print its summary."""
 
@@ -126,7 +128,7 @@ def commands(changed: Sequence[str], tests: Sequence[str]) -> dict[str, list[str
     if typed:
         steps["types"] = [str(scripts / "pyright"), "--pythonpath", sys.executable, *typed]
     if tests:
-        steps["tests"] = [sys.executable, "-m", "pytest", "--maxfail=5", *tests]
+        steps["tests"] = [sys.executable, "-m", "pytest", "-vv", "--maxfail=5", *tests]
     return steps
 
 
@@ -161,7 +163,7 @@ class Step:
             status = self._process.wait(max(0.0, deadline - END_S - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._end(self._process)
-            return "failed" if re.search(r"\d+ failed", self.output()) else "unfinished"
+            return "failed" if re.search(r" (FAILED|ERROR) tests/", self.output()) else "unfinished"
         finally:
             self.seconds = time.monotonic() - self._began
         if self.name == "tests" and status == 5:  # pytest: all tests there are slow ones.
@@ -178,9 +180,10 @@ class Step:
             process.wait()
 
     def output(self) -> str:
-        """The last 60 lines."""
+        """The last 60 lines, without tests that passed or only began."""
         self._output.seek(0)
-        return "\n".join(self._output.read().splitlines()[-60:])
+        lines = [line for line in self._output.read().splitlines() if not QUIET.search(line)]
+        return "\n".join(lines[-60:])
 
 
 if __name__ == "__main__":
