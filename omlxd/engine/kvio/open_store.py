@@ -178,7 +178,7 @@ class ModelStore:
                 space,
                 self._tokenizer,
             )
-        self._hot_budget = HotBudget(settings.hot_max_bytes, lambda: pool.hot_bytes)
+        self._hot_budget = HotBudget(settings.hot_cache_bytes, lambda: pool.hot_bytes)
         store = KVStore(
             block_size=settings.block_size,
             pool=pool,

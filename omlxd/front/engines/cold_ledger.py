@@ -58,14 +58,16 @@ class _Closing(Exception):
 
 
 class ColdLedger:
-    """`root`: the cache dir; `cap`: bytes that it may hold, 0 for no cold tier.
+    """`root`: the cache dir; `cold_cache_bytes`: its limit, 0: no cold tier.
 
     daily_writes  bytes that may be written to it on one day; 0: no limit
     """
 
-    def __init__(self, root: Path, cap: int, daily_writes: int = 0):
+    def __init__(self, root: Path, cold_cache_bytes: int, daily_writes: int = 0):
         self._root = root
-        self._ledger = Ledger(root, cap, WriteBudget(root, daily_writes)) if cap else None
+        self._ledger = (
+            Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes else None
+        )
         self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
         self._opening: asyncio.Future[str] | None = None

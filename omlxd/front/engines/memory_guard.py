@@ -1,15 +1,11 @@
-"""Memory: whether a model may be loaded beside the others, and what each engine may then hold.
+"""The memory guard decides whether a model may be loaded beside the others, and what each engine may hold.
 
-Before a load, what its files say that it needs (models/footprint.py), times what was seen of it in
-earlier loads, is held against what is really free: of the machine, of the GPU, and of the owner's
-limit. What is missing is taken from hot tiers and from what MLX keeps of freed arrays, then from idle models,
-least recently used first, if all of these together hold enough.
-What could fit later is told to wait, then refused for now (503); what can never fit is refused for
-good (400), both with both figures.
-
-How one budget of memory is divided among the engines that are loaded. Pure arithmetic, in bytes.
+A load needs what the model's files say (models/footprint.py), times a factor learned from earlier loads. The
+free memory is the least of three: the machine's, the GPU's, the owner's limit. Missing bytes are taken from
+hot tiers and from freed arrays that MLX keeps, then from idle models, least recently used first, but only if
+all of these hold enough. A model that could fit later waits, then is refused for now (503). A model that can
+never fit is refused for good (400). Both errors name both sizes.
 """
-# MERGED: docstrings of memory_guard.py, memory_shares.py (join by hand)
 
 from __future__ import annotations
 
@@ -30,16 +26,18 @@ from .model import ModelEngine
 from .model_book import ModelBook
 
 SLACK = 64 << 20
-"""An engine may have this much more for its hot tier than it uses, so that it can grow."""
+"""Bytes that a hot tier may grow by beyond what it uses."""
 FREED_PART = 32
-"""All engines' MLX may keep one part of so many of what is left, for arrays to come."""
+"""One part of so many of the free memory is for freed arrays that MLX keeps, in all engines together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """What one engine holds. `firm`: weights and live KV, which nothing but its end gives back.
+class Allocation:
+    """Bytes that one engine holds.
 
-    `freed`: what its MLX keeps for arrays to come.
+    firm   weights and live KV: only the end of the process frees them
+    hot    of the hot tier
+    freed  of freed arrays that MLX keeps for reuse
     """
 
     firm: int
@@ -48,29 +46,29 @@ class Holding:
 
     @property
     def spare(self) -> int:
-        """What it can give back."""
+        """Bytes that the engine can free while it runs."""
         return self.hot + self.freed
 
 
 def shares(
-    holdings: Mapping[str, Holding], total: int, hot_most: int | None = None, claimed: int = 0
+    allocations: Mapping[str, Allocation], total: int, hot_cache_bytes: int | None = None, claimed: int = 0
 ) -> dict[str, Budget]:
-    """The budget of each engine, by name. They never add up to more than `total`.
+    """Divide `total` bytes among the engines; returns a budget by model id.
 
-    hot_most  of all hot tiers together; None: what is left
-    claimed   promised to models that are loading
+    hot_cache_bytes  limit of all hot tiers together; None: none
+    claimed          bytes promised to models that are loading
 
-    Hot tiers share what weights and live KV leave: alike, but one that uses less than its part leaves
-    the rest to the others. Any engine's prompts may take all that is left, since hot tiers give way.
+    Hot tiers get equal parts of what weights and live KV leave; a tier that uses less than its part leaves
+    the rest to the others. Each engine's prompts may use all that is left, since hot tiers give way.
     """
-    spare = max(0, total - claimed - sum(held.firm for held in holdings.values()))
-    freed = spare // (FREED_PART * max(1, len(holdings)))
-    spare -= freed * len(holdings)
-    hot_left = spare if hot_most is None else min(spare, hot_most)
+    spare = max(0, total - claimed - sum(held.firm for held in allocations.values()))
+    freed = spare // (FREED_PART * max(1, len(allocations)))
+    spare -= freed * len(allocations)
+    hot_left = spare if hot_cache_bytes is None else min(spare, hot_cache_bytes)
     budgets: dict[str, Budget] = {}
-    by_use = sorted(holdings, key=lambda name: holdings[name].hot)
+    by_use = sorted(allocations, key=lambda name: allocations[name].hot)
     for done, name in enumerate(by_use):
-        held = holdings[name]
+        held = allocations[name]
         alike = hot_left // (len(by_use) - done)
         last = done == len(by_use) - 1
         hot = alike if last else min(alike, held.hot + max(SLACK, held.hot // 4))
@@ -83,22 +81,22 @@ log = logging.getLogger(__name__)
 
 RESERVE_FRACTION = 0.05
 RESERVE_BYTES = 2 << 30
-"""Left to the rest of the machine: the fraction, but not more than this."""
+"""The rest of the machine keeps the fraction, but at most these bytes."""
 LOOK_S = 2.0
-"""Between two looks at what engines hold, while they work."""
+"""Seconds between two looks at what engines hold, while they work."""
 QUIET_S = 10.0
-"""Engines that nobody has used for so long hold what they held."""
+"""Seconds without a request after which an engine's allocation no longer changes."""
 SHRINK_TRIES = 5
 SHRINK_S = 0.2
 UNGUARDED = 1 << 62
 """Bytes that all engines may take where nothing is guarded."""
 MEASURABLE = 64 << 20
-"""Weights below this tell nothing of a factor."""
+"""Bytes of weights: a smaller model says nothing about the factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that one model more could take: now, and at most if hot tiers and all idle models gave way."""
+    """Bytes that another model could take: now, and at most, if hot tiers and all idle models gave way."""
 
     free: int
     at_most: int
@@ -114,19 +112,27 @@ class Pool(Protocol):
 
 
 class MemoryGuard:
-    """`limit`: bytes for all engines together; None: what the machine has; 0: nothing but `hot_most` holds.
+    """Settings of the owner, which may be replaced at any time:
 
-    hot_most  bytes of all hot tiers together; None: what is left
+    memory_limit_bytes  of all engines together; None: what the machine has; 0: only `hot_cache_bytes` holds
+    hot_cache_bytes     of all hot tiers together; None: what is left
     """
 
-    def __init__(self, pool: Pool, book: ModelBook, limit: int | None, hot_most: int | None, wait_s: float):
+    def __init__(
+        self,
+        pool: Pool,
+        book: ModelBook,
+        memory_limit_bytes: int | None,
+        hot_cache_bytes: int | None,
+        wait_s: float,
+    ):
         self._pool = pool
         self._book = book
-        self._limit = limit
-        self._hot_most = hot_most
+        self.memory_limit_bytes = memory_limit_bytes
+        self.hot_cache_bytes = hot_cache_bytes
         self._wait_s = wait_s
         self._device: Device | None = None
-        self._holdings: dict[str, Holding] = {}
+        self._allocations: dict[str, Allocation] = {}
         self._claims: dict[str, int] = {}
         self._sent: dict[str, Budget] = {}
         self._measured: dict[str, int] = {}
@@ -134,20 +140,19 @@ class MemoryGuard:
         # Another one: a load may wait for the very engine whose prompt waits for this.
         self._answering = asyncio.Lock()
 
-    def apply(self, limit: int | None, hot_most: int | None) -> None:
-        """Other settings from now on."""
-        self._limit, self._hot_most = limit, hot_most
-
     # ----------------------------------------------------------------- before a load
 
     async def admit(self, engine: ModelEngine, device: Device) -> Budget:
-        """Once `engine` may load, what it may hold at first. Raises InvalidRequest (never) or NotNow."""
+        """Wait until `engine` may load; returns its first budget.
+
+        Raises InvalidRequest if the model can never fit, NotNow if it does not fit in time.
+        """
         self._device = device
-        for of_the_last_process in (self._claims, self._holdings, self._sent):
+        for of_the_last_process in (self._claims, self._allocations, self._sent):
             of_the_last_process.pop(engine.model_id, None)
         self.check_ever(engine)
         prints = engine.footprint
-        if self._limit == 0 or prints is None:
+        if self.memory_limit_bytes == 0 or prints is None:
             return Budget()
         need = self.need(engine.model_id, prints)
         deadline = time.monotonic() + self._wait_s
@@ -156,8 +161,8 @@ class MemoryGuard:
         while True:
             async with self._admitting:
                 while need > (free := (room := await self._room(engine)).free):
-                    hot = self._hot()
-                    if hot and free + hot >= need and shrunk < SHRINK_TRIES:
+                    spare = self._spare()
+                    if spare and free + spare >= need and shrunk < SHRINK_TRIES:
                         shrunk += 1
                         self._share_out(self._claimed() + need)
                         await asyncio.sleep(SHRINK_S)
@@ -167,7 +172,7 @@ class MemoryGuard:
                         break
                 else:
                     self._claims[engine.model_id] = need
-                    if not self._matters(len(self._pool.others(None))):
+                    if not self._divides(len(self._pool.others(None))):
                         return Budget()
                     most = self._most(device) - PROCESS_BYTES
                     budget = Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
@@ -185,9 +190,9 @@ class MemoryGuard:
             await asyncio.sleep(SHRINK_S)
 
     def check_ever(self, engine: ModelEngine) -> None:
-        """Raises InvalidRequest for a model that can never fit, as soon as it is known what there is."""
+        """Raises InvalidRequest if the model can never fit on the device, once an engine has named that."""
         prints = engine.footprint
-        if self._limit == 0 or prints is None or self._device is None:
+        if self.memory_limit_bytes == 0 or prints is None or self._device is None:
             return
         need, most = self.need(engine.model_id, prints), self._most(self._device)
         if need > most:
@@ -202,29 +207,29 @@ class MemoryGuard:
         return prints.loading() + int(prints.weights * (self._book.factor(model_id) - 1))
 
     def _most(self, device: Device) -> int:
-        whole = device.total - self._reserve(device)
-        return min(whole, self._limit) if self._limit else whole
+        usable = device.total - self._reserve(device)
+        return min(usable, self.memory_limit_bytes) if self.memory_limit_bytes else usable
 
     def _reserve(self, device: Device) -> int:
         return min(RESERVE_BYTES, int(device.total * RESERVE_FRACTION))
 
-    def _hot(self) -> int:
-        """Bytes of all hot tiers, and of what MLX keeps, which can give way."""
-        return sum(held.spare for held in self._holdings.values())
+    def _spare(self) -> int:
+        """Bytes of all hot tiers and of freed arrays that MLX keeps."""
+        return sum(held.spare for held in self._allocations.values())
 
     async def _room(self, engine: ModelEngine) -> Room:
         await self.look()
         assert self._device is not None
         device, claimed = self._device, self._claimed()
-        holdings = self._holdings
-        counted = self._most(device) - claimed - sum(held.firm + held.spare for held in holdings.values())
+        allocations = self._allocations
+        counted = self._most(device) - claimed - sum(held.firm + held.spare for held in allocations.values())
         going = [other for other in self._pool.others(engine) if other.evictable]
         names = {other.model_id for other in going}
-        given = sum(held.spare + (held.firm if name in names else 0) for name, held in holdings.items())
-        given += sum(self._claims.get(name, 0) for name in names)
+        spare = sum(held.spare + (held.firm if name in names else 0) for name, held in allocations.items())
+        spare += sum(self._claims.get(name, 0) for name in names)
         # A process takes more than it counts: rather one goes in vain than one is kept that would be enough.
         beyond = sum(other.memory_bytes or 0 for other in going)
-        if not names <= holdings.keys() | self._claims.keys():
+        if not names <= allocations.keys() | self._claims.keys():
             beyond += device.total  # Nobody knows yet what one of them holds.
         available = await self._available(engine, device)
 
@@ -234,15 +239,15 @@ class MemoryGuard:
 
         return Room(
             free=min(free(available), counted),
-            at_most=min(free(available + given + beyond), counted + given),
+            at_most=min(free(available + spare + beyond), counted + spare),
         )
 
     async def _available(self, engine: ModelEngine, device: Device) -> int:
         """Bytes that are free now where arrays live."""
         if device.backend == "cuda":
-            # Only an engine can tell; this one has not begun to load.
-            told = await engine.process.device_available()
-            return device.available if told is None else told
+            # Only an engine can see it; this one has not begun to load.
+            available = await engine.process.device_available()
+            return device.available if available is None else available
         if device.backend in ("cpu", "metal"):
             return available_ram()
         return device.available
@@ -253,27 +258,27 @@ class MemoryGuard:
     # ----------------------------------------------------------------- while they run
 
     async def look(self) -> None:
-        """Ask every engine what it holds; learn from one that has just loaded."""
+        """Ask every engine what it holds, and learn the load factor of an engine that has just loaded."""
         engines = [engine for engine in self._pool.others(None) if engine.state == "ready"]
-        told = await asyncio.gather(*(engine.stats() for engine in engines))
+        answers = await asyncio.gather(*(engine.stats() for engine in engines))
         names = {engine.model_id for engine in self._pool.others(None)}
-        for gone in set(self._holdings) - names:
-            del self._holdings[gone]
+        for gone in set(self._allocations) - names:
+            del self._allocations[gone]
         for gone in (set(self._claims) | set(self._sent)) - names:
             self._claims.pop(gone, None)
             self._sent.pop(gone, None)
-        for engine, stats in zip(engines, told, strict=True):
+        for engine, stats in zip(engines, answers, strict=True):
             if stats is None or engine.state != "ready":
                 continue
             hot = int(stats.values.get("kv_hot_bytes", 0))
             active = int(stats.values.get("mlx_active_bytes", 0)) + PROCESS_BYTES
             freed = int(stats.values.get("mlx_cache_bytes", 0))
-            self._holdings[engine.model_id] = Holding(max(0, active - hot), hot, freed)
+            self._allocations[engine.model_id] = Allocation(max(0, active - hot), hot, freed)
             self._claims.pop(engine.model_id, None)
             self._learn(engine, int(stats.values.get("mlx_load_peak_bytes", 0)))
 
     def _learn(self, engine: ModelEngine, peak: int) -> None:
-        """Once a load: what it took at most, over what its files say."""
+        """Remember, once a load, its peak over the weights in its files."""
         prints, loads = engine.footprint, engine.process.supervisor.loads
         if prints is None or prints.weights < MEASURABLE or not peak:
             return
@@ -282,12 +287,12 @@ class MemoryGuard:
             self._book.set_factor(engine.model_id, min(4.0, max(0.5, peak / prints.weights)))
 
     async def keep(self) -> None:
-        """Divide the budget anew, again and again, for as long as engines work. Never returns."""
+        """Divide the memory every `LOOK_S` while engines work. Never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
             engines = self._pool.others(None)
             now = time.monotonic()
-            shared = self._matters(len(engines)) or any(sent != Budget() for sent in self._sent.values())
+            shared = self._divides(len(engines)) or any(sent != Budget() for sent in self._sent.values())
             if shared and any(e.in_flight or now - e.process.used_at < QUIET_S for e in engines):
                 try:
                     await self.look()
@@ -295,11 +300,11 @@ class MemoryGuard:
                 except Exception:
                     log.exception("dividing memory failed")
 
-    def _matters(self, engines: int) -> bool:
-        """One engine alone without a limit looks after itself."""
-        if self._limit == 0:
-            return engines > 1 and bool(self._hot_most)
-        return engines > 1 or bool(self._limit and engines)
+    def _divides(self, engines: int) -> bool:
+        """Whether there is anything to divide: one engine alone without a limit looks after itself."""
+        if self.memory_limit_bytes == 0:
+            return engines > 1 and bool(self.hot_cache_bytes)
+        return engines > 1 or bool(self.memory_limit_bytes and engines)
 
     def _share_out(self, claimed: int) -> None:
         """Send each engine its budget, if it differs from the last one."""
@@ -312,20 +317,20 @@ class MemoryGuard:
                 engine.process.supervisor.send(budget)
 
     def _budgets(self, engines: int, claimed: int) -> dict[str, Budget]:
-        if self._device is None or not self._matters(engines):
+        if self._device is None or not self._divides(engines):
             return dict.fromkeys(self._sent, Budget())  # The engine that stays has all of the machine again.
-        if self._limit == 0:
-            budgets = shares(self._holdings, UNGUARDED, self._hot_most, claimed)
+        if self.memory_limit_bytes == 0:
+            budgets = shares(self._allocations, UNGUARDED, self.hot_cache_bytes, claimed)
             return {name: Budget(hot=budget.hot) for name, budget in budgets.items()}
         most = self._most(self._device)
         return {
             # What an engine calls its own is less the process that it counts nowhere.
             name: replace(budget, live=max(0, (budget.live or 0) - PROCESS_BYTES), most=most - PROCESS_BYTES)
-            for name, budget in shares(self._holdings, most, self._hot_most, claimed).items()
+            for name, budget in shares(self._allocations, most, self.hot_cache_bytes, claimed).items()
         }
 
     def _differs(self, old: Budget | None, new: Budget) -> bool:
-        """By more than a twentieth: what engines hold changes all the time."""
+        """Whether a share changed by more than a twentieth: what engines hold changes all the time."""
         if old is None:
             return True
         pairs = ((old.hot, new.hot), (old.live, new.live))
@@ -335,8 +340,8 @@ class MemoryGuard:
         )
 
     async def answer(self, engine: ModelEngine, wants: Wants) -> None:
-        """A prompt of `engine` lacks memory: take it from hot tiers and idle models, then say what it has."""
-        if self._limit == 0 or self._device is None:
+        """A prompt of `engine` lacks memory: shrink hot tiers, unload idle models, send the new budget."""
+        if self.memory_limit_bytes == 0 or self._device is None:
             engine.process.supervisor.send(Budget(ticket=wants.ticket))
             return
         async with self._answering:
@@ -348,4 +353,4 @@ class MemoryGuard:
             engine.process.supervisor.send(replace(own, ticket=wants.ticket))
 
     async def _lacks(self, engine: ModelEngine, nbytes: int) -> bool:
-        return (await self._room(engine)).free + self._hot() < nbytes
+        return (await self._room(engine)).free + self._spare() < nbytes

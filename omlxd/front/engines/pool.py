@@ -259,7 +259,8 @@ class EnginePool:
         What a loaded engine can't take up holds from its next load on; the log says which.
         """
         self._settings = self.catalog.settings = settings
-        self._guard.apply(settings.memory_limit_bytes, settings.hot_cache_bytes)
+        self._guard.memory_limit_bytes = settings.memory_limit_bytes
+        self._guard.hot_cache_bytes = settings.hot_cache_bytes
         for engine in self._engines.values():
             engine.settings = settings_of(engine.model_id, settings)
             engine.default_ttl = settings.model_ttl
@@ -358,7 +359,7 @@ class EnginePool:
                 enabled=not no_cache,
                 block_size=own.block_size or settings.block_size,
                 initial_blocks=settings.initial_cache_blocks,
-                hot_max_bytes=0 if no_cache else settings.hot_cache_bytes,
+                hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
                 cold_dir="" if no_cache else self.cold.folder,
                 admission=settings.ssd_cache_admission,
                 write_back=settings.hot_cache_write == "back",

@@ -21,7 +21,7 @@ from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
 from omlxd.front.engines import memory_guard
-from omlxd.front.engines.memory_guard import Holding, shares
+from omlxd.front.engines.memory_guard import Allocation, shares
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.wire import Budget, Wants
 from tests.front.engines.test_pool import ask, notes, pool, states, surroundings  # noqa: F401
@@ -34,28 +34,30 @@ sizes = st.integers(0, 10**12)
 
 @given(
     st.dictionaries(
-        st.text(min_size=1), st.builds(Holding, firm=sizes, hot=sizes, freed=sizes), min_size=1, max_size=5
+        st.text(min_size=1), st.builds(Allocation, firm=sizes, hot=sizes, freed=sizes), min_size=1, max_size=5
     ),
     st.integers(0, 10**13),
     st.none() | sizes,
     sizes,
 )
-def test_shares_never_add_up_to_more_than_there_is(holdings, total: int, hot_most: int | None, claimed: int):
-    budgets = shares(holdings, total, hot_most, claimed)
+def test_shares_never_add_up_to_more_than_there_is(
+    allocations, total: int, hot_cache_bytes: int | None, claimed: int
+):
+    budgets = shares(allocations, total, hot_cache_bytes, claimed)
     hot = sum((budget.hot or 0) + (budget.freed or 0) for budget in budgets.values())
-    firm = sum(held.firm for held in holdings.values())
+    firm = sum(held.firm for held in allocations.values())
     assert hot <= max(0, total - claimed - firm)
-    if hot_most is not None:
-        assert sum(budget.hot or 0 for budget in budgets.values()) <= hot_most
+    if hot_cache_bytes is not None:
+        assert sum(budget.hot or 0 for budget in budgets.values()) <= hot_cache_bytes
     for name, budget in budgets.items():
-        assert budget.live is not None and budget.live >= holdings[name].firm
+        assert budget.live is not None and budget.live >= allocations[name].firm
 
 
 def test_what_one_does_not_use_goes_to_the_others():
-    holdings = {"idle": Holding(100 * MB, 0), "busy": Holding(100 * MB, 900 * MB)}
-    budgets = shares(holdings, 2200 * MB)
+    allocations = {"idle": Allocation(100 * MB, 0), "busy": Allocation(100 * MB, 900 * MB)}
+    budgets = shares(allocations, 2200 * MB)
     assert budgets["busy"].hot and budgets["busy"].hot > 1850 * MB
-    alike = shares({"a": Holding(0, 500 * MB), "b": Holding(0, 500 * MB)}, 1000 * MB)
+    alike = shares({"a": Allocation(0, 500 * MB), "b": Allocation(0, 500 * MB)}, 1000 * MB)
     assert alike["a"].hot == alike["b"].hot
     assert all(b.freed and (b.hot or 0) + b.freed == 500 * MB for b in alike.values())
 
@@ -68,10 +70,10 @@ async def test_what_mlx_keeps_counts_and_gives_way_to_a_load(tmp_path: Path):
         assert isinstance((await ask(made, "b"))[-1], Finished)
         assert states(made) == {"a": "ready", "b": "ready"}
         await made._guard.look()
-        assert made._guard._holdings["a"].freed < 100 * MB
+        assert made._guard._allocations["a"].freed < 100 * MB
         made._guard._share_out(0)
         await made._guard.look()
-        assert sum(held.freed for held in made._guard._holdings.values()) < 30 * MB
+        assert sum(held.freed for held in made._guard._allocations.values()) < 30 * MB
 
 
 def test_what_mlx_keeps_is_bounded_by_the_model_and_by_the_grant():
