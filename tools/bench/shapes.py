@@ -75,6 +75,8 @@ SHAPES = {
         Shape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, "bfloat16"),
         # 44 million parameters: a decode step well above what the engine and the front spend on a token.
         Shape("cpu", 4, 1024, 16, 4, 64, 2048, 4096, "float32"),
+        # SmolLM2's smallest: as many layers as models have that people run on CPUs.
+        Shape("smollm2", 30, 576, 9, 3, 64, 1536, 49152, "float32"),
         Shape("tiny", 2, 128, 4, 2, 32, 256, 4096, "float32"),
     )
 }

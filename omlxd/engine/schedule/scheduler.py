@@ -2,8 +2,7 @@
 
 Prompts are computed pass by pass (engine/schedule/prefill.py). Between the layers of a pass that may take
 long, or beside which others decode, the scheduler looks up: rows whose step is due get it, a request that
-was cancelled or whose time is up ends the pass, and a layer counts as progress. Prefill
-gets half the time of a step between two: a gap between tokens is a step, that half and at most a layer.
+was cancelled or whose time is up ends the pass, and a layer counts as progress.
 
 Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
 end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
@@ -30,7 +29,7 @@ from ..sequence import Likelihood, Sequence, State, capacity_for
 from .decode_batch import DecodeBatch, best_batch
 from .inbox import Inbox
 from .memory_admission import MemoryAdmission, Verdict
-from .prefill import PrefillPacer, compute_chunk
+from .prefill import SMOOTHING, PrefillPacer, compute_chunk, slice_seconds
 from .queue import WaitingLine, Watchdog
 from .sampling import NO_TOKEN, sample_one
 
@@ -84,7 +83,8 @@ class Scheduler:
         self.memory: MemoryAdmission | None = None
         self._short = False  # Who is next waits for memory.
         self._computing: Sequence | None = None
-        self._decode_s = self._step_s = self._stepped_at = 0.0  # All steps, the last one, its end.
+        self._decode_s = self._step_s = self._layer_s = 0.0  # All steps; a step, a layer beside the other.
+        self._looked_at = self._stepped_at = 0.0  # When the last layer began, when the last step ended.
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
         self.steps = 0
@@ -120,7 +120,7 @@ class Scheduler:
         self._admit()
         prefilling = self._prefill_one()
         if not prefilling or self._step_due():
-            self._decode(wait=prefilling)
+            self._decode(beside_prefill=prefilling)
 
     def _busy(self) -> bool:
         return (
@@ -262,6 +262,7 @@ class Scheduler:
         if self._batches or self.pacer.seconds(stop - sequence.kv_length) > LONG_PASS_S:
             hook.call = self._between_layers
         self._computing = sequence
+        self._looked_at = time.perf_counter()
         try:
             return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
         finally:
@@ -270,6 +271,7 @@ class Scheduler:
     def _between_layers(self) -> None:
         sequence, hook = self._computing, self._loaded.hook
         assert sequence is not None
+        self._layer_s = time.perf_counter() - self._looked_at
         self.steps += 1
         self._drain(block=False)
         self.watchdog.check((*self._waiting, *self._active))
@@ -277,8 +279,9 @@ class Scheduler:
             raise Interrupted
         if self._step_due():
             hook.call = None
-            self._decode(wait=True)
+            self._decode(beside_prefill=True)
             hook.call = self._between_layers
+        self._looked_at = time.perf_counter()
 
     def _keep_prefilled(self, sequence: Sequence) -> None:
         """Offer the store what a sequence that is in no batch has computed."""
@@ -320,20 +323,23 @@ class Scheduler:
         return best
 
     def _step_due(self) -> bool:
-        """Whether prefill has had half the time that the last step took."""
-        return bool(self._batches) and time.perf_counter() - self._stepped_at >= self._step_s / 2
+        since = time.perf_counter() - self._stepped_at
+        return bool(self._batches) and since >= slice_seconds(self._step_s, self._layer_s)
 
-    def _decode(self, *, wait: bool) -> None:
-        """A step of every batch. `wait` for its end: prefill goes on, and each is to have its own time."""
+    def _decode(self, *, beside_prefill: bool) -> None:
+        """Run a step of every batch; wait for its end beside a prefill, so that each is timed by itself."""
         began = time.perf_counter()
         for batch in list(self._batches):
             self._step(batch)
-        if wait:
+        if beside_prefill:
             for batch in self._batches:
                 batch.wait()
         self._stepped_at = time.perf_counter()
-        self._step_s = self._stepped_at - began
-        self._decode_s += self._step_s
+        took = self._stepped_at - began
+        self._decode_s += took
+        if beside_prefill:  # One slow step is no reason to keep decoders waiting as long again.
+            usual = self._step_s or took
+            self._step_s = min(took, (1 - SMOOTHING) * usual + SMOOTHING * took)
 
     def _step(self, batch: DecodeBatch) -> None:
         rows = list(batch.rows)

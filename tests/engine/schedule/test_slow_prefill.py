@@ -14,7 +14,7 @@ from families import build_family
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.prefill import IDLE_CHUNK, PrefillPacer
+from omlxd.engine.schedule.prefill import IDLE_CHUNK, PrefillPacer, slice_seconds
 
 LAYERS = 16
 
@@ -147,6 +147,15 @@ def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model:
         beside = [gap for at, gap in gaps if began < at < end]
         assert statistics.median(beside) < 2.6 * alone
         assert len(beside) * alone < 0.8 * (end - began), "and the prefill gets its third"
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers"), [(0.01, 99), (0.25, 3), (0.4, 2), (0.6, 1), (0.99, 1), (3.0, 1)]
+)
+def test_between_two_steps_prefill_gets_the_layers_that_make_no_gap_longer_than_two(layer, layers):
+    ended = [n for n in range(1, 200) if n * layer >= slice_seconds(1.0, layer) - 1e-9]
+    assert ended[0] == layers and (layers == 1 or layers * layer <= 1)
+    assert slice_seconds(1.0, layer) > 0.1 * layer, "what follows a pass's last layer is no layer"
 
 
 def test_others_that_decode_change_no_bit_of_a_prompt(model: Path):
