@@ -182,7 +182,7 @@ class EngineHost:
         )
         lineage = lineage_of(request, rendered, sequence.hashes)
         standing = self._sessions.begin(lineage) if lineage else Standing()
-        sequence.shelter = standing.shelter
+        sequence.pins = standing.pins
         sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)

@@ -52,14 +52,14 @@ class Sequence:
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
     kv_length      tokens whose KV is in the cache
-    harvested      blocks that the store has been offered
+    offered        blocks that the store has been offered
     max_new        tokens to generate at most
     resume         blocks after which a checkpoint stands that the match ends at
     overtaken      chunks of other prompts that went before its own, in a row
     fork           blocks after which a checkpoint is to be made, since the match missed one there; 0: none
     tip            the deepest state copied so far: (blocks, payload)
     session        the client's conversation, for fairness alone
-    shelter        blocks to hold while it runs; `sheltered`: those that it holds (engine/kvio/bridge.py)
+    pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
     stored         names of what it has given the store since its last good token, or its match; and
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
@@ -81,7 +81,7 @@ class Sequence:
     cache: Cache | None = None
     table: BlockTable | None = None
     kv_length: int = 0
-    harvested: int = 0
+    offered: int = 0
     resume: int = 0
     overtaken: int = 0
     fork: int = 0
@@ -93,8 +93,8 @@ class Sequence:
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))
     received: float = field(default_factory=time.monotonic)
-    shelter: Seq[BlockHash] = ()
-    sheltered: list[Block] = field(default_factory=list)
+    pins: Seq[BlockHash] = ()
+    pinned: list[Block] = field(default_factory=list)
     stored: dict[BlockHash, bool] = field(default_factory=dict)
     unreached: int = 0
     timed_out: bool = False

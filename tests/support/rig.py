@@ -188,7 +188,7 @@ class Rig:
         eos: Seq[int] = (),
         salt: str = "",
         output: Output | None = None,
-        shelter: Seq[bytes] = (),
+        pins: Seq[bytes] = (),
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -203,7 +203,7 @@ class Rig:
             eos=frozenset(eos),
             sampler=SamplerRow(params, prompt=list(tokens) if params.penalised else ()),
             sink=output,
-            shelter=shelter,
+            pins=pins,
         )
         self.scheduler.submit(output.sequence)
         return output

@@ -208,7 +208,7 @@ class GPUBench(Bench):
     def _catch_up(self, bridge: KVBridge, tokens: Seq[int], block: int) -> float:
         sequence = self._sequence(tokens, block)
         sequence.table = bridge.store.new_table()
-        taken = timed(bridge.catch_up, sequence)
+        taken = timed(bridge._catch_up, sequence)
         assert sequence.restored_hot == len(tokens) // block * block - (
             block if len(tokens) % block == 0 else 0
         )

@@ -111,7 +111,7 @@ class Bench:
             flusher=Flusher(pool, writer, self._post) if writer else None,
             space=space,
         )
-        return KVBridge(self.model, self.layout, store, self._post, tails=False)  # As on a GPU.
+        return KVBridge(self.model, self.layout, store, self._post)
 
     @staticmethod
     def _post(call: Callable[[], None]) -> None:

@@ -1,13 +1,16 @@
-"""Between a sequence's cache and the KV store: offering full blocks, and bringing cached ones back.
+"""Between a sequence's cache and the KV store, in three verbs that the scheduler calls at its moments.
+
+| verb     | when                                           | what                                         |
+|----------|------------------------------------------------|----------------------------------------------|
+| `match`  | at admission, before each pass of a prompt     | the longest cached prefix becomes its cache  |
+| `offer`  | after each pass of a prompt, after each step   | full blocks, and state at a boundary, stay   |
+| `finish` | at the end, however it ends                    | the rest stays or is withdrawn, references go |
 
 Runs on the engine thread, but for the reads that `Restore` (restore.py) does on I/O threads.
 
-A parent's blocks, held while its sub-agent runs: nothing that the sub-agent computes evicts them.
-
-Held blocks have a reference, so the pool can't evict them; where that leaves the hot tier no room, the
-sub-agent's own blocks go to the cold tier alone. Engine thread.
+A sub-agent's sequence pins its parent's blocks: they have a reference while it runs, so nothing that it
+computes evicts them. Where that leaves the hot tier no room, its own blocks go to the cold tier alone.
 """
-# MERGED: docstrings of harvest.py, shelter.py (join by hand)
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 
@@ -31,25 +34,6 @@ from .checkpointer import MOST_RESTORES, StateKeeper
 from .payload import MLXPayload, append_blocks, copy_blocks
 from .restore import Restore
 from .transport import transport
-
-
-def hold(store: KVStore, sequence: Sequence) -> None:
-    """Take references to the blocks of `sequence.shelter` that are cached; once."""
-    if sequence.shelter and not sequence.sheltered:
-        found = (store.pool.get_cached_block(name) for name in sequence.shelter)
-        sequence.sheltered = [block for block in found if block is not None]
-        store.pool.touch(sequence.sheltered)
-
-
-def let_go(store: KVStore, sequence: Sequence) -> None:
-    """Give them back, more recent than what the sub-agent has used: call it after that."""
-    held, sequence.sheltered = sequence.sheltered, []
-    names, sequence.shelter = list(sequence.shelter), ()
-    if held:
-        store.pool.free(held)
-    if names:
-        store.record_use(names)
-
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +52,36 @@ would not be those that were put in place."""
 
 PROMOTED_BLOCKS = 64
 """Blocks that are copied into the hot tier at a time."""
+
+OFFER_TOKENS = 256
+"""Output tokens between two offers of a decoding row: each waits for the step in flight."""
+
+
+class Rows(Protocol):
+    """Where a sequence's KV is. Arrays are lazy, and valid until the next step."""
+
+    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+        """KV of tokens `start` to `stop`, by layout name, each (1, heads, stop - start, dim)."""
+        ...
+
+    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+        """State that exists only at the row's position."""
+        ...
+
+
+class _OwnCache:
+    """`Rows` of a sequence that is in no batch."""
+
+    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+        assert row.cache is not None
+        return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(row.cache).items()}
+
+    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+        assert row.cache is not None
+        return mlx_adapter.state_tensors(row.cache)
+
+
+_OWN_CACHE = _OwnCache()
 
 
 @dataclass(slots=True)
@@ -105,15 +119,72 @@ class KVBridge:
 
     # ----------------------------------------------------------------- into the store
 
-    def harvest(self, sequence: Sequence, tensors: Callable[[int, int], dict[str, mx.array]]) -> None:
-        """Offer every full block of the cache that the store has not been offered yet.
+    def offer(self, sequence: Sequence, batch: Rows | None = None) -> None:
+        """Keep what has been computed since the last call, if it is time. Raises nothing.
 
-        tensors(start, stop)  KV of those tokens, by layout name, each (1, heads, stop - start, dim)
+        batch  whose row the sequence is; None: its own cache holds a part of its prompt, or all of it
+        """
+        if sequence.table is None or (batch is None and sequence.cache is None):
+            return
+        if batch is None:
+            self._offer_blocks(sequence, _OWN_CACHE)
+            if self.states is not None:
+                last = self._limit(sequence) * self._block
+                self.states.after_chunk(sequence, last, lambda: _OWN_CACHE.row_states(sequence))
+            return
+        self._hold_state(sequence, batch)
+        if sequence.kv_length - sequence.offered * self._block >= OFFER_TOKENS:
+            self._offer_blocks(sequence, batch)
+
+    def finish(self, sequence: Sequence, batch: Rows | None = None, *, spoiled: bool = False) -> None:
+        """Keep the rest, make the chain recent in both tiers, and give references back. Raises nothing.
+
+        A second call does nothing.
+
+        batch    as for `offer`
+        spoiled  the logits are not finite: what the sequence has stored since its last good token, or its
+                 match, is withdrawn instead
+        """
+        table = sequence.table
+        if table is None:
+            return
+        try:
+            if spoiled:
+                sequence.tip = None
+                self._withdraw(sequence)
+            elif batch is not None or sequence.cache is not None:
+                rows = _OWN_CACHE if batch is None else batch
+                self._offer_blocks(sequence, rows)
+                self._hold_state(sequence, rows)
+            self._record_end(sequence, table)
+        except Exception:
+            log.exception("request %d: its end is not kept", sequence.id)
+        sequence.table = None
+        table.free()
+        self._unpin(sequence)
+
+    def _record_end(self, sequence: Sequence, table: BlockTable) -> None:
+        used = sequence.hashes[: table.num_full]
+        if sequence.generated:
+            self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
+        if self.states is not None:
+            if sequence.tip is not None and sequence.tip[0] * self._block >= len(sequence.tokens):
+                sequence.tip = None  # As with blocks: nobody has looked at the logits after it.
+            if sequence.tip is not None:
+                self.store.stats.new_state_bytes += sequence.tip[1].nbytes
+            # Before its chain, so the most recent: without it the chain is worth nothing.
+            used = [*self.states.finish(sequence), *used]
+        self.store.record_use(used)
+
+    def _hold_state(self, sequence: Sequence, rows: Rows) -> None:
+        if self.states is not None and sequence.kv_length % self._block == 0:
+            self.states.at_boundary(sequence, lambda: rows.row_states(sequence))
+
+    def _offer_blocks(self, sequence: Sequence, rows: Rows) -> None:
+        """Offer every full block that the store has not been offered yet.
 
         Not a block that holds the newest token: it may have been put through the model, but nobody has
-        looked at the logits.
-
-        Raises nothing: where there is no memory for copies, nobody's answer fails for it.
+        looked at the logits. Without memory for copies the blocks are not kept, and the answer goes on.
         """
         table = sequence.table
         if table is None or not self._layout.groups:
@@ -123,43 +194,27 @@ class KVBridge:
         full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
         sequence.hash_output(full, self._block)
         try:
-            self._offer(sequence, table, full, tensors)
+            self._put_blocks(sequence, table, full, rows)
         except Exception:
             log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
-        new = max(0, full - sequence.harvested)
+        new = max(0, full - sequence.offered)
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
-        sequence.harvested = max(sequence.harvested, full)  # Those that failed are not tried again.
+        sequence.offered = max(sequence.offered, full)  # Those that failed are not tried again.
 
-    def _offer(
-        self,
-        sequence: Sequence,
-        table: BlockTable,
-        full: int,
-        tensors: Callable[[int, int], dict[str, mx.array]],
-    ) -> None:
+    def _put_blocks(self, sequence: Sequence, table: BlockTable, full: int, rows: Rows) -> None:
         for run in self._wanted_runs(sequence, full):
             first, last = run[0] * self._block, (run[-1] + 1) * self._block
             starts = [(index - run[0]) * self._block for index in run]
-            payloads = copy_blocks(self._layout, tensors(first, last), starts, self._block)
+            payloads = copy_blocks(self._layout, rows.row_tensors(sequence, first, last), starts, self._block)
             for index, payload in zip(run, payloads, strict=True):
                 key = sequence.key(index, self._block)
                 had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
                 sequence.stored[key.block_hash] = had_file
 
-    def harvest_prefilled(self, sequence: Sequence) -> None:
-        """As `harvest`, from the sequence's own cache (not yet in a batch)."""
-        cache = sequence.cache
-        if cache is not None:
-
-            def cut(start: int, stop: int) -> dict[str, mx.array]:
-                return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(cache).items()}
-
-            self.harvest(sequence, cut)
-
     def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
         """Indices of blocks to copy, as runs of neighbours."""
         runs: list[list[int]] = []
-        for index in range(sequence.harvested, full):
+        for index in range(sequence.offered, full):
             if not self.store.wants(sequence.hashes[index]):
                 continue
             if runs and runs[-1][-1] == index - 1:
@@ -168,8 +223,8 @@ class KVBridge:
                 runs.append([index])
         return runs
 
-    def withdraw(self, sequence: Sequence) -> None:
-        """Logits are not finite: remove what the sequence has stored since its last good token or its match.
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Remove what the sequence has stored since its last good token or its match.
 
         Before the first token also what it was restored from, as far as that is not finite: a process that
         was killed may have left it.
@@ -199,39 +254,46 @@ class KVBridge:
             names.append(checkpoint_name(sequence.hashes[sequence.resume - 1]))
         return names
 
-    def finish(self, sequence: Sequence) -> None:
-        """Give the sequence's references back, its chain made recent in both tiers. Raises nothing."""
-        table = sequence.table
-        if table is None:
-            return
-        sequence.table = None
-        try:
-            used = sequence.hashes[: table.num_full]
-            if self.states is not None:
-                if sequence.tip is not None and sequence.tip[0] * self._block >= len(sequence.tokens):
-                    sequence.tip = None  # As with blocks: nobody has looked at the logits after it.
-                if sequence.tip is not None:
-                    self.store.stats.new_state_bytes += sequence.tip[1].nbytes
-                # Before its chain, so the most recent: without it the chain is worth nothing.
-                used = [*self.states.finish(sequence), *used]
-            self.store.record_use(used)
-        except Exception:
-            log.exception("request %d: its end is not kept", sequence.id)
-        table.free()
-        let_go(self.store, sequence)
-
     # ----------------------------------------------------------------- out of the store
 
-    def limit(self, sequence: Sequence) -> int:
+    def match(self, sequence: Sequence, ready: Callable[[], None]) -> bool:
+        """Make the longest cached prefix the sequence's cache.
+
+        Where only the disk has some of it, I/O threads read it first. Then the result is True, and `ready()`
+        follows on the engine thread.
+        """
+        admitted = sequence.table is None
+        if admitted:
+            sequence.table = self.store.new_table()
+            self._pin(sequence)
+        if sequence.kv_length == 0 and self._needs_disk(sequence):
+            self._restore(sequence, ready)
+            return True
+        if not admitted:  # Before the first pass, so what others compute until then is a hit too.
+            self._catch_up(sequence)
+        return False
+
+    def _pin(self, sequence: Sequence) -> None:
+        """Take references to the blocks of `sequence.pins` that are cached."""
+        blocks = (self.store.pool.get_cached_block(name) for name in sequence.pins)
+        sequence.pinned = [block for block in blocks if block is not None]
+        self.store.pool.touch(sequence.pinned)
+
+    def _unpin(self, sequence: Sequence) -> None:
+        """Give them back, more recent than what the sequence has used: call it after that."""
+        pinned, sequence.pinned = sequence.pinned, []
+        if sequence.pins:
+            self.store.pool.free(pinned)
+            self.store.record_use(list(sequence.pins))
+
+    def _limit(self, sequence: Sequence) -> int:
         """Blocks that a hit may cover: at least one token is left to compute."""
         return (sequence.prompt_length - 1) // self._block
 
-    def match(self, sequence: Sequence) -> bool:
+    def _needs_disk(self, sequence: Sequence) -> bool:
         """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""
-        if sequence.table is None:
-            sequence.table = self.store.new_table()
-            hold(self.store, sequence)
-        table, limit = sequence.table, self.limit(sequence)
+        assert sequence.table is not None
+        table, limit = sequence.table, self._limit(sequence)
         if self._layout.groups:
             self.store.extend_match(table, sequence.hashes, limit)
             limit = len(table.blocks)
@@ -245,7 +307,7 @@ class KVBridge:
             return False
         return any(cold)
 
-    def restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
+    def _restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
 
         A block that can't be read ends the prefix there; the rest is computed. While another sequence
@@ -260,6 +322,8 @@ class KVBridge:
 
         def settled() -> None:
             self._restores.remove(shared)
+            if not sequence.cancelled:
+                self._promote(sequence)
             try:
                 ready()
             finally:
@@ -274,9 +338,9 @@ class KVBridge:
 
     def _again(self, sequence: Sequence, ready: Callable[[], None]) -> None:
         if sequence.cancelled or not self._cold_names(sequence):
-            ready()  # What is hot is appended by `catch_up`.
+            ready()  # What is hot is appended by `_catch_up`.
         else:
-            self.restore(sequence, ready)
+            self._restore(sequence, ready)
 
     def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
         """Names of the matched blocks and the checkpoint that only the disk has."""
@@ -287,7 +351,7 @@ class KVBridge:
             names.add(checkpoint_name(sequence.hashes[sequence.resume - 1]))
         return names
 
-    def catch_up(self, sequence: Sequence) -> None:
+    def _catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
 
         Blocks that another request has computed meanwhile are found here too.
@@ -301,7 +365,7 @@ class KVBridge:
         have = sequence.kv_length // self._block
         assert len(table.blocks) >= have
         if len(table.blocks) == have:
-            self.store.extend_match(table, sequence.hashes, self.limit(sequence))
+            self.store.extend_match(table, sequence.hashes, self._limit(sequence))
         payloads: list[MLXPayload] = []
         for block in table.blocks[have:]:
             if not isinstance(block.payload, MLXPayload):
@@ -320,10 +384,10 @@ class KVBridge:
         append_blocks(self._layout, sequence.cache, payloads, start, self._block, capacity)
         sequence.kv_length += count
         sequence.restored_hot += count
-        sequence.harvested = max(sequence.harvested, sequence.kv_length // self._block)
+        sequence.offered = max(sequence.offered, sequence.kv_length // self._block)
 
     def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
-        """As `catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
+        """As `_catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
         table, blocks = sequence.table, sequence.resume
         if self.states is None or table is None or sequence.kv_length or not blocks:
             return
@@ -341,7 +405,7 @@ class KVBridge:
         if not payloads:
             sequence.kv_length = sequence.restored_hot = blocks * self._block
 
-    def promote(self, sequence: Sequence) -> None:
+    def _promote(self, sequence: Sequence) -> None:
         """Copy what has just come from the cold tier into the hot one, as far as there is room.
 
         Where restoring goes through payloads it has done so already. Raises nothing.

@@ -191,7 +191,7 @@ class Restore:
         except Exception:  # out of memory, most likely
             log.exception("restore: can't fill a cache")
             sequence = self._sequence
-            sequence.cache, sequence.kv_length, sequence.harvested, sequence.resume = None, 0, 0, 0
+            sequence.cache, sequence.kv_length, sequence.offered, sequence.resume = None, 0, 0, 0
             if sequence.table is not None:
                 self._store.cut(sequence.table, 0)
         self._ready()
@@ -226,7 +226,7 @@ class Restore:
         blocks = sequence.resume or good
         tokens = blocks * self._block
         sequence.cache = arrival.cache(self._model, good)
-        sequence.kv_length, sequence.harvested = tokens, blocks
+        sequence.kv_length, sequence.offered = tokens, blocks
         cold = sum(self._cold[:good])
         if states is not None and self._state is not None:
             states.put_into(sequence.cache, self._state, tokens)

@@ -81,12 +81,12 @@ class Standing:
 
     extends      it goes on with a branch that is known
     rejected_at  block from which its tokens differ from the branch's, though it extends it; None: none
-    shelter      blocks of its parent's branch
+    pins         blocks of its parent's branch
     """
 
     extends: bool = False
     rejected_at: int | None = None
-    shelter: Sequence[BlockHash] = ()
+    pins: Sequence[BlockHash] = ()
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class Sessions:
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
         self._weight = 0
         self.rejected = 0
-        self.sheltered = 0
+        self.pinning = 0
 
     def begin(self, request: Lineage) -> Standing:
         """A request has arrived."""
@@ -119,11 +119,11 @@ class Sessions:
             parent = _parent(session, request, branch)
             rejected_at = None if branch is None else _rejected_at(branch, request.hashes)
             self.rejected += rejected_at is not None
-            self.sheltered += parent is not None
+            self.pinning += parent is not None
             return Standing(
                 extends=branch is not None,
                 rejected_at=rejected_at,
-                shelter=parent.hashes if parent is not None else (),
+                pins=parent.hashes if parent is not None else (),
             )
 
     def end(self, request: Lineage, prompt_blocks: int) -> None:
@@ -152,7 +152,7 @@ class Sessions:
                 "sessions": len(self._sessions),
                 "session_branches": sum(len(s.branches) for s in self._sessions.values()),
                 "prompt_canonical_rejected_total": self.rejected,
-                "requests_sheltering_parent_total": self.sheltered,
+                "requests_sheltering_parent_total": self.pinning,
             }
 
 

@@ -35,9 +35,6 @@ from .sampling import NO_TOKEN, sample_one
 
 log = logging.getLogger(__name__)
 
-HARVEST_TOKENS = 256
-"""Output tokens between two harvests of a decoding row: each waits for the step in flight."""
-
 LONG_PASS_S = 0.2
 """Seconds above which a pass is looked into between its layers."""
 
@@ -186,26 +183,21 @@ class Scheduler:
     def _begin(self, sequence: Sequence) -> None:
         """Give an admitted sequence its cached prefix, from disk if need be."""
         sequence.state = State.PREFILLING
-        if self.bridge is not None:
-            self._restoring(sequence)
+        self._match(sequence)
 
-    def _restoring(self, sequence: Sequence) -> bool:
-        """Match; if the disk must be read for it, start to, and say so."""
-        assert self.bridge is not None
-        if not self.bridge.match(sequence):
+    def _match(self, sequence: Sequence) -> bool:
+        """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
+        if self.bridge is None or not self.bridge.match(sequence, lambda: self._restored(sequence)):
             return False
-        self.bridge.restore(sequence, lambda: self._restored(sequence))
         sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
         return True
 
     def _restored(self, sequence: Sequence) -> None:
-        assert self.bridge is not None
         self.steps += 1
         if sequence.cancelled or sequence.state is State.DONE:
             self._release(sequence)
-            return
-        sequence.state = State.PREFILLING
-        self.bridge.promote(sequence)
+        else:
+            sequence.state = State.PREFILLING
 
     # ----------------------------------------------------------------- prefill
 
@@ -226,10 +218,8 @@ class Scheduler:
         return True
 
     def _prefill(self, sequence: Sequence) -> None:
-        if self.bridge is not None:
-            if sequence.kv_length == 0 and self._restoring(sequence):
-                return  # somebody has computed it meanwhile, and it lies on disk
-            self.bridge.catch_up(sequence)
+        if self._match(sequence):
+            return  # Somebody has computed it meanwhile, and it lies on disk.
         length, start = sequence.prompt_length, sequence.kv_length
         if sequence.cache is None:
             capacity = capacity_for(length, sequence.max_new)
@@ -251,7 +241,7 @@ class Scheduler:
         sequence.kv_length = stop
         if stop < length:
             del logits
-            self._keep_prefilled(sequence)
+            self._offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
         self._first_token(sequence, logits[:, -1, :])
@@ -283,30 +273,15 @@ class Scheduler:
             hook.call = self._between_layers
         self._looked_at = time.perf_counter()
 
-    def _keep_prefilled(self, sequence: Sequence) -> None:
-        """Offer the store what a sequence that is in no batch has computed."""
-        cache = sequence.cache
-        if self.bridge is None or cache is None:
-            return
-        self.bridge.harvest_prefilled(sequence)
-        if self.bridge.states is not None:
-            self.bridge.states.after_chunk(
-                sequence, self.pacer.last_boundary(sequence), lambda: mlx_adapter.state_tensors(cache)
-            )
-
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
         token = sample_one(sequence.sampler, logits)
         sequence.first_token_s = time.monotonic() - sequence.received
         self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
-        if self.bridge is not None:
-            self.bridge.store.count_match(
-                sequence.prompt_length, sequence.restored_hot, sequence.restored_cold
-            )
         if self._accept(sequence, token):
             # The token is out; now there is time to store the last blocks.
-            self._keep_prefilled(sequence)
+            self._offer(sequence)
             sequence.state = State.DECODING
             self._batch_for(sequence).join(sequence)
         else:
@@ -348,39 +323,33 @@ class Scheduler:
             emitted = batch.step()
             leaving = [s for s, token in emitted if not self._accept(s, token)]
             self.decoded_tokens += len(emitted)
-            self._hold_states(batch)
             self._leave(batch, leaving)
-            for sequence, _ in emitted:
-                if sequence.kv_length - sequence.harvested * self._block >= HARVEST_TOKENS:
-                    self._harvest_row(batch, sequence)
+            for sequence in batch.rows:
+                self._offer(sequence, batch)
         except Exception as error:
             log.exception("decode failed")
             self._batches = [other for other in self._batches if other is not batch]
             for sequence in rows:
                 self._fail(sequence, _internal(error))
 
-    def _hold_states(self, batch: DecodeBatch) -> None:
-        if self.bridge is None or self.bridge.states is None:
-            return
-        for row in batch.rows:
-            if row.kv_length % self._block == 0:
-                self.bridge.states.at_boundary(row, lambda row=row: batch.row_states(row))
-
     def _leave(self, batch: DecodeBatch, leaving: list[Sequence]) -> None:
         if not leaving:
             return
         for sequence in leaving:
-            self._harvest_row(batch, sequence)
+            self._finish(sequence, batch)
         batch.leave(leaving)
         if not batch.rows:
             self._batches.remove(batch)
         for sequence in leaving:
-            self._release(sequence)
+            self._over(sequence)
 
-    def _harvest_row(self, batch: DecodeBatch, sequence: Sequence) -> None:
-        if self.bridge is None or sequence.table is None:
-            return
-        self.bridge.harvest(sequence, lambda start, stop: batch.row_tensors(sequence, start, stop))
+    def _offer(self, sequence: Sequence, batch: DecodeBatch | None = None) -> None:
+        if self.bridge is not None:
+            self.bridge.offer(sequence, batch)
+
+    def _finish(self, sequence: Sequence, batch: DecodeBatch | None = None, *, spoiled: bool = False) -> None:
+        if self.bridge is not None:
+            self.bridge.finish(sequence, batch, spoiled=spoiled)
 
     def _accept(self, sequence: Sequence, token: int) -> bool:
         """Take a sampled token. False: the sequence ends with it."""
@@ -402,13 +371,10 @@ class Scheduler:
         return True
 
     def _spoiled(self, sequence: Sequence) -> None:
-        """The model's numbers are none: the answer ends here, and none of the KV that gave them is kept."""
+        """Logits are not finite: fail the request and withdraw the KV that it stored."""
         if not sequence.cancelled:
             sequence.sink.failed(sequence, OmlxdError("the model's logits are not numbers", code="internal"))
-        sequence.tip = None
-        if self.bridge is not None:
-            self.bridge.withdraw(sequence)
-            self.bridge.finish(sequence)
+        self._finish(sequence, spoiled=True)
         sequence.cancelled = True
 
     # ----------------------------------------------------------------- ends
@@ -429,12 +395,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Slot, cache and references back."""
-        if self.bridge is not None:
-            if (cache := sequence.cache) is not None:
-                self.bridge.harvest_prefilled(sequence)
-                if self.bridge.states is not None:
-                    self.bridge.states.at_boundary(sequence, lambda: mlx_adapter.state_tensors(cache))
-            self.bridge.finish(sequence)
+        self._finish(sequence)
         self._over(sequence)
 
     def _fail(self, sequence: Sequence, error: OmlxdError) -> None:
@@ -446,8 +407,7 @@ class Scheduler:
         if sequence.state is State.RESTORING or sequence is self._computing:
             return  # As in `_cancel`.
         sequence.cache = None
-        if self.bridge is not None:
-            self.bridge.finish(sequence)
+        self._finish(sequence)
         self._waiting.leave(sequence)
         self._over(sequence)
 

@@ -153,7 +153,7 @@ def test_appending_grows_a_cache_and_keeps_what_it_holds(folders):
     assert {layer.offset for layer in cache} == {300}
 
 
-def test_a_harvested_block_does_not_pin_the_cache_it_came_from(folders, tmp_path: Path):
+def test_a_stored_block_does_not_pin_the_cache_it_came_from(folders, tmp_path: Path):
     loaded = mlx_adapter.load(folders("qwen3"))
     assert loaded.layout is not None
     cache = mlx_adapter.new_cache(loaded.model, 50_000)

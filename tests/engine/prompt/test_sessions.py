@@ -1,4 +1,4 @@
-"""Sessions: whose branch a request goes on with, whose it shelters, and where its tokens went astray."""
+"""Sessions: whose branch a request goes on with, whose it pins, and where its tokens went astray."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_clean_traffic_counts_nothing(desk):
     """The recorded sessions, sub-agents and all."""
     if not TRACES.is_dir():
         pytest.skip(f"no traces in {TRACES}")
-    sheltered = extended = taken = 0
+    pinned = extended = taken = 0
     for path in sorted(TRACES.glob("*.jsonl")):
         for line in map(json.loads, path.read_text().splitlines()):
             headers = {name.lower(): value for name, value in line["headers"].items()}
@@ -119,40 +119,40 @@ def test_clean_traffic_counts_nothing(desk):
             standing = desk.take(request)
             taken += 1
             extended += standing.extends
-            sheltered += bool(standing.shelter)
+            pinned += bool(standing.pins)
     counted = {**desk.sessions.figures(), **desk.prompts.figures()}
     zero = {name for name in counted if "rejected" in name or "healed" in name}
     assert len(zero) == 8 and not any(counted[name] for name in zero)
-    assert extended > taken / 2 and sheltered >= 2, (extended, taken, sheltered)
+    assert extended > taken / 2 and pinned >= 2, (extended, taken, pinned)
 
 
 # --------------------------------------------------------------------------- parents
 
 
-def test_a_sub_agent_shelters_the_branch_of_the_agent_that_started_it(desk):
+def test_a_sub_agent_pins_the_branch_of_the_agent_that_started_it(desk):
     desk.take(ask("Hello", demo.PROSE, "Go"))
     main = desk.hashes
     first = desk.take(ask("Find it", session="s/one", system="You search."))
-    assert list(first.shelter) == main and not first.extends
+    assert list(first.pins) == main and not first.extends
     one = desk.hashes
     nested = desk.take(ask("Look", session="s/two", system="You look.", parent="one"))
-    assert list(nested.shelter) == one
+    assert list(nested.pins) == one
     again = desk.take(ask("Find it", "Found.", "More", session="s/one", system="You search."))
-    assert again.extends and list(again.shelter) == main
-    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).shelter
+    assert again.extends and list(again.pins) == main
+    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).pins
 
 
 def test_without_headers_the_longest_branch_of_another_head_is_the_parent(desk):
-    assert not desk.take(ask("A title?", system="You write titles.")).shelter
-    assert not desk.take(ask("Hello", demo.PROSE, "Go")).shelter
+    assert not desk.take(ask("A title?", system="You write titles.")).pins
+    assert not desk.take(ask("Hello", demo.PROSE, "Go")).pins
     main = desk.hashes
-    assert list(desk.take(ask("Find it", system="You search.")).shelter) == main
-    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).shelter
+    assert list(desk.take(ask("Find it", system="You search.")).pins) == main
+    assert not desk.take(ask("Hello", demo.PROSE, "Go", "Done.", "Thanks")).pins
 
 
-def test_a_compaction_does_not_shelter_what_it_replaces(desk):
+def test_a_compaction_does_not_pin_what_it_replaces(desk):
     desk.take(ask("Hello", demo.PROSE, "Go"))
-    assert not desk.take(ask("A summary of all that was")).shelter
+    assert not desk.take(ask("A summary of all that was")).pins
 
 
 # --------------------------------------------------------------------------- bounds
@@ -185,8 +185,8 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return [(i * 31 + seed * 101 + i // 7) % 900 + 20 for i in range(length)]
 
 
-@pytest.mark.parametrize("sheltering", [True, False])
-def test_a_sub_agent_never_evicts_its_parents_branch(model, sheltering):
+@pytest.mark.parametrize("pinning", [True, False])
+def test_a_sub_agent_never_evicts_its_parents_branch(model, pinning):
     """A hot tier that holds the parent and a little more: the sub-agent computes twice as much."""
     parent, child = prompt_of(20 * BLOCK + 5, 1), prompt_of(40 * BLOCK + 5, 2)
     with Rig(model) as rig:
@@ -194,13 +194,13 @@ def test_a_sub_agent_never_evicts_its_parents_branch(model, sheltering):
         held = rig.pool.hot_bytes
     with Rig(model, hot=held + held // 4) as rig:
         first = rig.run(parent, n=2)
-        names = list(first.sequence.hashes) if sheltering else ()
+        names = list(first.sequence.hashes) if pinning else ()
         for turn in range(2):
-            rig.run(child + [30] * turn, n=2, shelter=names)
+            rig.run(child + [30] * turn, n=2, pins=names)
             assert all(block.ref_cnt == 0 for block in rig.pool._blocks)
             assert rig.pool.hot_bytes <= held + held // 4
         again = rig.run(parent, n=2)
-        assert (again.hot == 20 * BLOCK) is sheltering
+        assert (again.hot == 20 * BLOCK) is pinning
         assert again.got == first.got
 
 
@@ -216,7 +216,7 @@ def test_a_sub_agent_that_is_over_goes_before_its_parent(model):
         held = rig.pool.hot_bytes
     with Rig(model, hot=held * 2 + held // 10) as rig:
         first = rig.run(parent, n=2)
-        rig.run(child, n=2, shelter=list(first.sequence.hashes))
+        rig.run(child, n=2, pins=list(first.sequence.hashes))
         rig.run(other, n=2)
         assert rig.run(parent, n=2).hot == 20 * BLOCK
 
@@ -225,7 +225,7 @@ def test_a_cancelled_sub_agent_lets_go(model):
     parent = prompt_of(10 * BLOCK, 1)
     with Rig(model) as rig:
         first = rig.run(parent, n=2)
-        output = rig.start(prompt_of(200, 2), n=100_000, shelter=list(first.sequence.hashes))
+        output = rig.start(prompt_of(200, 2), n=100_000, pins=list(first.sequence.hashes))
         assert output.first.wait(120)
         assert any(block.ref_cnt for block in rig.pool._blocks)
         rig.scheduler.cancel(output.sequence)

@@ -16,7 +16,7 @@ from families import build_family
 from kv_fakes import bytes_on_disk, files_in
 from rig import BLOCK, Rig
 
-from omlxd.engine.schedule import scheduler as scheduler_module
+from omlxd.engine.kvio import bridge
 from omlxd.errors import OmlxdError
 
 MARK = 7
@@ -107,7 +107,7 @@ def test_after_a_restart_nothing_of_a_spoiled_prompt_is_found(model: Path, tmp_p
 
 def test_an_answer_that_is_spoiled_later_keeps_what_has_given_numbers(tmp_path_factory, monkeypatch):
     """Nothing vouches for the KV of the last pass: a block that ends with it is not kept."""
-    monkeypatch.setattr(scheduler_module, "HARVEST_TOKENS", 1)
+    monkeypatch.setattr(bridge, "OFFER_TOKENS", 1)
     tokens = prompt(BLOCK + 30)
     with Rig(build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")) as rig:
         alone = rig.run(tokens, 60, salt="alone").sequence
