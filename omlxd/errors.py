@@ -15,6 +15,8 @@ class OmlxdError(Exception):
     """
 
     code: ErrorCode = "internal"
+    loggable = False
+    """The message names the machine or a setting, never text of a request (see common/private_trace.py)."""
 
     def __init__(
         self,
@@ -83,9 +85,11 @@ class ConfigError(OmlxdError):
     """A flag, a variable or a line of the configuration file makes no sense. `param` names it."""
 
     code = "invalid_request"
+    loggable = True
 
 
 class ModelError(OmlxdError):
     """A model folder can't be loaded."""
 
     code = "unavailable"
+    loggable = True

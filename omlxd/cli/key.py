@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..common.keys import add_key, keys_path, read_keys, revoke_key
 from ..config import OPTIONS, load_settings
+from ..config.keys import add_key, keys_path, read_keys, revoke_key
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:

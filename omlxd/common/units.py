@@ -1,10 +1,8 @@
-"""Sizes as people write them: `8GB`, `8GiB`, `512MB`, plain bytes, `20%` of something, `0`.
+"""Sizes and durations as people write them, and the RAM and disk that this machine has.
 
-GB is 10^9 bytes and GiB is 2^30, as disks and RAM are sold and as macOS and `df -H` show them.
-
-Lengths of time as people write them: `90s`, `5m`, `2h`, `1h30m`, plain seconds, negative for ever.
+Sizes: `8GB`, `8GiB`, `512MB`, plain bytes, `20%` of something, `0`. GB is 10^9 bytes and GiB is 2^30, as
+macOS and `df -H` show them. Durations: `90s`, `5m`, `2h`, `1h30m`, plain seconds, negative for ever.
 """
-# MERGED: docstrings of sizes.py, durations.py (join by hand)
 
 from __future__ import annotations
 
@@ -16,6 +14,9 @@ from pathlib import Path
 
 import psutil
 
+PREFILL_CHUNK = 2048
+"""Tokens of a prompt that a pass computes at most: mlx-lm's own prefill step."""
+
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_CHARS = 64
 """A client may send any text, and looking for units takes the square of its length."""
@@ -24,10 +25,7 @@ _WHOLE = re.compile(r"-?(?:\d+(?:\.\d+)?|(?:\d+(?:\.\d+)?(?:ms|s|m|h|d))+)")
 
 
 def duration(value: str | float) -> float:
-    """Seconds that `value` stands for; infinite for anything negative, as Ollama has it.
-
-    Raises ValueError for what is no length of time.
-    """
+    """Return the seconds in `value`, infinity for anything negative, as Ollama does. Raises ValueError."""
     text = str(value).strip().lower()
     if len(text) > MOST_CHARS or not _WHOLE.fullmatch(text):
         raise ValueError(text)
@@ -38,7 +36,7 @@ def duration(value: str | float) -> float:
 
 
 def spoken(seconds: float | None) -> str:
-    """`seconds` as a person reads it: `45 s`, `5 min`, `2.5 h`; None and infinity: `for good`."""
+    """Format `seconds`: `45 s`, `5 min`, `2.5 h`; None and infinity: `for good`."""
     if seconds is None or math.isinf(seconds):
         return "for good"
     for unit, factor in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
@@ -64,42 +62,40 @@ SMALLEST = 10**6
 """Bytes. Below this a cache holds not one block: it is a forgotten unit (`8` for `8GB`)."""
 
 
-def parse_size(text: str, whole: Callable[[], int] | None = None, *, least: int = SMALLEST) -> int:
-    """Bytes that `text` stands for: 0, or `least` and more. `whole` gives the bytes that `100%` is; None: no
-    percentages.
+def parse_size(text: str, total: Callable[[], int] | None = None, *, least: int = SMALLEST) -> int:
+    """Return the bytes in `text`: 0, or at least `least`. `total()`: the bytes of `100%`.
 
-    Raises ValueError (`no size: …`) for anything that makes no sense: no number, an unknown unit, more than
-    100%, or a size too small to be meant.
+    Raises ValueError (`no size: …`) for no number, an unknown unit, more than 100%, or less than `least`.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
         raise _refuse("write a size as 8GB, 512MB, 20% or 0")
-    number, unit = float(found["number"]), found["unit"].lower()
+    number, unit = float(match["number"]), match["unit"].lower()
     if unit == "%":
-        if whole is None:
+        if total is None:
             raise _refuse("a percentage means nothing here; write a size as 8GB")
         if number > 100:
             raise _refuse("a percentage goes from 0% to 100%")
-        return int(whole() * number / 100)
+        return int(total() * number / 100)
     if unit not in _SIZE_UNITS:
-        raise _refuse(f"{found['unit']!r} is no unit; use MB, GB, TB, MiB, GiB, TiB or %")
+        raise _refuse(f"{match['unit']!r} is not a unit; use MB, GB, TB, MiB, GiB, TiB or %")
     # Integers stay exact; a float would lose bytes beyond 2^53.
     nbytes = (
-        int(found["number"]) * _SIZE_UNITS[unit]
-        if "." not in found["number"]
+        int(match["number"]) * _SIZE_UNITS[unit]
+        if "." not in match["number"]
         else int(number * _SIZE_UNITS[unit])
     )
     if 0 < nbytes < least:
         if unit:
             raise _refuse(f"that is too little; {human(least)} is the least")
-        raise _refuse(f"that is {nbytes} bytes; write the unit, as in {found['number']}GB")
+        raise _refuse(f"that is {nbytes} bytes; write the unit, as in {match['number']}GB")
     if nbytes >= 2**63:
         raise _refuse("no machine has that much")
     return nbytes
 
 
 def human(nbytes: int) -> str:
-    """`nbytes` as a person reads it: `8 GB`, `1.5 GB`, `512 MB`."""
+    """Format `nbytes`: `8 GB`, `1.5 GB`, `512 MB`."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
@@ -107,7 +103,7 @@ def human(nbytes: int) -> str:
 
 
 def total_ram() -> int:
-    """Bytes of RAM that this process may count on: the machine's, or its control group's if less."""
+    """Return the bytes of RAM of the machine, or of this process's control group if less."""
     ram = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -117,7 +113,7 @@ def total_ram() -> int:
 
 
 def available_ram() -> int:
-    """Bytes of RAM that could be taken now: the machine's, or its control group's if less."""
+    """Return the bytes of RAM that are free, in the machine or in this process's control group."""
     available = psutil.virtual_memory().available
     try:
         group = Path("/sys/fs/cgroup")
@@ -127,19 +123,19 @@ def available_ram() -> int:
         return available
     if not limit.isdigit():
         return available
-    # What files hold there is given back on demand.
+    # The page cache is given back on demand.
     return max(0, min(available, int(limit) - used + (int(idle[1]) if idle else 0)))
 
 
 def disk_total(folder: Path) -> int:
-    """Bytes of the disk on which `folder` is, or will be once it is made."""
+    """Return the size in bytes of the disk that holds `folder`, which may not exist yet."""
     for place in (folder, *folder.parents):
         try:
             stat = os.statvfs(place)
         except OSError:
             continue
         return stat.f_frsize * stat.f_blocks
-    raise ValueError(f"no part of a disk: none is found for {folder}")
+    raise ValueError(f"there is no disk for {folder}")
 
 
 def _refuse(why: str) -> ValueError:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from ..common.keys import keys_path, read_keys
-from ..common.small_file import read_small
+from ..common.files import read_small
 from ..common.units import disk_total, human, total_ram
 from ..errors import ConfigError
+from .keys import keys_path, read_keys
 from .settings import BY_NAME, OPTIONS, SAMPLING, ModelSettings, Option, Settings, full_name
 from .values import closest, convert, expected, is_loopback
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
-from ..common.small_file import read_small
+from ..common.files import read_small
 from ..errors import InvalidRequest, PromptTooLong
 from ..kv.cold.lease import Space
 from ..kv.files.paths import namespace_dir

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from ..common.small_file import read_small
+from ..common.files import read_small
 from ..config import Settings
 from .resolve import DEMO_ID, is_local, model_id
 

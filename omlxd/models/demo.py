@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..common.small_file import read_small
+from ..common.files import read_small
 from ..errors import ModelError
 from .demo_template import TEMPLATE
 from .demo_text import ENDINGS, PROSE, WORDS, syllables

@@ -13,17 +13,14 @@ from typing import Any
 
 import msgspec
 
-from ..common.small_file import check_small, read_small
+from ..common.files import check_small, read_small, safetensors_header
+from ..common.units import PREFILL_CHUNK
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
 
-CHUNK = 2048
-"""Tokens that are computed at once at most (engine/schedule/prefill.py)."""
-
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-_MAX_HEADER = 100 * 2**20
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -45,7 +42,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def loading(self) -> int:
         """To load it and answer something short."""
-        return PROCESS_BYTES + self.weights + self.working + self.sequence(CHUNK)
+        return PROCESS_BYTES + self.weights + self.working + self.sequence(PREFILL_CHUNK)
 
     def sequence(self, tokens: int) -> int:
         """One sequence of so many tokens, without what all share."""
@@ -127,8 +124,8 @@ def _header(file: Path) -> dict[str, _Tensor]:
     try:
         check_small(file.stat(), file, sys.maxsize)
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            return msgspec.json.decode(opened.read(min(length, _MAX_HEADER)), type=dict[str, _Tensor])
+            header = safetensors_header(opened, file.stat().st_size) or b""
+        return msgspec.json.decode(header, type=dict[str, _Tensor])
     except (OSError, msgspec.MsgspecError):
         return {}
 
@@ -247,4 +244,4 @@ def _working(text: dict[str, Any], element: int) -> int:
     heads = _int(text, "num_attention_heads", default=1)
     dim = _int(text, "head_dim", default=hidden // heads)
     width = 4 * hidden + 3 * inner + 3 * heads * dim
-    return CHUNK * width * element + 8 * _int(text, "vocab_size")
+    return PREFILL_CHUNK * width * element + 8 * _int(text, "vocab_size")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..common.small_file import SMALL, check_small, read_small
+from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
 
 DEMO_ID = "omlxd-demo"
@@ -27,8 +27,6 @@ _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _LARGE = ("added_tokens", "merges", "tekken", "tokenizer", "vocab")
 _MAX_TOKENIZER = 256 << 20
 """Bytes; the largest tokenizer.json of today has 35 MB."""
-_MAX_HEADER = 100 * 2**20
-"""Bytes; the safetensors format's own limit."""
 
 
 class _Index(msgspec.Struct):
@@ -183,13 +181,12 @@ def _check_weights(path: Path) -> None:
         start = file.read(8)
         if start.startswith(b"version "):
             raise ModelError(f"--model: {path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise ModelError(
-                f"--model: {path} is truncated or no safetensors file ({size} bytes). "
-                "Copy or download it again."
-            )
-        header = file.read(length)
+        file.seek(0)
+        header = safetensors_header(file, size)
+    if header is None:
+        raise ModelError(
+            f"--model: {path} is truncated or no safetensors file ({size} bytes). Copy or download it again."
+        )
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         ends = [
@@ -199,7 +196,7 @@ def _check_weights(path: Path) -> None:
         ]
     except msgspec.DecodeError as error:
         raise ModelError(f"--model: {path} is no safetensors file ({error}).") from error
-    promised = 8 + length + max(ends, default=0)
+    promised = 8 + len(header) + max(ends, default=0)
     if size < promised:
         raise ModelError(
             f"--model: {path} is truncated: {size} bytes of {promised}. Copy or download it again."

@@ -19,9 +19,9 @@ from transformers.utils import chat_template_utils
 
 from omlxd import wire
 from omlxd.chat import Failed
-from omlxd.common.keys import read_keys
-from omlxd.common.small_file import read_small
+from omlxd.common.files import read_small
 from omlxd.config import load_settings
+from omlxd.config.keys import read_keys
 from omlxd.engine import service
 from omlxd.engine.prompt import template_process
 from omlxd.engine.prompt.template_process import TemplateLost, TemplateProcesses, TemplateRefusal

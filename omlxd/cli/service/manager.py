@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -13,6 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from ...common.files import write_atomic
 from ...errors import OmlxdError
 from .plan import Plan
 
@@ -95,15 +95,10 @@ def run(*command: str, timeout: float = 90.0) -> Ran:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Replace `path`, so that nobody reads half of it. Raises ServiceError."""
-    new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(content)
-        new.chmod(0o644)
-        new.replace(path)
+        write_atomic(path, content, 0o644)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
         raise ServiceError(f"{path} can't be written: {error.strerror}.") from error
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import xxhash
 
-from ...common.small_file import read_small
+from ...common.files import read_small, write_atomic
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
@@ -112,7 +112,5 @@ def _read_memo(folder: Path | None) -> dict[str, str]:
 def _write_memo(folder: Path | None, memo: dict[str, str], fresh: dict[str, str]) -> None:
     if folder is None or not fresh:
         return
-    temp = folder / f"{_MEMO}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):  # A folder that has gone is not made anew.
-        temp.write_text(json.dumps({**memo, **fresh}))
-        temp.replace(folder / _MEMO)
+        write_atomic(folder / _MEMO, json.dumps({**memo, **fresh}).encode())

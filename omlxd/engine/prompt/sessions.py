@@ -17,11 +17,11 @@ tokens don't, something has changed them that should not have: that is counted, 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...chat import Conversation, GenerateRequest
+from ...common.bounded_map import BoundedMap
 from ...kv.hashing import BlockHash
 from .canonical import Digest
 from .pipeline import RenderedPrompt
@@ -101,10 +101,10 @@ class Sessions:
     """Bounded, the least recently used session dropped first. Thread-safe."""
 
     def __init__(self, most_blocks: int = MOST_BLOCKS):
-        self._most_blocks = most_blocks
         self._lock = threading.Lock()
-        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
-        self._weight = 0
+        self._sessions = BoundedMap[tuple[str, str], _Session](
+            most_blocks, lambda session: session.weight, least=1
+        )
         self.rejected = 0
         self.pinning = 0
 
@@ -114,7 +114,6 @@ class Sessions:
             session = self._sessions.get(request.session)
             if session is None:
                 return Standing()
-            self._sessions.move_to_end(request.session)
             branch = _extended(session, request)
             parent = _parent(session, request, branch)
             rejected_at = None if branch is None else _rejected_at(branch, request.hashes)
@@ -130,21 +129,14 @@ class Sessions:
         """It went well: its branch now ends with it. `request.hashes` may have grown by its output."""
         new = Branch(request.agent, request.head, request.chain[-1], prompt_blocks, request.hashes)
         with self._lock:
-            session = self._sessions.setdefault(request.session, _Session())
-            self._sessions.move_to_end(request.session)
+            session = self._sessions.pop(request.session) or _Session()
             old = _extended(session, request)
             if old is not None:
                 session.branches.remove(old)
             session.branches.append(new)
             del session.branches[:-MOST_BRANCHES]
-            self._weight -= session.weight
             session.weight = OWN_WEIGHT + sum(len(branch.hashes) for branch in session.branches)
-            self._weight += session.weight
-            self._trim()
-
-    def _trim(self) -> None:
-        while len(self._sessions) > 1 and self._weight > self._most_blocks:
-            self._weight -= self._sessions.popitem(last=False)[1].weight
+            self._sessions.put(request.session, session)
 
     def figures(self) -> dict[str, float]:
         with self._lock:

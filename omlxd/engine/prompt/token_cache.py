@@ -32,10 +32,10 @@ import itertools
 import re
 import threading
 from array import array
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, PromptTooLong
 from .token_bound import TokenBound
 
@@ -67,14 +67,12 @@ class TokenCache:
 
     def __init__(self, tokenizer: Any, max_bytes: int = CACHE_BYTES):
         self._tokenizer = tokenizer
-        self._max_bytes = max_bytes
         # A tokenizer's settings are changed by every call of transformers' `encode`: a second thread
         # in it gets "Already borrowed". The backend's own changes nothing, so that a short text need not
         # wait for a long one.
         self._encoding = _Shared()
         self._lock = threading.Lock()
-        self._segments: OrderedDict[bytes, array[int]] = OrderedDict()
-        self._bytes = 0
+        self._segments = BoundedMap[bytes, array[int]](max_bytes, _cost)
         self.hits = 0
         self.misses = 0
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
@@ -239,7 +237,6 @@ class TokenCache:
                 if ids is None:
                     continue
                 found[key] = ids
-                self._segments.move_to_end(key)
                 self.hits += len(ids)
         return found
 
@@ -247,12 +244,7 @@ class TokenCache:
         with self._lock:
             for key, ids in new.items():
                 self.misses += len(ids)
-                if key not in self._segments:
-                    self._segments[key] = ids
-                    self._bytes += _cost(ids)
-            while self._bytes > self._max_bytes and self._segments:
-                _, ids = self._segments.popitem(last=False)
-                self._bytes -= _cost(ids)
+                self._segments.put(key, ids)
 
 
 class _Shared:

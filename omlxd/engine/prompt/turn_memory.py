@@ -31,12 +31,13 @@ import hashlib
 import json
 import threading
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ...chat import Event, ReasoningDelta, TextDelta, ToolCall
+from ...common.bounded_map import BoundedMap
 from .canonical import Digest, answer_digest, thought_digest
 
 
@@ -179,20 +180,20 @@ class TurnMemory:
     """
 
     def __init__(self, max_bytes: int = MOST_BYTES, files: Files | None = None):
-        self._max_bytes = max_bytes
         self._files = files
         self._lock = threading.Lock()
-        self._places: OrderedDict[tuple[tuple[str, str], Digest], Known] = OrderedDict()
+        self._places = BoundedMap[tuple[tuple[str, str], Digest], Known](
+            max_bytes, lambda known: known.nbytes
+        )
         self._busy: dict[tuple[tuple[str, str], Digest], Known] = {}
         """Places that are being answered or written: not forgotten meanwhile, whatever is dropped."""
-        self._bytes = 0
         self.healed = 0
         self.unknown = 0
         self.refusals: Counter[str] = Counter()
 
     @property
     def nbytes(self) -> int:
-        return self._bytes
+        return self._places.cost
 
     def __len__(self) -> int:
         """Places."""
@@ -223,16 +224,14 @@ class TurnMemory:
             if known is None:
                 # A place that has no file is noted too, so that it is looked for once.
                 known = Known(dict(stored), begun=bool(stored), on_disk=bool(stored))
-                self._add(place, known)
+                self._places.put(place.key, known)
             return known
 
     def _held(self, place: Place) -> Known | None:
         """What is known of `place` without reading; it is the most recently used then. Under the lock."""
         known = self._places.get(place.key)
-        if known is not None:
-            self._places.move_to_end(place.key)
-        elif (known := self._busy.get(place.key)) is not None:
-            self._add(place, known)
+        if known is None and (known := self._busy.get(place.key)) is not None:
+            self._places.put(place.key, known)
         return known
 
     def begin(self, place: Place) -> None:
@@ -245,7 +244,7 @@ class TurnMemory:
                 known = held
             else:  # It couldn't be told whether there is a file.
                 known.on_disk = True
-                self._add(place, known)
+                self._places.put(place.key, known)
             known.begun += 1
             known.answering += 1
             self._busy[place.key] = known
@@ -259,7 +258,7 @@ class TurnMemory:
         if self._files is None:
             return
         with self._lock:
-            known = [(place, self._places.get(place.key)) for place in places]
+            known = [(place, self._places.peek(place.key)) for place in places]
         filed = [place for place, one in known if one is not None and one.on_disk]
         if filed:
             self._files.used(filed)
@@ -287,11 +286,10 @@ class TurnMemory:
         turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value)
         with self._lock:
             known = self._held(place) or Known()
-            if place.key in self._places:
-                self._bytes -= self._places.pop(place.key).nbytes
+            self._places.pop(place.key)
             _put(known, place, (answer, thought), turn)
             known.unsaved = True
-            self._add(place, known)
+            self._places.put(place.key, known)
             self._save(place, known)
 
     def end(self, place: Place) -> None:
@@ -327,14 +325,6 @@ class TurnMemory:
         with self._lock:
             known.writing = False
             self._save(place, known)
-
-    def _add(self, place: Place, known: Known) -> None:
-        """The most recently used place from now on; others go to make room."""
-        self._places[place.key] = known
-        self._bytes += known.nbytes
-        while self._bytes > self._max_bytes:
-            _, oldest = self._places.popitem(last=False)
-            self._bytes -= oldest.nbytes
 
 
 def _put(known: Known, place: Place, said: Said, turn: Turn) -> None:

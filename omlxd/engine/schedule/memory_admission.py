@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 import mlx.core as mx
 
-from ...common.units import human
+from ...common.units import PREFILL_CHUNK, human
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.block import Block
 from ...kv.store import KVStore
@@ -25,7 +25,6 @@ from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import LoadedModel
 from ..sequence import Sequence, State, capacity_for
-from .prefill import IDLE_CHUNK
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
@@ -47,7 +46,7 @@ class Verdict(Enum):
 
 
 class MemoryAdmission:
-    """`working`: bytes that computing `IDLE_CHUNK` tokens is thought to take, until it has been measured.
+    """`working`: bytes that computing `PREFILL_CHUNK` tokens is thought to take, until it has been measured.
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
     `chunk`: tokens that are computed in one pass at most.
 
@@ -62,7 +61,7 @@ class MemoryAdmission:
         want: Callable[[Wants], None],
         *,
         pair: int = 0,
-        chunk: int = IDLE_CHUNK,
+        chunk: int = PREFILL_CHUNK,
         measure: Callable[[], tuple[int, int]] = memory,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -70,7 +69,7 @@ class MemoryAdmission:
         self._want = want
         self._measure = measure
         self._clock = clock
-        self._per_token = working / IDLE_CHUNK
+        self._per_token = working / PREFILL_CHUNK
         self._chunk = chunk
         self._seen = 0
         self._per_pair = 0.0

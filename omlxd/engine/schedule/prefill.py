@@ -5,7 +5,7 @@
 | CPU     | one block                                 | whatever was restored and whoever else runs, |
 |         |                                           | also where sums depend on a pass's shape     |
 | GPU     | a power of two: what takes half a second, | for runs that begin at the same place, at    |
-|         | at most `IDLE_CHUNK`                      | rates that give the same pass                |
+|         | at most `PREFILL_CHUNK`                      | rates that give the same pass                |
 
 Passes end on an absolute grid. They do not shrink for decoding rows, which step between the layers of
 a pass (scheduler.py); nor do bits depend on them, therefore.
@@ -21,11 +21,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from ...common.units import PREFILL_CHUNK
 from .. import mlx_adapter
 from ..sequence import Sequence
-
-IDLE_CHUNK = 2048
-"""Tokens a pass at most: mlx-lm's own prefill step."""
 
 CPU_CHUNK = 64
 """Tokens a pass on a CPU at least; more gain nothing. SmolLM2's shape with 6 layers, 1,024 tokens, OpenBLAS
@@ -54,7 +52,7 @@ class PrefillPacer:
     def __init__(self, block_size: int):
         self._block = block_size
         self._backend = mlx_adapter.backend()
-        self.largest = max(block_size, CPU_CHUNK if self._backend == "cpu" else IDLE_CHUNK)
+        self.largest = max(block_size, CPU_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
         self.rate = 0.0
 
     def pick(self, ready: Seq[Sequence]) -> Sequence:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
-from ...common.small_file import read_small
+from ...common.files import read_small, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +85,8 @@ class ModelBook:
         self._writer.submit(self._replace, msgspec.json.format(msgspec.json.encode(self._book)))
 
     def _replace(self, text: bytes) -> None:
-        temporary = self._path.with_name(self._path.name + ".new")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(text)
-            os.replace(temporary, self._path)
+            write_atomic(self._path, text)
         except OSError as error:
             log.warning("%s can't be written, so this is forgotten at the end: %s", self._path, error)

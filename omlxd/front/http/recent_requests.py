@@ -6,12 +6,12 @@ A prompt kept here leaves the process only in the answer to whoever holds the ke
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import msgspec
 
 from ...chat import GenerateRequest
+from ...common.bounded_map import BoundedMap
 from .trace import RequestTrace
 
 MOST, MOST_BYTES = 64, 8 << 20
@@ -49,34 +49,29 @@ class RecentRequests:
     """Newest last. One too large to keep is not kept."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
-        self._most, self._most_bytes = most, most_bytes
-        self._held = 0
-        self._kept: OrderedDict[str, RecentRequest] = OrderedDict()
+        self._kept = BoundedMap[str, RecentRequest](most_bytes, lambda kept: kept.size, max_items=most)
 
     def add(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
         """`nbytes`: of its body."""
-        if nbytes > self._most_bytes:
+        if nbytes > self._kept.max_cost:
             return
         try:
             encoded = _encoder.encode(request)
         except (ValueError, OverflowError, RecursionError, TypeError):
             return  # No engine will take it either, and it is refused for that.
         size = max(nbytes, len(encoded))
-        if size > self._most_bytes:
+        if size > self._kept.max_cost:
             return
-        self._kept[trace.id] = RecentRequest(model_id, request.session, encoded, size, trace, time.time())
-        self._held += size
-        while len(self._kept) > self._most or self._held > self._most_bytes:
-            self._held -= self._kept.popitem(last=False)[1].size
+        self._kept.put(trace.id, RecentRequest(model_id, request.session, encoded, size, trace, time.time()))
 
     def find(self, id: str = "", session: str = "") -> RecentRequest | None:
         """The request of that id, else the newest of that session, else the newest."""
         if id:
-            return self._kept.get(id)
-        for kept in reversed(self._kept.values()):
+            return self._kept.peek(id)
+        for kept in self._kept.values():
             if not session or kept.session == session:
                 return kept
         return None
 
     def newest_first(self) -> list[RecentRequest]:
-        return list(reversed(self._kept.values()))
+        return list(self._kept.values())

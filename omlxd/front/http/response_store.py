@@ -7,7 +7,6 @@ GET and DELETE of stored responses.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ from starlette.responses import Response
 
 from ...api.responses.items import response_of
 from ...chat import Message
+from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, NotFound
 
 MAX_RESPONSES = 1000
@@ -51,11 +51,14 @@ class ResponseStore:
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.bytes = 0
+        self._kept = BoundedMap[str, StoredResponse](
+            max_bytes, lambda stored: stored.size, max_items=max_responses
+        )
+
+    @property
+    def bytes(self) -> int:
         """Bytes held, at most `max_bytes`."""
+        return self._kept.cost
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -63,29 +66,16 @@ class ResponseStore:
     def keep(self, id: str, messages: tuple[Message, ...], response: bytes = b"{}") -> None:
         """One that is larger than the whole store is not kept."""
         stored = StoredResponse(msgspec.msgpack.encode(messages), response)
-        if stored.size > self._max_bytes:
-            return
-        self.remove(id)
-        self.bytes += stored.size
-        self._kept[id] = stored
-        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self.bytes -= dropped.size
+        if stored.size <= self._kept.max_cost:
+            self._kept.put(id, stored)
 
     def find(self, id: str) -> StoredResponse | None:
         """None: never kept, or gone."""
-        stored = self._kept.get(id)
-        if stored is not None:
-            self._kept.move_to_end(id)
-        return stored
+        return self._kept.get(id)
 
     def remove(self, id: str) -> bool:
         """Whether there was one."""
-        stored = self._kept.pop(id, None)
-        if stored is None:
-            return False
-        self.bytes -= stored.size
-        return True
+        return self._kept.pop(id) is not None
 
     def items(self, id: str) -> dict[str, bytes]:
         """Item id → JSON, of the output of a response that is kept; else nothing."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...common.keys import Key, digest_of, read_keys
+from ...config.keys import Key, digest_of, read_keys
 from ...errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from ...common.keys import KEY_PATTERN
 from ...common.private_trace import PrivateFormatter
 from ...config import Settings
+from ...config.keys import KEY_PATTERN
 from ...errors import ConfigError
 from ..http.trace import printable
 

@@ -23,8 +23,8 @@ import sys
 from collections.abc import Callable
 
 from ... import __version__
-from ...common.keys import keys_path
 from ...config import Settings
+from ...config.keys import keys_path
 from ...errors import ConfigError, ModelError
 from ...models.catalog import default_model
 from ...models.resolve import check_folder

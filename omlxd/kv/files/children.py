@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from ...common.files import safetensors_header
 from ..hashing import BlockHash
 from .paths import file_kind, is_fan_dir
 
@@ -90,20 +91,20 @@ def _block_files(namespace: Path) -> Iterator[str]:
 def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:
     """A token block and its parent, if that is wanted. Raises OSError, or ValueError for nonsense."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        head = os.read(fd, _HEAD)
+    with open(fd, "rb", buffering=0) as file:
+        head = file.read(_HEAD)
         parent = head.partition(b'"parent":"')[2][:64]
         if parent not in wanted or b'"kind":"tokens"' not in head:
             return None
-        length = int.from_bytes(head[:8], "little")
-        if length > _MOST_HEADER:
+        file.seek(0)
+        facts = os.fstat(fd)
+        header = safetensors_header(file, facts.st_size, _MOST_HEADER)
+        if header is None:
             return None
-        claims = msgspec.json.decode(os.pread(fd, length, 8), type=_Header).claims
+        claims = msgspec.json.decode(header, type=_Header).claims
         tokens = [int(token) for token in claims.tokens.split(",")]
-        child = Child(bytes.fromhex(claims.hash), tokens, os.fstat(fd).st_mtime)
+        child = Child(bytes.fromhex(claims.hash), tokens, facts.st_mtime)
         return bytes.fromhex(claims.parent), child
-    finally:
-        os.close(fd)
 
 
 def shared(one: list[int], other: list[int]) -> int:

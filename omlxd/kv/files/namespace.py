@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from ...common.files import write_atomic
 from ..hashing import BlockHash
 from .paths import namespace_dir
 
@@ -84,14 +85,9 @@ def describe_namespace(
     if new == old:
         return
     folder = root / namespace_dir(namespace)
-    temp = folder / f"{FILE_NAME}.{os.getpid()}.tmp"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True, mode=0o700)
-        temp.write_bytes(msgspec.json.format(msgspec.json.encode(new)))
-        temp.replace(folder / FILE_NAME)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temp.unlink()
+        write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(new)))
 
 
 def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:

@@ -6,9 +6,9 @@ Only this process's: after a restart a file that was evicted before looks as if 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from ...common.bounded_map import BoundedMap
 from ..files.paths import SUFFIX, file_kind
 
 MOST = 32768
@@ -30,23 +30,17 @@ class Fates:
     """The newest `most` files that are gone. Asking is safe from any thread."""
 
     def __init__(self, most: int = MOST):
-        self._most = most
-        self._gone: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        self._gone = BoundedMap[int, Fate](max_items=most)
 
     def note(self, path: str, what: str) -> None:
         """`path`: of a block's file, relative to the cache dir."""
         key = _key(path)
-        if key is None:
-            return  # A temporary file is nobody's miss.
-        self._gone.pop(key, None)
-        self._gone[key] = (what, time.time())
-        if len(self._gone) > self._most:
-            self._gone.popitem(last=False)
+        if key is not None:  # A temporary file is nobody's miss.
+            self._gone.put(key, Fate(what, time.time()))
 
     def of(self, path: str) -> Fate | None:
         key = _key(path)
-        found = None if key is None else self._gone.get(key)
-        return Fate(*found) if found else None
+        return None if key is None else self._gone.peek(key)
 
     def __len__(self) -> int:
         return len(self._gone)

@@ -16,7 +16,7 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 
 from omlxd.cli import main
-from omlxd.common.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
+from omlxd.config.keys import KEY_PATTERN, add_key, keys_path, read_keys, revoke_key
 from omlxd.errors import ConfigError
 from omlxd.front.http import settings
 from omlxd.front.http.settings import KeyRing

@@ -16,9 +16,9 @@ from app_client import body, client
 from fake_engine import EVERYTHING, FakeEngine, app_of
 
 from omlxd.chat import Failed
-from omlxd.common.keys import add_key, keys_path
 from omlxd.common.private_trace import LineFormatter, private_trace
 from omlxd.config import load_settings
+from omlxd.config.keys import add_key, keys_path
 from omlxd.errors import ConfigError
 from omlxd.front.engines.log_lines import EngineLines
 from omlxd.front.http.trace import RequestTrace

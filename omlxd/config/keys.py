@@ -1,10 +1,9 @@
 """API keys with names, in one private file under the base path.
 
-A key is 256 random bits that we make, so its SHA-256 is as hard to turn back as the key is to
-guess. A slow hash (scrypt) protects words that people choose, and would cost every request tens of
-milliseconds; here it would protect nothing. Keys that owners choose (--api-key) are never stored.
+A key is 256 random bits, so its SHA-256 needs no slow hash: scrypt protects words that people choose, and
+costs tens of milliseconds a request. Keys that owners choose (--api-key) are never stored.
 
-The file is replaced whole, under a lock on its folder; a running daemon sees the new one at its
+Writers replace the file atomically, under a lock on its folder; a running daemon reads the new file at its
 next request.
 """
 
@@ -22,12 +21,12 @@ from pathlib import Path
 
 import msgspec
 
+from ..common.files import read_with_facts, write_atomic
 from ..errors import ConfigError
-from .small_file import read_with_facts
 
 FILE_NAME = "keys.json"
 KEY_PATTERN = re.compile(r"omlxd-[A-Za-z0-9_-]{43}")
-"""A whole key, as `add_key` makes it: known by its form wherever it must not appear."""
+"""A key, as `add_key` makes it: logs find and hide it by this pattern."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 
 
@@ -52,7 +51,7 @@ def keys_path(base_path: Path) -> Path:
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
-    """The keys in `path`; none if there is no such file. Raises ConfigError for one that can't be trusted."""
+    """Return the keys in `path`, () without a file. Raises ConfigError if others could change it."""
     try:
         text, facts = read_with_facts(path)
     except FileNotFoundError:
@@ -75,23 +74,23 @@ def read_keys(path: Path) -> tuple[Key, ...]:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Make a key called `name`, keep its digest, return it: it can't be had again. Raises ConfigError."""
+    """Make a key called `name`, store its digest, return the key. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError("A key's name is up to 64 letters, digits and . _ @ -.", param="NAME")
-    key = "omlxd-" + secrets.token_urlsafe(32)
+    secret = "omlxd-" + secrets.token_urlsafe(32)
     with _locked(path):
         keys = read_keys(path)
-        if any(known.name == name for known in keys):
+        if any(key.name == name for key in keys):
             raise ConfigError(
                 f"there is a key {name} already; revoke it first, or choose another name.", param="NAME"
             )
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        _write(path, [*keys, Key(name, digest_of(key.encode()), created)])
-    return key
+        _write(path, [*keys, Key(name, digest_of(secret.encode()), created)])
+    return secret
 
 
 def revoke_key(path: Path, name: str) -> int:
-    """Forget the key called `name`; returns how many are left. Raises ConfigError."""
+    """Remove the key called `name`; return how many are left. Raises ConfigError."""
     with _locked(path):
         keys = read_keys(path)
         left = [key for key in keys if key.name != name]
@@ -104,7 +103,7 @@ def revoke_key(path: Path, name: str) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Two `omlxd key` at once must not lose a key, nor bring a revoked one back."""
+    """Lock the folder: two `omlxd key` at once must not lose a key, nor bring a revoked one back."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -121,14 +120,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, keys: Sequence[Key]) -> None:
-    new = path.with_name(f".{path.name}.new")
+    data = msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=2) + b"\n"
     try:
-        new.unlink(missing_ok=True)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(_File(list(keys))), indent=2) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        write_atomic(path, data, sync=True)
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}.", param=str(path)) from error
