@@ -1,14 +1,14 @@
-"""What a model keeps, learnt from a cache of one token: per-token KV, state at a position, or neither.
+"""What a model keeps of its context, and one table of the cache classes that keep it.
 
-Caches of one sequence: making, filling, reading.
-
-Caches of a batch: joining, leaving, taking a row's KV and state out.
+A cache is a list of layers. A layer is one of mlx-lm's cache classes, or a `CacheList` of some; `leaves`
+names each. `KINDS` has a row for each class that omlxd can store and bring back: a model family with
+another class needs another row, and nothing else. Other classes decode, and batch if mlx-lm can batch
+them, but nothing of such a model is reused.
 """
-# MERGED: docstrings of layouts.py, caches.py, batches.py (join by hand)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -26,7 +26,7 @@ from mlx_lm.models.cache import (
 from ...kv.layout import Group, KVLayout
 from .batch_kv import EvenBatchKVCache, next_step, round_up
 from .device import SAFETENSORS_DTYPE
-from .quantised import PARTS, PackedKV, QuantisedKVCache
+from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -72,63 +72,133 @@ class StateLayout:
         return [[t.name, list(t.shape), t.dtype, t.window] for t in self.tensors]
 
 
+# --------------------------------------------------------------------------- the table
+
+
+@dataclass(slots=True, frozen=True)
+class CacheKind:
+    """How omlxd handles one cache class.
+
+    type       the class itself, no subclass
+    per_token  it keeps one entry a token, on axis 2, and nothing else; otherwise state at a position
+    state_of   a cache's arrays by name: per token as allocated, state in canonical form (lazy); None where
+               it has none yet
+    restore    (cache, arrays as `state_of` gives them, tokens that they hold)
+    batch      the class whose `merge` makes a batch of such caches; `state_of` reads it where per_token
+    quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
+    """
+
+    type: type
+    per_token: bool
+    state_of: Callable[[Any], dict[str, Any]]
+    restore: Callable[[Any, Mapping[str, mx.array], int], None]
+    batch: Any
+    quantise: Callable[[Quantisation], Any] | None = None
+
+
+def _pair(cache: Any) -> dict[str, Any]:
+    return {"keys": cache.keys, "values": cache.values}
+
+
+def _put_pair(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    cache.keys, cache.values, cache.offset = arrays["keys"], arrays["values"], tokens
+
+
+def _packed(cache: Any) -> dict[str, Any]:
+    none = [None] * len(PARTS)
+    return {
+        f"{name}.{part}": array
+        for name, parts in _pair(cache).items()
+        for part, array in zip(PARTS, parts or none, strict=True)
+    }
+
+
+def _put_packed(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    cache.keys, cache.values = ([arrays[f"{name}.{part}"] for part in PARTS] for name in ("keys", "values"))
+    cache.offset = tokens
+
+
+def _window(cache: Any) -> dict[str, Any]:
+    """The last tokens, as many as fit, in temporal order."""
+    if cache.keys is None:
+        return _pair(cache)
+    length = min(cache.offset, cache.max_size)
+    return {name: cache._temporal_order(array)[..., -length:, :] for name, array in _pair(cache).items()}
+
+
+def _put_window(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    _put_pair(cache, arrays, tokens)
+    cache._idx = cache.keys.shape[2]
+
+
+def _numbered(cache: Any) -> dict[str, Any]:
+    return {f"state.{index}": array for index, array in enumerate(cache.cache)}
+
+
+def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    cache.cache = [arrays[f"state.{index}"] for index in range(len(cache.cache))]
+
+
+_ROWS = (
+    CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, QuantisedKVCache),
+    CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache),
+    CacheKind(RotatingKVCache, False, _window, _put_window, BatchRotatingKVCache),
+    CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache),
+)
+KINDS = {kind.type: kind for kind in _ROWS}
+_BATCHED = {kind.batch: kind for kind in _ROWS}
+
+
+# --------------------------------------------------------------------------- what a model keeps
+
+
 def leaves(cache: Cache) -> list[tuple[str, Any]]:
     """(name, cache) of every layer, the members of a `CacheList` each for itself."""
-    found: list[tuple[str, Any]] = []
-    for index, layer in enumerate(cache):
-        _add_leaves(f"layers.{index}", layer, found)
-    return found
+    return [leaf for index, layer in enumerate(cache) for leaf in _leaves(f"layers.{index}", layer)]
 
 
-def _add_leaves(name: str, layer: Any, found: list[tuple[str, Any]]) -> None:
-    if isinstance(layer, CacheList):
-        for index, member in enumerate(layer.caches):
-            _add_leaves(f"{name}.{index}", member, found)
-    else:
-        found.append((name, layer))
+def _leaves(name: str, layer: Any) -> list[tuple[str, Any]]:
+    if not isinstance(layer, CacheList):
+        return [(name, layer)]
+    return [leaf for index, member in enumerate(layer.caches) for leaf in _leaves(f"{name}.{index}", member)]
 
 
-def keeps_tokens(leaf: Any) -> bool:
-    """It holds one entry a token, of one sequence, and nothing else."""
-    return type(leaf) in (KVCache, QuantisedKVCache)
+def _map_leaves(change: Callable[..., Any], *layers: Any) -> Any:
+    """`change(*leaves)` for the leaves at each place of `layers`, which are built alike."""
+    if not isinstance(layers[0], CacheList):
+        return change(*layers)
+    members = zip(*(layer.caches for layer in layers), strict=True)
+    return CacheList(*(_map_leaves(change, *member) for member in members))
 
 
-def leaf_tensors(name: str, leaf: Any) -> list[tuple[str, Any]]:
-    """Arrays of one cache as it keeps them, by name; None where it has none yet."""
-    if isinstance(leaf, ArraysCache):
-        return [(f"{name}.state.{i}", array) for i, array in enumerate(leaf.cache)]
-    pair = [(f"{name}.keys", leaf.keys), (f"{name}.values", leaf.values)]
-    if isinstance(leaf, PackedKV):
-        none = [None] * len(PARTS)
-        return [
-            (f"{tensor}.{part}", array)
-            for tensor, parts in pair
-            for part, array in zip(PARTS, parts or none, strict=True)
-        ]
-    return pair
+def _of_kind(cache: Cache, *, per_token: bool) -> Iterable[tuple[str, Any, CacheKind]]:
+    """(name, leaf, its row) of the leaves of one sequence's cache that have a row of that sort."""
+    for name, leaf in leaves(cache):
+        kind = KINDS.get(type(leaf))
+        if kind is not None and kind.per_token == per_token:
+            yield name, leaf, kind
 
 
-def set_leaf_tensors(name: str, leaf: Any, arrays: Mapping[str, mx.array]) -> None:
-    """The inverse of `leaf_tensors`, for a cache that `keeps_tokens`."""
-    for attribute in ("keys", "values"):
-        tensor = f"{name}.{attribute}"
-        packed = isinstance(leaf, PackedKV)
-        setattr(leaf, attribute, [arrays[f"{tensor}.{p}"] for p in PARTS] if packed else arrays[tensor])
+def _named(name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}.{part}": array for part, array in arrays.items()}
+
+
+def _restore(name: str, leaf: Any, kind: CacheKind, arrays: Mapping[str, mx.array], tokens: int) -> None:
+    """The inverse of `state_of`, from arrays by the names that `tensors` and `state_tensors` give them."""
+    kind.restore(leaf, {part: arrays[f"{name}.{part}"] for part in kind.state_of(leaf)}, tokens)
 
 
 def reuse_obstacle(cache: Cache) -> str:
-    """Empty when all that the model keeps can be stored and brought back; else the reason why not."""
-    found = [leaf for _, leaf in leaves(cache)]
-    others = {
-        type(leaf).__name__
-        for leaf in found
-        if not keeps_tokens(leaf) and type(leaf) not in (RotatingKVCache, ArraysCache)
-    }
-    if others:
+    """Empty when all that the model keeps can be stored and brought back; else the reason why not.
+
+    cache  one of one token
+    """
+    held = [leaf for _, leaf in leaves(cache)]
+    if others := {type(leaf).__name__ for leaf in held if type(leaf) not in KINDS}:
         return f"layers of this model keep {', '.join(sorted(others))}: state that omlxd can't store yet"
-    if any(isinstance(leaf, RotatingKVCache) and leaf.keep for leaf in found):
+    if any(_keeps_first(leaf) for leaf in held):
         return "layers of this model keep their first tokens beside a window: omlxd can't store that yet"
-    arrays = [array for leaf in found for _, array in leaf_tensors("", leaf)]
+    arrays = [array for leaf in held for array in KINDS[type(leaf)].state_of(leaf).values()]
     if any(array is None for array in arrays):
         return "a layer of this model keeps no state of its own"
     if any(array.dtype not in SAFETENSORS_DTYPE for array in arrays):
@@ -136,38 +206,67 @@ def reuse_obstacle(cache: Cache) -> str:
     return ""
 
 
+def _keeps_first(leaf: Any) -> bool:
+    """Whether a window keeps the first tokens too."""
+    return bool(getattr(leaf, "keep", 0))
+
+
+def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
+    """Empty when `quantised` may do for a model with such a cache, of one token; else the reason why not."""
+    if obstacle := reuse_obstacle(cache):
+        return obstacle
+    tokens = [leaf for _, leaf, kind in _of_kind(cache, per_token=True) if kind.quantise]
+    if not tokens:
+        names = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves(cache)}))
+        return f"its layers keep {names} alone, which does not grow with the context"
+    for leaf in tokens:
+        keys, values = leaf.keys, leaf.values
+        if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
+            return "its KVCache holds the latent of MLA, which its attention expands itself"
+        if width := next((a.shape[3] for a in (keys, values) if a.shape[3] % how.group), 0):
+            return f"its KVCache has heads {width} wide, which groups of {how.group} don't divide"
+    return ""
+
+
+def quantised(cache: Cache, how: Quantisation) -> Cache:
+    """`cache`, empty, with every class that has a quantised counterpart replaced by that."""
+
+    def replaced(leaf: Any) -> Any:
+        kind = KINDS.get(type(leaf))
+        return kind.quantise(how) if kind is not None and kind.quantise else leaf
+
+    return [_map_leaves(replaced, layer) for layer in cache]
+
+
 def is_batchable(cache: Cache) -> bool:
+    """Whether mlx-lm can decode several such caches as one."""
     return all(
-        hasattr(type(leaf), "merge") and not (isinstance(leaf, RotatingKVCache) and leaf.keep)
+        (type(leaf) in KINDS or hasattr(type(leaf), "merge")) and not _keeps_first(leaf)
         for _, leaf in leaves(cache)
     )
 
 
 def layout_of(cache: Cache) -> KVLayout:
+    """The layout of the per-token KV of a model with such a cache, of one token."""
     members: dict[tuple[int, int, str], list[str]] = {}
-    for name, array in named_tensors(cache):
+    for name, array in tensors(cache).items():
         shape = (array.shape[1], array.shape[3], SAFETENSORS_DTYPE[array.dtype])
         members.setdefault(shape, []).append(name)
     return KVLayout(tuple(Group(tuple(names), *shape) for shape, names in members.items()))
 
 
 def states_of(cache: Cache) -> StateLayout:
-    found: list[StateTensor] = []
-    for name, leaf in leaves(cache):
-        if keeps_tokens(leaf):
-            continue
-        window = leaf.max_size if isinstance(leaf, RotatingKVCache) else 0
-        found += [
-            StateTensor(tensor, tuple(array.shape), SAFETENSORS_DTYPE[array.dtype], window)
-            for tensor, array in leaf_tensors(name, leaf)
-        ]
-    return StateLayout(tuple(found))
+    """The layout of what a model with such a cache, of one token, keeps besides."""
+    return StateLayout(
+        tuple(
+            StateTensor(tensor, tuple(a.shape), SAFETENSORS_DTYPE[a.dtype], getattr(leaf, "max_size", 0))
+            for name, leaf, kind in _of_kind(cache, per_token=False)
+            for tensor, a in _named(name, kind.state_of(leaf)).items()
+        )
+    )
 
 
-def named_tensors(cache: Cache) -> list[tuple[str, mx.array]]:
-    return [
-        tensor for name, leaf in leaves(cache) if keeps_tokens(leaf) for tensor in leaf_tensors(name, leaf)
-    ]
+# --------------------------------------------------------------------------- caches of one sequence
 
 
 def new_cache(model: Any, capacity: int) -> Cache:
@@ -177,28 +276,24 @@ def new_cache(model: Any, capacity: int) -> Cache:
     the size is known.
     """
     cache = make_prompt_cache(model)
-    for _, leaf in leaves(cache):
-        if keeps_tokens(leaf):
-            leaf.step = round_up(capacity)
+    for _, leaf, _ in _of_kind(cache, per_token=True):
+        leaf.step = round_up(capacity)
     return cache
 
 
 def filled_cache(model: Any, arrays: dict[str, mx.array], length: int) -> Cache:
     """A cache over `arrays` (by layout name, each (1, heads, capacity, dim)) holding `length` tokens."""
     cache = make_prompt_cache(model)
-    for name, leaf in leaves(cache):
-        if keeps_tokens(leaf):
-            set_leaf_tensors(name, leaf, arrays)
-            leaf.offset = length
-            leaf.step = next_step(length)
+    for name, leaf, kind in _of_kind(cache, per_token=True):
+        _restore(name, leaf, kind, arrays, length)
+    after_prefill(cache, length)
     return cache
 
 
 def after_prefill(cache: Cache, length: int) -> None:
     """Grow geometrically from here on, not by the size of the first allocation."""
-    for _, leaf in leaves(cache):
-        if keeps_tokens(leaf):
-            leaf.step = next_step(length)
+    for _, leaf, _ in _of_kind(cache, per_token=True):
+        leaf.step = next_step(length)
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:
@@ -207,13 +302,10 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
     arrays    by layout name, each (1, heads, count, dim), in the type that the cache keeps
     capacity  tokens to allocate for when the cache is still empty
     """
-    for name, leaf in leaves(cache):
-        if not keeps_tokens(leaf):
-            continue
-        held = dict(leaf_tensors(name, leaf))
-        for tensor in held:
+    for name, leaf, kind in _of_kind(cache, per_token=True):
+        held = _named(name, kind.state_of(leaf))
+        for tensor, have in held.items():
             new = arrays[tensor]
-            have = held[tensor]
             if have is None or have.shape[2] < start + count:
                 room = round_up(max(capacity, start + count))
                 _, heads, _, dim = new.shape
@@ -223,8 +315,7 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
                 have = grown
             have[..., start : start + count, :] = new
             held[tensor] = have
-        set_leaf_tensors(name, leaf, held)
-        leaf.offset = start + count
+        _restore(name, leaf, kind, held, start + count)
 
 
 def tensors(cache: Cache) -> dict[str, mx.array]:
@@ -232,30 +323,23 @@ def tensors(cache: Cache) -> dict[str, mx.array]:
 
     A live reference or view makes MLX copy the whole array at the next append.
     """
-    return dict(named_tensors(cache))
+    return _arrays(cache, per_token=True)
 
 
 def state_tensors(cache: Cache) -> dict[str, mx.array]:
     """State that exists only at the cache's position, by name, in canonical form; lazy."""
-    found: dict[str, mx.array] = {}
-    for name, leaf in leaves(cache):
-        if isinstance(leaf, RotatingKVCache):
-            for tensor, array in leaf_tensors(name, leaf):
-                ordered = leaf._temporal_order(array)
-                found[tensor] = ordered[..., -min(leaf.offset, leaf.max_size) :, :]
-        elif isinstance(leaf, ArraysCache):
-            found |= dict(leaf_tensors(name, leaf))
-    return found
+    return _arrays(cache, per_token=False)
+
+
+def _arrays(cache: Cache, *, per_token: bool) -> dict[str, mx.array]:
+    named = (_named(name, kind.state_of(leaf)) for name, leaf, kind in _of_kind(cache, per_token=per_token))
+    return {tensor: array for arrays in named for tensor, array in arrays.items()}
 
 
 def put_states(cache: Cache, states: dict[str, mx.array], position: int) -> None:
     """Set the state after `position` tokens. `states` as `state_tensors` gave them."""
-    for name, leaf in leaves(cache):
-        if isinstance(leaf, RotatingKVCache):
-            leaf.keys, leaf.values = states[f"{name}.keys"], states[f"{name}.values"]
-            leaf.offset, leaf._idx = position, leaf.keys.shape[2]
-        elif isinstance(leaf, ArraysCache):
-            leaf.cache = [states[f"{name}.state.{i}"] for i in range(len(leaf.cache))]
+    for name, leaf, kind in _of_kind(cache, per_token=False):
+        _restore(name, leaf, kind, states, position)
 
 
 def state_arrays(cache: Cache) -> list[mx.array]:
@@ -270,27 +354,23 @@ def arrays_of(tree: Any) -> list[mx.array]:
     return [a for child in tree for a in arrays_of(child)] if isinstance(tree, list | tuple) else []
 
 
+# --------------------------------------------------------------------------- caches of a batch
+
+
 def merge(caches: Sequence[Cache]) -> Cache:
     """One batch cache of several single ones, layer by layer. Copies all of them."""
-    return [_merge_layer(layers) for layers in zip(*caches, strict=True)]
+    return [_map_leaves(_merge_leaves, *layers) for layers in zip(*caches, strict=True)]
 
 
-def _merge_layer(layers: Sequence[Any]) -> Any:
-    if isinstance(layers[0], CacheList):
-        members = zip(*(layer.caches for layer in layers), strict=True)
-        return CacheList(*(_merge_layer(member) for member in members))
-    if type(layers[0]) is KVCache:
-        merged = EvenBatchKVCache.merge(list(layers))
-        if isinstance(merged, EvenBatchKVCache):
-            merged._changed()
-        return merged
-    return type(layers[0]).merge(list(layers))
+def _merge_leaves(*rows: Any) -> Any:
+    kind = KINDS.get(type(rows[0]))
+    return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
 
 def extend(batch: Cache, single: Cache) -> None:
     """Add a row to a batch cache. Copies the batch."""
-    for into, layer in zip(batch, single, strict=True):
-        into.extend(_merge_layer([layer]))
+    for into, layer in zip(batch, merge([single]), strict=True):
+        into.extend(layer)
 
 
 def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
@@ -304,23 +384,19 @@ def row_tensors(batch: Cache, row: int, length: int, start: int, stop: int) -> d
 
     length  tokens that the row holds
     """
-    views: dict[str, mx.array] = {}
-    for name, layer in leaves(batch):
-        if not isinstance(layer, BatchKVCache):
-            continue
-        shift = layer._idx - length
-        for tensor, array in leaf_tensors(name, layer):
-            views[tensor] = array[row : row + 1, :, shift + start : shift + stop]
-    return views
+    return {
+        tensor: array[row : row + 1, :, leaf._idx - length + start : leaf._idx - length + stop]
+        for name, leaf in leaves(batch)
+        if (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token
+        for tensor, array in _named(name, kind.state_of(leaf)).items()
+    }
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:
     """`state_tensors` of one row of a batch."""
-    return state_tensors([_extract(layer, row) for layer in batch])
-
-
-def _extract(layer: Any, row: int) -> Any:
-    if hasattr(layer, "caches"):
-        return CacheList(*(_extract(member, row) for member in layer.caches))
-    # Per-token KV is not looked at, and taking it out would copy all of it.
-    return KVCache() if isinstance(layer, BatchKVCache) else layer.extract(row)
+    return {
+        tensor: array
+        for name, leaf in leaves(batch)
+        if (kind := _BATCHED.get(type(leaf))) is not None and not kind.per_token
+        for tensor, array in _named(name, kind.state_of(leaf.extract(row))).items()
+    }

@@ -24,12 +24,13 @@ from .cache_kinds import (
     arrays_of,
     is_batchable,
     layout_of,
-    leaves,
+    quantise_obstacle,
+    quantised,
     reuse_obstacle,
     state_arrays,
     states_of,
 )
-from .quantised import Quantisation, quantised_layers
+from .quantised import Quantisation
 
 
 class LayerHook:
@@ -149,34 +150,16 @@ def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Ca
 
     plain  one with a token in it. Raises ModelError, naming what is in the way.
     """
-    if reason := _obstacle(plain, kv):
+    if reason := quantise_obstacle(plain, kv):
         raise _refusal(model_type, kv, reason)
     fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in plain])
-    model.make_cache = lambda: quantised_layers(fresh(), kv)
+    model.make_cache = lambda: quantised(fresh(), kv)
     try:
         # Attention is asked for one token and for several, since it reads packed KV only for one.
         _try(model, [[0, 1], [2], [3, 4]])
         return _try(model, [[0]])[0]
     except Exception as error:
         raise _refusal(model_type, kv, f"its attention can't read a packed KVCache: {error}") from error
-
-
-def _obstacle(plain: Cache, kv: Quantisation) -> str:
-    """Why the caches of a model can't be quantised; empty: nothing known."""
-    if unknown := reuse_obstacle(plain):
-        return unknown
-    found = [leaf for _, leaf in leaves(plain)]
-    tokens: list[Any] = [leaf for leaf in found if type(leaf) is KVCache]
-    if not tokens:
-        names = ", ".join(sorted({type(leaf).__name__ for leaf in found}))
-        return f"its layers keep {names} alone, which does not grow with the context"
-    for leaf in tokens:
-        keys, values = leaf.keys, leaf.values
-        if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
-            return "its KVCache holds the latent of MLA, which its attention expands itself"
-        if width := next((a.shape[3] for a in (keys, values) if a.shape[3] % kv.group), 0):
-            return f"its KVCache has heads {width} wide, which groups of {kv.group} don't divide"
-    return ""
 
 
 def _refusal(model_type: str, kv: Quantisation, reason: str) -> ModelError:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, KVCache, create_attention_mask
+from mlx_lm.models.cache import create_attention_mask
 
 from .batch_kv import EvenBatchKVCache
 
@@ -123,13 +123,6 @@ class QuantisedKVCache(PackedKV):
     def is_trimmable(self) -> bool:
         return False
 
-    @classmethod
-    def merge(cls, caches: Sequence[QuantisedKVCache]) -> QuantisedBatchKVCache:
-        batch = QuantisedBatchKVCache.of(caches[0])
-        for cache in caches[1:]:
-            batch.extend(QuantisedBatchKVCache.of(cache))
-        return batch
-
 
 class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
     """Of a batch, padded on the left, as `BatchKVCache`. Padding is zeros: no weight, no scale, no bias."""
@@ -146,6 +139,13 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         batch._idx = cache.offset
         batch.offset = mx.array([cache.offset])
         batch._changed()
+        return batch
+
+    @classmethod
+    def merge(cls, caches: Sequence[QuantisedKVCache]) -> QuantisedBatchKVCache:
+        batch = cls.of(caches[0])
+        for cache in caches[1:]:
+            batch.extend(cls.of(cache))
         return batch
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
@@ -186,14 +186,3 @@ def _right(part: mx.array, length: int, longest: int, capacity: int) -> mx.array
     kept = part[..., : min(part.shape[2], capacity - left), :]
     right = capacity - left - kept.shape[2]
     return mx.pad(kept, [(0, 0), (0, 0), (left, right), (0, 0)]) if left or right else kept
-
-
-def quantised_layers(cache: Sequence[Any], how: Quantisation) -> list[Any]:
-    """`cache`, new, with every plain `KVCache` made a quantised one; what is bounded stays as it is."""
-    return [_quantised(layer, how) for layer in cache]
-
-
-def _quantised(layer: Any, how: Quantisation) -> Any:
-    if isinstance(layer, CacheList):
-        return CacheList(*(_quantised(member, how) for member in layer.caches))
-    return QuantisedKVCache(how) if type(layer) is KVCache else layer
