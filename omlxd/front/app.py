@@ -24,7 +24,7 @@ from .. import __version__
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import keep_alive_of, mended, with_timeout
-from .engines.life import in_background
+from .engines.link import in_background
 from .engines.protocol import Engines
 from .http.generation import (
     ANTHROPIC,

@@ -26,7 +26,7 @@ from omlxd.engine import service
 from omlxd.engine.prompt import template_process
 from omlxd.engine.prompt.template_process import TemplateLost, TemplateProcesses, TemplateRefusal
 from omlxd.errors import ConfigError, ModelError, OmlxdError
-from omlxd.front.engines import life
+from omlxd.front.engines import watch
 from omlxd.models import demo
 from omlxd.models.footprint import PROCESS_BYTES, footprint
 from omlxd.models.resolve import check_folder
@@ -263,7 +263,7 @@ def test_a_tokenizer_that_grows_at_load_is_ended(tmp_path):
 
 
 async def test_a_load_that_takes_far_more_than_its_files_say_is_ended(monkeypatch):
-    monkeypatch.setattr(life, "LOAD_SPARE_BYTES", -2 * PROCESS_BYTES + (1 << 20))
+    monkeypatch.setattr(watch, "LOAD_SPARE_BYTES", -2 * PROCESS_BYTES + (1 << 20))
     async with engine("--load-s", "300", start=False) as made:
         with pytest.raises(OmlxdError, match="while it loaded; its files need"):
             await asyncio.wait_for(made.load(), 60)

@@ -270,7 +270,7 @@ class EngineProcess:
         request = self._requests.answer(id, result)
         if request is not None:
             if isinstance(result, Finished):
-                self.supervisor.restarts.finished()
+                self.supervisor.restarts.ends_in_a_row = 0
             self._after_trial(request)
 
 

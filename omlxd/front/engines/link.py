@@ -14,15 +14,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
+import resource
 import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ... import wire
-from .log_lines import EngineLines
 
 log = logging.getLogger(__name__)
 
@@ -188,3 +190,79 @@ class EngineLink:
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             log_line(text)
+
+
+NICE = 10
+"""What a process that loads is lowered by, so that engines that answer go first."""
+
+
+def lower_priority(pid: int) -> None:
+    """Lower the priority of the process and all that it will start, but only where that can be undone.
+
+    Raising a priority needs a right that root has, or that RLIMIT_NICE gives. Elsewhere, on Linux, the
+    process gets the batch policy, which everybody may leave.
+    """
+    with contextlib.suppress(OSError):
+        if _may_raise():
+            os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+        elif sys.platform == "linux":
+            os.sched_setscheduler(pid, os.SCHED_BATCH, os.sched_param(0))
+
+
+def restore_priority(pid: int) -> None:
+    """Undo `lower_priority` for all threads: on Linux each has a priority of its own."""
+    for thread in _threads(pid):
+        with contextlib.suppress(OSError):
+            if _may_raise():
+                os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, 0))
+            elif sys.platform == "linux":
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _may_raise() -> bool:
+    if os.geteuid() == 0:
+        return os.getpriority(os.PRIO_PROCESS, 0) >= 0
+    limit = getattr(resource, "RLIMIT_NICE", None)
+    # The limit is 20 less the best nice value that may be set.
+    return limit is not None and resource.getrlimit(limit)[0] >= 20
+
+
+def _threads(pid: int) -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(Path("/proc") / str(pid) / "task")]
+    except OSError:
+        return [pid]
+
+
+_ENGINE_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.-]+): (.*)")
+
+
+class EngineLines:
+    """What an engine process prints becomes records of the front's log.
+
+    Its own log lines keep their level and logger, and are left out below this log's level, which the
+    engine may not have heard of yet. Anything else (what a C++ library says before it aborts) belongs
+    to the line before it, and is a warning at least.
+    """
+
+    def __init__(self) -> None:
+        self._level, self._name = logging.WARNING, "omlxd.engine"
+
+    def __call__(self, text: str) -> None:
+        if found := _ENGINE_LINE.fullmatch(text):
+            self._level, self._name = getattr(logging, found[1]), found[2]
+            text = found[3]
+        level = self._level if found else max(self._level, logging.WARNING)
+        logger = logging.getLogger(self._name)
+        if logger.isEnabledFor(level):
+            logger.handle(logger.makeRecord(self._name, level, "", 0, text, (), None))
+
+
+_background: set[asyncio.Task[None]] = set()
+"""The event loop keeps only weak references to tasks."""
+
+
+def in_background(work: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.create_task(work)
+    _background.add(task)
+    task.add_done_callback(_background.discard)

@@ -23,8 +23,7 @@ from ...models.resolve import check_folder, resolve_model
 from ...wire import CacheSettings, Load, PromptSettings
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
-from .life import in_background
-from .link import ENGINE_COMMAND, EngineLink
+from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
 from .model import ModelEngine, for_next_load, settings_of
 from .model_book import ModelBook
@@ -342,7 +341,7 @@ class EnginePool:
 
     async def _prepare(self, engine: ModelEngine) -> Load:
         # A disk may take long to show that it can be written: meanwhile the engine starts
-        # (front/engines/life.py).
+        # (`Supervisor._admit`).
         in_background(self._open_cold())
         folder = await self._folder(engine)
         await asyncio.to_thread(engine.measure)

@@ -1,4 +1,4 @@
-"""The process behind an engine: started once it is wanted, watched, ended, started again.
+"""The supervisor starts an engine process when it is wanted, watches it, ends it, and starts it again.
 
 | state        | process                    | a request                                        |
 |--------------|----------------------------|--------------------------------------------------|
@@ -9,12 +9,12 @@
 | `restarting` | dead, or loading again     | starts it again (after a backoff) and waits      |
 | `failed`     | none                       | is refused at once, until `HOLD_S` have passed   |
 
-`loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; what becomes of its requests
-is in in_flight.py. Any state → `unloading` → `unloaded` by `begin_unload`, at once, which is the end of
-the process, so that its memory comes back for certain. A failed load fails whoever waited for it, with
-its reason; after `LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the hold
-tries once more. A load that was refused for want of memory is no failed load. Nothing restarts by
-itself: a model that crashes on load costs nothing while nobody asks for it.
+`loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; in_flight.py says what becomes
+of its requests. Any state → `unloading` by `begin_unload`, in the same step; → `unloaded` when the process
+has ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; after
+`LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the hold tries once more. A load
+refused for lack of memory does not count as failed. Nothing restarts by itself: a model that crashes on load
+costs nothing while nobody asks for it.
 """
 
 from __future__ import annotations
@@ -23,29 +23,100 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from msgspec.structs import replace
 
 from ... import wire
 from ...chat import Failed
 from ...errors import InvalidRequest, NotNow, OmlxdError, Unavailable
-from . import restart_policy
-from .cold_ledger import ColdLedger
-from .life import STALL_S, EngineLife, Guard, in_background
-from .link import EngineLink
-from .restart_policy import BACKOFF_S, HOLD_S, RestartPolicy
+from . import watch
+from .cold_ledger import Account, ColdLedger
+from .link import EngineLink, in_background, lower_priority, restore_priority
 
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed"]
 Spawn = Callable[[], Awaitable[tuple[EngineLink, wire.Load]]]
+Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
+
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+LOAD_ATTEMPTS = 3
+HOLD_S = 60.0
+"""Clients give up at once on a retry-after above 60."""
+MOST_STALLS = 4
+"""Each end for want of progress doubles the patience, up to 2 to the power of this."""
 
 UNLOAD_S = 60.0
-"""How long an engine that unloads may write what it has not written yet: nobody waits for it."""
+"""How long an engine that unloads may write the blocks that it has not written yet."""
 
 
 class OnLost(Protocol):
     def __call__(self, failed: Failed, was_ready: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class Restarts:
+    """When a process that ended may start again, and how long the next one may be silent.
+
+    backoff_s  seconds before the first restart, the second, …; the last holds for all further ones
+    hold_s     seconds for which a model whose loads failed is refused
+    stall_s    seconds without progress after which an engine that has work is ended; 0: never
+    """
+
+    backoffs_s: Sequence[float]
+    hold_s: float
+    stall_s: float
+    ended_at: float = -math.inf
+    ends_in_a_row: int = 0
+    failed_loads: int = 0
+    stalls: int = 0
+
+    @property
+    def backoff_s(self) -> float:
+        """Seconds between the last end and the next start."""
+        if self.ends_in_a_row == 0:
+            return 0.0
+        return self.backoffs_s[min(self.ends_in_a_row, len(self.backoffs_s)) - 1]
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that the next process may be silent; 0: for ever."""
+        return self.stall_s * 2**self.stalls
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from now until it may start; not above 0: at once."""
+        return self.ended_at + self.backoff_s - time.monotonic()
+
+    @property
+    def hold_left_s(self) -> float:
+        return self.ended_at + self.hold_s - time.monotonic()
+
+
+@dataclass(slots=True)
+class _Life:
+    """One engine process.
+
+    heard    messages about requests; `steps`: of its last Alive
+    failed   why its load failed, in words; `refused`: why the guard refused it
+    stalled  it was ended because it made no progress
+    """
+
+    link: EngineLink
+    load: wire.Load
+    account: Account | None
+    admission: asyncio.Task[None] | None = None
+    heard: int = 0
+    steps: int = -1
+    failed: str = ""
+    refused: OmlxdError | None = None
+    stalled: bool = False
 
 
 class Supervisor:
@@ -53,12 +124,11 @@ class Supervisor:
 
     spawn()       starts a process; may take long (a download) and raise OmlxdError or OSError
     on_ready()    called when the engine serves
-    on_lost()     called when its process ended by itself, or could not be had
-    on_message()  called with each message that is not the process's own business
+    on_lost()     called when its process ended by itself, or did not start
+    on_message()  called with each message about requests, statistics and memory
     on_change()   called when the state changes
     has_work()    whether anybody waits for the engine
-    stall_s       seconds without progress after which an engine that has work is ended; 0: never
-    guard         refuses, by raising, to have the model loaded into the memory that the engine found
+    guard         returns the budget for a load into the memory of Device; raises OmlxdError to refuse it
     stands_back() whether it should load at a lower priority, for the sake of others that answer
     """
 
@@ -75,7 +145,7 @@ class Supervisor:
         cold: ColdLedger | None = None,
         backoff_s: Sequence[float] = BACKOFF_S,
         hold_s: float = HOLD_S,
-        stall_s: float = STALL_S,
+        stall_s: float = watch.STALL_S,
         guard: Guard | None = None,
         stands_back: Callable[[], bool] = lambda: False,
     ):
@@ -85,9 +155,9 @@ class Supervisor:
         self.starts = 0
         self.deaths = 0
         self.link: EngineLink | None = None
-        self.restarts = RestartPolicy(backoff_s, hold_s, stall_s)
-        self.has_work = has_work
-        self.on_message = on_message
+        self.restarts = Restarts(tuple(backoff_s), hold_s, stall_s)
+        self._has_work = has_work
+        self._on_message = on_message
         self._on_ready = on_ready
         self._on_lost = on_lost
         self._on_change = on_change
@@ -115,7 +185,7 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """Why it last stopped or could not be loaded, while it has not been mended."""
+        """Why it last stopped or failed to load; "" once it is ready."""
         return "" if self.state == "ready" else self._reason
 
     @property
@@ -128,12 +198,12 @@ class Supervisor:
             raise Unavailable(self._reason, retry_after=min(60, math.ceil(left)))
 
     def send(self, message: Any) -> None:
-        """To the engine, if there is one that has loaded."""
+        """Send `message` to the engine if it is ready; else drop it."""
         if self.link is not None and self.state == "ready":
             self.link.send(message)
 
     def set_log_level(self, level: str) -> None:
-        """What the engine logs from now on."""
+        """Set what the engine logs, this one and those to come."""
         self._log_level = level
         self.send(wire.LogLevel(level=level))
 
@@ -155,7 +225,7 @@ class Supervisor:
             self._lives = asyncio.create_task(self._supervise(), name=f"engine {self.model_id}")
 
     def begin_unload(self, grace_s: float = UNLOAD_S) -> None:
-        """End the process in order, or its start. Takes effect at once; `gone` waits for the end."""
+        """End the process in order, or its start. Sets the state at once; `gone` waits for the end."""
         if self.state == "unloading":
             return
         self._wanted.clear()
@@ -176,7 +246,7 @@ class Supervisor:
             in_background(link.close())
 
     async def gone(self) -> None:
-        """Return once what `begin_unload` ends has ended."""
+        """Wait until the unload has ended."""
         if self._gone is not None:
             await asyncio.shield(self._gone)
 
@@ -193,9 +263,9 @@ class Supervisor:
             self._lives.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._lives
-        self._tell_gone()
+        self._settle_gone()
 
-    def _tell_gone(self) -> None:
+    def _settle_gone(self) -> None:
         gone, self._gone = self._gone, None
         if gone is not None and not gone.done():
             gone.set_result(None)
@@ -234,34 +304,35 @@ class Supervisor:
                 self._died(reason)
 
     def _not_now(self, error: OmlxdError) -> None:
-        """There is no room for the model; nothing is wrong with it."""
+        """The load was refused for lack of memory."""
         self.state = "unloaded"
         log.warning("%s is not loaded: %s", self.model_id, error.message)
         self._on_lost(error.as_event(), False)
 
     def _unloaded(self) -> None:
         log.info("unloaded %s", self.model_id)
-        if not self.has_work():
+        if not self._has_work():
             self._wanted.clear()
         self.state = "loading" if self._wanted.is_set() else "unloaded"
-        self._tell_gone()
+        self._settle_gone()
 
     def _died(self, reason: str) -> None:
         """The process ended, or never started, for `reason`."""
-        was_ready = self.state == "ready"
-        self.restarts.ended()
+        was_ready, restarts = self.state == "ready", self.restarts
+        restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         self.deaths += 1
         self.state = "restarting"
         if was_ready:
             self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
         else:
             self._reason = f"{self.model_id} can't be loaded: {reason}"
-            if self.restarts.load_failed():
+            restarts.failed_loads += 1
+            if restarts.failed_loads >= LOAD_ATTEMPTS:
                 self.state = "failed"
         log.error("%s", self._reason)
-        retry_after = self.restarts.retry_after(given_up=self.state == "failed")
-        failed = Failed(code="unavailable", message=self._reason, retry_after=retry_after)
-        self._on_lost(failed, was_ready)
+        seconds = math.ceil(restarts.hold_s if self.state == "failed" else restarts.backoff_s)
+        retry_after = max(1, min(60, seconds))
+        self._on_lost(Failed(code="unavailable", message=self._reason, retry_after=retry_after), was_ready)
 
     async def _one_life(self) -> str:
         """From preparation to the end of the process; returns why it ended."""
@@ -274,22 +345,33 @@ class Supervisor:
             return ""
         link = self.link
         assert link is not None
-        account = self._cold.account(link.send, link.pid) if self._cold else None
-        life = EngineLife(self, link, load, account, self._guard)
+        life = _Life(link, load, self._cold.account(link.send, link.pid) if self._cold else None)
         if self.state == "unloading":
             in_background(link.close())
         elif self._stands_back():
-            restart_policy.lower(link.pid)
+            lower_priority(link.pid)
+        patience_s = self.restarts.patience_s
+        watching = asyncio.create_task(self._watch(life, patience_s)) if patience_s else None
         try:
-            reason = await life.run(self.restarts.patience_s)
+            ended = await link.receive(partial(self._handle, life))
             if self.state == "unloading":
                 await link.close()  # Its socket may close first; whoever unloads it wants its memory back.
         finally:
+            for task in (watching, life.admission):
+                if task is not None:
+                    task.cancel()
+            if life.account is not None:
+                life.account.gone()
+            in_background(link.close())  # Requests in flight fail now, before the process is reaped.
             self.link = None
-        self.restarts.life_over(stalled=life.stalled)
+        self.restarts.stalls = min(self.restarts.stalls + 1, MOST_STALLS) if life.stalled else 0
         if life.refused is not None:
             raise life.refused
-        return reason
+        if life.stalled:
+            return f"it made no progress for {patience_s:.0f} s or more"
+        if life.failed or self.state == "ready":
+            return life.failed or ended
+        return f"{ended}{_quoted(link.last_words)}"
 
     async def _start_process(self) -> wire.Load:
         link, load = await self._spawn()
@@ -297,27 +379,87 @@ class Supervisor:
         self.starts += 1
         return load
 
-    # ----------------------------------------------------------------- what a life tells
+    # ----------------------------------------------------------------- what a process says and does
 
-    def loaded(self, info: wire.ModelInfo) -> None:
+    def _handle(self, life: _Life, message: Any) -> None:
+        if isinstance(message, (wire.Events, wire.Counted, wire.Explained)):
+            life.heard += 1
+            self._on_message(message)
+        elif isinstance(message, (wire.Stats, wire.Wants)):
+            self._on_message(message)
+        elif isinstance(message, wire.Alive):
+            life.steps = message.steps
+        elif isinstance(message, wire.Device):
+            life.admission = asyncio.create_task(self._admit(life, message), name="engine-admission")
+        elif isinstance(message, wire.LoadProgress):
+            log.info("%s: %s", self.model_id, message.stage)
+        elif isinstance(message, wire.Loaded):
+            if life.account is not None:
+                life.account.loaded(message.info.namespace, life.load.model_path)
+            self._loaded(message.info)
+        elif isinstance(message, wire.LoadFailed):
+            life.failed = message.message or "the engine gave no reason"
+            life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.
+        elif life.account is not None:
+            life.account.handle(message)
+        elif isinstance(message, wire.Reserve):
+            life.link.send(wire.Grant(ticket=message.ticket, nbytes=0))
+
+    async def _admit(self, life: _Life, device: wire.Device) -> None:
+        """Have the engine load, unless the guard refuses it."""
+        link, load = life.link, life.load
+        try:
+            if load.cache.cold_dir and life.account is not None:
+                cold_dir = await life.account.folder()
+                load = life.load = replace(load, cache=replace(load.cache, cold_dir=cold_dir))
+            if self._guard is not None:
+                load = replace(load, budget=await self._guard(device))
+        except OmlxdError as error:
+            life.refused = error
+            link.kill()
+            return
+        except Exception:
+            log.exception("the memory guard failed")
+        link.send(load)
+        loads = lambda: self.link is link and self.state in ("loading", "restarting")  # noqa: E731
+        if problem := await watch.overgrown(link.pid, Path(load.model_path), loads):
+            life.failed = problem
+            link.kill()
+
+    async def _watch(self, life: _Life, stall_s: float) -> None:
+        """End the process when it has work and none of it gets done."""
+
+        def progress() -> object:
+            if self.state == "ready":
+                return (life.heard, life.steps) if self._has_work() else None
+            if self.state == "unloading":
+                return None  # Whoever unloads it has a deadline of its own.
+            return watch.load_progress(life.link.pid)
+
+        silent_s = await watch.stalled(progress, stall_s)
+        log.error("%s: no progress for %.0f s, it is ended", self.model_id, silent_s)
+        life.stalled = True
+        life.link.kill()
+
+    def _loaded(self, info: wire.ModelInfo) -> None:
         if self.link is None or self.state == "unloading" or self._closing:
             return  # It was loaded in the moment in which it was to end.
         self.info, self._reason = info, ""
-        self.restarts.loaded()
-        restart_policy.restore(self.link.pid)
+        self.restarts.failed_loads = 0
+        restore_priority(self.link.pid)
         self.loads += 1
         self.state = "ready"
         if self._log_level:  # It may have changed since the Load was made.
             self.send(wire.LogLevel(level=self._log_level))
         reuse = f"prefixes are not reused: {info.kv_reuse}" if info.kv_reuse else "prefixes are reused"
-        log.info(
-            "loaded %s (%s, %s): context %d tokens, %s",
-            info.model_id,
-            info.model_type,
-            info.backend,
-            info.context_length,
-            reuse,
-        )
+        what = f"({info.model_type}, {info.backend}): context {info.context_length} tokens, {reuse}"
+        log.info("loaded %s %s", info.model_id, what)
         if info.note:
             log.warning("%s: %s", info.model_id, info.note)
         self._on_ready()
+
+
+def _quoted(words: str) -> str:
+    """The engine's last line, for an error that a client sees; the log has all lines."""
+    lines = [line for line in words.splitlines() if line.strip()]
+    return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""

@@ -10,7 +10,7 @@ from cold_files import all_on_disk, on_disk, settled, unsettled
 from daemon import PATIENCE_S, READY_S, own_usage, prose, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 
-from omlxd.front.engines.life import STALL_S
+from omlxd.front.engines.watch import STALL_S
 
 SIGNALS = ("SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM")
 

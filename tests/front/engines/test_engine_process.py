@@ -143,7 +143,7 @@ async def test_a_failed_load_is_told_and_after_three_the_state_is_failed():
         with pytest.raises(Unavailable, match=r"config\.json is missing") as caught:
             made.generate(ask("x"))
         assert caught.value.retry_after and 1 <= caught.value.retry_after <= 50
-        made.supervisor.restarts._hold_s = 0.0  # Its time is over.
+        made.supervisor.restarts.hold_s = 0.0  # Its time is over.
         assert isinstance((await collect(made, "x"))[0], Failed)
         assert made.state == "failed"
 

@@ -20,7 +20,7 @@ from omlxd.common.private_trace import LineFormatter, private_trace
 from omlxd.config import load_settings
 from omlxd.config.keys import add_key, keys_path
 from omlxd.errors import ConfigError
-from omlxd.front.engines.log_lines import EngineLines
+from omlxd.front.engines.link import EngineLines
 from omlxd.front.http.trace import RequestTrace
 from omlxd.front.process.logs import JsonFormatter, Logs, Redactor, TextFormatter
 from tests.front.process.test_serve import start  # noqa: F401 (a fixture)
