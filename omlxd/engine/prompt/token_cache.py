@@ -72,7 +72,7 @@ class TokenCache:
         # wait for a long one.
         self._encoding = _Shared()
         self._lock = threading.Lock()
-        self._segments = BoundedMap[bytes, array[int]](max_bytes, _cost)
+        self._segments: BoundedMap[bytes, array[int]] = BoundedMap(max_bytes, _cost)
         self.hits = 0
         self.misses = 0
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
