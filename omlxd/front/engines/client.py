@@ -1,7 +1,7 @@
 """An engine as the front sees it: always there, whatever becomes of the process behind it.
 
 It has a supervisor, which owns the process, and owns the requests in flight. Those that wait are sent
-when the engine is ready. Those that an engine's death left without an event are sent again, once, to
+when the engine is ready. Those of whose answer an engine's death left nothing are sent again, once, to
 the next one: as one of them may be what ended it, they go one after the other, so that it does not
 take the others with it a second time.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
 TRIAL_S = 2.0
-"""How long a request that is sent again may hold up the next one before it has an event."""
+"""How long a request that is sent again may hold up the next one before its answer begins."""
 
 
 class EngineProcess:
@@ -271,7 +271,8 @@ class EngineProcess:
         if request is not None:
             if isinstance(result, Finished):
                 self.supervisor.restarts.ends_in_a_row = 0
-            self._after_trial(request)
+            if request.frame is None:
+                self._after_trial(request)
 
 
 def _shutting_down() -> Unavailable:

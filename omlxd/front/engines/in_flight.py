@@ -6,7 +6,8 @@
 | sent         | its frame, its life | the first time it waits again, the second time it fails        |
 | answered     | its life            | it fails: a client may have read part of the answer            |
 
-A life is one engine process, by its number. A frame of 30 MB is so held until the first event.
+A life is one engine process, by its number. Progress is no part of an answer: a request that prefills is
+sent, not answered, and its frame (of up to 30 MB) is held.
 
 What becomes of one request to an engine: its events.
 """
@@ -20,7 +21,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from ... import wire
-from ...chat import Event, Failed, Finished
+from ...chat import Event, Failed, Finished, Progress
 from ...errors import InvalidRequest, OmlxdError, Overloaded
 
 
@@ -68,7 +69,7 @@ MOST_SENDS = 2
 class Request:
     """A request of any kind, see the table above.
 
-    frame  None once the first event has come
+    frame  None once the answer has begun
     life   the engine process that it was sent to; 0: it waits
     sends  how often it was sent
     """
@@ -151,7 +152,8 @@ class InFlight:
         request = self.requests.get(id)
         if request is None:
             return None
-        request.frame = None
+        if not isinstance(result, Progress):
+            request.frame = None
         if isinstance(request.answer, EngineStream):
             request.answer.events.put_nowait(result)
             if not isinstance(result, (Finished, Failed)):

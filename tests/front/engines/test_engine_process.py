@@ -81,6 +81,18 @@ async def test_a_request_that_kills_its_engines_ends_alone_those_that_were_with_
         assert made.supervisor.deaths == 2, "a request is with two engines at most"
 
 
+async def test_a_request_whose_prompt_prefills_survives_its_engine(tmp_path: Path):
+    async with engine("--notes", str(tmp_path)) as made:
+        streams = [made.generate(ask(f"gate {word}")) for word in ("one", "two")]
+        for stream in streams:
+            assert isinstance(await anext(stream), Progress)
+        assert made.supervisor.pid
+        os.kill(made.supervisor.pid, signal.SIGKILL)
+        (tmp_path / "gate").touch()
+        events = [await asyncio.wait_for(rest_of(stream), 10) for stream in streams]
+        assert [words(those) for those in events] == [["one"], ["two"]]
+
+
 @pytest.mark.parametrize(
     ("script", "why"), [("exit:7", "status 7"), ("nonsense sleep:300", "frame"), ("die", "kill")]
 )
@@ -182,10 +194,10 @@ async def test_preparation_may_fail_and_an_engine_may_not_exist():
 
 async def test_restarts_wait_longer_and_longer_and_a_success_forgets():
     async with engine(backoff_s=(0.0, 0.4)) as made:
-        await collect(made, "die")
+        await collect(made, "begun die")
         assert made.supervisor.restarts.backoff_s == 0.0
         began = time.monotonic()
-        await collect(made, "die")
+        await collect(made, "begun die")
         assert made.supervisor.restarts.backoff_s == 0.4
         assert words(await collect(made, "up")) == ["up"]
         assert time.monotonic() - began > 0.4

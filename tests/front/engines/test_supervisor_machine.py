@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from kv_machines import LONG, QUICK
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, GenerateRequest, RawPrompt, TextDelta, Usage
+from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta, Usage
 from omlxd.errors import NotNow, OmlxdError, Unavailable
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.in_flight import EngineStream
@@ -287,6 +287,15 @@ class Machine(RuleBasedStateMachine):
         if last is not None or isinstance(message, wire.Counted):
             del self.link.sent[id]
         self.link.inbox.put_nowait(message)
+        self.ticks(ticks)
+
+    @precondition(lambda self: self.busy(0))
+    @rule(number=NUMBER, ticks=TICKS)
+    def prefills(self, number: int, ticks: int) -> None:
+        id = self.busy(number)
+        assert id is not None and self.link is not None
+        if self.link.sent[id] is wire.Generate:
+            self.link.inbox.put_nowait(wire.Events(((id, Progress(1, 2)),)))
         self.ticks(ticks)
 
     @precondition(lambda self: self.made.state == "ready" and self.link)
