@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from daemon import Daemon, free_port
+from daemon import Daemon, free_port, wait_until
 
 from omlxd.cli import main
 from omlxd.cli.doctor import command, disk, machine, network
 from omlxd.cli.doctor.finding import Finding
 from omlxd.config import Settings, load_settings
+from omlxd.kv.files.paths import LOCK_NAME
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
@@ -136,6 +137,13 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
         ours = network.check_port(settings(tmp_path, port=port, api_key="k"))
         assert ours.verdict == "ok" and f"(process {daemon.process.pid})" in ours.told
         assert network.check_port(settings(tmp_path, port=port)).verdict == "warn"
+        cache = settings(tmp_path, port=port).paged_ssd_cache_dir
+        wait_until((cache / LOCK_NAME).exists)
+        cache.rename(aside := cache.with_name("aside"))
+        away = network.check_port(settings(tmp_path, port=port, api_key="k"))
+        assert away.verdict == "bad" and f"its folder {cache} is away" in away.told
+        aside.rename(cache)
+        assert network.check_port(settings(tmp_path, port=port, api_key="k")).verdict == "ok"
 
 
 def test_addresses(tmp_path: Path):

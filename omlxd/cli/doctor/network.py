@@ -15,6 +15,7 @@ import msgspec
 import psutil
 
 from ...config import Settings, is_loopback
+from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import DaemonError, address_of, fetch
 from .finding import Finding, bad, ok, warn
 
@@ -26,9 +27,15 @@ class _Health(msgspec.Struct):
     status: str
 
 
+class _Cold(msgspec.Struct):
+    dir: str
+    folder_away: bool = False
+
+
 class _Status(msgspec.Struct):
     pid: int
     version: str
+    cold: _Cold | None = None
 
 
 def check_port(settings: Settings) -> Finding:
@@ -52,7 +59,12 @@ def check_port(settings: Settings) -> Finding:
         status = fetch(url, key, "/omlxd/status", _Status, seconds=_SECONDS)
     except DaemonError as error:
         return warn("port", f"omlxd {health.version} listens on {url}, but: {error.message}", error.message)
-    return ok("port", f"omlxd {status.version} (process {status.pid}) listens on {url}")
+    daemon = f"omlxd {status.version} (process {status.pid})"
+    # The daemon looks when it writes; this machine's owner asks now.
+    if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
+        told = f"{daemon} has no SSD cache: its folder {cold.dir} is away"
+        return bad("port", told, "Put the folder back, or restart omlxd.")
+    return ok("port", f"{daemon} listens on {url}")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -1,9 +1,10 @@
 """Digests of weight files: a changed file under the same name must be another namespace.
 
-A digest is of the whole file (xxh3-128). Files of a hub snapshot are links to blobs that the hub
-named by their SHA-256, which is taken as it is. Others are read once and remembered by device,
-inode, size and both times, so a second load of the same files costs a stat each. A digest counts only if
-the file's identity is the same before and after it, and the same as before the load.
+A digest is of the whole file: SHA-256 for a blob of a hub snapshot, which the hub named so, and xxh3-128
+otherwise. A blob's name is no proof: the file may be damaged, or written anew in place. Each file is read
+once and remembered by device, inode, size and both times, so a second load of the same files costs a stat
+each. A digest counts only if the file's identity is the same before and after it, and the same as before
+the load.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 
 import xxhash
@@ -81,14 +83,12 @@ def _identity(stat: os.stat_result) -> str:
 
 
 def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
-    """(digest, identity to remember it by; "": not to be remembered)."""
-    if file.is_symlink():
-        blob = os.path.basename(os.readlink(file))
-        if _SHA256.match(blob):
-            return blob, ""
-    if known := memo.get(_identity(file.stat())):
-        return known, ""
-    state = xxhash.xxh3_128()
+    """(digest, key to remember it by; "": not to be remembered)."""
+    is_blob = file.is_symlink() and _SHA256.match(os.path.basename(os.readlink(file)))
+    prefix = "sha256:" if is_blob else ""
+    if remembered := memo.get(prefix + _identity(file.stat())):
+        return remembered, ""
+    state = sha256() if is_blob else xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as stream:
         before = os.fstat(stream.fileno())
         while chunk := stream.read(_CHUNK):
@@ -96,7 +96,7 @@ def _digest(file: Path, memo: dict[str, str]) -> tuple[str, str]:
         after = os.fstat(stream.fileno())
     settled = time.time() - max(before.st_mtime, before.st_ctime) > _SETTLED_S
     same = _identity(before) == _identity(after)
-    return state.hexdigest(), _identity(before) if settled and same else ""
+    return state.hexdigest(), prefix + _identity(before) if settled and same else ""
 
 
 def _read_memo(folder: Path | None) -> dict[str, str]:
