@@ -89,7 +89,7 @@ class TokenCache:
 
     @property
     def nbytes(self) -> int:
-        return self._bytes
+        return self._segments.cost
 
     def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
         """The ids of `text`: those of transformers' own `encode`, to the last one.

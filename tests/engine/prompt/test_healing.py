@@ -287,7 +287,7 @@ def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
             talk = replace(asked.prompt, messages=(*asked.prompt.messages, answer, user("Go on")))
             rendered = host.engine.prompts.render(talk, scope=Scope())
             before = host.engine.prompts.render(asked.prompt).tokens
-            (turn,) = memory._places[rendered.session, rendered.chain[1]].turns.values()
+            (turn,) = memory._places.get((rendered.session, rendered.chain[1])).turns.values()
             assert len(turn.tokens) == 40
             assert rendered.tokens[: turn.length] == [*before, *turn.tokens]
             healed += rendered.healed

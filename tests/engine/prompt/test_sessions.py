@@ -165,12 +165,12 @@ def test_sessions_and_branches_are_bounded(folder):
     for i in range(100):
         desk.take(ask("Hello", session=f"s{i}"))
         held = sum(8 + sum(len(b.hashes) for b in s.branches) for s in sessions._sessions.values())
-        assert held == sessions._weight <= 500
+        assert held == sessions._sessions.cost <= 500
     assert desk.take(ask("Hello", "Hi.", "And?", session="s99")).extends
     assert not desk.take(ask("Hello", "Hi.", "And?", session="s0")).extends
     for i in range(50):
         desk.take(ask(f"Branch {i}", session="wide"))
-    assert len(sessions._sessions["wide", ""].branches) <= 16
+    assert len(sessions._sessions.get(("wide", "")).branches) <= 16
 
 
 # --------------------------------------------------------------------------- in the cache
