@@ -143,10 +143,13 @@ _NAMED = {
 }
 """What a layer keeps, by the name its config gives it; any other name is recurrent."""
 
+MOST_LAYERS = 4096
+"""The largest models have some 130; a config may say anything, and this process reads it."""
+
 
 def _kinds(text: dict[str, Any]) -> Sequence[str]:
     """What each layer keeps: `full`, `window`, `state` or `none`."""
-    layers = _int(text, "num_hidden_layers", "n_layer", "n_layers")
+    layers = min(_int(text, "num_hidden_layers", "n_layer", "n_layers"), MOST_LAYERS)
     kinds = list(_layer_kinds(text, layers))
     return kinds[: len(kinds) - _int(text, "num_kv_shared_layers")]  # The last ones read what others keep.
 

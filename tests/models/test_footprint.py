@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,13 @@ def test_nonsense_is_counted_as_nothing(tmp_path: Path):
     for text in ("[1]", "{", '{"num_hidden_layers": "x", "text_config": 3, "hidden_size": -1}'):
         (tmp_path / "config.json").write_text(text)
         assert footprint(tmp_path).kv_per_token == 0 and context_of_folder(tmp_path) is None
+
+
+def test_a_config_of_endless_layers_costs_the_front_nothing(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 10**9, "hidden_size": 64}))
+    tracemalloc.start()
+    try:
+        footprint(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
