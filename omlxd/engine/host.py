@@ -87,7 +87,7 @@ class EngineHost:
                 self.scheduler.memory.store = self.scheduler.bridge.store
         self.prompts = PromptPipeline(
             self.loaded.tokenizer,
-            healing=load.prompts.healing,
+            turn_memory=load.prompts.healing,
             hoist_system=load.prompts.hoist_system,
             files=self._store.turns,
         )

@@ -98,8 +98,8 @@ class Correctness:
     def note(self, sequence: Sequence, rendered: RenderedPrompt, standing: Standing) -> None:
         """A request is over, however it ended."""
         found: dict[str, object] = {}
-        if rendered.healed:
-            found["healed"] = rendered.healed
+        if rendered.spliced:
+            found["healed"] = rendered.spliced
         if rendered.refused:
             found["not_healed"] = ",".join(rendered.refused)
         if rendered.exposed:

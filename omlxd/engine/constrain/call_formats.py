@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from .value_grammar import PYTHON_WORDS, ValueSpelling
+from .value_grammar import PYTHON_WORDS, ValueSyntax
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,12 +145,12 @@ class ValueCalls:
     opens: str
     closes: str
     end: str
-    values: ValueSpelling
+    values: ValueSyntax
     part: str = ""
     python: bool = False
 
 
-Spelling = JsonCalls | TagCalls | ValueCalls
+CallFormat = JsonCalls | TagCalls | ValueCalls
 
 HERMES = JsonCalls("", '<tool_call>\n{"name": ', ', "arguments": ', "}\n</tool_call>", "", part="\n")
 _GLM = TagCalls(
@@ -163,7 +163,7 @@ _GLM = TagCalls(
     never=("</tool_call>",),
 )
 
-SPELLINGS: dict[str, Spelling] = {
+CALL_FORMATS: dict[str, CallFormat] = {
     "": HERMES,
     "json_tools": HERMES,
     "mistral": JsonCalls("[TOOL_CALLS][", '{"name": ', ', "arguments": ', "}", "]", part=", "),
@@ -251,7 +251,7 @@ SPELLINGS: dict[str, Spelling] = {
         "(",
         ")",
         "]<|tool_call_end|>",
-        ValueSpelling(words=PYTHON_WORDS, never=("<|tool_call_end|>",)),
+        ValueSyntax(words=PYTHON_WORDS, never=("<|tool_call_end|>",)),
         part=", ",
         python=True,
     ),
@@ -261,7 +261,7 @@ SPELLINGS: dict[str, Spelling] = {
         "{",
         "}<tool_call|>",
         "",
-        ValueSpelling('<|"|>', spaces=False, never=("<tool_call|>", "\x00")),
+        ValueSyntax('<|"|>', spaces=False, never=("<tool_call|>", "\x00")),
     ),
     "function_gemma": ValueCalls(
         "",
@@ -269,34 +269,34 @@ SPELLINGS: dict[str, Spelling] = {
         "{",
         "}<end_function_call>",
         "",
-        ValueSpelling("<escape>", spaces=False, never=("<end_function_call>",)),
+        ValueSyntax("<escape>", spaces=False, never=("<end_function_call>",)),
     ),
 }
 
 
 READINGS = tuple(
-    dict.fromkeys(row.reading for row in SPELLINGS.values() if isinstance(row, TagCalls) and not row.typed)
+    dict.fromkeys(row.reading for row in CALL_FORMATS.values() if isinstance(row, TagCalls) and not row.typed)
 )
 """Of all that are told by their looks."""
 
 
-def spelling_name(tokenizer: Any) -> str:
+def format_name(tokenizer: Any) -> str:
     """The name of a model's spelling, as in mlx_lm.tool_parsers; "": none is known, ours is taught."""
     parser = tokenizer.tool_parser
     name = parser.__module__.rpartition(".")[2] if parser is not None else ""
     return "mistral[ARGS]" if name == "mistral" and "[ARGS]" in str(tokenizer.chat_template) else name
 
 
-def unreadable(spelling: Spelling, name: str, tool: bool) -> bool:
+def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
     """Whether the format can't hold `name`, of a tool or else of a parameter."""
-    if isinstance(spelling, ValueCalls) and spelling.python:
+    if isinstance(call_format, ValueCalls) and call_format.python:
         return re.fullmatch(r"[A-Za-z_][\w.-]*" if tool else r"[^\W\d]\w*", name) is None
-    if isinstance(spelling, TagCalls):
+    if isinstance(call_format, TagCalls):
         return re.search(r"[<>\"&\n]|^\s|\s$|^$", name) is not None
     return False
 
 
-def carries_text(spelling: str) -> bool:
+def carries_text(call_format: str) -> bool:
     """Whether text stands bare in the calls of `spelling`: between tags, or between a mark of their own."""
-    calls = SPELLINGS.get(spelling)
+    calls = CALL_FORMATS.get(call_format)
     return isinstance(calls, TagCalls) or (isinstance(calls, ValueCalls) and bool(calls.values.quote))

@@ -18,13 +18,13 @@ from typing import Any
 
 from ...chat import Tool
 from ...errors import InvalidRequest
-from .call_formats import SPELLINGS, JsonCalls, Spelling, TagCalls, ValueCalls, unreadable
+from .call_formats import CALL_FORMATS, CallFormat, JsonCalls, TagCalls, ValueCalls, unreadable
 from .json_schema import Unenforceable, branches, closed
 from .value_grammar import (
     Check,
     Literal,
     ValueRules,
-    ValueSpelling,
+    ValueSyntax,
     but_not,
     plain,
     regex_of,
@@ -45,25 +45,25 @@ class CallGrammar:
     inputs  grammars that the rules name by `@`
     """
 
-    def __init__(self, spelling: str, tools: Sequence[Tool], literal: Literal, check: Check, param: str):
-        found = SPELLINGS.get(spelling)
-        if found is None:
+    def __init__(self, name: str, tools: Sequence[Tool], literal: Literal, check: Check, param: str):
+        row = CALL_FORMATS.get(name)
+        if row is None:
             raise InvalidRequest(
-                f"{param}: calls in this model's format ({spelling}) can't be enforced; "
+                f"{param}: calls in this model's format ({name}) can't be enforced; "
                 "use tool_choice auto, and tools that are not strict",
                 param=param,
             )
-        self._spelling = found
+        self._format = row
         self._literal = literal
         self._check = check
         self._skip = 0
         self.inputs: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
-        self._tools = [tool for tool in tools if not unreadable(found, tool.name, tool=True)]
+        self._tools = [tool for tool in tools if not unreadable(row, tool.name, tool=True)]
         for tool in tools:
             if tool not in self._tools and (tool.strict or not self._tools):
                 raise InvalidRequest(
-                    f"{param}: this model's format ({spelling}) can't hold the name {tool.name!r}; give the "
+                    f"{param}: this model's format ({name}) can't hold the name {tool.name!r}; give the "
                     "tool a name of letters, digits and underscores",
                     param=param,
                 )
@@ -71,10 +71,10 @@ class CallGrammar:
     @property
     def opening(self) -> str:
         """The text by which a call is known to begin."""
-        spelling = self._spelling
-        whole = spelling.section + spelling.before
-        ends = [at + 1 for mark in (">", "]") if (at := whole.find(mark)) >= 0]
-        return whole[: min(ends)] if ends else whole
+        row = self._format
+        text = row.section + row.before
+        ends = [at + 1 for end in (">", "]") if (at := text.find(end)) >= 0]
+        return text[: min(ends)] if ends else text
 
     def rules(self, many: bool, opened: bool = False) -> str:
         """Rule `calls`: one call, or with `many` one and more, in the spelling's way.
@@ -82,43 +82,43 @@ class CallGrammar:
         opened  the `opening` stands there already
         """
         self._skip = len(self.opening) if opened else 0
-        spelling, literal = self._spelling, self._literal
+        row, literal = self._format, self._literal
         names = [f"call_{index}" for index in range(len(self._tools))]
         rules = [f"call: {' | '.join(names)}"]
         self._terminals.clear()
         for pair in zip(names, self._tools, strict=True):
             if pair[1].input_grammar:
-                rules.append(self._input_call(spelling, *pair))
+                rules.append(self._input_call(row, *pair))
                 continue
-            match spelling:
+            match row:
                 case JsonCalls():
-                    rules += self._json_call(spelling, *pair)
+                    rules += self._json_call(row, *pair)
                 case TagCalls():
-                    rules += self._held(self._tag_call, spelling, *pair)
+                    rules += self._held(self._tag_call, row, *pair)
                 case ValueCalls():
-                    rules += self._held(self._value_call, spelling, *pair)
+                    rules += self._held(self._value_call, row, *pair)
         rules += [f"{name}{body}" for body, name in self._terminals.items()]
-        more = f"({literal(spelling.part)} call)*" if many else ""
-        section = literal(spelling.section[self._skip :])
-        return "\n".join([f"calls: {section} call {more} {literal(spelling.end)}", *rules])
+        more = f"({literal(row.part)} call)*" if many else ""
+        section = literal(row.section[self._skip :])
+        return "\n".join([f"calls: {section} call {more} {literal(row.end)}", *rules])
 
     def _opened(self, before: str) -> str:
-        return before if self._spelling.section else before[self._skip :]
+        return before if self._format.section else before[self._skip :]
 
-    def _held(self, make: Callable[..., list[str]], spelling: Any, rule: str, tool: Tool) -> list[str]:
+    def _held(self, make: Callable[..., list[str]], row: Any, rule: str, tool: Tool) -> list[str]:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
-        make = _whole(make)
+        make = _schema_errors(make)
         try:
             if problem := self._check({**tool.parameters, "type": "object"}):
                 raise Unenforceable(problem)
-            return make(spelling, rule, tool, True)
+            return make(row, rule, tool, True)
         except Unenforceable as problem:
             if tool.strict:
                 raise InvalidRequest(
                     f"tools: the strict schema of {tool.name!r} can't be enforced: {problem}", param="tools"
                 ) from problem
         try:
-            return make(spelling, rule, tool, False)
+            return make(row, rule, tool, False)
         except Unenforceable as problem:
             raise InvalidRequest(
                 f"tools: a call of {tool.name!r} can't be forced in this model's format: {problem}; use "
@@ -126,40 +126,40 @@ class CallGrammar:
                 param="tools",
             ) from problem
 
-    def _rules(self, rule: str, root: dict[str, Any], values: ValueSpelling, strict: bool) -> ValueRules:
+    def _rules(self, rule: str, root: dict[str, Any], values: ValueSyntax, strict: bool) -> ValueRules:
         return ValueRules(rule, root, values, self._literal, self._check, strict, self._terminals)
 
     # ----------------------------------------------------------------- one text of a grammar
 
-    def _input_call(self, spelling: Spelling, rule: str, tool: Tool) -> str:
+    def _input_call(self, row: CallFormat, rule: str, tool: Tool) -> str:
         """A call of a tool whose one parameter is a text of a grammar. Raises InvalidRequest."""
         literal = self._literal
         text = f"@input_{len(self.inputs)}"
         self.inputs[text[1:]] = tool.input_grammar
-        before = literal(self._opened(spelling.before))
-        if isinstance(spelling, TagCalls):
-            begin, end = spelling.cdata or ("", "")
-            close = literal(spelling.close + spelling.pad + spelling.tail)
-            value = f"{literal(begin)} {text} {literal(end + spelling.pad)} {close}"
-            given = self._between(spelling, INPUT, "string", value)
-            told = f"{literal(tool.name + spelling.named)} {given} {literal(spelling.after)}"
-        elif isinstance(spelling, ValueCalls) and spelling.values.quote:
-            mark = literal(spelling.values.quote)
-            given = f"{plain(INPUT + ':')} {mark} {text} {mark}"
-            told = f"{plain(tool.name + spelling.opens)} {given} {literal(spelling.closes)}"
+        before = literal(self._opened(row.before))
+        if isinstance(row, TagCalls):
+            begin, end = row.cdata or ("", "")
+            close = literal(row.close + row.pad + row.tail)
+            value = f"{literal(begin)} {text} {literal(end + row.pad)} {close}"
+            parameter = self._between(row, INPUT, "string", value)
+            call = f"{literal(tool.name + row.named)} {parameter} {literal(row.after)}"
+        elif isinstance(row, ValueCalls) and row.values.quote:
+            quote = literal(row.values.quote)
+            parameter = f"{plain(INPUT + ':')} {quote} {text} {quote}"
+            call = f"{plain(tool.name + row.opens)} {parameter} {literal(row.closes)}"
         else:
             raise no_grammar_in_json(tool)
-        return f"{rule}: {before} {told}"
+        return f"{rule}: {before} {call}"
 
     # ----------------------------------------------------------------- one JSON object
 
-    def _json_call(self, spelling: JsonCalls, rule: str, tool: Tool) -> list[str]:
-        name = json.dumps(tool.name, ensure_ascii=False) if spelling.quoted else tool.name
-        before = self._literal(self._opened(spelling.before) + name + spelling.between)
-        after = self._literal(spelling.after)
+    def _json_call(self, row: JsonCalls, rule: str, tool: Tool) -> list[str]:
+        name = json.dumps(tool.name, ensure_ascii=False) if row.quoted else tool.name
+        before = self._literal(self._opened(row.before) + name + row.between)
+        after = self._literal(row.after)
         schema = enforceable(tool, self._check)
-        if spelling.never:
-            values = ValueSpelling(never=spelling.never)
+        if row.never:
+            values = ValueSyntax(never=row.never)
             rules = self._rules(rule, schema, values, True)
             with contextlib.suppress(Unenforceable):  # llguidance's own knows more keywords
                 return [f"{rule}: {before} {rules.term(schema)} {after}", *rules.rules]
@@ -167,131 +167,129 @@ class CallGrammar:
 
     # ----------------------------------------------------------------- a tag a parameter
 
-    def _tag_call(self, spelling: TagCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
-        name = _attribute(tool.name) if spelling.typed else tool.name
-        terms = [self._literal(self._opened(spelling.before) + name + spelling.named)]
-        values = ValueSpelling(never=(spelling.close, *spelling.never))
+    def _tag_call(self, row: TagCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
+        name = _attribute(tool.name) if row.typed else tool.name
+        terms = [self._literal(self._opened(row.before) + name + row.named)]
+        values = ValueSyntax(never=(row.close, *row.never))
         rules = self._rules(rule, tool.parameters, values, strict)
-        for key, given, must in self._parameters(spelling, tool, strict):
-            term = rules.rule(self._tag_parameter(spelling, rules, key, given, tool.parameters, strict))
+        for key, schema, must in self._parameters(row, tool, strict):
+            term = rules.rule(self._tag_parameter(row, rules, key, schema, tool.parameters, strict))
             terms.append(term if must else f"{term}?")
-        return [f"{rule}: {' '.join(terms)} {self._literal(spelling.after)}", *rules.rules]
+        return [f"{rule}: {' '.join(terms)} {self._literal(row.after)}", *rules.rules]
 
     def _parameters(
-        self, spelling: TagCalls | ValueCalls, tool: Tool, strict: bool
+        self, row: TagCalls | ValueCalls, tool: Tool, strict: bool
     ) -> list[tuple[str, Any, bool]]:
         """(name, schema, whether it must be there) of each. Raises Unenforceable."""
-        found = branches({**tool.parameters, "type": "object"}, tool.parameters, strict)
-        if len(found) != 1 or found[0].get("type") != "object":
+        alternatives = branches({**tool.parameters, "type": "object"}, tool.parameters, strict)
+        if len(alternatives) != 1 or alternatives[0].get("type") != "object":
             raise Unenforceable("alternatives of whole arguments")
-        schema = found[0]
+        schema = alternatives[0]
         properties = schema.get("properties") or {}
         required = schema.get("required") or ()
         others = schema.get("additionalProperties", True)
         named = {**properties, **{key: others for key in required if key not in properties}}
-        told: list[tuple[str, Any, bool]] = []
-        for key, given in named.items():
+        parameters: list[tuple[str, Any, bool]] = []
+        for key, inner in named.items():
             must = key in required
-            if not unreadable(spelling, key, tool=False):
-                told.append((key, given, must))
+            if not unreadable(row, key, tool=False):
+                parameters.append((key, inner, must))
             elif must:
                 raise Unenforceable(f"the required parameter {key!r}, whose name the format can't hold")
-        return told
+        return parameters
 
     def _tag_parameter(
         self,
-        spelling: TagCalls,
+        row: TagCalls,
         rules: ValueRules,
         key: str,
-        given: Any,
+        schema: Any,
         root: dict[str, Any],
         strict: bool,
     ) -> str:
         """A parameter with its tags. Where text may stand, all but null is read as text."""
         try:
-            found = branches(given, root, strict)
+            alternatives = branches(schema, root, strict)
         except Unenforceable:
             if strict:
                 raise
-            found = [{}]
-        texts = [branch for branch in found if _may_be_text(branch)]
-        told: list[str] = []
+            alternatives = [{}]
+        texts = [branch for branch in alternatives if _may_be_text(branch)]
+        bare: list[str] = []
         for branch in texts:
-            told += self._text(spelling, rules, branch, strict)
-        word = spelling.typed
-        terms = [self._between(spelling, key, "string", term) for term in dict.fromkeys(told)]
-        close = (
-            f"{self._literal(spelling.pad)} {self._literal(spelling.close + spelling.pad + spelling.tail)}"
-        )
-        for branch in found:
+            bare += self._text(row, rules, branch, strict)
+        word = row.typed
+        terms = [self._between(row, key, "string", term) for term in dict.fromkeys(bare)]
+        close = f"{self._literal(row.pad)} {self._literal(row.close + row.pad + row.tail)}"
+        for branch in alternatives:
             kind = branch.get("type", "")
             if not texts or (kind == "null" and not word) or (word and kind not in ("", "string")):
                 kinds = [kind] if kind else _kinds(branch)
                 value = f"({rules.term(branch)}) {close}"
-                terms += [self._between(spelling, key, name, value) for name in _type_words(kinds)]
+                terms += [self._between(row, key, name, value) for name in _type_words(kinds)]
         return " | ".join(dict.fromkeys(terms))
 
-    def _between(self, spelling: TagCalls, key: str, kind: str, value: str) -> str:
-        if not spelling.typed:
-            return f"{self._literal(spelling.key + key + spelling.keyed)} {value}"
-        return f"{self._literal(spelling.key + _attribute(key) + spelling.keyed % kind)} {value}"
+    def _between(self, row: TagCalls, key: str, kind: str, value: str) -> str:
+        if not row.typed:
+            return f"{self._literal(row.key + key + row.keyed)} {value}"
+        return f"{self._literal(row.key + _attribute(key) + row.keyed % kind)} {value}"
 
-    def _text(self, spelling: TagCalls, rules: ValueRules, branch: dict[str, Any], strict: bool) -> list[str]:
+    def _text(self, row: TagCalls, rules: ValueRules, branch: dict[str, Any], strict: bool) -> list[str]:
         """Terms for bare text and what closes it."""
-        close = self._literal(spelling.close + spelling.pad + spelling.tail)
+        close = self._literal(row.close + row.pad + row.tail)
         if "enum" in branch:
             choices = [value for value in branch["enum"] if isinstance(value, str)]
-            return [self._choice(spelling, text) for text in choices]
+            return [self._choice(row, text) for text in choices]
         body = text_regex(branch)
-        if spelling.cdata is not None:
-            begin, end = spelling.cdata
-            inside = rules.closed(f"/{body}{regex_of(end)}/{but_not(spelling.never, last=end)}")
-            told = [f"{self._literal(begin)} {inside} {close}"]
+        if row.cdata is not None:
+            begin, end = row.cdata
+            inside = rules.closed(f"/{body}{regex_of(end)}/{but_not(row.never, last=end)}")
+            terms = [f"{self._literal(begin)} {inside} {close}"]
             if body == "(?s:.*)":
-                told.append(f"{rules.terminal(f'/{spelling.plain}/')} {close}")
-            return told
+                terms.append(f"{rules.terminal(f'/{row.plain}/')} {close}")
+            return terms
         free = body == "(?s:.*)"
         if close.startswith("<["):  # a control token, which no terminal holds
-            never = but_not((*spelling.never, spelling.close))
+            never = but_not((*row.never, row.close))
             return [f"{rules.terminal(f'/{body}/{never}')} {close}"]
-        pad = "" if free else regex_of(spelling.pad)
-        never = but_not(spelling.never, last=spelling.close)
-        if not free and not spelling.pad:  # a newline on each side would be taken off
+        pad = "" if free else regex_of(row.pad)
+        never = but_not(row.never, last=row.close)
+        if not free and not row.pad:  # a newline on each side would be taken off
             never += r" & ~/\n(?s:.*)/"
-        text = rules.closed(f"/{body}{pad}{regex_of(spelling.close)}/{never}")
-        return [f"{text} {self._literal(spelling.pad + spelling.tail)}"]
+        text = rules.closed(f"/{body}{pad}{regex_of(row.close)}/{never}")
+        return [f"{text} {self._literal(row.pad + row.tail)}"]
 
-    def _choice(self, spelling: TagCalls, text: str) -> str:
-        if any(each in text for each in (spelling.close, *spelling.never)):
+    def _choice(self, row: TagCalls, text: str) -> str:
+        if any(each in text for each in (row.close, *row.never)):
             raise Unenforceable(f"the text {text[:60]!r}, which this model's format can't hold")
-        told = plain(text) if text else ""
-        if spelling.cdata is not None and (text != text.strip() or set("<&\n") & set(text)):
-            begin, end = spelling.cdata
+        term = plain(text) if text else ""
+        if row.cdata is not None and (text != text.strip() or set("<&\n") & set(text)):
+            begin, end = row.cdata
             if end in text:
                 raise Unenforceable(f"the text {text[:60]!r}, which this model's format can't hold")
-            told = f"{self._literal(begin)} {told} {self._literal(end)}"
-        close = spelling.close + spelling.pad + spelling.tail
-        return f"{told} {self._literal(spelling.pad)} {self._literal(close)}"
+            term = f"{self._literal(begin)} {term} {self._literal(end)}"
+        close = row.close + row.pad + row.tail
+        return f"{term} {self._literal(row.pad)} {self._literal(close)}"
 
     # ----------------------------------------------------------------- values in their own language
 
-    def _value_call(self, spelling: ValueCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
-        rules = self._rules(rule, tool.parameters, spelling.values, strict)
+    def _value_call(self, row: ValueCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
+        rules = self._rules(rule, tool.parameters, row.values, strict)
         pairs: list[tuple[str, bool]] = []
-        for key, given, must in self._parameters(spelling, tool, strict):
-            told = plain(f"{key}=") if spelling.python else rules.key(key)
-            pairs.append((f"{told} {rules.term(given)}", must))
-        before = self._literal(self._opened(spelling.before)) + " " + plain(tool.name + spelling.opens)
+        for key, schema, must in self._parameters(row, tool, strict):
+            name = plain(f"{key}=") if row.python else rules.key(key)
+            pairs.append((f"{name} {rules.term(schema)}", must))
+        before = self._literal(self._opened(row.before)) + " " + plain(tool.name + row.opens)
         members = rules.members(pairs)
-        return [f"{rule}: {before} {members} {self._literal(spelling.closes)}", *rules.rules]
+        return [f"{rule}: {before} {members} {self._literal(row.closes)}", *rules.rules]
 
 
-def _whole(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _schema_errors(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
     """`make`, for which a schema whose words have values of the wrong types is unenforceable too."""
 
-    def made(*given: Any) -> list[str]:
+    def made(*arguments: Any) -> list[str]:
         try:
-            return make(*given)
+            return make(*arguments)
         except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
             raise Unenforceable("what is no JSON schema") from error
 
@@ -348,8 +346,8 @@ def _kinds(branch: dict[str, Any]) -> list[str]:
 
 def _type_words(kinds: list[str]) -> list[str]:
     """What a tag may call these types: a whole number is a number too."""
-    told = [word for kind in kinds for word in ((kind, "number") if kind == "integer" else (kind,))]
-    return list(dict.fromkeys(told)) or ["object"]
+    names = [word for kind in kinds for word in ((kind, "number") if kind == "integer" else (kind,))]
+    return list(dict.fromkeys(names)) or ["object"]
 
 
 def _attribute(text: str) -> str:

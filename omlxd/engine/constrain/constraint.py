@@ -12,10 +12,7 @@ Compiling happens on a request's thread; a step costs the engine thread one mask
 row, computed while the device works on the forward pass (decode_batch.py).
 
 llguidance is imported by the first constraint: an engine that is asked for none starts without it.
-
-An answer that is given, to be told how likely it is: its tokens are what is generated.
 """
-# MERGED: docstrings of constraint.py, forced.py (join by hand)
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ import numpy as np
 
 from ...chat import Conversation, GenerateRequest
 from ...errors import InvalidRequest, OmlxdError
-from .call_formats import spelling_name
+from .call_formats import format_name
 from .grammar import Grammars, Wanted, brief
 
 if TYPE_CHECKING:
@@ -60,7 +57,7 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, facts: _Facts, *, thinking: bool, may_think: bool):
         self._matcher = matcher
         self._facts = facts
-        self._bits = np.zeros((facts.known + 31) // 32, np.int32)
+        self._bits = np.zeros((facts.matcher_vocab + 31) // 32, np.int32)
         self._state = _State.THINKING if thinking else _State.OPEN if may_think else _State.GRAMMAR
         self._recent: list[int] = []
         self._gap = 0
@@ -130,13 +127,13 @@ class _Facts:
     """What constraints need of a tokenizer and its model; the same for all of them.
 
     vocab  width of the model's logits
-    known  tokens that the matcher knows, no fewer
+    matcher_vocab  tokens of the matcher, no fewer
     ends   tokens that end a turn
     """
 
-    def __init__(self, tokenizer: Any, vocab: int, known: int):
+    def __init__(self, tokenizer: Any, vocab: int, matcher_vocab: int):
         self.vocab = vocab
-        self.known = known
+        self.matcher_vocab = matcher_vocab
         self.ends = frozenset(tokenizer.eos_token_ids)
         self.think_start: tuple[int, ...] = tuple(tokenizer.think_start_tokens or ())
         self.think_end: tuple[int, ...] = tuple(tokenizer.think_end_tokens or ())
@@ -205,15 +202,15 @@ class ConstraintCompiler:
             ) from error
         added = {str(token): id for id, token in inner.added_tokens_decoder.items()}
         controls = {token: id for token, id in added.items() if made.is_special_token(id)}
-        return Grammars(made, spelling_name(self._tokenizer), controls), _Facts(
+        return Grammars(made, format_name(self._tokenizer), controls), _Facts(
             self._tokenizer, self._vocab, made.vocab_size
         )
 
 
 class ForcedAnswer:
-    """A constraint (constraint.py) that lets one token through a step: the next of `tokens`, of `vocab`.
+    """A constraint that allows one token a step, the next of `tokens`: for scoring a fixed answer.
 
-    The request ends with the last of them, by its limit of tokens.
+    The request ends with the last of them, by its limit of tokens. `vocab`: width of the logits.
     """
 
     error: OmlxdError | None = None

@@ -93,14 +93,14 @@ class Grammars:
     bare_text  calls can carry the text of a custom tool's grammar
     """
 
-    def __init__(self, vocabulary: LLTokenizer, spelling: str, controls: Mapping[str, int]):
+    def __init__(self, vocabulary: LLTokenizer, call_format: str, controls: Mapping[str, int]):
         self.vocabulary = vocabulary
-        self._spelling = spelling
+        self._call_format = call_format
         self._controls = controls
         words = sorted(map(re.escape, controls), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(words)})") if words else re.compile(r"((?!))")
         self._harmony = controls.keys() >= set(CONTROLS)
-        self.bare_text = not self._harmony and carries_text(spelling)
+        self.bare_text = not self._harmony and carries_text(call_format)
 
     def of(self, wanted: Wanted) -> str:
         if self._harmony and wanted.chat:
@@ -131,7 +131,7 @@ class Grammars:
     # ----------------------------------------------------------------- calls
 
     def _calls(self, wanted: Wanted) -> str:
-        calls = CallGrammar(self._spelling, wanted.tools, self._literal, self._why_not, wanted.param)
+        calls = CallGrammar(self._call_format, wanted.tools, self._literal, self._why_not, wanted.param)
         if not wanted.forced and wanted.format is None:
             return _packed(self._free_text(calls), calls.inputs)
         rules = calls.rules(wanted.many)
@@ -161,8 +161,8 @@ class Grammars:
             return messages.answer(json_term(wanted.format.schema))
         inner = self._answer(wanted.format)
         answer = json.loads(inner)["grammars"][0] if inner.startswith("{") else {"lark_grammar": inner}
-        whole = {"name": "messages", "lark_grammar": messages.answer("@answer")}
-        return json.dumps({"grammars": [whole, {**answer, "name": "answer"}]})
+        messages_grammar = {"name": "messages", "lark_grammar": messages.answer("@answer")}
+        return json.dumps({"grammars": [messages_grammar, {**answer, "name": "answer"}]})
 
     # ----------------------------------------------------------------- what can be enforced
 

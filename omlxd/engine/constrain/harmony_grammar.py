@@ -57,11 +57,11 @@ class HarmonyGrammar:
         return "thought?" if self._thinking else ""
 
     def _grammar(self, *rules: str) -> str:
-        told = [*rules, *self._calls]
+        lines = [*rules, *self._calls]
         if self._thinking and "thought" in rules[0]:
             head = self._literal("<|channel|>analysis" + _BODY)
-            told += [f"thought: {head} TEXT {self._literal(_GO_ON)}", TEXT]
-        return "\n".join(told)
+            lines += [f"thought: {head} TEXT {self._literal(_GO_ON)}", TEXT]
+        return "\n".join(lines)
 
 
 CONTROLS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")

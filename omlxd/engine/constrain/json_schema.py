@@ -45,15 +45,15 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
         if not isinstance(ref, str):
             return schema
         if ref == "#":
-            found: Any = root
+            target: Any = root
         elif ref.startswith("#/"):
-            found = root
+            target = root
             for step in ref[2:].split("/"):
                 step = step.replace("~1", "/").replace("~0", "~")
-                found = found.get(step) if isinstance(found, dict) else None
+                target = target.get(step) if isinstance(target, dict) else None
         else:
             return None
-        schema = found
+        schema = target
     return None
 
 
@@ -64,12 +64,12 @@ def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, 
             be enforced is passed over
     """
     try:
-        found = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
+        alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
     except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
         raise Unenforceable("what is no JSON schema") from error
-    if len(found) > MAX_BRANCHES:
+    if len(alternatives) > MAX_BRANCHES:
         raise Unenforceable("more alternatives than can be told apart")
-    return found
+    return alternatives
 
 
 def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Iterator[dict[str, Any]]:
@@ -88,18 +88,18 @@ def _split(schema: Any, root: dict[str, Any], strict: bool, steps: int) -> Itera
         yield from _split(schema, root, strict, steps - 1)
         return
     if "allOf" in schema:
-        whole = {key: value for key, value in schema.items() if key != "allOf"}
+        merged = {key: value for key, value in schema.items() if key != "allOf"}
         for part in schema["allOf"]:
-            whole = _merged(whole, resolved(part, root))
-        yield from _split(whole, root, strict, steps - 1)
+            merged = _merged(merged, resolved(part, root))
+        yield from _split(merged, root, strict, steps - 1)
         return
     for name in ("anyOf", "oneOf"):
-        if isinstance(given := schema.get(name), list):
+        if isinstance(choices := schema.get(name), list):
             rest = {key: value for key, value in schema.items() if key != name}
-            for part in given:
-                whole = resolved(part, root)
-                whole = _merged(rest, {} if whole is True else whole) if _asserts(rest) else whole
-                yield from islice(_split(whole, root, strict, steps - 1), MAX_BRANCHES + 1)
+            for part in choices:
+                merged = resolved(part, root)
+                merged = _merged(rest, {} if merged is True else merged) if _asserts(rest) else merged
+                yield from islice(_split(merged, root, strict, steps - 1), MAX_BRANCHES + 1)
             return
     yield from _typed(_judged(schema, strict))
 
@@ -151,8 +151,8 @@ def _typed(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """`schema` for each of its types."""
     if "const" in schema:
         schema = {**schema, "enum": [schema["const"]]}
-    given = schema.get("type")
-    kinds = [given] if isinstance(given, str) else list(given) if isinstance(given, list) else []
+    declared = schema.get("type")
+    kinds = [declared] if isinstance(declared, str) else list(declared) if isinstance(declared, list) else []
     if unknown := [kind for kind in kinds if kind not in TYPES]:
         raise Unenforceable(f"type {unknown[0]!r}")
     if isinstance(values := schema.get("enum"), list):
@@ -218,12 +218,12 @@ class _Closing:
         if not own and len(parts) == 1 and (parts[0] != "allOf" or len(node["allOf"]) == 1):
             inner = self._inner(node)
             return inner if parts == ["$ref"] else {**inner, parts[0]: [*map(self.alone, node[parts[0]])]}
-        whole = self._beside(node)
+        combined = self._beside(node)
         names = self._names(node)
         if names is None or "additionalProperties" in node or not (names or own):
-            return whole
-        properties = {**dict.fromkeys(names, True), **whole.get("properties", {})}
-        return {**whole, "properties": properties, "additionalProperties": False}
+            return combined
+        properties = {**dict.fromkeys(names, True), **combined.get("properties", {})}
+        return {**combined, "properties": properties, "additionalProperties": False}
 
     def _beside(self, node: Any) -> Any:
         """A schema beside which others may name properties too: it is not closed itself."""

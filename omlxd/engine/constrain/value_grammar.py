@@ -4,7 +4,7 @@
 |----------|-------------------------|-------|---------------------|------------------------|
 | JSON     | "…" with escapes        | "key" | true, false, null   | a tag a parameter      |
 | Python   | the same                | "key" | also True and so on | pythonic (LFM2)        |
-| Gemma    | bare text between marks | key   | true, false, null   | Gemma 4, FunctionGemma |
+| Gemma    | bare text between quotes | key   | true, false, null   | Gemma 4, FunctionGemma |
 
 No string holds a text that would end the call (`never`): JSON and Python have escapes for it.
 What is written is always as the schema says; not all that a schema allows can be written: properties
@@ -36,8 +36,8 @@ _TEXT_RULES = ("pattern", "format")
 
 
 @dataclass(slots=True, frozen=True)
-class ValueSpelling:
-    """`quote`: the mark on each side of a bare string; "": strings as in JSON. `never`: in no string."""
+class ValueSyntax:
+    """`quote`: what stands on each side of a bare string; "": strings as in JSON. `never`: in no string."""
 
     quote: str = ""
     words: tuple[str, str, str] = ('"true"', '"false"', '"null"')
@@ -60,10 +60,10 @@ def regex_of(text: str) -> str:
 
 def but_not(texts: Sequence[str], last: str = "") -> str:
     """The rest of a terminal whose text holds none of `texts`, and `last` nowhere but at its end."""
-    told = [f"({'|'.join(map(regex_of, texts))}){_ANY_TEXT}"] if texts else []
+    patterns = [f"({'|'.join(map(regex_of, texts))}){_ANY_TEXT}"] if texts else []
     if last:
-        told.append(f"{regex_of(last)}(?s:.+)")
-    return f" & ~/{_ANY_TEXT}({'|'.join(told)})/" if told else ""
+        patterns.append(f"{regex_of(last)}(?s:.+)")
+    return f" & ~/{_ANY_TEXT}({'|'.join(patterns)})/" if patterns else ""
 
 
 def text_regex(schema: dict[str, Any]) -> str:
@@ -78,12 +78,12 @@ def text_regex(schema: dict[str, Any]) -> str:
         return pattern[1:-1].replace("/", r"\/")
     if body != _ANY_TEXT:
         raise Unenforceable("pattern beside a length, of a text that is written without quotes")
-    whole = pattern.removeprefix("^") if pattern.startswith("^") else f"{_ANY_TEXT}({pattern})"
-    ends = whole.endswith("$") and not whole.endswith("\\$")
+    regex = pattern.removeprefix("^") if pattern.startswith("^") else f"{_ANY_TEXT}({pattern})"
+    ends = regex.endswith("$") and not regex.endswith("\\$")
     if "|" in pattern and (ends or pattern.startswith("^")):
         raise Unenforceable(f"pattern {pattern!r} of a text that is written without quotes")
-    whole = whole[:-1] if ends else f"{whole}{_ANY_TEXT}"
-    return f"({whole})".replace("/", r"\/")
+    regex = regex[:-1] if ends else f"{regex}{_ANY_TEXT}"
+    return f"({regex})".replace("/", r"\/")
 
 
 class ValueRules:
@@ -99,7 +99,7 @@ class ValueRules:
         self,
         prefix: str,
         root: dict[str, Any],
-        spelling: ValueSpelling,
+        syntax: ValueSyntax,
         literal: Literal,
         check: Check,
         strict: bool,
@@ -109,43 +109,43 @@ class ValueRules:
         self._terminals = terminals
         self._prefix = prefix
         self._root = root
-        self._spelling = spelling
+        self._syntax = syntax
         self._literal = literal
         self._check = check
         self._strict = strict
         self._made: dict[str, str] = {}
         self._names = 0
-        self._space = self.terminal("/[ \\n]{1,8}/") + "?" if spelling.spaces else ""
+        self._space = self.terminal("/[ \\n]{1,8}/") + "?" if syntax.spaces else ""
 
     def term(self, schema: Any) -> str:
         """A term for values that are as `schema` says. Raises Unenforceable."""
         key = json.dumps(schema, sort_keys=True, default=str)
-        if (known := self._made.get(key)) is None:
-            known = self._made[key] = self._name()  # first: a schema may hold itself
-            self._rule_as(known, self._any_of(schema))
-        return known
+        if (name := self._made.get(key)) is None:
+            name = self._made[key] = self._name()  # first: a schema may hold itself
+            self._rule_as(name, self._any_of(schema))
+        return name
 
     def spelled(self, value: Any) -> str:
         """A term for just `value`. Raises Unenforceable."""
-        spelling = self._spelling
-        if spelling.quote and isinstance(value, str):
-            if any(text in value for text in (spelling.quote, *spelling.never)):
+        syntax = self._syntax
+        if syntax.quote and isinstance(value, str):
+            if any(text in value for text in (syntax.quote, *syntax.never)):
                 raise Unenforceable(f"the text {value[:60]!r}, which this model's format can't hold")
-            mark = self._literal(spelling.quote)
-            return f"{mark} {plain(value)} {mark}" if value else f"{mark} {mark}"
-        if spelling.quote and isinstance(value, list):
+            quote = self._literal(syntax.quote)
+            return f"{quote} {plain(value)} {quote}" if value else f"{quote} {quote}"
+        if syntax.quote and isinstance(value, list):
             return f'"[" {self._spelled_row([self.spelled(item) for item in value])} "]"'
-        if spelling.quote and isinstance(value, dict):
+        if syntax.quote and isinstance(value, dict):
             row = [f"{self.key(key)} {self.spelled(item)}" for key, item in value.items()]
             return f'"{{" {self._spelled_row(row)} "}}"'
         text = json.dumps(value, ensure_ascii=False)
-        if any(each in text for each in spelling.never):
+        if any(each in text for each in syntax.never):
             text = text.replace("<", "\\u003c").replace("\x7f", "\\u007f")
         return plain(text)
 
     def key(self, name: str) -> str:
         """A term for a member's name and what stands before its value."""
-        if self._spelling.quote and re.fullmatch(r"\w+", name):
+        if self._syntax.quote and re.fullmatch(r"\w+", name):
             return plain(f"{name}:")
         return f'{self.spelled(name)} ":" {self._space}'
 
@@ -168,12 +168,12 @@ class ValueRules:
     def _any_of(self, schema: Any) -> str:
         terms: list[str] = []
         try:
-            found = branches(schema, self._root, self._strict)
+            alternatives = branches(schema, self._root, self._strict)
         except Unenforceable:
             if self._strict:
                 raise
-            found = [{}]
-        for branch in found:
+            alternatives = [{}]
+        for branch in alternatives:
             try:
                 terms.append(self._branch(branch))
             except Unenforceable:
@@ -193,9 +193,9 @@ class ValueRules:
             case "integer" | "number":
                 return self._number(schema)
             case "boolean":
-                return f"{self._spelling.words[0]} | {self._spelling.words[1]}"
+                return f"{self._syntax.words[0]} | {self._syntax.words[1]}"
             case "null":
-                return self._spelling.words[2]
+                return self._syntax.words[2]
             case "array":
                 return self._array(schema)
             case "object":
@@ -203,36 +203,36 @@ class ValueRules:
         return self._anything()
 
     def _string(self, schema: dict[str, Any]) -> str:
-        if self._spelling.quote:
-            mark = self._literal(self._spelling.quote)
-            whole = self._open_text(schema) if mark.startswith("<[") else self._closed_text(schema)
-            return f"{mark} {whole}"
-        if found := {name: schema[name] for name in _TEXT_RULES if name in schema}:
+        if self._syntax.quote:
+            quote = self._literal(self._syntax.quote)
+            text = self._open_text(schema) if quote.startswith("<[") else self._closed_text(schema)
+            return f"{quote} {text}"
+        if rules := {name: schema[name] for name in _TEXT_RULES if name in schema}:
             lengths = {name: schema[name] for name in ("minLength", "maxLength") if name in schema}
-            return self._json({"type": "string", **found, **lengths})
+            return self._json({"type": "string", **rules, **lengths})
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        return self.terminal(f'/"{_LETTER}{count}"/{but_not(self._spelling.never)}')
+        return self.terminal(f'/"{_LETTER}{count}"/{but_not(self._syntax.never)}')
 
     def _open_text(self, schema: dict[str, Any]) -> str:
-        """Text and its closing mark, which is a token of its own."""
+        """Text and its closing quote, which is a token of its own."""
         body = text_regex(schema)
-        never = (self._spelling.quote, *self._spelling.never)
+        never = (self._syntax.quote, *self._syntax.never)
         name = self.terminal(f"/{body}/{but_not(never)}")
-        return f"{name} {self._literal(self._spelling.quote)}"
+        return f"{name} {self._literal(self._syntax.quote)}"
 
     def _closed_text(self, schema: dict[str, Any]) -> str:
         body = text_regex(schema)
-        quote = self._spelling.quote
-        whole = f"/{body}{regex_of(quote)}/{but_not(self._spelling.never, last=quote)}"
-        return self.closed(whole)
+        quote = self._syntax.quote
+        regex = f"/{body}{regex_of(quote)}/{but_not(self._syntax.never, last=quote)}"
+        return self.closed(regex)
 
     def _number(self, schema: dict[str, Any]) -> str:
         bounds = {name: schema[name] for name in _BOUNDS if name in schema}
         if bounds:
             return self._json({"type": schema["type"], **bounds})
-        whole = schema["type"] == "integer"
-        return self.terminal(f"/{_INTEGER if whole else _NUMBER}/")
+        integer = schema["type"] == "integer"
+        return self.terminal(f"/{_INTEGER if integer else _NUMBER}/")
 
     def _json(self, schema: dict[str, Any]) -> str:
         if problem := self._check(schema):
@@ -265,18 +265,18 @@ class ValueRules:
                 return f'"{{" {space} "}}"'
             return f'"{{" {space} {self._map(others)} {space} "}}"'
         must = set(schema.get("required") or ())
-        told: list[tuple[str, bool]] = []
+        members: list[tuple[str, bool]] = []
         for key, inner in pairs.items():
             try:
-                told.append((f"{self.key(key)} {self.term(inner)}", key in must))
+                members.append((f"{self.key(key)} {self.term(inner)}", key in must))
             except Unenforceable:
                 if self._strict or key in must:
                     raise
-        return f'"{{" {space} {self.members(told)} {space} "}}"'
+        return f'"{{" {space} {self.members(members)} {space} "}}"'
 
     def _map(self, values: Any) -> str:
         """Members of any name."""
-        if self._spelling.quote:
+        if self._syntax.quote:
             key = self.terminal("/[A-Za-z_][A-Za-z0-9_]{0,60}:/")
         else:
             key = f'{self._string({})} ":" {self._space}'
@@ -284,16 +284,16 @@ class ValueRules:
         return f'({pair} ("," {self._space} {pair})*)?'
 
     def _anything(self) -> str:
-        if (known := self._made.get("any")) is None:
-            known = self._made["any"] = self._name()
+        if (name := self._made.get("any")) is None:
+            name = self._made["any"] = self._name()
             kinds = ({"type": kind} for kind in ("string", "number", "boolean", "null"))
             terms = [self._branch(kind) for kind in kinds]
-            row = f'({known} ("," {self._space} {known})*)?'
+            row = f'({name} ("," {self._space} {name})*)?'
             terms.append(f'"[" {self._space} {row} {self._space} "]"')
-            self._made.setdefault("true", known)
+            self._made.setdefault("true", name)
             terms.append(f'"{{" {self._space} {self._map(True)} {self._space} "}}"')
-            self._rule_as(known, " | ".join(terms))
-        return known
+            self._rule_as(name, " | ".join(terms))
+        return name
 
     # ----------------------------------------------------------------- rules
 

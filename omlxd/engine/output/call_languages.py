@@ -1,13 +1,11 @@
-"""Gemma's calls: `call:NAME{key:VALUE,…}`, where text stands between marks and all else as in JSON.
+"""Reads the two formats of calls that are a language of their own.
 
-VALUE  <|"|>text<|"|> (Gemma 4), <escape>text<escape> (FunctionGemma), a number, true, false, null,
-       [VALUE,…], {key:VALUE,…}
+Gemma: `call:NAME{key:VALUE,…}`. VALUE is <|"|>text<|"|> (Gemma 4), <escape>text<escape> (FunctionGemma), a
+number, true, false, null, [VALUE,…] or {key:VALUE,…}.
 
-Calls as a list of Python's: `[name(key="text", n=2), other()]`, containers at times in JSON's words.
-
-Names are any that a tool may have, and keys may be Python's keywords: a tool's author knows of neither.
+Pythonic: `[name(key="text", n=2), other()]`, at times with JSON's words. Names are any that a tool may have,
+and keys may be Python's keywords.
 """
-# MERGED: docstrings of gemma_calls.py, pythonic_calls.py (join by hand)
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ import tokenize
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_MARKS = ('<|"|>', "<escape>")
+_QUOTES = ('<|"|>', "<escape>")
 _HEAD = re.compile(r"\s*call:([^\s{}]+)\{")
 _KEY = re.compile(r"([^\s:{}\[\],<]+)\s*:\s*")
 _NUMBER = re.compile(r"-?\d+(?P<float>(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[\s,\]}])")
@@ -46,10 +44,10 @@ def gemma_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """The value at `at` and where it ends. Raises ValueError."""
-    for mark in _MARKS:
-        if text.startswith(mark, at):
-            end = text.index(mark, at + len(mark))
-            return text[at + len(mark) : end], end + len(mark)
+    for quote in _QUOTES:
+        if text.startswith(quote, at):
+            end = text.index(quote, at + len(quote))
+            return text[at + len(quote) : end], end + len(quote)
     if text.startswith('"', at):  # as in JSON, where a model forgets its own marks
         return _json_string(text, at)
     if text.startswith("{", at):
@@ -64,32 +62,32 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 
 def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
+    members: dict[str, Any] = {}
     at = _after_space(text, at, depth)
     while not text.startswith("}", at):
         key, at = _key(text, at)
-        found[key], at = _value(text, at, depth)
+        members[key], at = _value(text, at, depth)
         at = _between(text, at, "}")
-    return found, at + 1
+    return members, at + 1
 
 
 def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
+    items: list[Any] = []
     at = _after_space(text, at, depth)
     while not text.startswith("]", at):
         value, at = _value(text, at, depth)
-        found.append(value)
+        items.append(value)
         at = _between(text, at, "]")
-    return found, at + 1
+    return items, at + 1
 
 
 def _key(text: str, at: int) -> tuple[str, int]:
-    for mark in _MARKS:
-        if text.startswith(mark, at):
-            end = text.index(mark, at + len(mark))
-            if (colon := _COLON.match(text, end + len(mark))) is None:
+    for quote in _QUOTES:
+        if text.startswith(quote, at):
+            end = text.index(quote, at + len(quote))
+            if (colon := _COLON.match(text, end + len(quote))) is None:
                 raise ValueError("no key")
-            return text[at + len(mark) : end], colon.end()
+            return text[at + len(quote) : end], colon.end()
     if text.startswith('"', at):
         key, after = _json_string(text, at)
         if colon := _COLON.match(text, after):
@@ -144,12 +142,12 @@ def pythonic_calls(
         if not isinstance(node, ast.Call):
             return None
         keys = list(parameters(name))[: len(node.args)] if node.args else []
-        given = {key: _pythonic_value(value) for key, value in zip(keys, node.args, strict=True)}
+        positional = {key: _pythonic_value(value) for key, value in zip(keys, node.args, strict=True)}
         named = {
             (each.arg or "").removeprefix(_PYTHONIC_KEY): _pythonic_value(each.value)
             for each in node.keywords
         }
-        calls.append((name, given | named))
+        calls.append((name, positional | named))
     return calls
 
 
@@ -162,19 +160,19 @@ def _renamed(text: str) -> tuple[str, list[str]]:
         token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _SKIPPED
     ]
     for token, after in zip(tokens, [*tokens[1:], None], strict=True):
-        told = token.string
-        if token.type == tokenize.ERRORTOKEN and not told.isspace():
+        word = token.string
+        if token.type == tokenize.ERRORTOKEN and not word.isspace():
             raise ValueError("no Python")
-        if depth == 1 and told not in ("(", ")", ",", "]"):
-            name += told
+        if depth == 1 and word not in ("(", ")", ",", "]"):
+            name += word
             continue
-        if depth == 1 and told == "(":
+        if depth == 1 and word == "(":
             names.append(name)
             out.append(f"call_{len(names)}")
             name = ""
-        depth += (told in ("(", "[", "{")) - (told in (")", "]", "}"))
+        depth += (word in ("(", "[", "{")) - (word in (")", "]", "}"))
         key = depth == 2 and token.type == tokenize.NAME and after is not None and after.string == "="
-        out.append(_PYTHONIC_KEY + told if key else told)
+        out.append(_PYTHONIC_KEY + word if key else word)
     return " ".join(out), names
 
 

@@ -1,10 +1,4 @@
-"""The writer of a call in JSON, its arguments behind its name.
-
-What writes the arguments of a call that still arrives: one writer a spelling.
-
-The writer of a call whose parameters stand between tags.
-"""
-# MERGED: docstrings of json_call_writer.py, call_writer.py, tag_call_writer.py (join by hand)
+"""Writes the arguments of a call while the call still arrives: a writer for JSON, one for tags."""
 
 from __future__ import annotations
 
@@ -50,7 +44,7 @@ class Writer(ABC):
 
     @property
     @abstractmethod
-    def whole(self) -> str:
+    def members(self) -> str:
         """The members that are whole, as an object."""
 
     @abstractmethod
@@ -74,7 +68,7 @@ class TagWriter(Writer):
         self._looked = 0
 
     @property
-    def whole(self) -> str:
+    def members(self) -> str:
         return self.arguments + "}" if self.arguments else "{}"
 
     def feed(self, text: str) -> None:
@@ -114,8 +108,8 @@ class TagWriter(Writer):
         return True
 
     def _member(self, key: str, value: str) -> None:
-        told = json_text(typed_text(value, self._types.get(key), key in self._types))
-        self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {told}"
+        value_json = json_text(typed_text(value, self._types.get(key), key in self._types))
+        self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {value_json}"
 
 
 def tag_writer(text: str, properties: Properties) -> TagWriter | None:
@@ -141,7 +135,7 @@ class JsonWriter(Writer):
 
     def __init__(self, properties: Properties):
         super().__init__(properties)
-        self._mark = 0  # of `arguments`, behind the last whole member
+        self._members_end = 0  # of `arguments`, behind the last whole member
         self._step: Callable[[JsonWriter], bool] = JsonWriter._head
         self._prefix = ""
         self._key = ""
@@ -154,8 +148,8 @@ class JsonWriter(Writer):
         )
 
     @property
-    def whole(self) -> str:
-        return self.arguments[: self._mark] + "}" if self._mark else "{}"
+    def members(self) -> str:
+        return self.arguments[: self._members_end] + "}" if self._members_end else "{}"
 
     def feed(self, text: str) -> None:
         self._text += text
@@ -173,12 +167,12 @@ class JsonWriter(Writer):
         return True
 
     def cut(self) -> str:
-        told, step = self.arguments, self._step
+        arguments, step = self.arguments, self._step
         if step is JsonWriter._value:
-            return told + self._prefix + self._text
+            return arguments + self._prefix + self._text
         if step is JsonWriter._member:
-            return told + (", " if self._mark else "{") + self._text.lstrip()
-        return told
+            return arguments + (", " if self._members_end else "{") + self._text.lstrip()
+        return arguments
 
     # ----------------------------------------------------------------- steps
 
@@ -209,14 +203,14 @@ class JsonWriter(Writer):
         match = _KEY.match(self._text)
         if match is None:
             left = self._text.lstrip()
-            if left.startswith("}") and not self._mark:
+            if left.startswith("}") and not self._members_end:
                 return self._die()  # no arguments: nothing to send on
             return self._die() if left and not left.startswith('"') else False
         try:
             self._key = loads(match[1])
         except ValueError:
             return self._die()
-        self._prefix = (", " if self._mark else "{") + json_text(self._key) + ": "
+        self._prefix = (", " if self._members_end else "{") + json_text(self._key) + ": "
         self._take(match.end())
         kinds = kinds_of(self._types.get(self._key))
         if self._text.startswith('"') and (not kinds or "string" in kinds):
@@ -242,7 +236,7 @@ class JsonWriter(Writer):
         if self._text.startswith('"'):
             self._take(1)
             self.arguments += '"'
-            self._mark = len(self.arguments)
+            self._members_end = len(self.arguments)
             self._step = JsonWriter._between
             return True
         if _LONE.match(self._text):
@@ -258,12 +252,12 @@ class JsonWriter(Writer):
             return False
         try:
             value = loads(self._text[:end])
-            told = json_text(coerce(value, self._types.get(self._key)))
+            value_json = json_text(coerce(value, self._types.get(self._key)))
         except (ValueError, RecursionError):
             return self._die()
         self._take(end)
-        self.arguments += self._prefix + told
-        self._mark = len(self.arguments)
+        self.arguments += self._prefix + value_json
+        self._members_end = len(self.arguments)
         self._step = JsonWriter._between
         return True
 

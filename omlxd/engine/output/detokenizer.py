@@ -42,15 +42,17 @@ class ByteDetokenizer:
 
 
 class WrappedDetokenizer:
-    """mlx-lm's streaming detokenizer. `known`: tokens of the tokenizer's own vocabulary."""
+    """mlx-lm's streaming detokenizer. `vocab_size`: of the tokenizer's own vocabulary."""
 
-    __slots__ = ("_inner", "_known")
+    __slots__ = ("_inner", "_vocab_size")
 
-    def __init__(self, inner: Any, known: int):
-        self._inner, self._known = inner, known
+    def __init__(self, inner: Any, vocab_size: int):
+        self._inner, self._vocab_size = inner, vocab_size
 
     def add(self, token: int) -> str:
-        if token >= self._known:  # Padding of the model's vocabulary: sentencepiece's has no entry for it.
+        if (
+            token >= self._vocab_size
+        ):  # Padding of the model's vocabulary: sentencepiece's has no entry for it.
             return ""
         self._inner.add_token(token)
         return self._inner.last_segment

@@ -159,8 +159,8 @@ class HarmonySplitter:
         self._gap += f"to={self._recipient} "
 
     def _show(self, text: str) -> None:
-        size, told = len(text), text.lstrip() if self._bare else text
-        if not told:
+        size, shown = len(text), text.lstrip() if self._bare else text
+        if not shown:
             self._position += size
             return
         show = self._sink.answer if self._state is State.ANSWER else self._sink.reasoning
@@ -171,7 +171,7 @@ class HarmonySplitter:
         self._bare = False
         self._shown.add(self.state)
         self._position += size
-        show(told)
+        show(shown)
 
     def _end(self, ended: bool) -> None:
         """The message is over; a header follows, or nothing."""

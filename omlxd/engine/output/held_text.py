@@ -1,8 +1,4 @@
-"""Stop strings, matched on text, whatever its tokenisation and however it arrives in chunks.
-
-Space at the end of a text, held back until it is known what follows.
-"""
-# MERGED: docstrings of stop_strings.py, spaces.py (join by hand)
+"""Text held back until what follows decides: beginnings of tags and stop strings, trailing space."""
 
 from __future__ import annotations
 
@@ -45,9 +41,9 @@ class StopStrings:
         if self.matched is not None or not self._stops:
             return "" if self.matched is not None else text
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            _, at, self.matched = min(found)
+        matches = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            _, at, self.matched = min(matches)
             self._held = ""
             return text[:at]
         shown = len(text) - self._beginnings.held(text)

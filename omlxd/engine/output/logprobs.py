@@ -18,7 +18,7 @@ from ..sequence import Likelihood
 from .detokenizer import bytes_of
 
 
-class TokenTrail:
+class AnswerLogprobs:
     """Positions are in letters. Unused unless a token comes with a likelihood."""
 
     def __init__(self, tokenizer: Any):
@@ -32,17 +32,17 @@ class TokenTrail:
     def add(self, token: int, text: str, likelihood: Likelihood | None) -> None:
         """A token that made `text` certain; it may be empty, or hold what was held back before."""
         if likelihood is not None:
-            told = _told(self._tokenizer, token, likelihood)
-            self._pending.append((self._raw, self._raw + len(text), told))
+            logprob = _logprob(self._tokenizer, token, likelihood)
+            self._pending.append((self._raw, self._raw + len(text), logprob))
         self._raw += len(text)
 
     def answer(self, length: int, end: int) -> None:
         """The raw text's `length` letters up to `end` are answer."""
         start = end - length
         while self._pending and self._pending[0][0] < end:
-            at, stop, told = self._pending.popleft()
+            at, stop, logprob = self._pending.popleft()
             if at >= start or stop > start:
-                self._queue.append((self._answer + max(0, at - start), told))
+                self._queue.append((self._answer + max(0, at - start), logprob))
         self._answer += length
 
     def other(self, end: int) -> None:
@@ -54,8 +54,8 @@ class TokenTrail:
         """Those that begin before letter `end` of the answer, which go out now."""
         taken = []
         while self._queue and self._queue[0][0] < end:
-            at, told = self._queue.popleft()
-            taken.append(replace(told, at=at - self._dropped))
+            at, logprob = self._queue.popleft()
+            taken.append(replace(logprob, at=at - self._dropped))
         return tuple(taken)
 
     def drop(self, end: int, length: int) -> None:
@@ -64,7 +64,7 @@ class TokenTrail:
         self._dropped += length
 
 
-def _told(tokenizer: Any, token: int, likelihood: Likelihood) -> TokenLogprob:
+def _logprob(tokenizer: Any, token: int, likelihood: Likelihood) -> TokenLogprob:
     text, raw = _spelled(tokenizer, token)
     top = [(_spelled(tokenizer, id), value) for id, value in likelihood.top]
     return TokenLogprob(

@@ -1,7 +1,7 @@
 """A request's tokens into chat events: text, reasoning, tool calls, in order.
 
 One parser serves streams and whole answers alike; it does no I/O and knows no model beyond its
-tokenizer. The way of a token: detokenizer → markup or harmony (reasoning, answer, calls) → stop strings
+tokenizer. The way of a token: detokenizer → splitter or harmony (reasoning, answer, calls) → stop strings
 → events.
 Space beside a tag is no text: it is dropped, as templates put it there themselves.
 """
@@ -30,12 +30,12 @@ from .detokenizer import detokenizer
 from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
 from .live_call import LiveCall
-from .logprobs import TokenTrail
+from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Splitter, State, Tags
 from .tool_calls import ToolCallReader
 
 _HERMES = CallTags("<tool_call>", "</tool_call>")
-_BARE_FUNCTION = CallTags("<function=", "</function>", whole=True)
+_BARE_FUNCTION = CallTags("<function=", "</function>", in_text=True)
 """Qwen's coders at times leave out the `<tool_call>` around it."""
 
 
@@ -71,20 +71,20 @@ class OutputParser:
         self._controls = facts.controls if reasoning else {}
         self._detokenizer = detokenizer(tokenizer)
         reader = ToolCallReader(tools, tokenizer.tool_parser)
-        self._found = _Found(StopStrings(stop), reader, TokenTrail(tokenizer), one_call)
+        self._sink = _EventSink(StopStrings(stop), reader, AnswerLogprobs(tokenizer), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
         self._splitter: Splitter | HarmonySplitter
         if self._controls:
-            self._splitter = HarmonySplitter(tags, self._found, bool(tools))
+            self._splitter = HarmonySplitter(tags, self._sink, bool(tools))
         else:
-            self._splitter = Splitter(tags, self._found, begin)
-        self._found.splitter = self._splitter
+            self._splitter = Splitter(tags, self._sink, begin)
+        self._sink.splitter = self._splitter
         self.reasoning_tokens = 0
 
     @property
     def ended(self) -> bool:
         """Whether nothing more will come: a stop string was found, or the one call is made."""
-        return self._found.ended
+        return self._sink.ended
 
     @property
     def in_answer(self) -> bool:
@@ -93,17 +93,17 @@ class OutputParser:
 
     @property
     def stopped(self) -> str | None:
-        return self._found.stops.matched
+        return self._sink.stops.matched
 
-    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]:
-        """Events that `token` makes certain. `told`: its likelihood, if that is to be told."""
+    def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[Event]:
+        """Events that `token` makes certain. `likelihood`: where log-probabilities are asked for."""
         if tag := self._controls.get(token):
             return self._control(token, tag)
         before = self._splitter.state
         if token in self._dropped or (token in self._hidden and before is not State.CALL):
             return []
         text = self._detokenizer.add(token)
-        self._found.trail.add(token, text, told)
+        self._sink.logprobs.add(token, text, likelihood)
         events = self.add_text(text)
         if before is State.REASONING and self._splitter.state is State.REASONING:
             self.reasoning_tokens += 1
@@ -111,34 +111,36 @@ class OutputParser:
 
     def _control(self, token: int, tag: str) -> list[Event]:
         text = self._detokenizer.finish()
-        self._found.trail.add(token, text, None)
+        self._sink.logprobs.add(token, text, None)
         events = self.add_text(text)
         if isinstance(self._splitter, HarmonySplitter) and not self.ended:
             self._splitter.control(tag)
-        return events + self._found.take()
+        return events + self._sink.take()
 
     def add_text(self, text: str) -> list[Event]:
         """Events that `text` makes certain."""
         if text and not self.ended:
             self._splitter.feed(text)
-        return self._found.take()
+        return self._sink.take()
 
     def finish(self, reason: FinishReason) -> list[Event]:
         """The last events. `reason` `length` means that the text was cut off."""
         if not self.ended:
             self._splitter.feed(self._detokenizer.finish())
             self._splitter.finish(ended=reason != "length")
-            self._found.finish()
-        return self._found.take()
+            self._sink.finish()
+        return self._sink.take()
 
 
-class _Found:
-    """What the splitter finds, into events. A `markup.Sink`."""
+class _EventSink:
+    """What the splitter calls, into events. A `splitter.Sink`."""
 
     splitter: Splitter | HarmonySplitter
 
-    def __init__(self, stops: StopStrings, reader: ToolCallReader, trail: TokenTrail, one_call: bool = False):
-        self.trail = trail
+    def __init__(
+        self, stops: StopStrings, reader: ToolCallReader, logprobs: AnswerLogprobs, one_call: bool = False
+    ):
+        self.logprobs = logprobs
         self._passed = 0  # letters of the answer that stop strings have let through
         self._one_call = one_call
         self._called = False
@@ -156,13 +158,13 @@ class _Found:
     def answer(self, text: str) -> None:
         if self.ended:
             return
-        self.trail.answer(len(text), self.splitter.position)
+        self.logprobs.answer(len(text), self.splitter.position)
         self._say(self.stops.feed(text))
         if self.stops.matched is not None:
             self._say_rest()
 
     def reasoning(self, text: str) -> None:
-        self.trail.other(self.splitter.position)
+        self.logprobs.other(self.splitter.position)
         if not self.ended and (text := self._thought.feed(text)):
             self._events.append(ReasoningDelta(text))
 
@@ -189,11 +191,11 @@ class _Found:
         """The call under way is over, and not whole."""
         writer = self._live.writer
         self._called = True
-        whole = writer.cut() if truncated and not writer.dead else writer.arguments
-        self._events.append(ToolCallCut(self._id, writer.name, whole, writer.whole))
+        arguments = writer.cut() if truncated and not writer.dead else writer.arguments
+        self._events.append(ToolCallCut(self._id, writer.name, arguments, writer.members))
         if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
             rest += "\n"
-            self.trail.answer(len(rest), self.splitter.position)
+            self.logprobs.answer(len(rest), self.splitter.position)
             self._say(rest)
 
     def call_holds(self) -> bool:
@@ -202,11 +204,11 @@ class _Found:
     def call_resumes(self, text: str) -> bool | None:
         if self.ended:
             return True
-        whole = self._live.resume(text)
-        if whole:
+        ended = self._live.resume(text)
+        if ended:
             self._piece(self._live.news())
             self._end_whole()
-        return whole
+        return ended
 
     def call_broken(self) -> None:
         if not self.ended:
@@ -248,7 +250,7 @@ class _Found:
         """A stop string never spans a tag, so what was held back for one is text."""
         if not self.ended:
             self._say(self.stops.flush())
-        self.trail.drop(self._passed, self._spaces.held)
+        self.logprobs.drop(self._passed, self._spaces.held)
         self._spaces.drop()
         self._thought.drop()
 
@@ -271,7 +273,7 @@ class _Found:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        self._events.append(TextDelta(text, self.trail.take(self._passed - self._spaces.held)))
+        self._events.append(TextDelta(text, self.logprobs.take(self._passed - self._spaces.held)))
 
 
 def _new_id() -> str:
@@ -286,7 +288,7 @@ def _new_id() -> str:
 class _Facts:
     """What the parser needs of a tokenizer; found once for each.
 
-    hidden    ids that are no text outside a call: special tokens that are no markup of ours
+    hidden    ids that are no text outside a call: special tokens that are no tags of ours
     dropped   ids that are no text anywhere: end of turn, padding
     controls  harmony's tags by their ids; empty: another model
     """

@@ -1,10 +1,8 @@
 """A request's output side: tokens in from the engine thread, events out to the front.
 
-The thread that turns tokens into events, for all requests: the engine thread never detokenises.
-
-The events of one step leave in one frame.
+One thread turns the tokens of all requests into events, so the engine thread never detokenises. The events
+of one step leave in one frame.
 """
-# MERGED: docstrings of request_sink.py, output_thread.py (join by hand)
 
 from __future__ import annotations
 
@@ -93,7 +91,7 @@ class Parser(Protocol):
     @property
     def in_answer(self) -> bool: ...
 
-    def add_token(self, token: int, told: Likelihood | None = None) -> list[Event]: ...
+    def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[Event]: ...
 
     def finish(self, reason: FinishReason) -> list[Event]: ...
 
@@ -130,8 +128,8 @@ class RequestSink:
         """Text of the prompt that the client wants back."""
         self._output.put(lambda: self._emit([TextDelta(text)]))
 
-    def token(self, token: int, told: Likelihood | None) -> None:
-        self._output.put(lambda: self._guarded(lambda: self._token(token, told)))
+    def token(self, token: int, likelihood: Likelihood | None) -> None:
+        self._output.put(lambda: self._guarded(lambda: self._token(token, likelihood)))
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         usage = usage_of(sequence)
@@ -169,9 +167,9 @@ class RequestSink:
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
 
-    def _token(self, token: int, told: Likelihood | None) -> list[tuple[int, Event]]:
+    def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, Event]]:
         self._taken += 1
-        events = self._emit(self._parser.add_token(token, told))
+        events = self._emit(self._parser.add_token(token, likelihood))
         if self._parser.ended:
             self.stop()
             # The engine is ahead by now, by as much as this thread happens to be behind.
@@ -184,8 +182,8 @@ class RequestSink:
         stopped = self._parser.stopped
         # A turn that was ended after its one call is not what the model would have written, and
         # a broken call comes back as something else.
-        whole = not self._parser.ended and not self._cut
-        if whole and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
+        complete = not self._parser.ended and not self._cut
+        if complete and self.learn and (reason == "stop" or (in_answer and any(self._answer.texts))):
             self.learn(self._answer)
         if stopped is not None:
             reason = "stop_sequence"

@@ -34,11 +34,11 @@ class State(enum.Enum):
 
 @dataclass(slots=True, frozen=True)
 class CallTags:
-    """`end` "": the call runs to the end of the output. `whole`: the tags belong to the call's text."""
+    """`end` "": the call runs to the end of the output. `in_text`: the tags belong to the call's text."""
 
     start: str
     end: str
-    whole: bool = False
+    in_text: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,10 +51,10 @@ class Tags:
 
     def of(self, state: State) -> tuple[str, ...]:
         """Tags that mean something in `state` (ANSWER or REASONING)."""
-        found = [self.think_start, self.think_end]
+        tags = [self.think_start, self.think_end]
         if state is State.ANSWER:
-            found += [tag for call in self.calls for tag in (call.start, call.end)]
-        return tuple(dict.fromkeys(tag for tag in found if tag))
+            tags += [tag for call in self.calls for tag in (call.start, call.end)]
+        return tuple(dict.fromkeys(tag for tag in tags if tag))
 
 
 class Sink(Protocol):
@@ -186,7 +186,7 @@ class Splitter:
             self.state = State.CALL
             self._call, self._call_tags = [], call
             self._sink.call_begins()
-            if call.whole:
+            if call.in_text:
                 self._sink.call_text(call.start)
             self._call_scan = _Scan((call.end,) if call.end else ())
         elif not (self._after_call and self._bare):
@@ -220,7 +220,7 @@ class Splitter:
         self._in_call(self._take(at))
         self._take(len(end))
         body = "".join(self._call)
-        if self._call_tags.whole:
+        if self._call_tags.in_text:
             self._sink.call_text(end)
         if self._held is not None:
             self._resume(body, end)
@@ -242,10 +242,10 @@ class Splitter:
 
     def _resume(self, body: str, end: str) -> None:
         """Another end tag behind one that may have been text."""
-        whole = self._sink.call_resumes(body[self._held :])
-        if whole is None:
+        ended = self._sink.call_resumes(body[self._held :])
+        if ended is None:
             self._call = [body, end]
-        elif whole:
+        elif ended:
             self._leave_call()
         else:
             self._break(body + end)
@@ -266,7 +266,7 @@ class Splitter:
 
     def _read(self, body: str, end: str) -> bool:
         tags = self._call_tags
-        if not self._sink.call(tags.start + body + end if tags.whole else body):
+        if not self._sink.call(tags.start + body + end if tags.in_text else body):
             return False
         self.state = State.ANSWER
         self._bare = True
@@ -288,9 +288,9 @@ class Splitter:
         if (ended or not end) and self._read(body, ""):
             return
         # Up to its first end tag it is text for certain; calls may follow behind that.
-        head, mark, self._text = body.partition(end) if end else (body, "", "")
+        head, tag, self._text = body.partition(end) if end else (body, "", "")
         self.position -= len(self._text)
-        self._give_back(head + mark)
+        self._give_back(head + tag)
 
     def _give_back(self, body: str) -> None:
         """What looked like a call is answer text after all."""

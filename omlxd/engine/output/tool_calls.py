@@ -1,11 +1,9 @@
 """The text of a tool call into a name and typed arguments.
 
-These spellings are read here, because they can be told by their looks and their values can be typed
-by the tool's schema: JSON, a tag a parameter (engine/constrain/call_formats.py), Gemma's `call:name{k:v}`
-(engine/output/call_languages.py) and Python's `[name(k=v)]` (engine/output/call_languages.py). All others go
-to the parser that mlx-lm found for the model. Text that makes no sense gives None, never an exception: it is
-then shown.
-"""
+Read here are the formats that their first letters tell apart, values typed by the tool's schema: JSON, a
+tag a parameter (engine/constrain/call_formats.py), Gemma's and Python's (call_languages.py). All others go
+to the parser that mlx-lm has for the model. Text that is no call gives None, never an exception, and is
+then shown."""
 
 from __future__ import annotations
 
@@ -21,14 +19,14 @@ from typing import Any
 from ...chat import Tool
 from ..constrain.call_formats import READINGS, TagReading
 from ..constrain.json_schema import Unenforceable, branches, resolved
-from ..prompt.messages import shape_tools
+from ..prompt.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 
 _Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
-_Spelling = Callable[[str], "list[_Call] | None"]
+_Reader = Callable[[str], "list[_Call] | None"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,21 +42,21 @@ class ToolCallReader:
 
     def __init__(self, tools: Sequence[Tool], fallback: Callable[..., Any] | None = None):
         self._tools = {tool.name: tool for tool in tools}
-        self._listed = shape_tools(tools)
+        self._listed = openai_tools(tools)
         self._fallback = fallback
 
     def read(self, text: str) -> list[ParsedCall] | None:
         """The calls that `text` (what stood between the tags) holds, or None if it holds anything else."""
         text = text.strip()
-        for spelling in self._spellings(text):
+        for read in self._readers(text):
             try:
-                if calls := spelling(text):
+                if calls := read(text):
                     return [self._typed(name, arguments) for name, arguments in calls]
             except Exception:  # the model wrote something else; mlx-lm's parsers raise what they like
                 continue
         return None
 
-    def _spellings(self, text: str) -> tuple[_Spelling, ...]:
+    def _readers(self, text: str) -> tuple[_Reader, ...]:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if tags := next((tags for tags in READINGS if tags.fits(text)), None):
             return (lambda text: self._tagged(tags, text), self._json)
@@ -201,8 +199,8 @@ def kinds_of(schema: Any) -> set[str]:
     """JSON types that `schema` allows; empty: it doesn't say."""
     if not isinstance(schema, dict):
         return set()
-    given = schema.get("type")
-    named = given if isinstance(given, list) else [given]
+    declared = schema.get("type")
+    named = declared if isinstance(declared, list) else [declared]
     kinds = {kind for kind in named if isinstance(kind, str)}
     for branch in ("anyOf", "oneOf"):
         choices = schema.get(branch)
@@ -228,13 +226,13 @@ def coerce(value: Any, schema: Any) -> Any:
     return value
 
 
-def typed_text(text: str, schema: Any, known: bool) -> Any:
+def typed_text(text: str, schema: Any, declared: bool) -> Any:
     """A value that stands as bare text between tags."""
     kinds = kinds_of(schema)
     if "string" in kinds:
         # Of `string or null`, the word null is null; of `string or integer`, digits stay text.
         return None if "null" in kinds and text.strip() == "null" else text
-    if known and not kinds:
+    if declared and not kinds:
         kinds = {"array", "object"}  # no type told: only what can't be meant as text
     return _literal(text.strip(), kinds or set(_KINDS), text)
 

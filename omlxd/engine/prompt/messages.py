@@ -32,7 +32,7 @@ from ...chat import (
 from ...errors import InvalidRequest
 from .template_traits import TemplateTraits, as_parts
 
-Shaped = dict[str, Any]
+TemplateMessage = dict[str, Any]
 """A message as Hugging Face's chat templates define it."""
 
 TOOLS_TEXT = """\
@@ -52,9 +52,9 @@ For each function call, return a json object with function name and arguments wi
 </tool_call>"""
 
 
-def shape(
+def template_messages(
     conversation: Conversation, traits: TemplateTraits, *, hoist: bool = False
-) -> tuple[list[Shaped], list[Shaped] | None]:
+) -> tuple[list[TemplateMessage], list[TemplateMessage] | None]:
     """Messages and tools for a template with `traits`. Raises InvalidRequest.
 
     hoist  put system messages that stand before the first assistant's turn at the head. Later ones
@@ -63,12 +63,12 @@ def shape(
     if not conversation.messages:
         raise InvalidRequest("messages: at least one message is required", param="messages")
     names = _call_names(conversation.messages)
-    messages: list[Shaped] = []
+    messages: list[TemplateMessage] = []
     for message in conversation.messages:
-        messages += _shaped(message, names, traits)
+        messages += _messages_of(message, names, traits)
     if hoist:
         messages = _hoisted(messages)
-    tools = shape_tools(conversation.tools)
+    tools = openai_tools(conversation.tools)
     if tools and not traits.tools:
         listed = "\n".join(compact_json(tool) for tool in tools)
         messages.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
@@ -79,7 +79,7 @@ def shape(
     return messages, tools if tools and traits.tools else None
 
 
-def shape_tools(tools: Sequence[Tool]) -> list[Shaped]:
+def openai_tools(tools: Sequence[Tool]) -> list[TemplateMessage]:
     """Tools in OpenAI's form, which templates and mlx-lm's tool parsers take."""
     return [
         {
@@ -100,7 +100,7 @@ def compact_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def plain_text(messages: list[Shaped]) -> str:
+def plain_text(messages: list[TemplateMessage]) -> str:
     """A rendering for a model without a chat template: roles by name, ending where it should go on."""
     names = {"system": "System", "user": "User", "assistant": "Assistant"}
     turns = [f"{names[message['role']]}: {message['content']}" for message in messages]
@@ -116,7 +116,7 @@ def _call_names(messages: Sequence[Message]) -> dict[str, str]:
     return {part.id: part.name for part in parts if isinstance(part, ToolCallPart)}
 
 
-def _shaped(message: Message, names: dict[str, str], traits: TemplateTraits) -> list[Shaped]:
+def _messages_of(message: Message, names: dict[str, str], traits: TemplateTraits) -> list[TemplateMessage]:
     _refuse_images(message)
     if message.role == "tool":
         results = [part for part in message.parts if isinstance(part, ToolResultPart)]
@@ -133,26 +133,26 @@ def _refuse_images(message: Message) -> None:
             raise InvalidRequest("this model takes no images", param="messages")
 
 
-def _assistant(message: Message, text: str, traits: TemplateTraits) -> Shaped:
-    shaped: Shaped = {"role": "assistant", "content": text}
+def _assistant(message: Message, text: str, traits: TemplateTraits) -> TemplateMessage:
+    converted: TemplateMessage = {"role": "assistant", "content": text}
     thinking = "\n".join(part.text for part in message.parts if isinstance(part, ThinkingPart))
     calls = [part for part in message.parts if isinstance(part, ToolCallPart)]
     if thinking and traits.reasoning_key:
         if calls and text and not traits.thinking_and_text:
-            shaped["content"], thinking = "", f"{thinking}\n\n{text}"
-        shaped[traits.reasoning_key] = thinking
+            converted["content"], thinking = "", f"{thinking}\n\n{text}"
+        converted[traits.reasoning_key] = thinking
     if calls and traits.tool_calls:
-        shaped["tool_calls"] = [_call(part, traits) for part in calls]
+        converted["tool_calls"] = [_call(part, traits) for part in calls]
     elif calls:
         written = [
             f"<tool_call>\n{compact_json({'name': part.name, 'arguments': part.arguments})}\n</tool_call>"
             for part in calls
         ]
-        shaped["content"] = "\n".join([text, *written] if text else written)
-    return shaped
+        converted["content"] = "\n".join([text, *written] if text else written)
+    return converted
 
 
-def _call(part: ToolCallPart, traits: TemplateTraits) -> Shaped:
+def _call(part: ToolCallPart, traits: TemplateTraits) -> TemplateMessage:
     arguments = compact_json(part.arguments) if traits.arguments_text else part.arguments
     id = _call_id(part.id, traits)
     return {"id": id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
@@ -163,7 +163,7 @@ def _call_id(id: str, traits: TemplateTraits) -> str:
     return id if traits.any_call_id else hashlib.blake2b(id.encode(), digest_size=8).hexdigest()[:9]
 
 
-def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits) -> Shaped:
+def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits) -> TemplateMessage:
     text = part.text
     if part.is_error and "error" not in text[:200].lower():
         text = f"Error: {text}"
@@ -176,13 +176,13 @@ def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits)
 # --------------------------------------------------------------------------- their order
 
 
-def _hoisted(messages: list[Shaped]) -> list[Shaped]:
+def _hoisted(messages: list[TemplateMessage]) -> list[TemplateMessage]:
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     opening = sorted(messages[:first], key=lambda m: m["role"] != "system")  # stable
     return opening + messages[first:]
 
 
-def _place_systems(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:
+def _place_systems(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
     """System messages where the template takes them, else as user messages in place."""
     head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
     first, rest = messages[:head], messages[head:]
@@ -195,16 +195,16 @@ def _place_systems(messages: list[Shaped], traits: TemplateTraits) -> list[Shape
     return first + rest
 
 
-def _reminder(message: Shaped) -> Shaped:
+def _reminder(message: TemplateMessage) -> TemplateMessage:
     text = message["content"]
     if not text.startswith("<system-reminder>"):
         text = f"<system-reminder>\n{text}\n</system-reminder>"
     return {"role": "user", "content": text}
 
 
-def _join(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:
+def _join(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
     """Neighbours joined where the template wants roles to alternate."""
-    joined: list[Shaped] = []
+    joined: list[TemplateMessage] = []
     for message in messages:
         before = joined[-1]["role"] if joined else ""
         same = before == message["role"] and before in ("user", "assistant") and not traits.repeats
@@ -216,7 +216,7 @@ def _join(messages: list[Shaped], traits: TemplateTraits) -> list[Shaped]:
     return joined
 
 
-def _merged(one: Shaped, two: Shaped) -> Shaped:
+def _merged(one: TemplateMessage, two: TemplateMessage) -> TemplateMessage:
     texts = [m["content"] for m in (one, two) if m["content"]]
     merged = {**two, **one, "content": "\n\n".join(texts)}
     if calls := one.get("tool_calls", []) + two.get("tool_calls", []):

@@ -42,14 +42,14 @@ class RenderedPrompt:
     tokens              the model's token ids
     text                what they were made of, turns as the client sent them; "" when it gave ids
     starts_in_thinking  the prompt ends inside a thinking block
-    reasoning           thinking tags in the answer are markup (not so for a raw prompt)
+    reasoning           thinking tags in the answer are read (not so for a raw prompt)
     tool_calls          calls in the answer are looked for
     place               where the answer will stand; None: it is not remembered
     session             name of the conversation, its own or one made of its first messages; cache salt
     chain               canonical digests of the conversation's beginnings (canonical.py)
-    healed, refused     turns put back as they were generated; reasons why others were not
-    unknown             turns at whose place nothing is known to have been generated
-    turns               places of those that are known
+    spliced, refused    turns put back as they were generated; reasons why others were not
+    unknown             turns at places without an entry
+    turns               places of those that have one
     exposed             somebody's control tokens are read as control tokens
     """
 
@@ -61,7 +61,7 @@ class RenderedPrompt:
     place: Place | None = None
     session: tuple[str, str] = ("", "")
     chain: tuple[Digest, ...] = ()
-    healed: int = 0
+    spliced: int = 0
     refused: tuple[str, ...] = ()
     unknown: int = 0
     turns: tuple[Place, ...] = ()
@@ -73,7 +73,7 @@ class PromptPipeline:
 
     traits  what its template takes
     notes   sentences for the load log: what is rendered in another way than the client sent it
-    memory  turns as they were generated; None: `healing` is off
+    memory  turns as they were generated; None: `--no-healing`
     files   where they are kept beyond this process; None: nowhere
     """
 
@@ -81,20 +81,20 @@ class PromptPipeline:
         self,
         tokenizer: Any,
         *,
-        healing: bool = True,
+        turn_memory: bool = True,
         hoist_system: str = "auto",
         files: TurnFiles | None = None,
     ):
         self._tokenizer = tokenizer
         self.tokens = TokenCache(tokenizer)
         hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
-        self._renderer = Renderer(tokenizer, marking=self.tokens.joins, hoist=hoist)
+        self._renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist)
         self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
-        self.memory = TurnMemory(files=files) if healing else None
+        self.memory = TurnMemory(files=files) if turn_memory else None
         self._files = files
         self.traits = self._renderer.traits
         self.notes = self._renderer.notes()
-        if healing and not self._splicer.able:
+        if turn_memory and not self._splicer.able:
             self.notes.append(
                 "earlier turns can't be put back as they were generated: no end of a turn found"
             )
@@ -136,16 +136,16 @@ class PromptPipeline:
         rendered = replace(rendered, chain=chain, session=(session, scope.salt))
         if self.memory is None or not self._splicer.able:
             return rendered
-        return self._healed(prompt, text, rendered, self.memory, not scope.session, most)
+        return self._spliced(prompt, text, rendered, self.memory, not scope.session, most)
 
     def continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
         """The ids of `text` where it follows the prompt; no token spans the two."""
-        known = len(rendered.tokens)
+        length = len(rendered.tokens)
         if rendered.text:
             special = not (rendered.reasoning and self._renderer.has_template)
-            whole = self.tokens.encode(rendered.text + text, special=special)
-            if whole[:known] == rendered.tokens:
-                return whole[known:]
+            both = self.tokens.encode(rendered.text + text, special=special)
+            if both[:length] == rendered.tokens:
+                return both[length:]
         return self.tokens.encode(text)
 
     def text_of(self, prompt: Conversation) -> str:
@@ -156,7 +156,7 @@ class PromptPipeline:
         """The prompt will be answered; `end` must follow. Its turns are counted, and recent from now on."""
         if rendered.place is not None and self.memory is not None:
             self.memory.used(rendered.turns)
-            self.memory.count(rendered.healed, rendered.refused, rendered.unknown)
+            self.memory.count(rendered.spliced, rendered.refused, rendered.unknown)
             self.memory.begin(rendered.place)
 
     def end(self, place: Place | None) -> None:
@@ -176,7 +176,7 @@ class PromptPipeline:
             "prompt_tokens_tokenised_total": self.tokens.misses,
         }
         if self.memory is not None:
-            values["prompt_turns_healed_total"] = self.memory.healed
+            values["prompt_turns_healed_total"] = self.memory.spliced
             for reason in REASONS:
                 values[f"prompt_turns_not_healed_{reason}_total"] = self.memory.refusals[reason]
             values["prompt_turns_unknown_total"] = self.memory.unknown
@@ -192,8 +192,8 @@ class PromptPipeline:
             raise PromptTooLong(least, most)
 
     def _encode(self, text: Text, most: int | None) -> list[int]:
-        if text.mark:
-            return self._splicer.encode(text.marked, text.mark, most)
+        if text.sentinel:
+            return self._splicer.encode(text.text, text.sentinel, most)
         # A template has written itself what the tokenizer puts around a text.
         return self.tokens.encode(text.plain, special=not self._renderer.has_template, most=most)
 
@@ -204,9 +204,9 @@ class PromptPipeline:
         tokens = self.tokens.encode(prompt.text, special=True, most=refuse)
         return RenderedPrompt(tokens=tokens, text=prompt.text)
 
-    # ----------------------------------------------------------------- healing
+    # ----------------------------------------------------------------- spliced turns
 
-    def _healed(
+    def _spliced(
         self,
         prompt: Conversation,
         text: Text,
@@ -222,16 +222,16 @@ class PromptPipeline:
             turns.pop(len(prompt.messages) - 1, None)
         unknown = refused.count("")
         refused = [reason for reason in refused if reason]
-        known = tuple(places[index] for index in turns)
+        spliceable = tuple(places[index] for index in turns)
         place = None if prompt.continue_final else places[-1]
-        rendered = replace(rendered, place=place, turns=known, unknown=unknown)
+        rendered = replace(rendered, place=place, turns=spliceable, unknown=unknown)
         if turns and not _begins_with(rendered.tokens, turns[max(turns)]):
             spliced = self._splicer.splice(prompt, text, turns)
             refused += spliced.refused
             if most is not None and len(spliced.tokens) > most:
                 refused.append("too_long")
-            elif spliced.healed:
-                rendered = replace(rendered, tokens=spliced.tokens, healed=spliced.healed)
+            elif spliced.count:
+                rendered = replace(rendered, tokens=spliced.tokens, spliced=spliced.count)
         return replace(rendered, refused=tuple(refused))
 
 
@@ -254,14 +254,14 @@ def _turns(
         beside = (*roles[max(index - 1, 0) : index], *roles[index + 1 : index + 2])
         if role != "assistant" or "assistant" in beside:
             continue
-        found = memory.find(places[index], *answer_of(prompt.messages[index]))
-        if isinstance(found, Turn):
-            turns[index] = found
+        turn = memory.find(places[index], *answer_of(prompt.messages[index]))
+        if isinstance(turn, Turn):
+            turns[index] = turn
         else:
-            refused.append(found)
+            refused.append(turn)
     return turns, refused
 
 
 def _begins_with(tokens: list[int], turn: Turn) -> bool:
     """Whether `tokens` begin with the turn and all before it, as they were."""
-    return len(tokens) > turn.length and PrefixDigest(tokens[: turn.length]).value == turn.whole
+    return len(tokens) > turn.length and PrefixDigest(tokens[: turn.length]).value == turn.prompt_and_turn

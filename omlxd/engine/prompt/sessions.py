@@ -171,8 +171,8 @@ def lineage_of(
 def _extended(session: _Session, request: Lineage) -> Branch | None:
     """The deepest branch of the same agent whose last request is a beginning of this one."""
     depth = {digest: index for index, digest in enumerate(request.chain)}
-    known = [b for b in session.branches if b.agent == request.agent and b.tip in depth]
-    return max(known, key=lambda b: depth[b.tip], default=None)
+    ancestors = [b for b in session.branches if b.agent == request.agent and b.tip in depth]
+    return max(ancestors, key=lambda b: depth[b.tip], default=None)
 
 
 def _parent(session: _Session, request: Lineage, own: Branch | None) -> Branch | None:

@@ -1,9 +1,9 @@
-"""Putting turns as they were generated in place of what a template makes of their echoes.
+"""Splices turns as they were generated in place of what a template makes of their echoes.
 
-The template is applied once more with a mark instead of each such turn's text (engine/prompt/template.py),
-and its text is cut at the marks:
+The template is applied once more with a sentinel (template.py) instead of each such turn's text, and the text
+is cut at the sentinels:
 
-    … <|im_end|>\\n<|im_start|>assistant\\n ⟨mark 0⟩ <tool_call>…</tool_call><|im_end|>\\n<|im_start|>user …
+    … <|im_end|>\\n<|im_start|>assistant\\n ⟨number⟩ <tool_call>…</tool_call><|im_end|>\\n<|im_start|>user …
     └── gap ────┘└─── header ─────────┘          └─ the echo's calls ─┘└─ next gap …
 
 The prompt begins with the first gap; behind a gap comes the prompt to answer, as the template writes
@@ -12,13 +12,13 @@ for every turn and every request:
 
 - gap and prompt to answer, tokenised, give the very tokens that the turn was generated from (by
   digest): so the header was told from the gap rightly, and everything before is right too;
-- nothing of the next message stands between a mark and the end of its turn: a second mark stands in
+- nothing of the next message stands between a sentinel and the end of its turn: a second one stands in
   the middle of that message; where it has no text, no control token stands before the end of a turn
   without calls;
 - the gaps stand in the template's text of the conversation as it was sent, in order, the first at its
-  beginning and the last at its end: so the marks changed nothing else.
+  beginning and the last at its end: so the sentinels changed nothing else.
 
-Where a proof fails the turn stays as the template renders it, and the reason is told.
+Where a proof fails the turn stays as the template renders it, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from ...chat import Conversation, Message, Part, TextPart, ToolCallPart, ToolResultPart
 from ...errors import InvalidRequest
-from .template import Renderer, Text, special_tokens, unused_marks
+from .template import Renderer, Text, special_tokens, unused_sentinels
 from .token_cache import TokenCache
 from .turn_memory import PrefixDigest, Turn
 
@@ -42,10 +42,10 @@ _MOST_TRIES = 8
 
 @dataclass(slots=True)
 class Spliced:
-    """tokens: the prompt. healed: how many turns are as they were generated. refused: reasons."""
+    """tokens: the prompt. count: turns as they were generated. refused: reasons."""
 
     tokens: list[int]
-    healed: int
+    count: int
     refused: list[str] = field(default_factory=list)
 
 
@@ -86,80 +86,82 @@ class Splicer:
                 refused.append(reason)
             else:
                 return Spliced(tokens, len(left), refused)
-        return Spliced(self.encode(text.marked, text.mark), 0, [*refused, *("template" for _ in left)])
+        return Spliced(self.encode(text.text, text.sentinel), 0, [*refused, *("template" for _ in left)])
 
-    def encode(self, marked: str, mark: str, most: int | None = None) -> list[int]:
-        """Tokens of a text that is cut at `mark`. Raises PromptTooLong if there are more than `most`."""
-        if mark:
-            return self._tokens.encode_pieces(marked.split(mark), most=most)
-        return self._tokens.encode(marked, most=most)
+    def encode(self, rendered: str, sentinel: str, most: int | None = None) -> list[int]:
+        """Tokens of a text that is cut at `sentinel`. Raises PromptTooLong if there are more than `most`."""
+        if sentinel:
+            return self._tokens.encode_pieces(rendered.split(sentinel), most=most)
+        return self._tokens.encode(rendered, most=most)
 
     def _spliced(self, conversation: Conversation, text: Text, turns: dict[int, Turn]) -> list[int]:
         first = min(turns)
-        marks = unused_marks(text.plain, 2)
-        if text.exposed or len(marks) < 2:
+        sentinels = unused_sentinels(text.plain, 2)
+        if text.exposed or len(sentinels) < 2:
             raise _NoFit(first, "template")
         try:
-            marked = self._renderer.text(_with_marks(conversation, turns, *marks))
+            rendered = self._renderer.text(_with_sentinels(conversation, turns, *sentinels))
         except InvalidRequest:
             raise _NoFit(first, "template") from None
-        if marked.exposed:
+        if rendered.exposed:
             raise _NoFit(first, "template")
         order = sorted(turns)
-        gap, *echoes = re.split(f"{marks[0]}(\\d+){marks[0]}", marked.marked)
+        gap, *echoes = re.split(f"{sentinels[0]}(\\d+){sentinels[0]}", rendered.text)
         if [int(number) for number in echoes[::2]] != order:
             raise _NoFit(first, "template")
         gaps: list[str] = []
         tokens: list[int] = []
         digest = PrefixDigest()
         for index, echo in zip(order, echoes[1::2], strict=True):
-            gap = gap.replace(marks[1], "")
-            header, new = self._before(gap, marked.mark, digest, turns[index], index)
+            gap = gap.replace(sentinels[1], "")
+            header, new = self._before(gap, rendered.sentinel, digest, turns[index], index)
             gaps.append(gap.removesuffix(header))
             digest.add(new).add(turns[index].tokens)
             tokens += new
             tokens += turns[index].tokens
             message, *following = conversation.messages[index : index + 2]
-            gap = self._from_end(echo, marks[1], index, any(map(_has_text, following)))
+            gap = self._from_end(echo, sentinels[1], index, any(map(_has_text, following)))
             if not any(isinstance(part, ToolCallPart) for part in message.parts):
                 before = echo.removesuffix(gap)
                 if any(special in before for special in self._specials):
                     raise _NoFit(index, "template")
-        gaps.append(gap.replace(marks[1], ""))
+        gaps.append(gap.replace(sentinels[1], ""))
         # Their cuts are compared too: the guard may have hidden a control token that somebody typed.
-        sent = [gap.replace(marked.mark, text.mark) if marked.mark else gap for gap in gaps]
-        if not _in_order(sent, text.marked):
+        sent = [gap.replace(rendered.sentinel, text.sentinel) if rendered.sentinel else gap for gap in gaps]
+        if not _in_order(sent, text.text):
             raise _NoFit(order[-1], "template")
-        return tokens + self.encode(gaps[-1], marked.mark)
+        return tokens + self.encode(gaps[-1], rendered.sentinel)
 
     def _before(
-        self, gap: str, mark: str, digest: PrefixDigest, turn: Turn, index: int
+        self, gap: str, sentinel: str, digest: PrefixDigest, turn: Turn, index: int
     ) -> tuple[str, list[int]]:
         """(the turn's header at the end of `gap`, tokens of the gap and the prompt to answer)."""
-        known = False
+        has_header = False
         for header in self._headers:
             if not gap.endswith(header):
                 continue
-            known = True
+            has_header = True
             for opening in self._openings:
-                new = self.encode(gap.removesuffix(header) + opening, mark)
+                new = self.encode(gap.removesuffix(header) + opening, sentinel)
                 if digest.copy().add(new).value == turn.prompt:
                     return header, new
-        raise _NoFit(index, "prefix" if known else "template")
+        raise _NoFit(index, "prefix" if has_header else "template")
 
     def _from_end(self, echo: str, guard: str, index: int, guarded: bool) -> str:
         """What follows the turn that `echo` is the rest of: from the token on that ends it."""
-        found = [at for end in self._ends if (at := echo.find(end)) >= 0]
-        if not found or (guarded and echo.find(guard) < min(found)):
+        ends = [at for end in self._ends if (at := echo.find(end)) >= 0]
+        if not ends or (guarded and echo.find(guard) < min(ends)):
             raise _NoFit(index, "template")
-        return echo[min(found) :]
+        return echo[min(ends) :]
 
 
-def _with_marks(conversation: Conversation, turns: Mapping[int, Turn], mark: str, guard: str) -> Conversation:
+def _with_sentinels(
+    conversation: Conversation, turns: Mapping[int, Turn], sentinel: str, guard: str
+) -> Conversation:
     messages = list(conversation.messages)
     for index in turns:
         calls = [part for part in messages[index].parts if isinstance(part, ToolCallPart)]
-        messages[index] = Message("assistant", (TextPart(f"{mark}{index}{mark}"), *calls))
+        messages[index] = Message("assistant", (TextPart(f"{sentinel}{index}{sentinel}"), *calls))
         if index + 1 < len(messages):
             messages[index + 1] = _guarded(messages[index + 1], guard)
     return replace(conversation, messages=tuple(messages))
@@ -220,11 +222,11 @@ def _borders(renderer: Renderer) -> tuple[list[str], list[str]]:
             try:
                 base = renderer.text(talk, generation=False).plain
                 asked = renderer.text(talk).plain
-                told = renderer.text(replace(talk, messages=(user, *rest)), generation=False).plain
+                text = renderer.text(replace(talk, messages=(user, *rest)), generation=False).plain
             except InvalidRequest:
                 continue
             if asked.startswith(base) and len(asked) > len(base):
                 openings[asked[len(base) :]] = None
-            if told.startswith(base) and (at := told.find("merlin")) > len(base):
-                headers[told[len(base) : at]] = None
+            if text.startswith(base) and (at := text.find("merlin")) > len(base):
+                headers[text[len(base) : at]] = None
     return list(openings), sorted(headers, key=len, reverse=True)

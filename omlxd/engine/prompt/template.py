@@ -1,21 +1,14 @@
-"""A model's chat template, applied: from a conversation to text. No tokens here.
+"""Applies a model's chat template: from a conversation to text. No tokens here.
 
-What the template can't take was found out at load time (template_traits.py), and engine/prompt/messages.py
-writes it in another way. Control tokens that stand in somebody's text are marked (engine/prompt/template.py).
+What the template can't take is probed at load time (template_traits.py) and written in another way
+(messages.py).
 
-Marks in texts on their way through a chat template: characters that no text of the prompt holds.
-
-Unicode keeps thirty-two code points from U+FDD0 on that are no characters and never will be. A mark is
-one of them that the prompt doesn't hold; it is put into a message before the template is applied,
-found again in what the template made, and taken out before the text is tokenised.
-
-The first use is control tokens that somebody typed. `<|im_end|>` in a file that a tool has read must
-not end the turn: a mark goes behind its first letter, and the text is cut there before it is
-tokenised, so the tokenizer never sees the token whole. Only tokens that the tokenizer calls `special`
-are treated so: `<think>` or `<tool_call>` are text by their own tokenizer's word where it does not, and
-templates look for them in an assistant's content.
-"""
-# MERGED: docstrings of rendering.py, marks.py (join by hand)
+Sentinels keep control tokens that somebody typed from being read as such. `<|im_end|>` in a file that a
+tool has read must not end the turn: a sentinel goes behind its first letter before the template is applied,
+and the rendered text is cut there before it is tokenised, so the tokenizer never sees the token. Sentinels
+are the 32 code points from U+FDD0 on, which Unicode keeps free of characters; one is used that the prompt
+doesn't hold. Only tokens that the tokenizer calls `special` are treated so: `<think>` or `<tool_call>` may
+be text, and templates look for them in an assistant's content."""
 
 from __future__ import annotations
 
@@ -29,16 +22,16 @@ import msgspec
 
 from ...chat import Conversation
 from ...errors import InvalidRequest, ModelError
-from .messages import Shaped, compact_json, plain_text, shape
+from .messages import TemplateMessage, compact_json, plain_text, template_messages
 from .template_process import TemplateLost, install
 from .template_traits import PLAIN, TemplateTraits, as_parts, probe
 
-MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
+SENTINELS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
-def unused_marks(text: str, count: int) -> list[str]:
-    """Marks that don't occur in `text`; fewer than `count` when somebody has used them up."""
-    return [mark for mark in MARKS if mark not in text][:count]
+def unused_sentinels(text: str, count: int) -> list[str]:
+    """Sentinels that don't occur in `text`; fewer than `count` if it holds nearly all."""
+    return [sentinel for sentinel in SENTINELS if sentinel not in text][:count]
 
 
 def special_starts(contents: list[str]) -> re.Pattern[str] | None:
@@ -91,31 +84,33 @@ change the prompt of the one before, and its cached prefix would end there."""
 
 @dataclass(slots=True, frozen=True)
 class Text:
-    """What a template made of a conversation.
+    """A rendered conversation. It is cut at each `sentinel` before it is tokenised.
 
-    plain    as the model would read it
-    marked   the same with `mark` wherever it must be cut before it is tokenised
-    exposed  somebody's control tokens stand in it, and no mark could be put there
+    exposed  control tokens that somebody typed stand in it, and no sentinel could be put there
     """
 
-    plain: str
-    marked: str
-    mark: str = ""
+    text: str
+    sentinel: str = ""
     exposed: bool = False
+
+    @property
+    def plain(self) -> str:
+        """As the model would read it."""
+        return self.text.replace(self.sentinel, "") if self.sentinel else self.text
 
 
 class Renderer:
     """One tokenizer's template. Thread-safe.
 
     traits   what it takes
-    marking  whether a marked text can be tokenised
+    cuttable the tokenizer takes a text in pieces
     hoist    system messages before the first answer go to the head
     """
 
-    def __init__(self, tokenizer: Any, marking: bool, hoist: bool = False):
+    def __init__(self, tokenizer: Any, cuttable: bool, hoist: bool = False):
         install()
         self._tokenizer = tokenizer
-        self._marking = marking
+        self._cuttable = cuttable
         self._hoist = hoist
         self._switches = _template_switches(tokenizer)
         self.has_template = bool(tokenizer.has_chat_template)
@@ -134,7 +129,7 @@ class Renderer:
         notes = []
         if missing := self.traits.missing():
             notes.append(f"the chat template has no {', '.join(missing)}: written in another way")
-        if not self._marking:
+        if not self._cuttable:
             notes.append("control tokens within a message are not told apart: this tokenizer can't be cut")
         return notes
 
@@ -149,10 +144,12 @@ class Renderer:
             return self._written(msgspec.structs.replace(conversation, effort=""), generation)
 
     def _written(self, conversation: Conversation, generation: bool) -> Text:
-        messages, tools = shape(conversation, self.traits, hoist=self._hoist)
+        messages, tools = template_messages(conversation, self.traits, hoist=self._hoist)
         inputs = [messages, tools, self._arguments(conversation)]
 
-        def applied(messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
+        def applied(
+            messages: list[TemplateMessage], tools: list[TemplateMessage] | None, arguments: dict[str, Any]
+        ) -> str:
             if conversation.continue_final:
                 return self._begun(messages, tools, arguments)
             return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
@@ -161,41 +158,39 @@ class Renderer:
         try:
             plain = applied(*inputs)
         except InvalidRequest:
-            # gpt-oss's template refuses its own control tokens in a text; marked it doesn't see them.
+            # gpt-oss's template refuses its own control tokens; with a sentinel it doesn't see them.
             if not special:
                 raise
-            marked = self._marked(None, inputs, applied)
-            if marked.exposed:
+            text = self._with_sentinel(None, inputs, applied)
+            if text.exposed:
                 raise
-            return marked
-        return self._marked(plain, inputs, applied) if special else Text(plain, plain)
+            return text
+        return self._with_sentinel(plain, inputs, applied) if special else Text(plain)
 
-    def _marked(
+    def _with_sentinel(
         self,
         plain: str | None,
         inputs: list[Any],
         applied: Callable[..., str],
     ) -> Text:
-        """Control tokens within the messages are marked, if the template lets the marks through.
+        """The text with sentinels in the messages' control tokens, if the template lets them through.
 
-        plain   as the template writes it without them; None: it doesn't
+        plain   as the template writes it without them; None: it refuses
         inputs  messages, tools and arguments
-        Raises InvalidRequest for a text that uses all marks, which nobody needs but to have its tokens read.
+        Raises InvalidRequest for a text that holds all sentinels.
         """
         pattern = self._special_starts
-        bare = Text(plain or "", plain or "", exposed=True)
-        if not self._marking or pattern is None:
+        bare = Text(plain or "", exposed=True)
+        if not self._cuttable or pattern is None:
             return bare
-        if not (marks := unused_marks(plain or compact_json(inputs), 1)):
+        if not (free := unused_sentinels(plain or compact_json(inputs), 1)):
             raise InvalidRequest("messages: control tokens beside all of U+FDD0 to U+FDEF", param="messages")
-        [mark] = marks
-        marked = map_strings(inputs, lambda text: pattern.sub(mark, text))
+        [sentinel] = free
         try:
-            text = applied(*marked)
+            text = Text(applied(*map_strings(inputs, lambda each: pattern.sub(sentinel, each))), sentinel)
         except InvalidRequest:
             return bare
-        unmarked = text.replace(mark, "")
-        return Text(unmarked, text, mark) if plain in (None, unmarked) else bare
+        return text if plain in (None, text.plain) else bare
 
     # ----------------------------------------------------------------- the template
 
@@ -213,7 +208,9 @@ class Renderer:
         arguments |= conversation.template_args
         return arguments | {"reasoning_effort": conversation.effort} if conversation.effort else arguments
 
-    def _text(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
+    def _text(
+        self, messages: list[TemplateMessage], tools: list[TemplateMessage] | None, arguments: dict[str, Any]
+    ) -> str:
         if not self.has_template:
             return plain_text(messages)
         try:
@@ -225,9 +222,11 @@ class Renderer:
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from error
 
-    def _begun(self, messages: list[Shaped], tools: list[Shaped] | None, arguments: dict[str, Any]) -> str:
+    def _begun(
+        self, messages: list[TemplateMessage], tools: list[TemplateMessage] | None, arguments: dict[str, Any]
+    ) -> str:
         """Up to the end of the last message's text, which the model goes on with."""
-        for end in unused_marks(compact_json([messages, tools]), 1):
+        for end in unused_sentinels(compact_json([messages, tools]), 1):
             last = messages[-1]
             text = last["content"][-1]["text"] if self.traits.content_parts else last["content"]
             marked = {**last, "content": text + end}
@@ -238,7 +237,9 @@ class Renderer:
                 return text.partition(end)[0]
         raise InvalidRequest("the model's chat template can't continue a begun answer", param="messages")
 
-    def apply(self, messages: list[Shaped], tools: list[Shaped] | None, **arguments: Any) -> str:
+    def apply(
+        self, messages: list[TemplateMessage], tools: list[TemplateMessage] | None, **arguments: Any
+    ) -> str:
         """The template as transformers applies it. Raises whatever the template raises."""
         return self._tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, **{"add_generation_prompt": True, **arguments}

@@ -58,7 +58,7 @@ class TemplateTraits:
 
 
 PLAIN = TemplateTraits(tools=False, tool_calls=False, tool_role=False, reasoning_key="")
-"""Of the plain rendering that stands in for a template (shaping.plain_text)."""
+"""Of the plain rendering that stands in for a template (messages.plain_text)."""
 
 _TOOL = {
     "type": "function",

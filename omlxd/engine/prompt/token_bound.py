@@ -58,12 +58,12 @@ class TokenBound:
             self._longest = shrink * max(map(_bytes, tokens), default=0)
 
     @property
-    def known(self) -> bool:
+    def applies(self) -> bool:
         return self._words > 0
 
     def least(self, texts: Iterable[str], *, trimmed: bool = False) -> int:
         """Tokens that `texts` have at least; 0 if nothing is known. `trimmed`: they may lose their filler."""
-        if not self.known:
+        if not self.applies:
             return 0
         words = total = 0
         for text in texts:

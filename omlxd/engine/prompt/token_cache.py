@@ -103,7 +103,7 @@ class TokenCache:
         if not self.cuts or around is None:
             if len(text) > max(UNCUT_CHARS, 8 * (most or 0)):
                 raise _uncut(len(text))
-            return self._whole(text, special)
+            return self._encode_uncut(text, special)
         before, after = around
         return [*before, *self.encode_pieces([text], most=most), *after]
 
@@ -131,9 +131,9 @@ class TokenCache:
 
     def _ids(self, segments: list[str], most: int | None) -> list[array[int]]:
         keys = [hashlib.blake2b(segment.encode(), digest_size=16).digest() for segment in segments]
-        found = self._known(keys)
-        missing = list({key: i for i, key in enumerate(keys) if key not in found}.values())
-        count = sum(map(len, found.values()))
+        ids_of = self._cached(keys)
+        missing = list({key: i for i, key in enumerate(keys) if key not in ids_of}.values())
+        count = sum(map(len, ids_of.values()))
         for batch in _batches(missing, [len(segment) for segment in segments]):
             if most is not None and count > 2 * most + len(segments):  # each may have an id that is dropped
                 raise PromptTooLong(count - len(segments), most)
@@ -144,8 +144,8 @@ class TokenCache:
             new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
             self._remember(new)
-            found |= new
-        return [found[key] for key in keys]
+            ids_of |= new
+        return [ids_of[key] for key in keys]
 
     def cuts_at(self, content: str) -> bool:
         """Whether texts are cut before the added token `content`."""
@@ -187,13 +187,13 @@ class TokenCache:
 
     def _what_is_put_around(self) -> tuple[list[int], list[int]] | None:
         """Ids before and behind a text; None: it is not as simple as that."""
-        bare, dressed = self._whole("a", False), self._whole("a", True)
+        bare, dressed = self._encode_uncut("a", False), self._encode_uncut("a", True)
         for at in range(len(dressed) - len(bare) + 1):
             if bare and dressed[at : at + len(bare)] == bare:
                 return dressed[:at], dressed[at + len(bare) :]
         return None
 
-    def _whole(self, text: str, special: bool) -> list[int]:
+    def _encode_uncut(self, text: str, special: bool) -> list[int]:
         with self._encoding.alone(), _readable():
             return list(self._tokenizer.encode(text, add_special_tokens=special))
 
@@ -206,13 +206,13 @@ class TokenCache:
         tokens = sorted(self._cutting)[:8]
         words = [[f"{one}{token}{two}" for one in _PROBE_WORDS for two in _PROBE_WORDS] for token in tokens]
         texts = ["".join(itertools.chain(*words)), *words[0]]
-        if any(self._pieces_alone([text]) != [self._whole(text, False)] for text in texts):
+        if any(self._pieces_alone([text]) != [self._encode_uncut(text, False)] for text in texts):
             return False
         # transformers' own `encode` asks the backend; for all others we ask it too, in one call.
         others = list(itertools.chain(*words[1:]))
         with self._encoding.together():
-            whole = self._backend.encode_batch(others, add_special_tokens=False)
-        return self._pieces_alone(others) == [one.ids for one in whole]
+            uncut = self._backend.encode_batch(others, add_special_tokens=False)
+        return self._pieces_alone(others) == [one.ids for one in uncut]
 
     def _joins(self) -> bool:
         """Whether pieces of a text, cut within a word, read as the text did."""
@@ -229,16 +229,16 @@ class TokenCache:
 
     # ----------------------------------------------------------------- remembering
 
-    def _known(self, keys: list[bytes]) -> dict[bytes, array[int]]:
-        found: dict[bytes, array[int]] = {}
+    def _cached(self, keys: list[bytes]) -> dict[bytes, array[int]]:
+        cached: dict[bytes, array[int]] = {}
         with self._lock:
             for key in keys:
                 ids = self._segments.get(key)
                 if ids is None:
                     continue
-                found[key] = ids
+                cached[key] = ids
                 self.hits += len(ids)
-        return found
+        return cached
 
     def _remember(self, new: dict[bytes, array[int]]) -> None:
         with self._lock:

@@ -1,29 +1,22 @@
-"""Assistant turns as they were generated, for clients that echo them in another shape.
+"""Keeps assistant turns as they were generated, for clients that echo them in another shape.
 
-A client sends an assistant's turn back without its thinking, or with its calls' arguments written
-anew; a template may strip old thinking itself. Rendered from that, the turn has other tokens than
-those that were generated, and the cached prefix ends there. So the exact tokens are remembered and
-put in place of the rendered turn (engine/prompt/splice.py) where all of this holds:
+A client sends an assistant's turn back without its thinking, or with its calls' arguments written anew; a
+template may strip old thinking itself. Rendered from that, the turn has other tokens than those that were
+generated, and the cached prefix ends there. So the generated tokens are spliced into the prompt
+(engine/prompt/splice.py) where all of this holds:
 
 - the same scope (session and cache salt), the same canonical conversation before it;
 - the echo's text and calls are those that the client was sent; its thinking too, if it has any;
 - the prompt that the turn was generated from is, token for token, the prompt that is being built.
 
-So the model sees nothing that it did not write itself, or that the client did not send; a turn that
-the client has edited is rendered as the client sent it. Remembered are turns that ended by themselves and
-answers that a limit of tokens cut; not those cut within thinking or a call, nor by a stop string, by time or
-by a client that went away.
+The model sees nothing that it did not write itself or that the client did not send; a turn that the client
+has edited is rendered as sent. Remembered are turns that ended by themselves and answers that a limit of
+tokens cut; not those cut within thinking or a call, nor by a stop string, by time or by a client that left.
 
-What is known of a place is also written beside the KV (engine/prompt/turn_store.py), and read when a
-conversation comes back to it: so a session outlives its engine. A place that is to be answered loses its file
-before the answer is begun, and gets it again with the answer: no crash leaves one that an answer has
-overtaken.
-
-A turn that the model wrote, and the place where it stands: what engine/prompt/turn_memory.py remembers.
-
-What a client was sent of a turn: what it may send back.
+The entry of a place is also written beside the KV (engine/prompt/turn_store.py), so that a session outlives
+its engine. The file of a place is removed before an answer there begins and written again with the answer: no
+crash leaves a file that an answer has overtaken.
 """
-# MERGED: docstrings of healing.py, turn.py, answer.py (join by hand)
 
 from __future__ import annotations
 
@@ -74,13 +67,13 @@ class Turn:
 
     prompt         digest of the tokens it was generated from, `prompt_length` of them
     tokens         what was generated, without the token that ended the turn
-    whole          digest of both
+    prompt_and_turn  digest of both
     """
 
     prompt: Digest
     prompt_length: int
     tokens: array[int]
-    whole: Digest
+    prompt_and_turn: Digest
 
     @property
     def length(self) -> int:
@@ -151,7 +144,7 @@ class Files(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Known:
+class _Entry:
     """What is known of one place.
 
     turns      by what was sent, the newest last; None: two conversations without a name were sent the same
@@ -175,19 +168,19 @@ class Known:
 class TurnMemory:
     """Turns by place and answer, the least recently used place dropped first. Thread-safe.
 
-    healed   turns put back; refusals: reason → turns that were not
+    spliced  turns put back; refusals: reason → turns that were not
     unknown  turns at whose place nothing is known to have been generated
     """
 
     def __init__(self, max_bytes: int = MOST_BYTES, files: Files | None = None):
         self._files = files
         self._lock = threading.Lock()
-        self._places = BoundedMap[tuple[tuple[str, str], Digest], Known](
-            max_bytes, lambda known: known.nbytes
+        self._places = BoundedMap[tuple[tuple[str, str], Digest], _Entry](
+            max_bytes, lambda entry: entry.nbytes
         )
-        self._busy: dict[tuple[tuple[str, str], Digest], Known] = {}
+        self._busy: dict[tuple[tuple[str, str], Digest], _Entry] = {}
         """Places that are being answered or written: not forgotten meanwhile, whatever is dropped."""
-        self.healed = 0
+        self.spliced = 0
         self.unknown = 0
         self.refusals: Counter[str] = Counter()
 
@@ -203,53 +196,53 @@ class TurnMemory:
 
     def find(self, place: Place, answer: Digest, thought: Digest | None) -> Turn | str:
         """The turn, or why there is none; "" where nothing was generated there. May read a file."""
-        known = self._known(place)
+        entry = self._entry_of(place)
         with self._lock:
-            same = [(said, turn) for said, turn in known.turns.items() if said[0] == answer]
+            same = [(said, turn) for said, turn in entry.turns.items() if said[0] == answer]
             if not same:
-                return "edited" if known.turns else ""
+                return "edited" if entry.turns else ""
         if thought is not None and not (same := [each for each in same if each[0][1] == thought]):
             return "thinking_edited"
         _, turn = same[-1]
         return "ambiguous" if turn is None or (place.implicit and len(same) > 1) else turn
 
-    def _known(self, place: Place) -> Known:
+    def _entry_of(self, place: Place) -> _Entry:
         with self._lock:
-            if (known := self._held(place)) is not None:
-                return known
+            if (entry := self._held(place)) is not None:
+                return entry
         if self._files is None or (stored := self._files.load(place)) is None:
-            return Known()
+            return _Entry()
         with self._lock:
-            known = self._held(place)
-            if known is None:
+            entry = self._held(place)
+            if entry is None:
                 # A place that has no file is noted too, so that it is looked for once.
-                known = Known(dict(stored), begun=bool(stored), on_disk=bool(stored))
-                self._places.put(place.key, known)
-            return known
+                entry = _Entry(dict(stored), begun=bool(stored), on_disk=bool(stored))
+                self._places.put(place.key, entry)
+            return entry
 
-    def _held(self, place: Place) -> Known | None:
+    def _held(self, place: Place) -> _Entry | None:
         """What is known of `place` without reading; it is the most recently used then. Under the lock."""
-        known = self._places.get(place.key)
-        if known is None and (known := self._busy.get(place.key)) is not None:
-            self._places.put(place.key, known)
-        return known
+        entry = self._places.get(place.key)
+        if entry is None and (entry := self._busy.get(place.key)) is not None:
+            self._places.put(place.key, entry)
+        return entry
 
     def begin(self, place: Place) -> None:
         """An answer will be generated at `place`; `end` must follow. May read and remove a file."""
         if self._files is None:
             return
-        known = self._known(place)
+        entry = self._entry_of(place)
         with self._lock:
             if (held := self._held(place)) is not None:
-                known = held
+                entry = held
             else:  # It couldn't be told whether there is a file.
-                known.on_disk = True
-                self._places.put(place.key, known)
-            known.begun += 1
-            known.answering += 1
-            self._busy[place.key] = known
-            overtaken, known.on_disk = known.on_disk, False
-            known.unsaved = known.unsaved or overtaken
+                entry.on_disk = True
+                self._places.put(place.key, entry)
+            entry.begun += 1
+            entry.answering += 1
+            self._busy[place.key] = entry
+            overtaken, entry.on_disk = entry.on_disk, False
+            entry.unsaved = entry.unsaved or overtaken
         if overtaken:
             self._files.remove(place)
 
@@ -258,15 +251,15 @@ class TurnMemory:
         if self._files is None:
             return
         with self._lock:
-            known = [(place, self._places.peek(place.key)) for place in places]
-        filed = [place for place, one in known if one is not None and one.on_disk]
+            entry = [(place, self._places.peek(place.key)) for place in places]
+        filed = [place for place, one in entry if one is not None and one.on_disk]
         if filed:
             self._files.used(filed)
 
-    def count(self, healed: int, refused: Sequence[str], unknown: int) -> None:
+    def count(self, spliced: int, refused: Sequence[str], unknown: int) -> None:
         """Note what became of the turns of a prompt that will be answered."""
         with self._lock:
-            self.healed += healed
+            self.spliced += spliced
             self.refusals.update(refused)
             self.unknown += unknown
 
@@ -285,59 +278,59 @@ class TurnMemory:
         before = digest.value
         turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value)
         with self._lock:
-            known = self._held(place) or Known()
+            entry = self._held(place) or _Entry()
             self._places.pop(place.key)
-            _put(known, place, (answer, thought), turn)
-            known.unsaved = True
-            self._places.put(place.key, known)
-            self._save(place, known)
+            _put(entry, place, (answer, thought), turn)
+            entry.unsaved = True
+            self._places.put(place.key, entry)
+            self._save(place, entry)
 
     def end(self, place: Place) -> None:
         """An answer that was begun is over, remembered or not. Reads and writes nothing itself."""
         if self._files is None:
             return
         with self._lock:
-            known = self._busy[place.key]
-            known.answering -= 1
-            self._save(place, known)
+            entry = self._busy[place.key]
+            entry.answering -= 1
+            self._save(place, entry)
 
-    def _save(self, place: Place, known: Known) -> None:
+    def _save(self, place: Place, entry: _Entry) -> None:
         """Have the place written if it must be and may be: not while it is answered. Under the lock."""
         # Which of two answers a conversation without a name goes on with is not for a crash to decide.
-        told_apart = not place.implicit or known.begun < 2
-        turns = {said: turn for said, turn in known.turns.items() if turn is not None}
-        if self._files is not None and not known.answering and not known.writing:
-            if known.unsaved and told_apart and turns:
-                known.unsaved = False
-                known.writing = self._files.save(place, turns, lambda done: self._saved(place, known, done))
-            if known.writing:
-                self._busy[place.key] = known
+        told_apart = not place.implicit or entry.begun < 2
+        turns = {said: turn for said, turn in entry.turns.items() if turn is not None}
+        if self._files is not None and not entry.answering and not entry.writing:
+            if entry.unsaved and told_apart and turns:
+                entry.unsaved = False
+                entry.writing = self._files.save(place, turns, lambda done: self._saved(place, entry, done))
+            if entry.writing:
+                self._busy[place.key] = entry
             else:
                 self._busy.pop(place.key, None)
 
-    def _saved(self, place: Place, known: Known, in_place: bool) -> None:
+    def _saved(self, place: Place, entry: _Entry, in_place: bool) -> None:
         with self._lock:
-            overtaken = in_place and (known.unsaved or known.answering > 0)
-            known.on_disk = in_place and not overtaken
-            known.unsaved = known.unsaved or overtaken
+            overtaken = in_place and (entry.unsaved or entry.answering > 0)
+            entry.on_disk = in_place and not overtaken
+            entry.unsaved = entry.unsaved or overtaken
         if overtaken and self._files is not None:
             self._files.remove(place)
         with self._lock:
-            known.writing = False
-            self._save(place, known)
+            entry.writing = False
+            self._save(place, entry)
 
 
-def _put(known: Known, place: Place, said: Said, turn: Turn) -> None:
+def _put(entry: _Entry, place: Place, said: Said, turn: Turn) -> None:
     """Add a turn to what is known of `place`, as its newest."""
     clash = False
-    if place.implicit and said in known.turns:
+    if place.implicit and said in entry.turns:
         # Two conversations that look the same to the last word: nothing tells whose it is.
-        earlier = known.turns[said]
-        clash = earlier is None or earlier.whole != turn.whole
-    known.turns.pop(said, None)
-    known.turns[said] = None if clash else turn
-    if len(known.turns) > MOST_ANSWERS:
-        del known.turns[next(iter(known.turns))]
+        earlier = entry.turns[said]
+        clash = earlier is None or earlier.prompt_and_turn != turn.prompt_and_turn
+    entry.turns.pop(said, None)
+    entry.turns[said] = None if clash else turn
+    if len(entry.turns) > MOST_ANSWERS:
+        del entry.turns[next(iter(entry.turns))]
 
 
 def _cost(turn: Turn | None) -> int:

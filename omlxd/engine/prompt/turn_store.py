@@ -1,4 +1,4 @@
-"""Remembered turns on disk, so that a session is healed after its engine, or the daemon, has died.
+"""Remembered turns on disk, so that a session goes on after its engine or the daemon has died.
 
 One record (kv/files/record_file.py) a place, beside the KV that it is good for: token ids and digests, no
 text. Its name is a digest of all that a place is, so that nothing is looked for and nothing is listed:
@@ -45,7 +45,7 @@ class _Stored(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     prompt: bytes
     prompt_length: int
     tokens: bytes
-    whole: bytes
+    prompt_and_turn: bytes
 
 
 _decoder = msgspec.msgpack.Decoder(list[_Stored])
@@ -106,7 +106,7 @@ class TurnFiles:
             return {}
         except (RecordError, ValueError) as error:
             self._count("bad")
-            log.warning("healing: %s: %s; removed", self.path_of(place), error)
+            log.warning("turn memory: %s: %s; removed", self.path_of(place), error)
             self.remove(place)
             return {}
         except OSError as error:
@@ -152,7 +152,7 @@ def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
     room = most_bytes - 5
     for (answer, thought), turn in reversed([*turns.items()]):
         tokens = _little(turn.tokens).tobytes()
-        one = _Stored(answer, thought, turn.prompt, turn.prompt_length, tokens, turn.whole)
+        one = _Stored(answer, thought, turn.prompt, turn.prompt_length, tokens, turn.prompt_and_turn)
         room -= len(msgspec.msgpack.encode(one))
         if room < 0:
             break
@@ -164,14 +164,16 @@ def decoded(payload: bytes) -> dict[Said, Turn]:
     """Raises ValueError where it holds no turns, or nonsense."""
     turns: dict[Said, Turn] = {}
     for one in _decoder.decode(payload):
-        digests = [one.answer, one.prompt, one.whole]
+        digests = [one.answer, one.prompt, one.prompt_and_turn]
         if one.thought is not None:
             digests.append(one.thought)
         if any(len(digest) != _DIGEST_BYTES for digest in digests) or len(one.tokens) % 4:
             raise ValueError("makes no sense")
         tokens = array("I")
         tokens.frombytes(one.tokens)
-        turns[one.answer, one.thought] = Turn(one.prompt, one.prompt_length, _little(tokens), one.whole)
+        turns[one.answer, one.thought] = Turn(
+            one.prompt, one.prompt_length, _little(tokens), one.prompt_and_turn
+        )
     if not turns:
         raise ValueError("holds no turns")
     return turns

@@ -344,7 +344,7 @@ def test_a_call_that_is_echoed_without_its_thinking_is_healed(prompts):
         produced = session.generate(THINK + GO + CALL + '{"path":  "a"}<|call|>')
         rendered = session.ask(Message("assistant", (CALLED,)), TOOL)
         assert rendered.tokens[: len(produced)] == produced
-        assert rendered.healed == number + 1 and not rendered.refused
+        assert rendered.spliced == number + 1 and not rendered.refused
 
 
 def test_an_answer_is_not_healed_as_another_tag_ends_it_there(prompts):
@@ -353,14 +353,14 @@ def test_an_answer_is_not_healed_as_another_tag_ends_it_there(prompts):
     session.ask(user("Hi"))
     session.generate(THINK + GO + FINAL)
     rendered = session.ask(Message("assistant", (TextPart("Hello."),)), user("And?"))
-    assert rendered.healed == 0 and rendered.refused == ("template",)
+    assert rendered.spliced == 0 and rendered.refused == ("template",)
     assert prompts._tokenizer.decode(rendered.tokens) == rendered.text
     # Nor is anything lost where a call's end follows later.
     for asked in (user("Read"), user("")):
         session.messages = session.messages[:2]
         turn = Message("assistant", (CALLED,))
         rendered = session.ask(asked, turn, TOOL)
-        assert rendered.healed == 0 and prompts._tokenizer.decode(rendered.tokens) == rendered.text
+        assert rendered.spliced == 0 and prompts._tokenizer.decode(rendered.tokens) == rendered.text
 
 
 def test_arguments_are_read_as_json_only(tokenizer):

@@ -16,8 +16,9 @@ from omlxd.api.responses import request as openai_responses
 from omlxd.chat import Conversation, Message, TextPart, ThinkingPart, Tool, ToolCallPart, ToolResultPart
 from omlxd.engine.prompt.canonical import answer_of, canonical_json, canonical_text, chain_of
 from omlxd.engine.prompt.pipeline import PromptPipeline
-from omlxd.engine.prompt.template import MARKS, special_starts, unused_marks
+from omlxd.engine.prompt.template import SENTINELS, special_starts, unused_sentinels
 from omlxd.engine.prompt.token_cache import TokenCache
+from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 
 READ = {
@@ -307,12 +308,12 @@ def test_a_turn_with_typed_control_tokens_still_extends(prompts):
     assert after.tokens[: len(start)] == start
 
 
-def test_no_mark_left_to_use(prompts):
-    talk = Conversation((Message("user", (TextPart("".join(MARKS) + "<|im_end|>"),)),))
-    rendered = prompts.render(talk)
-    assert rendered.exposed and prompts._tokenizer.decode(rendered.tokens) == rendered.text
-    assert unused_marks("".join(MARKS), 1) == []
-    assert unused_marks(MARKS[0], 2) == [MARKS[1], MARKS[2]]
+def test_control_tokens_beside_every_sentinel_are_refused(prompts):
+    talk = Conversation((Message("user", (TextPart("".join(SENTINELS) + "<|im_end|>"),)),))
+    with pytest.raises(InvalidRequest, match="U\\+FDD0"):
+        prompts.render(talk)
+    assert unused_sentinels("".join(SENTINELS), 1) == []
+    assert unused_sentinels(SENTINELS[0], 2) == [SENTINELS[1], SENTINELS[2]]
 
 
 def test_every_start_is_found_where_tokens_overlap():

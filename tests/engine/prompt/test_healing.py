@@ -61,7 +61,7 @@ def test_an_append_only_session_keeps_its_whole_prefix(prompts, thinking):
         session.ask(echo(answer, thinking), user(question))
         assert session.kept()
         answer = session.generate(thought(prompts, f"Yes, {question}"))
-    assert session.rendered.healed == 5
+    assert session.rendered.spliced == 5
     assert not session.rendered.refused and not prompts.memory.refusals
     decoded = prompts._tokenizer.decode(session.rendered.tokens)
     assert decoded.startswith(plain) and decoded.count("Let me  see.") == 5
@@ -92,7 +92,7 @@ def test_what_needs_no_healing_is_left_alone(folder):
     answer.add(TextDelta("Hi there."))
     prompts.learn(rendered.place, answer, rendered.tokens, generated)
     following = session.ask(echo(answer, thinking=True), user("And?"))
-    assert following.healed == 0 and following.refused == ()
+    assert following.spliced == 0 and following.refused == ()
     assert following.tokens[: len(rendered.tokens) + len(generated)] == rendered.tokens + generated
     assert prompts.figures()["prompt_turns_healed_total"] == 0
 
@@ -106,7 +106,7 @@ def test_thinking_switched_off_and_on_between_turns(folder):
     assert session.kept()
     answer = session.generate(thought(prompts, "Thought."))
     session.ask(echo(answer), user("Stop that"), thinking=False)
-    assert session.kept() and session.rendered.healed == 2
+    assert session.kept() and session.rendered.spliced == 2
 
 
 # --------------------------------------------------------------------------- echoes of every shape
@@ -165,7 +165,7 @@ def test_echoes_of_both_protocols(folder):
         conversation = parse(json.dumps(body).encode(), {}).generate.prompt
         rendered = prompts.render(conversation, scope=ME)
         assert rendered.tokens[: len(session.produced)] == session.produced
-        assert rendered.healed == 1 and rendered.refused == ()
+        assert rendered.spliced == 1 and rendered.refused == ()
 
 
 def test_two_branches_with_the_same_prefix(prompts):
@@ -178,7 +178,7 @@ def test_two_branches_with_the_same_prefix(prompts):
     for session, answer in ((one, left), (other, right), (one, left)):
         session.messages = session.messages[:2]
         session.ask(echo(answer), user("Go"))
-        assert session.kept() and session.rendered.healed == 1
+        assert session.kept() and session.rendered.spliced == 1
 
 
 def test_edited_text_is_what_the_client_sent(prompts):
@@ -187,7 +187,7 @@ def test_edited_text_is_what_the_client_sent(prompts):
         session.ask(user("Hello"))
         session.generate(thought(prompts, "Hi there"))
         rendered = session.ask(Message("assistant", (TextPart(edit),)), user("And?"))
-        assert rendered.healed == 0 and rendered.refused == ("edited",)
+        assert rendered.spliced == 0 and rendered.refused == ("edited",)
         assert prompts._tokenizer.decode(rendered.tokens) == rendered.text
 
 
@@ -197,11 +197,11 @@ def test_edited_arguments_and_thinking(prompts):
     answer = session.generate(thought(prompts, CALL))
     call = ToolCallPart("id0", "Read", {"path": "b.txt", "lines": 2})
     rendered = session.ask(Message("assistant", (call,)), tool("b"))
-    assert rendered.healed == 0 and rendered.refused == ("edited",)
+    assert rendered.spliced == 0 and rendered.refused == ("edited",)
     session.messages = session.messages[:2]
     rewritten = Message("assistant", (ThinkingPart("Something else."), *echo(answer).parts))
     rendered = session.ask(rewritten, tool("b"))
-    assert rendered.healed == 0 and rendered.refused == ("thinking_edited",)
+    assert rendered.spliced == 0 and rendered.refused == ("thinking_edited",)
 
 
 def test_an_edit_further_up_ends_healing_there(prompts):
@@ -214,7 +214,7 @@ def test_an_edit_further_up_ends_healing_there(prompts):
     start = session.messages[:2]
     talk = (*start, echo(first), user("Two, edited"), echo(second), user("Three"))
     rendered = prompts.render(Conversation(talk, tools=(READ,)), scope=ME)
-    assert rendered.healed == 1
+    assert rendered.spliced == 1
     decoded = prompts._tokenizer.decode(rendered.tokens)
     assert decoded.count("Let me  see.") == 1 and "Two, edited" in decoded and "Second." in decoded
 
@@ -230,7 +230,7 @@ def test_another_session_is_never_healed(prompts):
         other = Session(prompts, scope)
         other.ask(user("Hello"))
         rendered = other.ask(echo(answer), user("Go on"))
-        assert rendered.healed == 0 and rendered.refused == ()
+        assert rendered.spliced == 0 and rendered.refused == ()
         assert "Let me" not in prompts._tokenizer.decode(rendered.tokens)
 
 
@@ -239,7 +239,7 @@ def test_the_same_text_elsewhere_in_the_session_is_not_healed(prompts):
     session.ask(user("Hello"))
     answer = session.generate(thought(prompts, "OK"))
     rendered = Session(prompts).ask(user("Something else"), echo(answer), user("Go on"))
-    assert rendered.healed == 0
+    assert rendered.spliced == 0
     assert "Let me" not in prompts._tokenizer.decode(rendered.tokens)
 
 
@@ -249,19 +249,19 @@ def test_conversations_without_a_name(prompts):
     first.ask(user("Hello"))
     answer = first.generate(thought(prompts, "OK"))
     first.ask(echo(answer), user("Go on"))
-    assert first.kept() and first.rendered.healed == 1
+    assert first.kept() and first.rendered.spliced == 1
     second = Session(prompts, Scope())
     second.ask(user("Hello"))
     looked = second.generate(thought(prompts, "OK").replace("see", "look"))
     rendered = second.ask(echo(answer), user("Go on"))
-    assert rendered.healed == 0 and rendered.refused == ("ambiguous",)
+    assert rendered.spliced == 0 and rendered.refused == ("ambiguous",)
     for session, other in ((first, "look"), (second, "see")):
         session.messages = session.messages[:2]
         session.ask(
             echo(answer, thinking=True) if session is first else echo(looked, thinking=True), user("Go")
         )
         decoded = prompts._tokenizer.decode(session.rendered.tokens)
-        assert session.rendered.healed == 1 and f"Let me  {other}" not in decoded
+        assert session.rendered.spliced == 1 and f"Let me  {other}" not in decoded
 
 
 def test_a_turn_cut_off_is_not_remembered(prompts):
@@ -269,7 +269,7 @@ def test_a_turn_cut_off_is_not_remembered(prompts):
     session.ask(user("Hello"))
     answer = session.generate(thought(prompts, "OK"), ended=False)
     rendered = session.ask(echo(answer), user("Go on"))
-    assert rendered.healed == 0 and rendered.refused == ()
+    assert rendered.spliced == 0 and rendered.refused == ()
 
 
 def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
@@ -290,7 +290,7 @@ def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
             (turn,) = memory._places.get((rendered.session, rendered.chain[1])).turns.values()
             assert len(turn.tokens) == 40
             assert rendered.tokens[: turn.length] == [*before, *turn.tokens]
-            healed += rendered.healed
+            healed += rendered.spliced
             assert rendered.unknown == 0
         assert healed
         places = len(memory)
@@ -309,8 +309,8 @@ def test_prompts_that_are_only_counted_or_explained_are_none_of_the_figures(fold
     nobodys = (user("Hi"), Message("assistant", (TextPart("Yes"),)), user("Sure?"))
     before = prompts.figures()
     rendered = [session.ask(echo(answer), user("Go on")), Session(prompts).ask(*nobodys)]
-    assert [(one.healed, one.unknown) for one in rendered] == [(1, 0), (0, 1)]
-    assert prompts.memory.healed == before["prompt_turns_healed_total"] == prompts.memory.unknown == 0
+    assert [(one.spliced, one.unknown) for one in rendered] == [(1, 0), (0, 1)]
+    assert prompts.memory.spliced == before["prompt_turns_healed_total"] == prompts.memory.unknown == 0
     for one in rendered:
         prompts.begin(one)
         prompts.end(one.place)
@@ -319,7 +319,7 @@ def test_prompts_that_are_only_counted_or_explained_are_none_of_the_figures(fold
 
 
 def test_healing_off(folder):
-    prompts = PromptPipeline(load_tokenizer(folder), healing=False)
+    prompts = PromptPipeline(load_tokenizer(folder), turn_memory=False)
     assert prompts.memory is None
     rendered = prompts.render(Conversation((user("Hello"),)), scope=ME)
     prompts.learn(rendered.place, Answer(), rendered.tokens, [1])
@@ -334,7 +334,7 @@ def test_a_prompt_that_would_no_longer_fit(folder):
     plain = session.ask(echo(answer), user("Go on"))
     talk = Conversation(session.messages, tools=(READ,))
     tight = prompts.render(talk, scope=ME, most=len(plain.tokens) - 1)
-    assert tight.healed == 0 and tight.refused == ("too_long",)
+    assert tight.spliced == 0 and tight.refused == ("too_long",)
     assert prompts._tokenizer.decode(tight.tokens) == tight.text
 
 

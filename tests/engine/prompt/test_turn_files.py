@@ -146,10 +146,10 @@ def test_no_text_of_a_conversation_is_in_a_record(rig: Rig, tmp_path_factory):
     again = pipeline(folder, QWEN3, files=files_of(rig))
     session.prompts = again
     rendered = session.ask(echo(answer), user("How deep?"))
-    assert session.kept() and rendered.healed == 1 and rendered.refused == ()
+    assert session.kept() and rendered.spliced == 1 and rendered.refused == ()
     assert again.figures()["prompt_turn_records_found_total"] == 1
     stranger = Session(again, Scope("another"), session.messages)
-    assert stranger.ask().healed == 0
+    assert stranger.ask().spliced == 0
 
 
 def test_a_changed_tokenizer_is_another(tmp_path: Path):
