@@ -82,14 +82,15 @@ class Checkpoints:
         """Blocks up to the deepest checkpoint within the first `reach` blocks; 0: none stands."""
         for length in range(reach, 0, -1):
             name = checkpoint_name(hashes[length - 1])
-            block = self._store.pool.get_cached_block(name)
-            if block is not None and block.payload is not None:
-                if self._store.flusher is not None:
-                    self._store.flusher.used(name, len(hashes) * self._store.block_size)
-                return self._found(length, reach)
-            if self._may_load(name):
-                return self._found(length, reach)
-        return self._found(0, reach)
+            hot = self.hot(hashes[length - 1]) is not None
+            if hot and self._store.flusher is not None:
+                self._store.flusher.used(name, len(hashes) * self._store.block_size)
+            if hot or self._may_load(name):
+                self.missing += length < reach
+                self._store.record_use([name])
+                return length
+        self.missing += reach > 0
+        return 0
 
     def _may_load(self, name: BlockHash) -> bool:
         """Whether a file stands there, on a disk that can be read. Any thread."""
@@ -98,27 +99,12 @@ class Checkpoints:
             return False
         return self._files.has(name)
 
-    def _found(self, length: int, reach: int) -> int:
-        self.missing += length < reach
-        return length
-
     def stands(self, block_hash: BlockHash) -> bool:
         """Whether a checkpoint stands after that block, in RAM or on disk. Any thread."""
-        name = checkpoint_name(block_hash)
-        return self.peek(block_hash) is not None or self._may_load(name)
+        return self.hot(block_hash) is not None or self._may_load(checkpoint_name(block_hash))
 
     def hot(self, block_hash: BlockHash) -> Payload | None:
-        """The checkpoint after that block, if it is in RAM; it becomes the most recently used."""
-        pool = self._store.pool
-        block = pool.get_cached_block(checkpoint_name(block_hash))
-        if block is None or block.payload is None:
-            return None
-        pool.touch([block])
-        pool.free([block])
-        return block.payload
-
-    def peek(self, block_hash: BlockHash) -> Payload | None:
-        """As `hot`, but leaves its age alone. Any thread."""
+        """The checkpoint after that block, if it is in RAM. Any thread."""
         block = self._store.pool.get_cached_block(checkpoint_name(block_hash))
         return block.payload if block is not None else None
 
@@ -130,20 +116,20 @@ class Checkpoints:
         One that is in RAM already stays, and is what is written.
         """
         pool, name = self._store.pool, checkpoint_name(block_hash)
-        block: Block | None = None
-        if pool.get_cached_block(name) is not None or self._store.make_room(payload.nbytes):
-            own = pool.allocate()
-            block = pool.cache(own, name, payload)
-            if block is not own:
-                pool.touch([block])
-                pool.free([own])
+        own: list[Block] = []
+        if (block := pool.get_cached_block(name)) is not None:
+            self._store.promote(block, name, payload)
+        elif self._store.make_room(payload.nbytes):
+            own = [pool.allocate()]
+            pool.cache(own[0], name, payload)
+        block = pool.get_cached_block(name)
         flusher = self._store.flusher
         if write and flusher is not None and self._files is not None and self._lacks_file(name):
             key, tier = self._key(block_hash, position), self._files.at(position)
-            kept = payload if block is None else cast(WritablePayload, block.payload)
-            flusher.offer(key, kept, block, tier, tokens=position)
-        if block is not None:
-            pool.free([block])
+            hot = block is not None and block.payload is not None
+            kept = cast(WritablePayload, block.payload) if block is not None and hot else payload
+            flusher.offer(key, kept, block if hot else None, tier, tokens=position)
+        pool.free(own)
 
     def _lacks_file(self, name: BlockHash) -> bool:
         return not self._may_load(name) or self._store.distrusts(name)

@@ -300,9 +300,10 @@ class KVStore:
     def record_use(self, hashes: Sequence[BlockHash]) -> None:
         """Make a chain recent in both tiers, leaf to root, once what is being written of it is in place.
 
-        Call it once a request, at its end, however it ends. Without it a chain stays in the order in
-        which it was written, root first, and its root is evicted before its leaves. Any thread; with
-        a writer it returns at once.
+        Nothing else changes the order of use, in RAM or on disk; a reference that is given back puts its
+        block at the back until then. Call it for each match, and once at a request's end, however it
+        ends: what a request stores stands root first until then. Any thread;
+        with a writer it returns at once.
         """
         if not hashes:
             return

@@ -153,8 +153,22 @@ class StoreMachine(RuleBasedStateMachine):
     def serve(self, blocks: list[int], leave: int) -> None:
         """A request from its start to its end, with all that follows from it."""
         self.request(blocks, leave)
+        keys = self.live[-1].keys
+        recorded = self.rig.writer._actions < writer.MOST_ACTIONS and self.fs.fault is None
         self.finish(len(self.live) - 1, True)
         self.settle()
+        if recorded and self.fs.fault is None:
+            self.parents_are_younger([key.block_hash for key in keys])
+
+    def parents_are_younger(self, names: list[bytes]) -> None:
+        """A chain whose use was recorded leaves from its leaf on, in RAM and on disk."""
+        place = {block.block_hash: at for at, block in enumerate(self.rig.pool._cached)}
+        queued = [place[name] for name in names if name in place]
+        assert queued == sorted(queued, reverse=True), "a parent leaves RAM before its child"
+        if self.aside is None and not self.tampered:
+            files = [self.root / self.rig.cold.path_of(name) for name in names]
+            used = [path.stat().st_mtime_ns for path in files if path.exists()]
+            assert used == sorted(used, reverse=True), "a parent leaves the disk before its child"
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 99), blocks=st.lists(TOKENS, max_size=3))

@@ -299,7 +299,7 @@ class KVBridge:
             limit = len(table.blocks)
         if self.states is not None:
             self.store.cut(table, self.states.match(sequence, limit))
-            if sequence.resume and not self.states.is_hot(sequence):
+            if sequence.resume and self.states.hot(sequence) is None:
                 return True
         cold = [block.payload is None for block in table.blocks]
         if any(cold) and sequence.restores >= MOST_RESTORES:
@@ -347,7 +347,7 @@ class KVBridge:
         assert sequence.table is not None
         blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
         names = {name for name, block in blocks if block.payload is None}
-        if self.states is not None and sequence.resume and not self.states.is_hot(sequence):
+        if self.states is not None and sequence.resume and self.states.hot(sequence) is None:
             names.add(checkpoint_name(sequence.hashes[sequence.resume - 1]))
         return names
 

@@ -107,7 +107,7 @@ class StateKeeper:
         assert sequence.tip is not None
         blocks, payload = sequence.tip
         block_hash = sequence.hashes[blocks - 1]
-        if self.checkpoints.peek(block_hash) is None:
+        if self.checkpoints.hot(block_hash) is None:
             sequence.stored[checkpoint_name(block_hash)] = self.checkpoints.stands(block_hash)
         self.checkpoints.put(block_hash, blocks * self._block, payload, write=write)
 
@@ -134,7 +134,7 @@ class StateKeeper:
     def _write_hot(self, sequence: Sequence, blocks: int) -> int:
         """Write the checkpoint after `blocks` blocks, unless it has a file; `blocks` if it is hot, else 0."""
         block_hash = sequence.hashes[blocks - 1]
-        payload = self.checkpoints.peek(block_hash)
+        payload = self.checkpoints.hot(block_hash)
         if not isinstance(payload, MLXPayload):
             return 0
         self.checkpoints.put(block_hash, blocks * self._block, payload, write=True)
@@ -157,23 +157,15 @@ class StateKeeper:
             sequence.unreached = gap
         return sequence.resume
 
-    def is_hot(self, sequence: Sequence) -> bool:
-        return self.peek(sequence) is not None
-
     def hot(self, sequence: Sequence) -> MLXPayload | None:
-        """The checkpoint that the sequence resumes from, if it is in RAM."""
+        """The checkpoint that the sequence resumes from, if it is in RAM. Any thread."""
         payload = self.checkpoints.hot(sequence.hashes[sequence.resume - 1])
-        return payload if isinstance(payload, MLXPayload) else None
-
-    def peek(self, sequence: Sequence) -> MLXPayload | None:
-        """As `hot`, but leaves its age alone: any thread."""
-        payload = self.checkpoints.peek(sequence.hashes[sequence.resume - 1])
         return payload if isinstance(payload, MLXPayload) else None
 
     def read(self, sequence: Sequence) -> tuple[MLXPayload | None, bool]:
         """(the checkpoint that the sequence resumes from, whether the disk was read). Any thread."""
         block_hash, position = sequence.hashes[sequence.resume - 1], sequence.resume * self._block
-        if (hot := self.peek(sequence)) is not None:
+        if (hot := self.hot(sequence)) is not None:
             return hot, False
         payload = read_payload(
             self._layout.at(position),

@@ -29,7 +29,7 @@ def killed_run(root: Path, seed: int, requests: int, seconds: float) -> int:
     child = subprocess.Popen(
         [sys.executable, str(CHILD), str(root), str(CAP), str(seed)],
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(CHILD.parent), str(CHILD.parents[1])])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(CHILD.parent), str(CHILD.parents[2])])},
     )
     assert child.stdout is not None
     try:
