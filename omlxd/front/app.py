@@ -37,12 +37,12 @@ from .http.generation import (
     responses_dialect,
 )
 from .http.guard import Guard
-from .http.hypercorn_fixes import PacedApp
 from .http.model_list import model_entry, model_list
 from .http.recent_requests import RecentRequests
 from .http.response_store import ResponseStore, StoredResponses
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
+from .http.slow_reader import PacedApp
 from .http.trace import trace_of
 from .owner.cache import forget
 from .owner.engine_figures import FiguresOf

@@ -27,6 +27,7 @@ class Cache:
 
     def __init__(self, root: Path, model: Path):
         self.root = root
+        root.mkdir()
         model.mkdir()
         self.tier = ColdTier(root, block_format())
         for key in KEYS:

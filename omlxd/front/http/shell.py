@@ -24,8 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...api.errors import Protocol, http_error, protocol_of
 from ...errors import OmlxdError, Overloaded, RequestTooLarge
-from .hypercorn_fixes import TooSlow
 from .settings import HttpSettings
+from .slow_reader import TooSlow
 from .trace import METHOD_CHARS, RequestTrace, begin
 
 

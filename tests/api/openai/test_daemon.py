@@ -54,7 +54,7 @@ def test_prompts_of_one_request_are_as_each_alone(client: openai.OpenAI, daemon:
 
 
 def test_a_custom_tool_is_held_to_its_grammar(client: openai.OpenAI, daemon: Daemon):
-    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LINES}}
+    grammar = {"type": "grammar", "grammar": {"syntax": "regex", "definition": IS_LINES.pattern}}
     tool = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
     answer = client.chat.completions.create(
         model=daemon.model,

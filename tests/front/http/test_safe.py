@@ -346,7 +346,7 @@ def test_no_words_of_a_conversation_are_in_the_log_of_a_real_engine(daemon: Daem
         ),
         (
             "/v1/chat/completions",
-            says(role="user", content="\ud800" + word),
+            says(role="user", content=[{"type": word}]),
         ),
         ("/v1/chat/completions", {**given, "messages": [], "response_format": {"type": word}}),
         ("/v1/responses", {**given, "input": text, "previous_response_id": "resp_x"}),

@@ -258,7 +258,7 @@ async def test_the_ssd_caches_account():
     assert got.plain("omlxd_cold_evicted_files_total") == 4
     assert status["cold"] == {
         **{"dir": "/cache", "bytes": 10, "cap": 100, "reserved": 2, "files": 3},
-        **{"evicted_files": 4, "evicted_bytes": 40},
+        **{"evicted_files": 4, "evicted_bytes": 40, "folder_away": False},
     }
 
 
