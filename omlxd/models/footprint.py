@@ -143,7 +143,7 @@ _NAMED = {
 }
 """What a layer keeps, by the name its config gives it; any other name is recurrent."""
 
-MOST_LAYERS = 4096
+MOST_LAYERS = 512
 """The largest models have some 130; a config may say anything, and this process reads it."""
 
 

@@ -10,6 +10,7 @@ import pytest
 from daemon import family_model
 from families import FAMILIES
 
+from omlxd.common.files import SMALL
 from omlxd.models.footprint import PROCESS_BYTES, context_of_folder, footprint
 
 
@@ -60,6 +61,6 @@ def test_a_config_of_endless_layers_costs_the_front_nothing(tmp_path: Path):
     tracemalloc.start()
     try:
         footprint(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+        assert tracemalloc.get_traced_memory()[1] < 2 * SMALL
     finally:
         tracemalloc.stop()
