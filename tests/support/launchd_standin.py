@@ -61,7 +61,7 @@ class Launchd:
     # ----------------------------------------------------------------- launchctl's verbs
 
     def bootstrap(self) -> None:
-        entry = self.job["Sockets"]["Listeners"]
+        entry = self.job["Sockets"]["Listeners"][0]
         family = {"IPv4": socket.AF_INET, "IPv6": socket.AF_INET6}[entry["SockFamily"]]
         assert family == self.held.family
         assert (entry["SockNodeName"], int(entry["SockServiceName"])) == self.held.getsockname()

@@ -96,6 +96,8 @@ class _Message(msgspec.Struct):
     tool_calls: list[_Call] | None = None
     tool_call_id: str | None = None
     function_call: _CalledFunction | None = None
+    prefix: bool | None = None
+    """True: the answer begins with this message (DeepSeek, Mistral)."""
 
 
 class ChatBody(ChatFields, kw_only=True):
@@ -153,10 +155,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         **template_fields(request, request.verbosity),
     )
     format = answer_format(request)
-    if request.continue_final_message:
-        prompt = begun_answer(prompt, format, "continue_final_message")
-    elif request.add_generation_prompt is False:
-        prompt = begun_answer(prompt, format, "add_generation_prompt")
+    if asked_by := _continues(request):
+        prompt = begun_answer(prompt, format, asked_by)
     max_tokens = limit_of(request.max_tokens, "max_tokens")
     if request.max_completion_tokens is not None:
         max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
@@ -174,6 +174,22 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
         n=request.n or 1,
         calls=tools.shape,
     )
+
+
+def _continues(request: ChatBody) -> str:
+    """Return the field that asks to continue the last message; "" if none does. Raises InvalidRequest."""
+    last = len(request.messages) - 1
+    for index, message in enumerate(request.messages):
+        if message.prefix and (index < last or message.role != "assistant"):
+            where = f"messages.{index}.prefix"
+            raise InvalidRequest(
+                f"{where}: only the last message, the assistant's, can be a prefix", param=where
+            )
+    if request.continue_final_message:
+        return "continue_final_message"
+    if request.add_generation_prompt is False:
+        return "add_generation_prompt"
+    return f"messages.{last}.prefix" if request.messages[last].prefix else ""
 
 
 def _logprobs(request: ChatBody) -> int | None:

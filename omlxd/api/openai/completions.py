@@ -91,12 +91,13 @@ def _prompts(given: Any, echo: bool, n: int) -> list[RawPrompt]:
             "them in several requests",
             param="prompt",
         )
+    if prompts == [""] or prompts == [[]]:
+        raise InvalidRequest("prompt: it must not be empty", param="prompt")
+    # Of several, the engine refuses an empty one: the others are answered.
     return [_prompt(one, echo) for one in prompts]
 
 
 def _prompt(given: Any, echo: bool) -> RawPrompt:
-    if not given and isinstance(given, (str, list)):
-        raise InvalidRequest("prompt: it must not be empty", param="prompt")
     if isinstance(given, str):
         return RawPrompt(text=given, echo=echo)
     if isinstance(given, list) and all(map(_is_token, given)):

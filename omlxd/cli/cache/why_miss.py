@@ -8,6 +8,7 @@ program of their own, never by this one.
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 import time
@@ -18,7 +19,6 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
-from ...front.owner.why_miss import DIALECTS, RESPONSES
 from ...wire import Explanation
 from ..daemon_client import NoDaemon, address_of, fetch
 from ..daemon_client import address as address_at
@@ -28,6 +28,13 @@ from .stats import ago, table
 
 ANSWER_S = 120.0
 """An engine that must load first, and a search through headers."""
+_PARSERS = {
+    "/v1/messages": "anthropic.request",
+    "/v1/chat/completions": "openai.chat_request",
+    "/v1/completions": "openai.completions",
+    "/v1/responses": "responses.request",
+}
+"""The modules of `omlxd.api` whose `parse` reads a body of that path."""
 _OFFLINE = (sys.executable, "-m", "omlxd.engine.explain")
 
 
@@ -133,7 +140,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
 def _guess(body: dict[str, Any]) -> str:
     """Which path a body is for: each protocol has a field that it can't do without."""
     if "input" in body:
-        return RESPONSES
+        return "/v1/responses"
     if "prompt" in body:
         return "/v1/completions"
     return "/v1/messages" if "system" in body else "/v1/chat/completions"
@@ -155,16 +162,11 @@ def offline(asked: WhyMissBody, root: Path, model: str | None) -> WhyMiss:
     from urllib.parse import urlsplit
 
     path = urlsplit(asked.path).path
-    dialect = DIALECTS.get(path)
-    if path == RESPONSES:
-        from ...front.http.generation import responses_dialect
-        from ...front.http.response_store import ResponseStore
-
-        dialect = responses_dialect(ResponseStore())
-    if dialect is None:
-        raise ConfigError(f"--path: {path} takes no prompt; one of {', '.join([*DIALECTS, RESPONSES])}.")
+    if path not in _PARSERS:
+        raise ConfigError(f"--path: {path} takes no prompt; use one of {', '.join(_PARSERS)}.")
+    parse = importlib.import_module(f"omlxd.api.{_PARSERS[path]}").parse
     headers = {name.lower(): value for name, value in asked.headers.items()}
-    parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
+    parsed = parse(msgspec.json.encode(asked.body), headers)
     name = model or _known_name(root, parsed.model)
     question = msgspec.json.encode(_Offline(str(root), parsed.generate, name))
     done = subprocess.run(_OFFLINE, input=question, capture_output=True, check=False)

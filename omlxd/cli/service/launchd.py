@@ -163,7 +163,9 @@ class Launchd:
 def _port(agent: bytes | None) -> str | None:
     """Of a property list as below; None also where somebody changed it beyond reading."""
     try:
-        return plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]["SockServiceName"]
+        listeners = plistlib.loads(agent or b"")["Sockets"][LAUNCHD_NAME]
+        # Earlier versions wrote one dictionary.
+        return (listeners if isinstance(listeners, dict) else listeners[0])["SockServiceName"]
     except (plistlib.InvalidFileException, ExpatError, ValueError, LookupError, TypeError):
         return None
 
@@ -184,12 +186,15 @@ def agent(plan: Plan, stdio: Path) -> dict[str, Any]:
         "StandardOutPath": str(stdio),
         "StandardErrorPath": str(stdio),
         "Sockets": {
-            LAUNCHD_NAME: {
-                "SockNodeName": addresses(plan.host)[0][0],
-                "SockServiceName": str(plan.port),
-                "SockFamily": "IPv6" if addresses(plan.host)[0][1] else "IPv4",
-                "SockType": "stream",
-            }
+            LAUNCHD_NAME: [
+                {
+                    "SockNodeName": address,
+                    "SockServiceName": str(plan.port),
+                    "SockFamily": "IPv6" if is_v6 else "IPv4",
+                    "SockType": "stream",
+                }
+                for address, is_v6 in addresses(plan.host)
+            ]
         },
     }
     if plan.at_login:

@@ -116,29 +116,40 @@ def read_ours(path: Path, mark: str) -> bytes | None:
 
 
 def addresses(host: str) -> list[tuple[str, bool]]:
-    """(address, whether it is IPv6) of what `host` means, the one that `omlxd serve` would take first."""
+    """Return (address, is IPv6) of each address that the manager listens on for `host`, as `omlxd serve` does.
+
+    `localhost` means ::1 to some clients, so 127.0.0.1 has it beside itself where this machine has IPv6.
+    Raises ServiceError.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ServiceError(f"{host} is no address of this machine.") from error
-    found.sort(key=lambda one: one[0] != socket.AF_INET)
-    return [(str(one[4][0]), one[0] == socket.AF_INET6) for one in found]
+    family, *_, (address, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)
+    beside = [("::1", True)] if address == "127.0.0.1" and _has_ipv6() else []
+    return [(str(address), family == socket.AF_INET6), *beside]
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def check_free(host: str, port: int) -> None:
     """Raise ServiceError when something listens there already: managers say nothing of that."""
-    address, is_v6 = addresses(host)[0]
-    with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except OSError as error:
-            why = (
-                "is in use; stop the program that holds it"
-                if error.errno == errno.EADDRINUSE
-                else "can't be had"
-            )
-            raise ServiceError(f"port {port} on {host} {why}, or give another --port.") from error
+    for address, is_v6 in addresses(host):
+        with socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((address, port))
+            except OSError as error:
+                in_use = error.errno == errno.EADDRINUSE
+                why = "is in use; stop the program that holds it" if in_use else "can't be had"
+                raise ServiceError(f"port {port} on {address} {why}, or give another --port.") from error
 
 
 def tail(files: Sequence[Path], lines: int, follow: bool) -> list[str]:

@@ -172,13 +172,16 @@ WantedBy=default.target
 
 
 def socket_unit(plan: Plan) -> str:
-    address, is_v6 = addresses(plan.host)[0]
+    listen = "\n".join(
+        f"ListenStream={f'[{address}]' if is_v6 else address}:{plan.port}"
+        for address, is_v6 in addresses(plan.host)
+    )
     return f"""{MARK}
 [Unit]
 Description=omlxd's port
 
 [Socket]
-ListenStream={f"[{address}]" if is_v6 else address}:{plan.port}
+{listen}
 Backlog=1024
 NoDelay=yes
 

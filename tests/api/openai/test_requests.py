@@ -196,6 +196,16 @@ def test_a_begun_answer():
         assert refused(messages=begun, response_format={"type": "json_object"}, **asked).param == param
 
 
+def test_a_message_with_prefix_begins_the_answer():
+    asked, begun = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once", "prefix": True}
+    both = conversation(messages=[asked, begun])
+    assert both == conversation(messages=[asked, {**begun, "prefix": None}], continue_final_message=True)
+    assert not conversation(messages=[asked, {**begun, "prefix": False}]).continue_final
+    assert refused(messages=[asked, begun, asked]).param == "messages.1.prefix"
+    assert refused(messages=[{**asked, "prefix": True}]).param == "messages.0.prefix"
+    assert refused(messages=[asked, {**begun, "content": None}]).param == "messages.1.prefix"
+
+
 def test_session_and_salt():
     got = chat({"x-session-affinity": "s"}, user="u", cache_salt="salt").generate
     assert (got.session, got.cache_salt) == ("s", "salt")
@@ -301,6 +311,7 @@ def test_several_prompts():
     assert asked.more_prompts == (RawPrompt("b", echo=True), RawPrompt(tokens=(1, 2), echo=True))
     assert (asked.n, asked.answers) == (2, 6)
     assert completion(prompt=["a"] * 128).answers == 128
+    assert completion(prompt=["a", ""]).more_prompts == (RawPrompt(""),)
 
 
 def test_completion_options():
@@ -321,7 +332,6 @@ def test_completion_options():
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [""]}, "prompt"),
-        ({"prompt": ["a", ""]}, "prompt"),
         ({"prompt": [[1], [-2]]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [["a"], ["b"]]}, "prompt"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import plistlib
 import subprocess
+import socket
 import sys
 from pathlib import Path
 
@@ -48,12 +49,14 @@ def test_the_agent_has_the_exact_flags_and_documented_keys(tools: Tools, tmp_pat
         *(str(Path(sys.executable).absolute()), "-m", "omlxd", "serve"),
         *("--port", port, "--max-concurrent-requests", "3", "--log-file", log),
     ]
-    (listeners,) = agent["Sockets"].items()
-    assert listeners == (
-        "Listeners",
-        {"SockNodeName": "127.0.0.1", "SockServiceName": port, "SockFamily": "IPv4", "SockType": "stream"},
-    )
-    assert {key: type(value) for key, value in listeners[1].items()} == SOCKET_KEYS
+    assert [*agent["Sockets"]] == ["Listeners"]
+    places = [("127.0.0.1", "IPv4"), *([("::1", "IPv6")] if socket.has_dualstack_ipv6() else [])]
+    assert agent["Sockets"]["Listeners"] == [
+        {"SockNodeName": address, "SockServiceName": port, "SockFamily": family, "SockType": "stream"}
+        for address, family in places
+    ]
+    for listener in agent["Sockets"]["Listeners"]:
+        assert {key: type(value) for key, value in listener.items()} == SOCKET_KEYS
     assert Path(agent["StandardErrorPath"]).parent.is_dir()  # launchd makes no folders.
     assert agent_file(tmp_path).stat().st_mode & 0o022 == 0  # launchd refuses what others can write.
     assert tools.calls() == [

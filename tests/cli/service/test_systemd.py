@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import socket
 import sys
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def test_the_units_and_their_commands(tools: Tools, tmp_path: Path, port: str):
     ]
     found = units(tmp_path)
     assert set(found) == {"omlxd.service", "omlxd.socket"}
-    assert f"ListenStream=127.0.0.1:{port}\n" in found["omlxd.socket"]
+    places = ["127.0.0.1", *(["[::1]"] if socket.has_dualstack_ipv6() else [])]
+    listening = [line for line in found["omlxd.socket"].splitlines() if line.startswith("ListenStream=")]
+    assert listening == [f"ListenStream={place}:{port}" for place in places]
     python = Path(sys.executable).absolute()
     assert f"ExecStart={python} -m omlxd serve --port {port}\n" in found["omlxd.service"]
     for line in ("Type=notify", "Restart=on-failure", "KillMode=mixed", "LimitNOFILE=8192", "UMask=0077"):

@@ -116,6 +116,14 @@ def test_prompts_of_completions(serving: Daemon, prompt: Any):
     refused(serving.post(COMPLETIONS, {"model": serving.model, "prompt": prompt}), 400)
 
 
+def test_an_empty_prompt_of_several_fails_alone(serving: Daemon):
+    several = {"model": serving.model, "prompt": ["hello", "", "hello"], "max_tokens": 2}
+    reply = serving.post(COMPLETIONS, several)
+    assert reply.status_code == 200, reply.text
+    choices = sorted(reply.json()["choices"], key=lambda choice: choice["index"])
+    assert ["error" in choice for choice in choices] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("path", "field"), [(MESSAGES, "stop_sequences"), (CHAT, "stop"), (COMPLETIONS, "stop")]
 )
