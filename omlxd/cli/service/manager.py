@@ -116,7 +116,7 @@ def read_ours(path: Path, mark: str) -> bytes | None:
 
 
 def addresses(host: str) -> list[tuple[str, bool]]:
-    """Return (address, is IPv6) of each address that the manager listens on for `host`, as `omlxd serve` does.
+    """Return (address, is IPv6) of each address that the manager listens on for `host`.
 
     `localhost` means ::1 to some clients, so 127.0.0.1 has it beside itself where this machine has IPv6.
     Raises ServiceError.

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import os
 import plistlib
-import subprocess
 import socket
+import subprocess
 import sys
 from pathlib import Path
 

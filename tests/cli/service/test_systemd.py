@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
