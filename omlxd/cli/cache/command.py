@@ -40,7 +40,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     root = settings.paged_ssd_cache_dir
     verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
-        if args.url and args.run is not why_miss.run and args.paged_ssd_cache_dir is None:
+        if args.url and args.run is not why_miss.run and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
         return verb(args, settings, root)
     except DaemonRuns as error:

@@ -97,7 +97,8 @@ def cache_of(daemon: Daemon) -> Path:
 
 
 def files(daemon: Daemon) -> list[Path]:
-    return list(cache_of(daemon).rglob("*.safetensors"))
+    """Blocks and checkpoints, then records of answers."""
+    return [path for kind in ("safetensors", "record") for path in cache_of(daemon).rglob(f"*.{kind}")]
 
 
 def settled(daemon: Daemon) -> None:
