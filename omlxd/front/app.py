@@ -7,6 +7,7 @@ OmlxdError and the shell answers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from .. import __version__
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
-from ..api.body import keep_alive_of, mended, with_timeout
+from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from .engines.link import in_background
 from .engines.protocol import Engines
 from .http.generation import (
@@ -49,6 +50,9 @@ from .owner.engine_figures import FiguresOf
 from .owner.metrics import Metrics
 from .owner.status import Admin
 from .owner.why_miss import Explaining
+
+LARGE_BODY = 2 << 20
+"""Bytes: 30 MB would hold the event loop for 0.15 s."""
 
 
 class _ResponseId(StringConvertor):
@@ -137,6 +141,7 @@ class _Routes:
         self._metrics = Metrics(engines, figures)
         self._admin = Admin(engines, figures)
         self._recent = RecentRequests()
+        self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self._responses)
 
     async def chat_completions(self, request: Request) -> GenerationResponse:
@@ -152,8 +157,8 @@ class _Routes:
         return await self._generate(request, ANTHROPIC)
 
     async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
-        body = mended(await request.body())
-        parsed = with_timeout(dialect.parse(body, request.headers), request.headers)
+        body, parsed = await self._parsed(request, dialect.parse)
+        parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find(parsed.model)
         if not parsed.model:
@@ -165,6 +170,19 @@ class _Routes:
         self._recent.add(engine.model_id, parsed.generate, trace, len(body))
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
+    async def _parsed(self, request: Request, parse: Parse) -> tuple[bytes, ParsedRequest]:
+        """The body, and what `parse` makes of it. Large bodies are parsed by a thread, one at a time."""
+        body = await request.body()
+
+        def read() -> tuple[bytes, ParsedRequest]:
+            mended_body = mended(body)
+            return mended_body, parse(mended_body, request.headers)
+
+        if len(body) < LARGE_BODY:
+            return read()
+        async with self._large:
+            return await asyncio.to_thread(read)
+
     async def count_tokens(self, request: Request) -> Response:
         return _json(TokenCount(await self._count(request, anthropic.parse)))
 
@@ -172,7 +190,7 @@ class _Routes:
         return _json(InputTokens(await self._count(request, self._responses.parse)))
 
     async def _count(self, request: Request, parse: Parse) -> int:
-        parsed = parse(mended(await request.body()), request.headers)
+        _, parsed = await self._parsed(request, parse)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find(parsed.model)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)

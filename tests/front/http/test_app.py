@@ -3,14 +3,17 @@
 import asyncio
 import json
 import logging
+import threading
 
 import httpx
 import pytest
 from app_client import PATHS, body, client, message_of
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, FakeEngines, app_of, served
 
+from omlxd.api.body import mended
 from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
+from omlxd.front import app
 from omlxd.front.app import create_app
 from omlxd.front.engines.protocol import resolve_name
 
@@ -68,6 +71,24 @@ async def test_models_and_health_and_root():
         assert health["models"][1] == {"id": "/models/second", "state": "loading"}
         assert (await http.get("/")).text.startswith("omlxd ")
         assert (await http.head("/")).status_code == 200
+
+
+async def test_a_large_body_is_parsed_beside_the_event_loop(monkeypatch):
+    threads = []
+
+    def seen(data):
+        threads.append(threading.current_thread())
+        return mended(data)
+
+    monkeypatch.setattr(app, "mended", seen)
+    async with client(app_of(FakeEngine(HELLO))) as http:
+        for text in ("hi", "hi " * app.LARGE_BODY):
+            for path in PATHS:
+                more = {"prompt": text} if "completions" in path and "chat" not in path else {}
+                more = more or {"messages": [{"role": "user", "content": text}]}
+                assert (await http.post(path, json=body(path) | more)).status_code == 200
+    main = threading.main_thread()
+    assert [thread is main for thread in threads] == [True] * len(PATHS) + [False] * len(PATHS)
 
 
 async def test_count_tokens():
