@@ -36,9 +36,9 @@ from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.turn_memory import Answer, Place, Scope
 from .schedule.memory_admission import MemoryAdmission
-from .schedule.sampling import UNNAMED, RowSampling, SamplerRow, SamplingDefaults
+from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
-from .sequence import Sequence
+from .sequence import SamplerRow, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,11 @@ class EngineHost:
         if load.guard:
             prints = footprint(Path(load.model_path))
             self.scheduler.memory = MemoryAdmission(
-                self.loaded, prints.working, want, pair=prints.pair, chunk=self.scheduler.pacer.largest
+                self.loaded,
+                prints.working,
+                want,
+                pair=prints.pair,
+                chunk=self.scheduler.prefill_budget.largest,
             )
             self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
@@ -234,7 +238,7 @@ class EngineHost:
             params,
             prompt=tokens if params.penalised else (),
             constraint=constraint,
-            logprobs=request.sampling.logprobs,
+            top_logprobs=request.sampling.logprobs,
         )
 
     def _render(self, request: GenerateRequest, context: int) -> RenderedPrompt:

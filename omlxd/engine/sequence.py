@@ -20,17 +20,15 @@ import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..kv.block import Block
 from ..kv.block_pool import BlockTable
 from ..kv.cold.writer import WritablePayload
 from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, hash_blocks
+from .constrain.constraint import Constraint, ForcedAnswer
 from .mlx_adapter import Cache
-
-if TYPE_CHECKING:
-    from .schedule.sampling import SamplerRow
 
 
 class State(Enum):
@@ -39,6 +37,36 @@ class State(Enum):
     PREFILLING = auto()
     DECODING = auto()
     DONE = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Likelihood:
+    """How likely the model found a token: natural logarithms; `top`: (token, logarithm), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SamplerRow:
+    """How a sequence's tokens are sampled, and what its sampler remembers (engine/schedule/sampling.py).
+
+    params        its `RowSampling`
+    prompt        token ids, kept only for a penalised row
+    penalties     made at the first step: MLX arrays belong to the engine thread
+    step          tokens sampled so far
+    constraint    what its next token may be
+    top_logprobs  how many of the likeliest tokens to report beside each; None: report nothing
+    likelihood    of the newest token that the host has read
+    """
+
+    params: Any
+    prompt: Seq[int] = ()
+    penalties: Any = None
+    step: int = 0
+    constraint: Constraint | ForcedAnswer | None = None
+    top_logprobs: int | None = None
+    likelihood: Likelihood | None = None
 
 
 _arrivals = itertools.count()
@@ -54,10 +82,10 @@ class Sequence:
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
     max_new        tokens to generate at most
-    resume         blocks after which a checkpoint stands that the match ends at
+    resume_at      blocks after which the checkpoint stands that the match ends at
     overtaken      chunks of other prompts that went before its own, in a row
-    fork           blocks after which a checkpoint is to be made, since the match missed one there; 0: none
-    tip            the deepest state copied so far: (blocks, payload)
+    divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
+    last_checkpoint  (blocks, payload) of the deepest state copied so far
     session        the client's conversation, for fairness alone
     pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
     stored         names of what it has given the store since its last good token, or its match; and
@@ -82,10 +110,10 @@ class Sequence:
     table: BlockTable | None = None
     kv_length: int = 0
     offered: int = 0
-    resume: int = 0
+    resume_at: int = 0
     overtaken: int = 0
-    fork: int = 0
-    tip: tuple[int, WritablePayload] | None = None
+    divergence: int = 0
+    last_checkpoint: tuple[int, WritablePayload] | None = None
     restores: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
@@ -136,11 +164,3 @@ class Sequence:
 def capacity_for(prompt_length: int, max_new: int, room: int = 1024) -> int:
     """Tokens to allocate a cache for: the prompt and some room to grow, not all that it may ever need."""
     return prompt_length + min(max_new, room)
-
-
-@dataclass(slots=True, frozen=True)
-class Likelihood:
-    """How likely the model found a token: natural logarithms; `top`: (token, logarithm), best first."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()

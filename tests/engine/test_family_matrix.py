@@ -186,8 +186,8 @@ class Aborting(Output):
         if self._ask.abort == "prefill" and event.done >= 2 * GRID:
             self._rig.scheduler.cancel(self.sequence)
 
-    def token(self, token: int, told: Any = None) -> None:
-        super().token(token, told)
+    def token(self, token: int, likelihood: Any = None) -> None:
+        super().token(token, likelihood)
         if self._ask.abort == "decode" and len(self.got) == ANSWER:
             self._rig.scheduler.cancel(self.sequence)
 

@@ -71,7 +71,7 @@ class Output:
     def progress(self, event: Any) -> None:
         self.progressed.append((event.done, event.total))
 
-    def token(self, token: int, told: Any = None) -> None:
+    def token(self, token: int, likelihood: Any = None) -> None:
         self.got.append(token)
         self.first.set()
 
@@ -176,7 +176,7 @@ class Rig:
 
     def use_grid(self, tokens: int) -> None:
         """Prefill in chunks that end at multiples of `tokens`, each with a checkpoint."""
-        self.scheduler.pacer.chunk_end = lambda start: (start // tokens + 1) * tokens
+        self.scheduler.prefill_budget.chunk_end = lambda start: (start // tokens + 1) * tokens
         if self.scheduler.bridge is not None and self.keeper is not None:
             self.keeper.interval = tokens
 

@@ -29,7 +29,7 @@ class Clock(Collector):
     def __init__(self) -> None:
         self.times: list[float] = []
 
-    def token(self, token: int, told: Any = None) -> None:
+    def token(self, token: int, likelihood: Any = None) -> None:
         self.times.append(time.perf_counter())
 
     def failed(self, sequence: Sequence, error: Exception) -> None: ...  # The stream, at the end.

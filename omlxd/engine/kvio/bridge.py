@@ -150,7 +150,7 @@ class KVBridge:
             return
         try:
             if spoiled:
-                sequence.tip = None
+                sequence.last_checkpoint = None
                 self._withdraw(sequence)
             elif batch is not None or sequence.cache is not None:
                 rows = _OWN_CACHE if batch is None else batch
@@ -168,10 +168,12 @@ class KVBridge:
         if sequence.generated:
             self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
         if self.states is not None:
-            if sequence.tip is not None and sequence.tip[0] * self._block >= len(sequence.tokens):
-                sequence.tip = None  # As with blocks: nobody has looked at the logits after it.
-            if sequence.tip is not None:
-                self.store.stats.new_state_bytes += sequence.tip[1].nbytes
+            if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block >= len(
+                sequence.tokens
+            ):
+                sequence.last_checkpoint = None  # As with blocks: nobody has looked at the logits after it.
+            if sequence.last_checkpoint is not None:
+                self.store.stats.new_state_bytes += sequence.last_checkpoint[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
         self.store.record_use(used)
@@ -250,8 +252,8 @@ class KVBridge:
             for name, fine in zip(sequence.hashes, cast(list[bool], good.tolist()), strict=False)
             if not fine
         ]
-        if self.states is not None and sequence.resume and not self.states.is_finite(sequence):
-            names.append(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        if self.states is not None and sequence.resume_at and not self.states.is_finite(sequence):
+            names.append(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
         return names
 
     # ----------------------------------------------------------------- out of the store
@@ -299,7 +301,7 @@ class KVBridge:
             limit = len(table.blocks)
         if self.states is not None:
             self.store.cut(table, self.states.match(sequence, limit))
-            if sequence.resume and self.states.hot(sequence) is None:
+            if sequence.resume_at and self.states.hot(sequence) is None:
                 return True
         cold = [block.payload is None for block in table.blocks]
         if any(cold) and sequence.restores >= MOST_RESTORES:
@@ -347,8 +349,8 @@ class KVBridge:
         assert sequence.table is not None
         blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
         names = {name for name, block in blocks if block.payload is None}
-        if self.states is not None and sequence.resume and self.states.hot(sequence) is None:
-            names.add(checkpoint_name(sequence.hashes[sequence.resume - 1]))
+        if self.states is not None and sequence.resume_at and self.states.hot(sequence) is None:
+            names.add(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
         return names
 
     def _catch_up(self, sequence: Sequence) -> None:
@@ -388,14 +390,14 @@ class KVBridge:
 
     def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
         """As `_catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
-        table, blocks = sequence.table, sequence.resume
+        table, blocks = sequence.table, sequence.resume_at
         if self.states is None or table is None or sequence.kv_length or not blocks:
             return
         payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
         state = self.states.hot(sequence)
         if state is None or len(payloads) != len(table.blocks):
             self.store.cut(table, 0)
-            sequence.resume = 0
+            sequence.resume_at = 0
             return
         sequence.cache = mlx_adapter.new_cache(
             self._model, capacity_for(sequence.prompt_length, sequence.max_new)

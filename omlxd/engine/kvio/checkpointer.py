@@ -83,10 +83,10 @@ class StateKeeper:
     def after_chunk(self, sequence: Sequence, last_boundary: int, states: States) -> None:
         """A prefill chunk has ended: keep the state if this is a place for it."""
         position = sequence.kv_length
-        lasting = position % self.interval == 0 or position == sequence.fork * self._block
+        lasting = position % self.interval == 0 or position == sequence.divergence * self._block
         if lasting or position >= last_boundary:
             self._take(sequence, states)
-            if sequence.tip is not None and sequence.tip[0] * self._block == position:
+            if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block == position:
                 self._put(sequence, write=lasting)
 
     def at_boundary(self, sequence: Sequence, states: States) -> None:
@@ -95,17 +95,21 @@ class StateKeeper:
 
     def _take(self, sequence: Sequence, states: States) -> None:
         blocks, rest = divmod(sequence.kv_length, self._block)
-        if rest or not blocks or (sequence.tip is not None and sequence.tip[0] == blocks):
+        if (
+            rest
+            or not blocks
+            or (sequence.last_checkpoint is not None and sequence.last_checkpoint[0] == blocks)
+        ):
             return
         sequence.hash_output(blocks, self._block)
         try:
-            sequence.tip = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
+            sequence.last_checkpoint = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
         except Exception:  # No memory for a copy, most likely: nobody's answer fails for it.
             log.exception("request %d: its state after %d blocks is not kept", sequence.id, blocks)
 
     def _put(self, sequence: Sequence, *, write: bool) -> None:
-        assert sequence.tip is not None
-        blocks, payload = sequence.tip
+        assert sequence.last_checkpoint is not None
+        blocks, payload = sequence.last_checkpoint
         block_hash = sequence.hashes[blocks - 1]
         if self.checkpoints.hot(block_hash) is None:
             sequence.stored[checkpoint_name(block_hash)] = self.checkpoints.stands(block_hash)
@@ -113,15 +117,15 @@ class StateKeeper:
 
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
-        ends = [sequence.resume] if sequence.resume else []
-        if sequence.resume and sequence.generated:
-            self._write_hot(sequence, sequence.resume)
+        ends = [sequence.resume_at] if sequence.resume_at else []
+        if sequence.resume_at and sequence.generated:
+            self._write_hot(sequence, sequence.resume_at)
         if sequence.cancelled and (prompt_end := self._write_prompt_end(sequence)):
             ends.insert(0, prompt_end)
-        if sequence.tip is not None:
+        if sequence.last_checkpoint is not None:
             self._put(sequence, write=True)
-            ends.insert(0, sequence.tip[0])
-            sequence.tip = None
+            ends.insert(0, sequence.last_checkpoint[0])
+            sequence.last_checkpoint = None
         return [checkpoint_name(sequence.hashes[blocks - 1]) for blocks in ends]
 
     def _write_prompt_end(self, sequence: Sequence) -> int:
@@ -142,29 +146,29 @@ class StateKeeper:
 
     # ----------------------------------------------------------------- into a sequence
 
-    def match(self, sequence: Sequence, reach: int) -> int:
-        """Blocks up to the deepest checkpoint within `reach`, the end of the match; noted in `resume`.
+    def match(self, sequence: Sequence, usable: int) -> int:
+        """Blocks up to the deepest checkpoint within `usable`, the end of the match; noted in `resume_at`.
 
-        reach  blocks that the chain of token blocks reaches; where it ends a prompt forks
+        usable  blocks that the chain of token blocks reaches; where it ends a prompt diverges
         """
         if sequence.restores >= MOST_RESTORES:
-            sequence.resume = sequence.fork = 0
+            sequence.resume_at = sequence.divergence = 0
             return 0
-        sequence.resume = self.checkpoints.deepest(sequence.hashes, reach)
-        gap = reach - sequence.resume
-        sequence.fork = reach if self._sees_forks and gap * self._block >= self.least_fork else 0
+        sequence.resume_at = self.checkpoints.deepest(sequence.hashes, usable)
+        gap = usable - sequence.resume_at
+        sequence.divergence = usable if self._sees_forks and gap * self._block >= self.least_fork else 0
         if gap * self._block > self.interval:
             sequence.unreached = gap
-        return sequence.resume
+        return sequence.resume_at
 
     def hot(self, sequence: Sequence) -> MLXPayload | None:
         """The checkpoint that the sequence resumes from, if it is in RAM. Any thread."""
-        payload = self.checkpoints.hot(sequence.hashes[sequence.resume - 1])
+        payload = self.checkpoints.hot(sequence.hashes[sequence.resume_at - 1])
         return payload if isinstance(payload, MLXPayload) else None
 
     def read(self, sequence: Sequence) -> tuple[MLXPayload | None, bool]:
         """(the checkpoint that the sequence resumes from, whether the disk was read). Any thread."""
-        block_hash, position = sequence.hashes[sequence.resume - 1], sequence.resume * self._block
+        block_hash, position = sequence.hashes[sequence.resume_at - 1], sequence.resume_at * self._block
         if (hot := self.hot(sequence)) is not None:
             return hot, False
         payload = read_payload(
@@ -176,7 +180,7 @@ class StateKeeper:
 
     def is_finite(self, sequence: Sequence) -> bool:
         """Whether the checkpoint that the sequence resumed from holds no NaN or infinity. Reads the disk."""
-        position = sequence.resume * self._block
+        position = sequence.resume_at * self._block
         payload, _ = self.read(sequence)
         if payload is None:
             return True
@@ -185,8 +189,8 @@ class StateKeeper:
 
     def keep_hot(self, sequence: Sequence, payload: MLXPayload) -> None:
         """A checkpoint came from the cold tier: keep it in RAM too, if there is room."""
-        block_hash = sequence.hashes[sequence.resume - 1]
-        self.checkpoints.put(block_hash, sequence.resume * self._block, payload, write=False)
+        block_hash = sequence.hashes[sequence.resume_at - 1]
+        self.checkpoints.put(block_hash, sequence.resume_at * self._block, payload, write=False)
 
     def put_into(self, cache: Cache, payload: MLXPayload, position: int) -> None:
         """Set the state of a cache that holds `position` tokens."""

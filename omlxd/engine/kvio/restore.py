@@ -191,7 +191,7 @@ class Restore:
         except Exception:  # out of memory, most likely
             log.exception("restore: can't fill a cache")
             sequence = self._sequence
-            sequence.cache, sequence.kv_length, sequence.offered, sequence.resume = None, 0, 0, 0
+            sequence.cache, sequence.kv_length, sequence.offered, sequence.resume_at = None, 0, 0, 0
             if sequence.table is not None:
                 self._store.cut(sequence.table, 0)
         self._ready()
@@ -207,9 +207,9 @@ class Restore:
         if self._states is not None and (good < len(self._good) or self._state is None):
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
-            sequence.resume = 0
+            sequence.resume_at = 0
         self._store.cut(table, good)
-        if arrival is not None and (good or sequence.resume):
+        if arrival is not None and (good or sequence.resume_at):
             self._take(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
@@ -223,7 +223,7 @@ class Restore:
     def _take(self, arrival: Arrival, good: int) -> None:
         """The first `good` blocks, and the state that stands behind them."""
         sequence, states = self._sequence, self._states
-        blocks = sequence.resume or good
+        blocks = sequence.resume_at or good
         tokens = blocks * self._block
         sequence.cache = arrival.cache(self._model, good)
         sequence.kv_length, sequence.offered = tokens, blocks

@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
-from ..sequence import Sequence
-from .sampling import NO_TOKEN, BatchSampler, SamplerRow, Told, tell
+from ..sequence import SamplerRow, Sequence
+from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, set_likelihoods
 
 
 class DecodeBatch:
@@ -32,7 +32,7 @@ class DecodeBatch:
         self._inputs: mx.array | None = None
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None
-        self._told: tuple[list[SamplerRow], Told | None] = [], None
+        self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +62,7 @@ class DecodeBatch:
         self._sampler = None
         if not keep:
             self._cache, self._inputs, self._merged = [], None, False
-            self._told = [], None
+            self._logprobs = [], None
             return
         assert self._inputs is not None
         mlx_adapter.keep_rows(self._cache, keep)
@@ -101,14 +101,14 @@ class DecodeBatch:
         else:
             emitted = None
         self._inputs = self._sampler(logits)
-        likelihoods = self._sampler.told
+        likelihoods = self._sampler.logprobs
         mx.async_eval(self._inputs, *(likelihoods or ()))
         self._unread = [True] * len(self.rows)
         for row in self.rows:
             row.kv_length += 1
         if emitted is None:
             emitted = self._read(inputs, unread)
-        self._told = self._sampler.rows, likelihoods
+        self._logprobs = self._sampler.rows, likelihoods
         return emitted
 
     def wait(self) -> None:
@@ -121,7 +121,7 @@ class DecodeBatch:
         if not any(unread):
             return []
         tokens = cast(list[int], inputs.tolist())
-        tell(*self._told)
+        set_likelihoods(*self._logprobs)
         return [(row, token) for row, token, new in zip(self.rows, tokens, unread, strict=True) if new]
 
 

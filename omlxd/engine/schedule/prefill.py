@@ -43,7 +43,7 @@ PATIENCE = 16
 """Times that a prompt is overtaken in a row: then it gets a chunk, or short ones could starve it."""
 
 
-class PrefillPacer:
+class PrefillBudget:
     """`rate`: tokens a second, measured over the passes so far; 0 before the first.
 
     largest  tokens a pass at most
@@ -70,8 +70,8 @@ class PrefillPacer:
         """Where the next pass of `sequence` ends. The last one begins at its last boundary, or past it."""
         start, last = sequence.kv_length, self.last_boundary(sequence)
         stop = sequence.prompt_length if start >= last else min(last, self.chunk_end(start))
-        fork = sequence.fork * self._block
-        return min(stop, fork) if start < fork else stop
+        divergence = sequence.divergence * self._block
+        return min(stop, divergence) if start < divergence else stop
 
     def last_boundary(self, sequence: Sequence) -> int:
         """The last multiple of a block before the prompt's end."""

@@ -34,7 +34,7 @@ class _Place:
     overtaken: int = 0
 
 
-class WaitingLine:
+class RequestQueue:
     """Iterates in order of arrival. Hundreds at most wait (the front's bound): scans are cheap."""
 
     def __init__(self) -> None:

@@ -21,16 +21,15 @@ import mlx.core as mx
 import numpy as np
 
 from ...chat import Sampling
-from ..constrain.constraint import Constraint, ForcedAnswer
-from ..sequence import Likelihood
+from ..sequence import Likelihood, SamplerRow
 
 NEG_INF = float("-inf")
 
-COLD = 1e-5
+GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: logits divided by one may pass what a float holds."""
 
 NO_TOKEN = -1
-"""Sampled where the model's logits are no numbers: whatever else came of them would look like an answer."""
+"""Sentinel token: the logits contain NaN or infinity."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -83,7 +82,7 @@ class RowSampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLD
+        return self.temperature < GREEDY_BELOW
 
     @property
     def filtered(self) -> bool:
@@ -134,50 +133,29 @@ class Penalties:
         return logits + self._bias
 
 
-@dataclass(slots=True)
-class SamplerRow:
-    """A row's parameters and its state.
-
-    prompt     token ids, kept only for a penalised row
-    penalties  made at the first step: MLX arrays belong to the engine thread
-    step       tokens sampled so far
-    constraint what its next token may be
-    logprobs   how many of the likeliest tokens to tell beside each; None: tell nothing
-    told       of the newest token that the host has read
-    """
-
-    params: RowSampling
-    prompt: Sequence[int] = ()
-    penalties: Penalties | None = None
-    step: int = 0
-    constraint: Constraint | ForcedAnswer | None = None
-    logprobs: int | None = None
-    told: Likelihood | None = None
-
-
-Told = tuple[mx.array, mx.array, mx.array]
-"""Of one step: logarithms of the sampled tokens (rows, 1), the best tokens and theirs (rows, K)."""
+StepLogprobs = tuple[mx.array, mx.array, mx.array]
+"""Of one step: logarithms of the sampled tokens (rows, 1), the likeliest tokens (rows, K) and theirs."""
 
 
 def sample_one(row: SamplerRow, logits: mx.array) -> int:
     """The next token of one row alone, read; logits (1, vocabulary)."""
     sampler = BatchSampler([row])
     token = sampler(logits)
-    told = sampler.told
-    mx.eval(token, *(told or ()))
-    tell([row], told)
+    logprobs = sampler.logprobs
+    mx.eval(token, *(logprobs or ()))
+    set_likelihoods([row], logprobs)
     return cast(int, token.item())
 
 
-def tell(rows: Sequence[SamplerRow], told: Told | None) -> None:
+def set_likelihoods(rows: Sequence[SamplerRow], logprobs: StepLogprobs | None) -> None:
     """Give each row its `Likelihood` of a step; waits for the device. `rows`: those of that step."""
-    if told is None:
+    if logprobs is None:
         return
-    sampled, best, values = (cast(list[list[Any]], array.tolist()) for array in told)
+    sampled, best, values = (cast(list[list[Any]], array.tolist()) for array in logprobs)
     for index, row in enumerate(rows):
-        if row.logprobs is not None:
-            top = zip(best[index][: row.logprobs], values[index], strict=False)
-            row.told = Likelihood(sampled[index][0], tuple(top))
+        if row.top_logprobs is not None:
+            top = zip(best[index][: row.top_logprobs], values[index], strict=False)
+            row.likelihood = Likelihood(sampled[index][0], tuple(top))
 
 
 class BatchSampler:
@@ -185,13 +163,13 @@ class BatchSampler:
 
     def __init__(self, rows: Sequence[SamplerRow]):
         self.rows = list(rows)
-        params = [row.params for row in rows]
+        params: list[RowSampling] = [row.params for row in rows]
         self._all_greedy = all(p.greedy for p in params)
         self._penalised = [i for i, p in enumerate(params) if p.penalised]
         self._filtered = any(p.filtered for p in params)
-        wanted = [row.logprobs for row in rows if row.logprobs is not None]
+        wanted = [row.top_logprobs for row in rows if row.top_logprobs is not None]
         self._top = max(wanted) if wanted else None
-        self.told: Told | None = None
+        self.logprobs: StepLogprobs | None = None
         """Of the newest step, if a row wants it; lazy."""
         self.constrained = any(row.constraint is not None for row in rows)
         if self._all_greedy:
@@ -224,10 +202,10 @@ class BatchSampler:
         for row in self.rows:
             row.step += 1
         if self._top is not None:
-            self.told = self._likelihoods(given.astype(mx.float32), tokens, self._top)
+            self.logprobs = self._likelihoods(given.astype(mx.float32), tokens, self._top)
         return tokens
 
-    def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> Told:
+    def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> StepLogprobs:
         logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         sampled = mx.take_along_axis(logs, tokens[:, None], axis=-1)
         if not top:

@@ -29,8 +29,8 @@ from ..sequence import Likelihood, Sequence, State, capacity_for
 from .decode_batch import DecodeBatch, best_batch
 from .inbox import Inbox
 from .memory_admission import MemoryAdmission, Verdict
-from .prefill import SMOOTHING, PrefillPacer, compute_chunk, slice_seconds
-from .queue import WaitingLine, Watchdog
+from .prefill import SMOOTHING, PrefillBudget, compute_chunk, slice_seconds
+from .queue import RequestQueue, Watchdog
 from .sampling import NO_TOKEN, sample_one
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Sink(Protocol):
 
     def progress(self, event: Progress) -> None: ...
 
-    def token(self, token: int, told: Likelihood | None) -> None: ...
+    def token(self, token: int, likelihood: Likelihood | None) -> None: ...
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None: ...
 
@@ -70,11 +70,11 @@ class Scheduler:
         self._slots = slots
         self._block = block_size
         self._inbox = Inbox()
-        self._waiting = WaitingLine()
+        self._waiting = RequestQueue()
         self._active: list[Sequence] = []
         self._batches: list[DecodeBatch] = []
         self._last_alone = last_token_alone()
-        self.pacer = PrefillPacer(block_size)
+        self.prefill_budget = PrefillBudget(block_size)
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
         self.memory: MemoryAdmission | None = None
@@ -154,7 +154,7 @@ class Scheduler:
         return {
             "num_requests_running": len(self._active),
             "num_requests_waiting": len(self._waiting),
-            "prefill_tokens_per_s": self.pacer.rate,
+            "prefill_tokens_per_s": self.prefill_budget.rate,
         }
 
     # ----------------------------------------------------------------- admission
@@ -206,7 +206,7 @@ class Scheduler:
         ready = [s for s in self._active if s.state is State.PREFILLING]
         if not ready:
             return False
-        sequence = self.pacer.pick(ready)
+        sequence = self.prefill_budget.pick(ready)
         try:
             self._prefill(sequence)
         except Interrupted:
@@ -227,13 +227,13 @@ class Scheduler:
         if not sequence.begun:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
-        stop = self.pacer.next_stop(sequence)
+        stop = self.prefill_budget.next_stop(sequence)
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s
         logits = self._compute(sequence, stop)
         if stop < length:
-            self.pacer.note(stop - start, time.perf_counter() - began - (self._decode_s - decoded))
+            self.prefill_budget.note(stop - start, time.perf_counter() - began - (self._decode_s - decoded))
             if self.memory is not None and decoded == self._decode_s:
                 self.memory.end_chunk(start, stop)
         self.steps += 1
@@ -249,7 +249,7 @@ class Scheduler:
     def _compute(self, sequence: Sequence, stop: int) -> mx.array:
         """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""
         hook = self._loaded.hook
-        if self._batches or self.pacer.seconds(stop - sequence.kv_length) > LONG_PASS_S:
+        if self._batches or self.prefill_budget.seconds(stop - sequence.kv_length) > LONG_PASS_S:
             hook.call = self._between_layers
         self._computing = sequence
         self._looked_at = time.perf_counter()
@@ -363,7 +363,7 @@ class Scheduler:
         if token in sequence.eos:
             sequence.sink.finished(sequence, "stop")
             return False
-        sequence.sink.token(token, sequence.sampler.told)
+        sequence.sink.token(token, sequence.sampler.likelihood)
         full = len(sequence.tokens) >= self._loaded.context_length
         if sequence.generated >= sequence.max_new or full:
             sequence.sink.finished(sequence, "length")
@@ -413,7 +413,7 @@ class Scheduler:
 
     def _over(self, sequence: Sequence) -> None:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
-        sequence.cache = sequence.tip = sequence.sink = None
+        sequence.cache = sequence.last_checkpoint = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self._active:
             self._active.remove(sequence)

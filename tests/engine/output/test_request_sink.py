@@ -33,7 +33,7 @@ class Parser:
     def ended(self) -> bool:
         return self.stopped is not None
 
-    def add_token(self, token: int, told: Any = None) -> list[Event]:
+    def add_token(self, token: int, likelihood: Any = None) -> list[Event]:
         if self.faulty == "add_token":
             raise RuntimeError("no such token")
         if token == self.stops_at:

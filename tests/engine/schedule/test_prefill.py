@@ -1,9 +1,9 @@
-"""The pacer: whose chunk is next."""
+"""The budget: whose chunk is next."""
 
 from __future__ import annotations
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule.prefill import PATIENCE, PrefillPacer
+from omlxd.engine.schedule.prefill import PATIENCE, PrefillBudget
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
 
@@ -14,10 +14,10 @@ def waiting(length: int) -> Sequence:
 
 
 def test_short_prompts_go_first_and_starve_no_long_one():
-    pacer = PrefillPacer(64)
+    budget = PrefillBudget(64)
     long = waiting(9000)
     long.kv_length = 2048
-    picked = [pacer.pick([long, waiting(100)]) for _ in range(5 * (PATIENCE + 1))]
+    picked = [budget.pick([long, waiting(100)]) for _ in range(5 * (PATIENCE + 1))]
     assert picked[0] is not long
     assert sum(sequence is long for sequence in picked) == 5
-    assert pacer.pick([long, waiting(5000)]) is long, "one that is not much shorter waits"
+    assert budget.pick([long, waiting(5000)]) is long, "one that is not much shorter waits"

@@ -1,6 +1,6 @@
 """Who gets the next slot."""
 
-from omlxd.engine.schedule.queue import PATIENCE, WaitingLine
+from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow
 from omlxd.engine.sequence import Sequence
 
@@ -21,15 +21,15 @@ def sequence(session: str = "") -> Sequence:
     )
 
 
-def take(line: WaitingLine, active: list[Sequence]) -> Sequence:
+def take(line: RequestQueue, active: list[Sequence]) -> Sequence:
     following = line.next(active)
     assert following is not None
     line.take(following)
     return following
 
 
-def line_of(*sequences: Sequence) -> WaitingLine:
-    line = WaitingLine()
+def line_of(*sequences: Sequence) -> RequestQueue:
+    line = RequestQueue()
     for one in sequences:
         line.join(one)
     return line

@@ -15,7 +15,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.common.units import PREFILL_CHUNK
-from omlxd.engine.schedule.prefill import PrefillPacer, slice_seconds
+from omlxd.engine.schedule.prefill import PrefillBudget, slice_seconds
 
 LAYERS = 16
 
@@ -44,9 +44,9 @@ class Timed(Output):
         super().__init__()
         self.times: list[float] = []
 
-    def token(self, token, told=None):
+    def token(self, token, likelihood=None):
         self.times.append(time.monotonic())
-        super().token(token, told)
+        super().token(token, likelihood)
 
 
 def in_a_pass(rig: Rig) -> Output:
@@ -120,8 +120,8 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
             between()
 
         rig.scheduler._between_layers = cut
-        rig.scheduler.pacer.rate = 0.001
-        rig.scheduler.pacer.note = lambda tokens, seconds: None
+        rig.scheduler.prefill_budget.rate = 0.001
+        rig.scheduler.prefill_budget.note = lambda tokens, seconds: None
         rig.start(prompt(500), 4, output=output)
         rig.settle()
         assert output.sequence.cancelled and not output.got
@@ -177,9 +177,9 @@ def test_others_that_decode_change_no_bit_of_a_prompt(model: Path):
 def test_sizes_of_passes(monkeypatch: pytest.MonkeyPatch):
     def ends(backend: str, rate: float, start: int, block: int = 64) -> int:
         monkeypatch.setattr("omlxd.engine.mlx_adapter.backend", lambda: backend)
-        pacer = PrefillPacer(block)
-        pacer.rate = rate
-        return pacer.chunk_end(start)
+        budget = PrefillBudget(block)
+        budget.rate = rate
+        return budget.chunk_end(start)
 
     for rate in (0.0, 10.0, 1e6):
         assert ends("cpu", rate, 640) == 704 and ends("cpu", rate, 650) == 704
@@ -192,10 +192,10 @@ def test_sizes_of_passes(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_rate_follows_a_slower_machine_and_leaps_with_a_faster_one():
-    pacer = PrefillPacer(64)
-    assert pacer.seconds(64) == float("inf")
-    pacer.note(64, 1.0)  # Kernels were compiled meanwhile.
-    pacer.note(64, 0.064)
-    assert pacer.rate == pytest.approx(1000)
-    pacer.note(500, 1.0)
-    assert 500 < pacer.rate < 1000
+    budget = PrefillBudget(64)
+    assert budget.seconds(64) == float("inf")
+    budget.note(64, 1.0)  # Kernels were compiled meanwhile.
+    budget.note(64, 0.064)
+    assert budget.rate == pytest.approx(1000)
+    budget.note(500, 1.0)
+    assert 500 < budget.rate < 1000
