@@ -19,7 +19,7 @@ from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..common.files import read_small
 from ..errors import InvalidRequest, PromptTooLong
-from ..kv.cold.lease import Space
+from ..kv.cold.lease import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
@@ -48,7 +48,7 @@ COUNTED_CONTEXTS = 4
 
 
 class EngineHost:
-    """`space`: where the cold tier gets its room. `output`: where events go.
+    """`lease`: where the cold tier gets its room. `output`: where events go.
 
     want  asks the front for memory, which answers by `set_budget`
     """
@@ -57,7 +57,7 @@ class EngineHost:
         self,
         load: wire.Load,
         output: OutputThread,
-        space: Space,
+        lease: Lease,
         want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
         mlx_adapter.keep_at_most(0, load.budget.freed)
@@ -86,7 +86,7 @@ class EngineHost:
             )
             self.scheduler.memory.take(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
-            self.scheduler.bridge = self._store.open(space, self.scheduler.post)
+            self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
         self.prompts = PromptPipeline(

@@ -36,7 +36,7 @@ from ..errors import InvalidRequest, OmlxdError
 from . import mlx_adapter
 from .host import EngineHost
 from .kvio.hot_budget import memory
-from .kvio.lease import FrontSpace
+from .kvio.lease import FrontLease
 from .output.sink import OutputThread
 from .prompt.lanes import Lane
 from .sequence import Sequence
@@ -65,7 +65,7 @@ class EngineService:
         self._sock = sock
         self._send_lock = threading.Lock()
         self._connected = True
-        self._space = FrontSpace(self._send)
+        self._lease = FrontLease(self._send)
         self._output = OutputThread(self._send_events)
         self._small = Lane("request", REQUEST_THREADS)
         self._large = Lane("large", REQUEST_THREADS)
@@ -128,7 +128,7 @@ class EngineService:
         while True:
             for message in messages:
                 if isinstance(message, wire.Grant):
-                    self._space.granted(message)
+                    self._lease.granted(message)
             if not (data := self._receive()):
                 return
             messages = decoder.feed(data)
@@ -156,7 +156,7 @@ class EngineService:
                 # May take seconds: no request waits behind it.
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
             case wire.Grant():
-                self._space.granted(message)
+                self._lease.granted(message)
             case wire.Budget():
                 if self._host.done():
                     self._host.result().set_budget(message)
@@ -176,7 +176,7 @@ class EngineService:
     def _run_engine(self, load: wire.Load) -> None:
         try:
             self._send(wire.LoadProgress(stage="loading"))
-            host = EngineHost(load, self._output, self._space, self._send)
+            host = EngineHost(load, self._output, self._lease, self._send)
         except Exception as error:
             log.exception("load failed")
             # The front reads this before it sees the process end.
@@ -284,7 +284,7 @@ class EngineService:
                 return
         self._output.close(1.0)
         host.close(max(0.0, end - time.monotonic()))
-        self._space.release_all()
+        self._lease.release_all()
 
 
 def _size(prompt: Conversation | RawPrompt) -> int:

@@ -22,7 +22,7 @@ from typing import Literal
 from .block import Block
 from .block_pool import BlockPool, BlockTable
 from .cold.flusher import Flusher, Post
-from .cold.lease import Space
+from .cold.lease import Lease
 from .cold.tier import ColdTier
 from .cold.writer import StoreWriter, WritablePayload
 from .files.block_file import BlockFileError, BlockKey
@@ -56,7 +56,7 @@ class StoreStats:
 
 
 class KVStore:
-    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `space`: all or none.
+    """`hot_budget`: bytes that the hot tier may hold now. `cold`, `flusher`, `lease`: all or none.
 
     `post(f)` runs `f` on the engine thread, soon; callable from any thread.
     """
@@ -70,13 +70,13 @@ class KVStore:
         post: Post,
         cold: ColdTier | None = None,
         flusher: Flusher | None = None,
-        space: Space | None = None,
+        lease: Lease | None = None,
     ):
         self.block_size = block_size
         self.pool = pool
         self.cold = cold
         self.flusher = flusher
-        self._space = space
+        self._lease = lease
         self._hot_budget = hot_budget
         self._post = post
         self._reader_lock = threading.Lock()
@@ -241,8 +241,8 @@ class KVStore:
             log.warning("cold tier: %s: %s; removed", path, error)
             self._count("corrupt")
             self._distrust(key.block_hash)  # It may not have been possible to remove it.
-            if self._space is not None:
-                self._space.dropped(path)
+            if self._lease is not None:
+                self._lease.dropped(path)
             return False
         except FileNotFoundError:
             self._count("lost")
@@ -316,8 +316,8 @@ class KVStore:
         if self.cold is not None:
             leaf_first = list(reversed(hashes))
             self.cold.touch(leaf_first)
-            if self._space is not None:
-                self._space.touched([self.cold.path_of(h) for h in leaf_first])
+            if self._lease is not None:
+                self._lease.touched([self.cold.path_of(h) for h in leaf_first])
         # After the writer's releases, which were posted before: those queued root first.
         self._post(lambda: self._requeue(hashes))
 

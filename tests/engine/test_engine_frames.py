@@ -31,9 +31,9 @@ def test_a_grant_that_arrives_with_the_quit_is_not_lost(ends: tuple[socket.socke
     ours, engines = ends
     service = EngineService(engines)
     taken: list[bool] = []
-    asks = threading.Thread(target=lambda: taken.append(service._space.take(4096)), daemon=True)
+    asks = threading.Thread(target=lambda: taken.append(service._lease.take(4096)), daemon=True)
     asks.start()
-    wait_until(lambda: service._space._ticket == 1, 30)
+    wait_until(lambda: service._lease._ticket == 1, 30)
     ours.sendall(
         wire.encode(wire.Quit(deadline_s=1.0)) + wire.encode(wire.Grant(ticket=1, nbytes=LEASE_BYTES))
     )

@@ -26,7 +26,7 @@ from omlxd.chat import (
 from omlxd.front.app import create_app
 from omlxd.front.engines.protocol import resolve_name
 from omlxd.front.http.settings import HttpSettings
-from omlxd.kv.ledger.evicted_log import Fate, Fates
+from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
 from omlxd.kv.ledger.ledger import LedgerStats
 from omlxd.wire import ModelInfo
 
@@ -154,13 +154,13 @@ class FakeEngines:
 
     cold_dir = ""
     cold: LedgerStats | None = None
-    fates = Fates()
+    evicted_log = EvictedLog()
 
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         return None
 
-    def cold_fate(self, path: str) -> Fate | None:
-        return self.fates.of(path)
+    def cold_removal(self, path: str) -> Removal | None:
+        return self.evicted_log.of(path)
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold

@@ -18,7 +18,7 @@ import pytest
 
 from omlxd.kv.block import Block
 from omlxd.kv.block_pool import BlockPool, BlockTable
-from omlxd.kv.cold.flusher import Flusher, admission_of
+from omlxd.kv.cold.flusher import Flusher, write_policy
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter, WritablePayload
 from omlxd.kv.files.block_file import BlockFormat, BlockKey
@@ -29,7 +29,7 @@ from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.ledger.write_budget import WriteBudget
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 4
 """Tokens a block."""
@@ -129,8 +129,8 @@ def temps_in(root: Path) -> list[Path]:
 class ManualWriter(StoreWriter):
     """A writer with no threads: `step` does the oldest job, on the caller's thread."""
 
-    def __init__(self, cold: ColdTier, space: LedgerSpace, *, max_queue_bytes: int = 1 << 20):
-        super().__init__(cold, space, max_queue_bytes=max_queue_bytes, threads=0)
+    def __init__(self, cold: ColdTier, lease: LedgerLease, *, max_queue_bytes: int = 1 << 20):
+        super().__init__(cold, lease, max_queue_bytes=max_queue_bytes, threads=0)
 
     def step(self) -> bool:
         """False: there was nothing to do."""
@@ -221,13 +221,13 @@ class Rig:
         writes = WriteBudget(root, daily * FILE_DISK_BYTES, fs if daily else None, today)
         self.ledger = Ledger(root, cap * FILE_DISK_BYTES, writes)
         self.ledger.open()
-        self.space = LedgerSpace(self.ledger)
+        self.lease = LedgerLease(self.ledger)
         self.cold = TrackedTier(root, block_format(namespace), fs)
-        self.writer = ManualWriter(self.cold, self.space, max_queue_bytes=max_queue_bytes)
+        self.writer = ManualWriter(self.cold, self.lease, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()
         self.flusher = TrackedFlusher(
-            self.pool, self.writer, self.posted.append, admission_of(admission), write_back
+            self.pool, self.writer, self.posted.append, write_policy(admission), write_back
         )
         self.flusher.held = {}
         self.store = KVStore(
@@ -237,7 +237,7 @@ class Rig:
             post=self.posted.append,
             cold=self.cold,
             flusher=self.flusher,
-            space=self.space,
+            lease=self.lease,
         )
 
     def use_writer(self, writer: StoreWriter) -> None:

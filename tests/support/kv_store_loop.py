@@ -18,7 +18,7 @@ from omlxd.kv.cold.writer import StoreWriter
 
 def main(root: Path, cap: int, seed: int) -> None:
     rig = Rig(root, hot=8, cap=cap, write_back=seed % 2 == 1)
-    rig.use_writer(StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=3))
+    rig.use_writer(StoreWriter(rig.cold, rig.lease, max_queue_bytes=1 << 20, threads=3))
     print("ready", flush=True)
     dice = random.Random(seed)
     while True:

@@ -18,7 +18,7 @@ import numpy as np
 from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
-from omlxd.engine.kvio.checkpointer import StateKeeper
+from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
@@ -31,7 +31,7 @@ from omlxd.kv.files.block_file import BlockFormat
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 64
 GREEDY = Sampling(temperature=0.0)
@@ -147,13 +147,13 @@ class Rig:
         if not self.reuse or loaded.layout is None:
             return
         self.pool = BlockPool(16)
-        cold = flusher = space = None
+        cold = flusher = lease = None
         if self.root is not None:
             self.ledger = Ledger(self.root, self._cap)
             self.ledger.open()
-            space = LedgerSpace(self.ledger)
+            lease = LedgerLease(self.ledger)
             cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK))
-            writer = StoreWriter(cold, space, max_queue_bytes=1 << 30)
+            writer = StoreWriter(cold, lease, max_queue_bytes=1 << 30)
             flusher = Flusher(self.pool, writer, self.scheduler.post)
         self.store = KVStore(
             block_size=BLOCK,
@@ -162,23 +162,25 @@ class Rig:
             post=self.scheduler.post,
             cold=cold,
             flusher=flusher,
-            space=space,
+            lease=lease,
         )
-        self.keeper: StateKeeper | None = None
+        self.checkpointer: Checkpointer | None = None
         if loaded.states is not None and loaded.states.tensors:
             files = None
             if self.root is not None:
                 files = CheckpointFiles(self.root, self.namespace, loaded.states.at)
-            self.keeper = StateKeeper(loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK)
+            self.checkpointer = Checkpointer(
+                loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK
+            )
         self.scheduler.bridge = KVBridge(
-            loaded.model, loaded.layout, self.store, self.scheduler.post, self.keeper
+            loaded.model, loaded.layout, self.store, self.scheduler.post, self.checkpointer
         )
 
     def use_grid(self, tokens: int) -> None:
         """Prefill in chunks that end at multiples of `tokens`, each with a checkpoint."""
         self.scheduler.prefill_budget.chunk_end = lambda start: (start // tokens + 1) * tokens
-        if self.scheduler.bridge is not None and self.keeper is not None:
-            self.keeper.interval = tokens
+        if self.scheduler.bridge is not None and self.checkpointer is not None:
+            self.checkpointer.interval = tokens
 
     def start(
         self,

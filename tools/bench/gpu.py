@@ -27,7 +27,7 @@ import numpy as np
 from omlxd.engine import mlx_adapter
 from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
-from omlxd.engine.kvio.payload import Landing, MLXPayload, append_blocks, copy_blocks, read_payload
+from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.kv.cold.tier import ColdTier
@@ -36,7 +36,7 @@ from omlxd.kv.files.block_file import BlockKey
 from omlxd.kv.files.fs import read_all
 from omlxd.kv.ledger.ledger import Ledger
 from tools.bench.gpu_rig import Bench, Watch, row, timed
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES
 
 THREADS = (1, 4, 8, 16)
@@ -55,7 +55,7 @@ class GPUBench(Bench):
     def restore(self) -> None:
         """Files to the first token that uses them, by both ways the engine knows (engine/kvio/restore.py).
 
-        `payloads + join` goes by the device's transport; `landing` is what a direct one is for.
+        `payloads + join` goes by the device's transport; `buffers` is what a direct one is for.
         """
         tokens = self.prompt(self.tokens)
         cache = self.prefilled(tokens)
@@ -74,7 +74,7 @@ class GPUBench(Bench):
             self._plain(cold, keys, block, 8)  # the page cache, warm
             for threads in THREADS:
                 self._report(block, threads, "plain reads", self._plain(cold, keys, block, threads), None)
-                self._report(block, threads, "landing", *self._landing(cold, keys, block, threads))
+                self._report(block, threads, "landing", *self._buffers(cold, keys, block, threads))
                 with ThreadPoolExecutor(threads) as pool:
                     # Twice: the engine's readers keep their threads, and so their staging buffers.
                     self._joined(cold, keys, block, pool)
@@ -99,14 +99,14 @@ class GPUBench(Bench):
         with ThreadPoolExecutor(threads) as pool:
             return timed(lambda: list(pool.map(read, keys)))
 
-    def _landing(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> tuple[float, float]:
+    def _buffers(self, cold: ColdTier, keys: Seq[BlockKey], block: int, threads: int) -> tuple[float, float]:
         began = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             capacity = mlx_adapter.round_up(self.tokens + 1024)
-            landing = pool.submit(Landing, self.layout, capacity, block).result()
-            list(pool.map(lambda i: cold.load(keys[i], landing.pieces(i)), range(len(keys))))
+            buffers = pool.submit(DirectBuffers, self.layout, capacity, block).result()
+            list(pool.map(lambda i: cold.load(keys[i], buffers.pieces(i)), range(len(keys))))
         read = time.perf_counter() - began
-        cache = mlx_adapter.filled_cache(self.model, landing.take(), self.tokens)
+        cache = mlx_adapter.filled_cache(self.model, buffers.take(), self.tokens)
         self.next_logits(cache)
         return read, time.perf_counter() - began
 
@@ -150,7 +150,7 @@ class GPUBench(Bench):
             ledger.open()
             cold, keys = self.cold(self.prompt(4096), block)
             cold = ColdTier(self.folder / f"w{block}", cold.format)
-            writer = StoreWriter(cold, LedgerSpace(ledger), max_queue_bytes=1 << 40)
+            writer = StoreWriter(cold, LedgerLease(ledger), max_queue_bytes=1 << 40)
             payloads = self.payloads(cache, 4096, block)
             ended: list[float] = []
             began = time.perf_counter()

@@ -28,7 +28,7 @@ from omlxd.kv.files.block_file import BlockFormat, BlockKey
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES, build
 
 GREEDY = RowSampling.of(Sampling(temperature=0.0), SamplingDefaults())
@@ -99,9 +99,9 @@ class Bench:
     # ----------------------------------------------------------------- requests
 
     def _bridge(self, block: int, cold: ColdTier | None = None, ledger: Ledger | None = None) -> KVBridge:
-        space = LedgerSpace(ledger) if ledger else None
+        lease = LedgerLease(ledger) if ledger else None
         pool = BlockPool(16)
-        writer = StoreWriter(cold, space, max_queue_bytes=1 << 40) if cold and space else None
+        writer = StoreWriter(cold, lease, max_queue_bytes=1 << 40) if cold and lease else None
         store = KVStore(
             block_size=block,
             pool=pool,
@@ -109,7 +109,7 @@ class Bench:
             post=self._post,
             cold=cold,
             flusher=Flusher(pool, writer, self._post) if writer else None,
-            space=space,
+            lease=lease,
         )
         return KVBridge(self.model, self.layout, store, self._post)
 

@@ -7,7 +7,7 @@ Every run pays for its own memory, as a request does, and begins with none:
 
     plain      preadv of each file, whole, into its slice of one new numpy buffer; nothing checked, nothing
                in its place: the limit
-    arrays     what the engine's I/O threads do: `payload.Landing` allocates arrays of final size,
+    arrays     what the engine's I/O threads do: `payload.DirectBuffers` allocates arrays of final size,
                ColdTier.load fills their rows and checks header and digest, `take` and mx.eval end it
     mx.load    mx.load of each file on the I/O threads, evaluated there, then one concatenation a tensor:
                no check at all, and the KV's bytes twice
@@ -37,7 +37,7 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
-from omlxd.engine.kvio.payload import Landing
+from omlxd.engine.kvio.payload import DirectBuffers
 from omlxd.engine.mlx_adapter import round_up
 from omlxd.front.engines.link import engine_environment
 
@@ -55,9 +55,9 @@ def plain(files: Files, pool: ThreadPoolExecutor) -> object:
 
 def arrays(files: Files, pool: ThreadPoolExecutor) -> dict[str, mx.array]:
     capacity = round_up(len(files.keys) * files.block)
-    landing = pool.submit(Landing, files.layout, capacity, files.block).result()
-    list(pool.map(lambda i: files.tier.load(files.keys[i], landing.pieces(i)), range(len(files.keys))))
-    taken = landing.take()
+    buffers = pool.submit(DirectBuffers, files.layout, capacity, files.block).result()
+    list(pool.map(lambda i: files.tier.load(files.keys[i], buffers.pieces(i)), range(len(files.keys))))
+    taken = buffers.take()
     mx.eval(taken)
     return taken
 

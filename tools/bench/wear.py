@@ -31,7 +31,7 @@ from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
 from omlxd.kv.cold import flusher as flusher_module
-from omlxd.kv.cold.flusher import Flusher, admission_of
+from omlxd.kv.cold.flusher import Flusher, write_policy
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockFormat, BlockKey
@@ -41,7 +41,7 @@ from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
 from omlxd.models.demo import build_demo
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 
 BLOCK = 64
 NAMESPACE = namespace_of({"bench": "wear"})
@@ -138,13 +138,13 @@ class Simulation:
         root = Path(self._folder.name)
         self._ledger = Ledger(root, 1 << 60)
         self._ledger.open()
-        space = LedgerSpace(self._ledger)
+        lease = LedgerLease(self._ledger)
         cold = ColdTier(root, BlockFormat(NAMESPACE, self._layout, BLOCK), self._fs)
         self._posted: list[Callable[[], None]] = []
-        self._writer = StoreWriter(cold, space, max_queue_bytes=1 << 60, threads=1)
+        self._writer = StoreWriter(cold, lease, max_queue_bytes=1 << 60, threads=1)
         pool = BlockPool()
         flusher = Flusher(
-            pool, self._writer, self._posted.append, admission_of(self._admission), self._write_back
+            pool, self._writer, self._posted.append, write_policy(self._admission), self._write_back
         )
         self._store = KVStore(
             block_size=BLOCK,
@@ -153,7 +153,7 @@ class Simulation:
             post=self._posted.append,
             cold=cold,
             flusher=flusher,
-            space=space,
+            lease=lease,
         )
         self._checkpoints = None
         if self._state is not None:

@@ -30,7 +30,7 @@ from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..sequence import Sequence, capacity_for
-from .checkpointer import MOST_RESTORES, StateKeeper
+from .checkpointer import MOST_RESTORES, Checkpointer
 from .payload import MLXPayload, append_blocks, copy_blocks
 from .restore import Restore
 from .transport import transport
@@ -104,7 +104,7 @@ class KVBridge:
         layout: KVLayout,
         store: KVStore,
         post: Callable[[Callable[[], None]], None],
-        states: StateKeeper | None = None,
+        states: Checkpointer | None = None,
         readers: int | None = None,
     ):
         self._model = model

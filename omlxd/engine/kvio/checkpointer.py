@@ -67,7 +67,7 @@ MOST_RESTORES = 3
 States = Callable[[], dict[str, mx.array]]
 
 
-class StateKeeper:
+class Checkpointer:
     """`tokens`: the model's per-token layout, for the interval. Engine thread, but for `read`."""
 
     def __init__(self, layout: StateLayout, tokens: KVLayout, checkpoints: Checkpoints, block_size: int):

@@ -18,8 +18,8 @@ LEASE_BYTES = 64 << 20
 ANSWER_S = 30.0
 
 
-class FrontSpace:
-    """`kv.space.Space` over the wire. `send(message)` may be called from any thread."""
+class FrontLease:
+    """`kv.cold.lease.Lease` over the wire. `send(message)` may be called from any thread."""
 
     def __init__(self, send: Callable[[Any], None]):
         self._send = send

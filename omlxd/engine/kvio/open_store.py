@@ -18,8 +18,8 @@ from ... import wire
 from ...errors import ModelError
 from ...kv.block_pool import BlockPool
 from ...kv.checkpoint import CheckpointFiles, Checkpoints
-from ...kv.cold.flusher import Flusher, admission_of
-from ...kv.cold.lease import Space
+from ...kv.cold.flusher import Flusher, write_policy
+from ...kv.cold.lease import Lease
 from ...kv.cold.tier import ColdTier
 from ...kv.cold.writer import StoreWriter
 from ...kv.files.block_file import BlockFormat
@@ -33,7 +33,7 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..prompt.turn_store import TurnFiles
 from .bridge import KVBridge
-from .checkpointer import StateKeeper
+from .checkpointer import Checkpointer
 from .fingerprint import file_identities, tokenizer_fingerprint, weight_fingerprints
 from .hot_budget import HotBudget
 from .transport import transport
@@ -89,9 +89,9 @@ class ModelStore:
         self.turns: TurnFiles | None = None
         self.namespace = self._namespace(Path(load.model_path), files)
 
-    def open(self, space: Space, post: Post) -> KVBridge:
-        """`space`: where the cold tier gets its room. The model must have a layout."""
-        bridge = self.bridge = self._build(space, post)
+    def open(self, lease: Lease, post: Post) -> KVBridge:
+        """`lease`: where the cold tier gets its room. The model must have a layout."""
+        bridge = self.bridge = self._build(lease, post)
         self._describe(bridge.store.cold)
         if (flusher := bridge.store.flusher) is not None:
             self._clock = FlushClock(flusher, post)
@@ -149,7 +149,7 @@ class ModelStore:
                 facts=self._facts,
             )
 
-    def _build(self, space: Space, post: Post) -> KVBridge:
+    def _build(self, lease: Lease, post: Post) -> KVBridge:
         loaded, settings = self._loaded, self._settings
         assert loaded.layout is not None
         pool = BlockPool(settings.initial_blocks)
@@ -167,15 +167,15 @@ class ModelStore:
             queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
             flusher = Flusher(
                 pool,
-                StoreWriter(cold, space, max_queue_bytes=queue_bytes),
+                StoreWriter(cold, lease, max_queue_bytes=queue_bytes),
                 post,
-                admission_of(settings.admission),
+                write_policy(settings.admission),
                 settings.write_back,
             )
             self.turns = TurnFiles(
                 RecordFiles(root, self.namespace, self._fs),
                 flusher.writer,
-                space,
+                lease,
                 self._tokenizer,
             )
         self._hot_budget = HotBudget(settings.hot_cache_bytes, lambda: pool.hot_bytes)
@@ -186,11 +186,11 @@ class ModelStore:
             post=post,
             cold=cold,
             flusher=flusher,
-            space=space if cold else None,
+            lease=lease if cold else None,
         )
-        return KVBridge(loaded.model, loaded.layout, store, post, self._keeper(store))
+        return KVBridge(loaded.model, loaded.layout, store, post, self._checkpointer(store))
 
-    def _keeper(self, store: KVStore) -> StateKeeper | None:
+    def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""
         loaded, settings = self._loaded, self._settings
         states = loaded.states
@@ -201,7 +201,7 @@ class ModelStore:
             files = CheckpointFiles(
                 Path(settings.cold_dir), self.namespace, states.at, self._fs, transport().read_bytes
             )
-        return StateKeeper(states, loaded.layout, Checkpoints(store, files), settings.block_size)
+        return Checkpointer(states, loaded.layout, Checkpoints(store, files), settings.block_size)
 
 
 def _quantisation_facts(settings: wire.CacheSettings) -> object:

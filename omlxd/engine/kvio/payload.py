@@ -128,7 +128,7 @@ def append_blocks(
         start += count
 
 
-class Landing:
+class DirectBuffers:
     """Arrays of their final size into which I/O threads put blocks, before any graph uses them.
 
     For a transport that is direct.

@@ -31,8 +31,8 @@ from .. import mlx_adapter
 from ..mlx_adapter import Cache
 from ..sequence import Sequence as Request
 from ..sequence import capacity_for
-from .checkpointer import StateKeeper
-from .payload import Landing, MLXPayload, append_blocks, read_payload
+from .checkpointer import Checkpointer
+from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
 from .transport import Load, transport
 
 log = logging.getLogger(__name__)
@@ -58,27 +58,27 @@ class Arrival(Protocol):
         ...
 
 
-class Landed:
+class DirectArrival:
     """In arrays of their final size. `capacity`: tokens."""
 
     def __init__(self, layout: KVLayout, capacity: int, block_size: int):
-        self._landing = Landing(layout, capacity, block_size)
+        self._buffers = DirectBuffers(layout, capacity, block_size)
         self._block = block_size
 
     def put(self, index: int, payload: MLXPayload) -> None:
-        self._landing.put(index, payload)
+        self._buffers.put(index, payload)
 
     def load(self, index: int, load: Load) -> bool:
-        return load(self._landing.pieces(index))
+        return load(self._buffers.pieces(index))
 
     def cache(self, model: Any, blocks: int) -> Cache:
-        return mlx_adapter.filled_cache(model, self._landing.take(), blocks * self._block)
+        return mlx_adapter.filled_cache(model, self._buffers.take(), blocks * self._block)
 
     def payloads(self) -> Sequence[MLXPayload | None]:
         return ()
 
 
-class Gathered:
+class StagedArrival:
     """In payloads, joined at the end: the KV's bytes twice until the pool has taken or dropped them."""
 
     def __init__(self, layout: KVLayout, capacity: int, block_size: int, blocks: int):
@@ -111,7 +111,7 @@ class Restore:
         model: Any,
         layout: KVLayout,
         store: KVStore,
-        states: StateKeeper | None,
+        states: Checkpointer | None,
         readers: ThreadPoolExecutor,
         post: Callable[[Callable[[], None]], None],
         sequence: Request,
@@ -141,9 +141,9 @@ class Restore:
         try:
             capacity = capacity_for(self._sequence.prompt_length, self._sequence.max_new)
             if transport().direct:
-                self._arrival = Landed(self._layout, mlx_adapter.round_up(capacity), self._block)
+                self._arrival = DirectArrival(self._layout, mlx_adapter.round_up(capacity), self._block)
             else:
-                self._arrival = Gathered(self._layout, capacity, self._block, len(self._blocks))
+                self._arrival = StagedArrival(self._layout, capacity, self._block, len(self._blocks))
         except Exception:
             log.exception("restore: can't allocate")
             self._post(self._settle)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ...kv.cold.lease import Space
+from ...kv.cold.lease import Lease
 from ...kv.cold.writer import StoreWriter
 from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
 from .turn_memory import Place, Said, Turn
@@ -61,13 +61,13 @@ class TurnFiles:
         self,
         records: RecordFiles,
         writer: StoreWriter,
-        space: Space,
+        lease: Lease,
         tokenizer: bytes,
         most_bytes: int = MOST_BYTES,
     ):
         self._records = records
         self._writer = writer
-        self._space = space
+        self._lease = lease
         self._tokenizer = tokenizer
         self._most_bytes = most_bytes - HEAD_BYTES
         self._lock = threading.Lock()
@@ -134,14 +134,14 @@ class TurnFiles:
     def remove(self, place: Place) -> None:
         name = self.name_of(place)
         if self._records.remove(name):
-            self._space.dropped(self._records.path_of(name))
+            self._lease.dropped(self._records.path_of(name))
 
     def used(self, places: Sequence[Place]) -> None:
         names = [self.name_of(place) for place in places]
 
         def touch() -> None:
             self._records.touch(names)
-            self._space.touched([self._records.path_of(name) for name in names])
+            self._lease.touched([self._records.path_of(name) for name in names])
 
         self._writer.after_queued(touch)
 

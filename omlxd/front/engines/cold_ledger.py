@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...common.units import human
-from ...kv.ledger.evicted_log import Fate
+from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
 from ...wire import Dropped, Grant, Released, Reserve, Stored, Touched
@@ -208,9 +208,9 @@ class ColdLedger:
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.forget, paths, remove)
 
-    def fate(self, path: str) -> Fate | None:
+    def removal(self, path: str) -> Removal | None:
         """What became of a file that is gone, if that is known."""
-        return None if self._ledger is None else self._ledger.fates.of(path)
+        return None if self._ledger is None else self._ledger.evicted_log.of(path)
 
     def peek(self) -> LedgerStats | None:
         """As `stats`, at once, and without hurrying the walk; until it ends, what it has counted so far.

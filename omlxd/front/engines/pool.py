@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow
-from ...kv.ledger.evicted_log import Fate
+from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
@@ -186,8 +186,8 @@ class EnginePool:
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         return await self.cold.forget(paths, remove)
 
-    def cold_fate(self, path: str) -> Fate | None:
-        return self.cold.fate(path)
+    def cold_removal(self, path: str) -> Removal | None:
+        return self.cold.removal(path)
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold.peek()

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ...chat import Conversation, Event, GenerateRequest, RawPrompt
 from ...errors import NotFound
-from ...kv.ledger.evicted_log import Fate
+from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...wire import Explanation, ModelInfo, Stats
 
@@ -93,7 +93,7 @@ class Engines(Protocol):
         """Take files out of the SSD cache: (files, bytes, why some stay); None without one."""
         ...
 
-    def cold_fate(self, path: str) -> Fate | None:
+    def cold_removal(self, path: str) -> Removal | None:
         """What became of a file of the SSD cache that is gone, if that is known."""
         ...
 

@@ -71,10 +71,10 @@ class Explaining:
 
     def _told(self, explanation: Explanation) -> Explanation:
         """With the fate of the missing file, if it was there."""
-        fate = self._engines.cold_fate(explanation.missing) if explanation.missing else None
-        if fate is None or explanation.cause == "other_namespace":
+        removal = self._engines.cold_removal(explanation.missing) if explanation.missing else None
+        if removal is None or explanation.cause == "other_namespace":
             return explanation
-        return msgspec.structs.replace(explanation, cause=fate.what, gone_at=fate.when)
+        return msgspec.structs.replace(explanation, cause=removal.what, gone_at=removal.when)
 
 
 def _line(each: RecentRequest) -> RequestLine:

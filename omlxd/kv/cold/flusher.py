@@ -53,7 +53,7 @@ SEEN_EACH = 100_000
 """Names after which a filter is full: one in a hundred is then taken for seen that was not."""
 
 
-class Admission(Protocol):
+class WritePolicy(Protocol):
     def admits(self, block_hash: BlockHash, tokens: int) -> bool:
         """Whether a block is written now that a request of `tokens` tokens stores it or uses it again."""
         ...
@@ -103,7 +103,7 @@ class SecondUse:
         return False
 
 
-def admission_of(text: str) -> Admission:
+def write_policy(text: str) -> WritePolicy:
     """`always`, `second-use` or `min-length:N`, N in tokens. Raises ValueError."""
     if text == "always":
         return Always()
@@ -136,7 +136,7 @@ class Flusher:
         pool: BlockPool,
         writer: StoreWriter,
         post: Post,
-        admission: Admission | None = None,
+        policy: WritePolicy | None = None,
         write_back: bool = False,
     ):
         self.writer = writer
@@ -146,7 +146,7 @@ class Flusher:
         self.left_unwritten = 0
         self._pool = pool
         self._post = post
-        self._admission: Admission = admission or Always()
+        self._policy: WritePolicy = policy or Always()
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
         self._removing: set[BlockHash] = set()
@@ -194,7 +194,7 @@ class Flusher:
         """
         if key.block_hash in self._writing:
             return False
-        admitted = self._admission.admits(key.block_hash, tokens)
+        admitted = self._policy.admits(key.block_hash, tokens)
         self.held_back += not admitted
         if admitted and (block is None or not self._write_back) and self.submit(key, payload, block, tier):
             return True
@@ -205,7 +205,7 @@ class Flusher:
     def used(self, block_hash: BlockHash, tokens: int) -> None:
         """A request of `tokens` tokens uses a block again: one that was held back may be admitted now."""
         unwritten = self.unwritten
-        if block_hash in unwritten.held and self._admission.admits(block_hash, tokens):
+        if block_hash in unwritten.held and self._policy.admits(block_hash, tokens):
             unwritten.admit(block_hash)
             if not self._write_back:
                 self._write_later(block_hash)

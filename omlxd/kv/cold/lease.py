@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Space(Protocol):
+class Lease(Protocol):
     """Called from writer threads; may block."""
 
     def take(self, nbytes: int) -> bool:

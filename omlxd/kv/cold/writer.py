@@ -18,7 +18,7 @@ from ..files.block_file import BlockKey
 from ..files.fs import TempLeft
 from ..hashing import BlockHash
 from .health import ColdHealth
-from .lease import Space
+from .lease import Lease
 from .tier import ColdTier
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class StoreWriter:
     def __init__(
         self,
         cold: ColdTier,
-        space: Space,
+        lease: Lease,
         *,
         max_queue_bytes: int,
         threads: int = 2,
@@ -97,7 +97,7 @@ class StoreWriter:
     ):
         self.health = health or ColdHealth()
         self._cold = cold
-        self._space = space
+        self._lease = lease
         self._max_queue_bytes = max_queue_bytes
         self._queue: queue.SimpleQueue[_Store | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -194,7 +194,7 @@ class StoreWriter:
             return None
         except OSError as error:
             return error
-        self._space.dropped(self._cold.path_of(name))
+        self._lease.dropped(self._cold.path_of(name))
         return None
 
     def flush(self, deadline_s: float) -> bool:
@@ -263,7 +263,7 @@ class StoreWriter:
                 self.stats.refused += 1
             return False
         tier, nbytes = job.tier, job.tier.bytes_per_block
-        if not self._space.take(nbytes):
+        if not self._lease.take(nbytes):
             self.health.store_refused()
             with self._lock:
                 self.stats.refused += 1
@@ -276,7 +276,7 @@ class StoreWriter:
             else:
                 self.stats.failed += 1
         if error is None:
-            self._space.stored(tier.path_of(job.key.block_hash), nbytes)
+            self._lease.stored(tier.path_of(job.key.block_hash), nbytes)
             self.health.stored()
         elif isinstance(error, _ONE_PATH_ERRORS):
             log.warning("cold tier: a store failed: %s", error)
@@ -292,10 +292,10 @@ class StoreWriter:
             # The temporary file takes the space that was granted, so the grant is kept with it.
             return error
         except OSError as error:
-            self._space.give_back(nbytes)
+            self._lease.give_back(nbytes)
             return error
         except BaseException:
-            self._space.give_back(nbytes)
+            self._lease.give_back(nbytes)
             raise
         return None
 

@@ -16,7 +16,7 @@ MOST = 32768
 
 
 @dataclass(slots=True, frozen=True)
-class Fate:
+class Removal:
     """`what`: `evicted`, `damaged` (removed as its bytes were wrong) or `cleared` (by the owner).
 
     when  seconds since 1970
@@ -26,19 +26,19 @@ class Fate:
     when: float
 
 
-class Fates:
+class EvictedLog:
     """The newest `most` files that are gone. Asking is safe from any thread."""
 
     def __init__(self, most: int = MOST):
-        self._gone = BoundedMap[int, Fate](max_items=most)
+        self._gone = BoundedMap[int, Removal](max_items=most)
 
     def note(self, path: str, what: str) -> None:
         """`path`: of a block's file, relative to the cache dir."""
         key = _key(path)
         if key is not None:  # A temporary file is nobody's miss.
-            self._gone.put(key, Fate(what, time.time()))
+            self._gone.put(key, Removal(what, time.time()))
 
-    def of(self, path: str) -> Fate | None:
+    def of(self, path: str) -> Removal | None:
         key = _key(path)
         return None if key is None else self._gone.peek(key)
 

@@ -37,7 +37,7 @@ from ..files.fs import entries_of, identity, is_gone, subfolders, unlink
 from ..files.namespace import FILE_NAME, Installed
 from ..files.paths import LOCK_NAME, disk_bytes, file_kind, is_fan_dir, is_namespace_dir, temp_owner
 from ..files.record_file import MOST_AGE_S
-from .evicted_log import Fates
+from .evicted_log import EvictedLog
 from .eviction_order import FileOrder
 from .write_budget import WriteBudget
 
@@ -106,7 +106,7 @@ class Ledger:
         self._judged_at = -JUDGE_S
         self._reserved = 0
         self._evicted_files = 0
-        self.fates = Fates()
+        self.evicted_log = EvictedLog()
         self._evicted_bytes = 0
         self._evicted_orphans = 0
         self._lock_fd = -1
@@ -290,7 +290,7 @@ class Ledger:
     def dropped(self, paths: Iterable[str]) -> None:
         """Files that an engine removed itself, or tried to: one that is there, or there again, counts."""
         for path in paths:
-            self.fates.note(path, "damaged")
+            self.evicted_log.note(path, "damaged")
             if is_gone(self.root / path):
                 self._files.remove(path)
 
@@ -308,7 +308,7 @@ class Ledger:
             elif path in self._files and is_gone(self.root / path):
                 nbytes += self._files.remove(path)
                 files += 1
-                self.fates.note(path, "cleared")
+                self.evicted_log.note(path, "cleared")
         return files, nbytes, troubles
 
     def touched(self, paths: Iterable[str]) -> None:
@@ -383,7 +383,7 @@ class Ledger:
                 stuck += 1
                 continue
             self._evicted_files += 1
-            self.fates.note(path, "evicted")
+            self.evicted_log.note(path, "evicted")
             self._evicted_bytes += size
             excess -= size
             namespace = path.partition("/")[0]

@@ -43,7 +43,7 @@ def test_the_ledger_forgets_what_the_owner_takes_away(tmp_path: Path):
     (tmp_path / paths[3]).mkdir(parents=True)
     files, nbytes, troubles = ledger.forget(paths[3:], remove=True)
     assert (files, nbytes) == (0, 0) and troubles
-    assert ledger.stats().files == 1 and ledger.fates.of(paths[1]).what == "cleared"
+    assert ledger.stats().files == 1 and ledger.evicted_log.of(paths[1]).what == "cleared"
     ledger.close()
 
 
@@ -56,8 +56,8 @@ def test_the_ledger_remembers_what_it_evicted(tmp_path: Path):
     ledger.open()
     gone = [path for path in paths if not (tmp_path / path).exists()]
     assert len(gone) == 1
-    assert [path for path in paths if ledger.fates.of(path)] == gone
-    assert ledger.fates.of(gone[0]).what == "evicted"
+    assert [path for path in paths if ledger.evicted_log.of(path)] == gone
+    assert ledger.evicted_log.of(gone[0]).what == "evicted"
     ledger.close()
 
 

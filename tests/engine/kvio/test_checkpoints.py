@@ -75,12 +75,12 @@ def test_a_prompt_that_leaves_another_leaves_a_checkpoint_there(uncached: Refere
     with Rig(model, record=True) as rig:
         if not rig.loaded.layout.groups:
             pytest.skip("without token blocks nobody knows where prompts part")
-        rig.keeper.least_fork = 4 * BLOCK
+        rig.checkpointer.least_fork = 4 * BLOCK
         assert_same(rig, first, uncached, hot=0, cold=0)
         assert_same(rig, second, uncached, hot=0, cold=0)
         assert_same(rig, third, uncached, hot=5 * BLOCK, cold=0)
         # Not for less than a checkpoint is worth.
-        rig.keeper.least_fork = 100 * BLOCK
+        rig.checkpointer.least_fork = 100 * BLOCK
         for seed in (8, 9):
             assert_same(rig, prompt(330)[:100] + prompt(300, seed=seed), uncached, hot=0, cold=0)
 

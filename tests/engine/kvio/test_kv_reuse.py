@@ -50,6 +50,6 @@ def test_it_says_so(model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     )
     load = wire.Load(model_path=str(model), model_id="odd", cache=wire.CacheSettings())
     with caplog.at_level(logging.WARNING):
-        host = EngineHost(load, output=None, space=None)  # type: ignore[arg-type]
+        host = EngineHost(load, output=None, lease=None)  # type: ignore[arg-type]
     assert "Unheard" in host.info.kv_reuse
     assert "odd: prefixes are not reused: layers of this model keep Unheard" in caplog.text

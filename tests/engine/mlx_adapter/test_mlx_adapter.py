@@ -17,7 +17,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.kvio.payload import Landing, copy_blocks, join_blocks, read_payload
+from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter import batch_kv
 from omlxd.engine.sequence import capacity_for
 from omlxd.kv.layout import Group, KVLayout
@@ -119,8 +119,8 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
     blocks = copy_blocks(layout, tensors, [16, 32], 16)
     assert [b.nbytes for b in blocks] == [layout.nbytes(16)] * 2
     joined = join_blocks(layout, blocks)
-    landing = Landing(layout, 64, 16)
-    landing.put(0, blocks[0])
+    buffers = DirectBuffers(layout, 64, 16)
+    buffers.put(0, blocks[0])
     stored = [bytes(view) for view in blocks[1].buffers()]
 
     def load(views: list[memoryview]) -> bool:
@@ -130,9 +130,9 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
 
     twin = read_payload(layout, 16, load)
     assert twin is not None and read_payload(layout, 16, lambda views: False) is None
-    assert b"".join(landing.pieces(0)) == b"".join(blocks[0].buffers())
-    landing.put(1, twin)
-    landed = landing.take()
+    assert b"".join(buffers.pieces(0)) == b"".join(blocks[0].buffers())
+    buffers.put(1, twin)
+    landed = buffers.take()
     for name, tensor in tensors.items():
         assert mx.array_equal(joined[name], tensor[:, :, 16:]).item()
         assert landed[name].dtype == compute

@@ -237,13 +237,13 @@ def test_a_missing_checkpoint_is_noted(tmp_path_factory):
     """For a model with state: turns that extend one another note nothing, a lost checkpoint is noted."""
     model = build_family("qwen3_5", tmp_path_factory.mktemp("hybrid"))
     with Rig(model) as rig:
-        assert rig.keeper is not None
-        rig.keeper.interval = 2 * BLOCK
+        assert rig.checkpointer is not None
+        rig.checkpointer.interval = 2 * BLOCK
         tokens = prompt_of(8 * BLOCK + 9, 5)
         for _ in range(3):
             output = rig.run(tokens, n=BLOCK)
             assert output.sequence.unreached == 0
             tokens = [*output.sequence.tokens, *prompt_of(BLOCK, 9)]
-        rig.keeper.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
+        rig.checkpointer.checkpoints.deepest = lambda hashes, reach: min(reach, 1)  # type: ignore[method-assign]
         output = rig.run(tokens, n=2)
         assert output.sequence.unreached > 5

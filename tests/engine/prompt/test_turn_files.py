@@ -28,7 +28,7 @@ ANSWER, THOUGHT = b"a" * 16, b"t" * 16
 
 
 def files_of(rig: Rig, namespace: bytes = NAMESPACE, tokenizer: bytes = b"T") -> TurnFiles:
-    return TurnFiles(RecordFiles(rig.root, namespace), rig.writer, rig.space, tokenizer)
+    return TurnFiles(RecordFiles(rig.root, namespace), rig.writer, rig.lease, tokenizer)
 
 
 @pytest.fixture

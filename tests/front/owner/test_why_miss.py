@@ -28,7 +28,7 @@ from omlxd.kv.files.children import children
 from omlxd.kv.files.namespace import describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
-from omlxd.kv.ledger.evicted_log import Fates
+from omlxd.kv.ledger.evicted_log import EvictedLog
 from omlxd.wire import Explanation
 
 CHAT = "/v1/chat/completions"
@@ -188,14 +188,14 @@ def test_lineage_bears_any_file(tmp_path: Path):
 
 
 def test_fates_are_bounded():
-    fates = Fates(most=3)
+    evicted_log = EvictedLog(most=3)
     paths = [f"{'a' * 32}/{n:02x}/{n:02x}{'0' * 62}.safetensors" for n in range(5)]
     for path in paths:
-        fates.note(path, "evicted")
-    fates.note(paths[3], "damaged")
-    fates.note("x/y.tmp", "evicted")
-    assert len(fates) == 3 and fates.of(paths[0]) is None and fates.of("x/y.tmp") is None
-    assert fates.of(paths[3]).what == "damaged" and fates.of(paths[4]).what == "evicted"
+        evicted_log.note(path, "evicted")
+    evicted_log.note(paths[3], "damaged")
+    evicted_log.note("x/y.tmp", "evicted")
+    assert len(evicted_log) == 3 and evicted_log.of(paths[0]) is None and evicted_log.of("x/y.tmp") is None
+    assert evicted_log.of(paths[3]).what == "damaged" and evicted_log.of(paths[4]).what == "evicted"
 
 
 # --------------------------------------------------------------------------- the front
@@ -237,7 +237,7 @@ async def test_the_last_requests_and_why():
     engine = FakeEngine()
     engine.explanation = Explanation(cause="never_stored", missing=f"{'a' * 32}/bb/bb{'0' * 62}.safetensors")
     engines = FakeEngines(engine)
-    engines.fates = Fates()
+    engines.evicted_log = EvictedLog()
     async with client(create_app(engines)) as http:
         ask = lambda **more: http.post("/omlxd/why-miss", json=more)  # noqa: E731
         assert (await ask()).status_code == 404
@@ -248,7 +248,7 @@ async def test_the_last_requests_and_why():
         found = (await ask(request_id=id)).json()
         assert found["request_id"] == id and found["explanation"]["cause"] == "never_stored"
         assert engine.explained == (engine.requests[0], USAGE.cached_tokens)
-        engines.fates.note(engine.explanation.missing, "evicted")
+        engines.evicted_log.note(engine.explanation.missing, "evicted")
         told = (await ask(path=CHAT, body=request_body(CHAT))).json()
         assert told["explanation"]["cause"] == "evicted" and told["explanation"]["gone_at"] > 1e9
         assert engine.explained == (engine.requests[0], -1)

@@ -107,7 +107,7 @@ def test_the_last_flush_takes_the_newest_chain_first_and_each_root_to_leaf(tmp_p
 def test_the_last_flush_waits_for_room_in_the_queue_and_meets_its_deadline(tmp_path):
     rig = Rig(tmp_path, write_back=True)
     rig.serve(KEYS)
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1, threads=2)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1, threads=2)
     rig.use_writer(writer)
     assert rig.store.close(60) and on_disk(rig) == [True] * 6
     rig.drop()
@@ -117,7 +117,7 @@ def test_the_last_flush_waits_for_room_in_the_queue_and_meets_its_deadline(tmp_p
     gate = threading.Event()
     store = rig.cold.store
     rig.cold.store = lambda *a: (gate.wait(120), store(*a))  # type: ignore[method-assign]
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1, threads=1)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1, threads=1)
     rig.use_writer(writer)
     assert not rig.store.close(0.05)
     gate.set()

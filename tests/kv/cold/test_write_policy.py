@@ -14,7 +14,7 @@ from kv_fakes import (
     payload_of,
 )
 
-from omlxd.kv.cold.flusher import SEEN_EACH, SecondUse, admission_of
+from omlxd.kv.cold.flusher import SEEN_EACH, SecondUse, write_policy
 
 
 def test_second_use_writes_what_a_second_request_finds_hot(tmp_path):
@@ -78,7 +78,7 @@ def test_min_length_goes_by_the_prompt(tmp_path):
 )
 def test_a_policy_that_is_none(text):
     with pytest.raises(ValueError, match="none of always"):
-        admission_of(text)
+        write_policy(text)
 
 
 def test_what_was_seen_is_bounded_and_seldom_wrong():

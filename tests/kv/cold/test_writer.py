@@ -31,7 +31,7 @@ from kv_fakes import (
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.store import KVStore
-from tools.bench.ledger_space import LedgerSpace
+from tools.bench.ledger_lease import LedgerLease
 
 
 def test_a_full_queue_drops_the_newest_and_counts_it(tmp_path):
@@ -133,7 +133,7 @@ def test_a_failing_callback_does_not_end_the_writer(rig, caplog):
     def fail(ok: bool) -> None:
         raise RuntimeError("the engine has gone")
 
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=1)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1 << 20, threads=1)
     for key in KEYS:
         assert writer.submit(key, payload_of(key.block_hash), fail)
     assert writer.flush(60) and writer.stats.written == 6 and writer.queued_bytes == 0
@@ -141,7 +141,7 @@ def test_a_failing_callback_does_not_end_the_writer(rig, caplog):
 
 
 def test_a_closed_writer_takes_nothing_more(rig):
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=2)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1 << 20, threads=2)
     done: list[bool] = []
     for key in KEYS:
         writer.submit(key, payload_of(key.block_hash), done.append)
@@ -156,7 +156,7 @@ def test_a_closed_writer_takes_nothing_more(rig):
 
 
 def test_an_action_waits_for_what_was_queued_before_it_and_for_nothing_else(rig):
-    writer = ManualWriter(rig.cold, rig.space)
+    writer = ManualWriter(rig.cold, rig.lease)
     order: list[str] = []
 
     def submit(number: int) -> None:
@@ -179,7 +179,7 @@ def test_an_action_waits_for_what_was_queued_before_it_and_for_nothing_else(rig)
 def test_flush_meets_its_deadline(rig):
     gate = threading.Event()
 
-    class Slow(LedgerSpace):
+    class Slow(LedgerLease):
         def take(self, nbytes: int) -> bool:
             gate.wait(120)
             return super().take(nbytes)
@@ -192,7 +192,7 @@ def test_flush_meets_its_deadline(rig):
         post=rig.posted.append,
         cold=rig.cold,
         flusher=Flusher(rig.pool, writer, rig.posted.append),
-        space=rig.space,
+        lease=rig.lease,
     )
     table = store.new_table()
     table.append(BLOCK)
@@ -210,7 +210,7 @@ def test_flush_meets_its_deadline(rig):
 def test_real_threads_and_a_real_engine_loop(tmp_path):
     """Four writers, one engine thread, many chains: everything ends where it should."""
     rig = Rig(tmp_path, hot=20, cap=60)
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20, threads=4)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1 << 20, threads=4)
     rig.use_writer(writer)
     chains = [chain([n, *range(23)]) for n in range(30)]
     for turn in range(60):

@@ -86,7 +86,7 @@ def test_a_disk_that_hangs_gathers_a_bounded_number_of_uses(tmp_path: Path):
     """Every request has its chain made recent behind the stores: not without end, if these never end."""
     rig = Rig(tmp_path)
     hangs = threading.Event()
-    writer = StoreWriter(rig.cold, rig.space, max_queue_bytes=1 << 20)
+    writer = StoreWriter(rig.cold, rig.lease, max_queue_bytes=1 << 20)
     ran: list[int] = []
     for _ in range(2):
         writer.after_queued(lambda: hangs.wait(120) and None)

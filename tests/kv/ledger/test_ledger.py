@@ -212,8 +212,8 @@ def test_a_dropped_file_that_is_still_there_still_counts(ledger, tmp_path):
     ledger.dropped([name(1), name(2), name(3)])
     account(ledger)
     assert ledger.stats().files == 1
-    fates = [ledger.fates.of(name(number)) for number in (1, 2, 3)]
-    assert [fate and fate.what for fate in fates] == ["damaged"] * 3
+    evicted_log = [ledger.evicted_log.of(name(number)) for number in (1, 2, 3)]
+    assert [removal and removal.what for removal in evicted_log] == ["damaged"] * 3
 
 
 # --------------------------------------------------------------------- an engine dies

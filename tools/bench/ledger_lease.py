@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from omlxd.kv.ledger.ledger import Ledger
 
 
-class LedgerSpace:
+class LedgerLease:
     """A ledger in the same process: for tests, benchmarks and embedding."""
 
     def __init__(self, ledger: Ledger):
