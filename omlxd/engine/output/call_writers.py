@@ -112,12 +112,6 @@ class TagWriter(Writer):
         self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {value_json}"
 
 
-def tag_writer(text: str, properties: Properties) -> TagWriter | None:
-    """The writer for a call that begins with `text`; None: it has no tags, or not yet, or quoted names."""
-    tags = next((tags for tags in READINGS if tags.fits(text)), None)
-    return TagWriter(properties, tags) if tags is not None and not tags.quoted else None
-
-
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
     rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{', re.DOTALL
@@ -298,3 +292,11 @@ class JsonWriter(Writer):
 
     def _tail(self) -> bool:
         return False
+
+
+def writer_for(text: str, properties: Properties) -> Writer | None:
+    """The writer for a call that begins with `text`; None: no writer can tell, or quoted names."""
+    if text.startswith("{"):
+        return JsonWriter(properties)
+    tags = next((tags for tags in READINGS if tags.fits(text)), None)
+    return TagWriter(properties, tags) if tags is not None and not tags.quoted else None

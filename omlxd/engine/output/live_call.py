@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 
-from .call_writers import JsonWriter, Properties, Writer, tag_writer
+from .call_writers import Properties, Writer, writer_for
 from .tool_calls import ParsedCall
 
 
@@ -46,7 +46,7 @@ class LiveCall:
         """More of the arguments, or ""."""
         if self._writer is None:
             self._text += text
-            self._writer = self._choose(self._text.lstrip())
+            self._writer = writer_for(self._text.lstrip(), self._properties)
             text = self._text
         if self._writer is None:
             return ""
@@ -80,8 +80,3 @@ class LiveCall:
         arguments = self.writer.arguments
         news, self._sent = arguments[self._sent :], len(arguments)
         return news
-
-    def _choose(self, text: str) -> Writer | None:
-        if text.startswith("{"):
-            return JsonWriter(self._properties)
-        return tag_writer(text, self._properties)
