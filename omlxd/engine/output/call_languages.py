@@ -44,12 +44,8 @@ def gemma_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
     """The value at `at` and where it ends. Raises ValueError."""
-    for quote in _QUOTES:
-        if text.startswith(quote, at):
-            end = text.index(quote, at + len(quote))
-            return text[at + len(quote) : end], end + len(quote)
-    if text.startswith('"', at):  # as in JSON, where a model forgets its own marks
-        return _json_string(text, at)
+    if quoted := _quoted(text, at):
+        return quoted
     if text.startswith("{", at):
         return _object(text, at + 1, depth - 1)
     if text.startswith("[", at):
@@ -81,17 +77,21 @@ def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
     return items, at + 1
 
 
-def _key(text: str, at: int) -> tuple[str, int]:
+def _quoted(text: str, at: int) -> tuple[str, int] | None:
+    """A string and where it ends; None: no string begins here. Raises ValueError."""
     for quote in _QUOTES:
         if text.startswith(quote, at):
             end = text.index(quote, at + len(quote))
-            if (colon := _COLON.match(text, end + len(quote))) is None:
-                raise ValueError("no key")
-            return text[at + len(quote) : end], colon.end()
-    if text.startswith('"', at):
-        key, after = _json_string(text, at)
-        if colon := _COLON.match(text, after):
-            return key, colon.end()
+            return text[at + len(quote) : end], end + len(quote)
+    # As in JSON, where a model forgets its own quotes.
+    return _json_string(text, at) if text.startswith('"', at) else None
+
+
+def _key(text: str, at: int) -> tuple[str, int]:
+    if quoted := _quoted(text, at):
+        if (colon := _COLON.match(text, quoted[1])) is None:
+            raise ValueError("no key")
+        return quoted[0], colon.end()
     match = _KEY.match(text, at)
     if match is None:
         raise ValueError("no key")

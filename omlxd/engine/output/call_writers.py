@@ -1,7 +1,26 @@
-"""Writes the arguments of a call while the call still arrives: a writer for JSON, one for tags."""
+"""Sends a tool call's arguments on while the model still writes them.
+
+What goes out is the JSON text that the whole call gets, in the same bytes: members in the model's
+order, their values typed by the tool's schema. A string is sent letter by letter, any other value
+once it is whole, and a parameter between tags once its end tag stands there. Nothing goes out before
+the name is known and the first member has begun, so that text which only looks like a call is still
+text. How the text is cut into chunks can't matter.
+
+| the call begins with     | format                                             |
+|--------------------------|----------------------------------------------------|
+| `{"name": …, "arguments": {` | JSON, that key first (Hermes, Qwen)            |
+| `<function=NAME>`        | a tag a parameter (Qwen coder)                     |
+| `NAME<arg_key>`          | a tag a key and a value (GLM, LongCat)             |
+| anything else            | not sent on: read when it is whole (tool_calls.py) |
+
+A call that breaks off after its arguments began to go out can't be made text any more. It ends as a
+`ToolCallCut`: cut off by the limit of tokens, with all that the model wrote of it; malformed, with the
+members up to there, and the rest of it is text.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from abc import ABC, abstractmethod
@@ -9,7 +28,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..constrain.call_formats import READINGS, TagReading
-from .tool_calls import NAME, coerce, json_text, kinds_of, loads, typed_text
+from .tool_calls import NAME, ParsedCall, coerce, json_text, kinds_of, loads, typed_text
 
 Properties = Callable[[str], dict[str, Any]]
 """A tool's name → its parameters' schemas."""
@@ -300,3 +319,52 @@ def writer_for(text: str, properties: Properties) -> Writer | None:
         return JsonWriter(properties)
     tags = next((tags for tags in READINGS if tags.fits(text)), None)
     return TagWriter(properties, tags) if tags is not None and not tags.quoted else None
+
+
+class LiveCall:
+    """A call as its text arrives, in any format."""
+
+    def __init__(self, properties: Properties):
+        self._properties = properties
+        self._text = ""
+        self._sent = 0
+        self._writer: Writer | None = None
+
+    def feed(self, text: str) -> str:
+        """More of the arguments, or ""."""
+        if self._writer is None:
+            self._text += text
+            self._writer = writer_for(self._text.lstrip(), self._properties)
+            text = self._text
+        if self._writer is None:
+            return ""
+        self._writer.feed(text)
+        return self.news()
+
+    @property
+    def writer(self) -> Writer:
+        assert self._writer is not None
+        return self._writer
+
+    def close(self) -> str | None:
+        """The last of the arguments of a whole call; None: it is none."""
+        return self.news() if self.writer.close() else None
+
+    def begins(self, call: ParsedCall) -> bool:
+        """Whether what has gone out is the beginning of `call`."""
+        return self.writer.name == call.name and call.arguments.startswith(self.writer.arguments)
+
+    def resume(self, text: str) -> bool | None:
+        """Whether the call is whole with `text` behind what came; None: `text` ends inside its string."""
+        trial = copy.copy(self.writer)
+        trial.feed(text)
+        if trial.in_string:
+            return None
+        self._writer = trial if trial.close() else self._writer
+        return self._writer is trial
+
+    def news(self) -> str:
+        """Arguments that have not been given out."""
+        arguments = self.writer.arguments
+        news, self._sent = arguments[self._sent :], len(arguments)
+        return news

@@ -26,10 +26,10 @@ from ...chat import (
 )
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
+from .call_writers import LiveCall
 from .detokenizer import detokenizer
 from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
-from .live_call import LiveCall
 from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Splitter, State, Tags
 from .tool_calls import ToolCallReader
