@@ -102,7 +102,7 @@ class PosixFileSystem:
         if self._lock:
             now = identity(self._lock)
             if now is None or now != (self._identity or now):
-                raise FileNotFoundError(errno.ENOENT, "the cache folder is away", self._lock)
+                raise OSError(errno.ENODEV, "the cache folder is away", self._lock)  # No fault of one path.
             self._identity = now
         for folder in (os.path.dirname(path), path):
             with contextlib.suppress(FileExistsError):

@@ -157,7 +157,7 @@ def test_no_folder_is_made_in_place_of_a_cache_dir_that_went_away(tmp_path):
     for make in (lambda: None, root.mkdir, lock.touch):
         make()
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(OSError, match="the cache folder is away"):
             tier.store(keys[0], payload_of(keys[0].block_hash).buffers())
         assert sorted(tmp_path.rglob("*")) == before
     lock.unlink()

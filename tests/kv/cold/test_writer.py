@@ -30,6 +30,7 @@ from kv_fakes import (
 
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.writer import StoreWriter
+from omlxd.kv.files.fs import PosixFileSystem
 from omlxd.kv.store import KVStore
 from tools.bench.ledger_lease import LedgerLease
 
@@ -111,6 +112,21 @@ def test_a_folder_in_a_blocks_place_costs_that_block_only(rig, tmp_path):
     assert rig.writer.stats.failed == 1 and rig.writer.stats.written == 5
     assert rig.restore(KEYS) == all_bytes()
     rig.check()
+
+
+def test_a_folder_that_is_away_pauses_the_writer_with_one_line(tmp_path, caplog):
+    (tmp_path / "here").touch()
+    rig = Rig(tmp_path, fs=PosixFileSystem(str(tmp_path / "here")))
+    rig.serve(KEYS[:1])
+    (tmp_path / "here").unlink()
+    rig.serve(KEYS)
+    assert (rig.writer.stats.written, rig.writer.stats.failed, rig.writer.stats.refused) == (1, 1, 4)
+    assert [r.message.split(":")[0] for r in caplog.records] == ["cold tier off"]
+    (tmp_path / "here").touch()
+    rig.writer.resume()
+    rig.serve([lone_key(50)])
+    assert rig.writer.health.is_on and rig.writer.stats.written == 2
+    rig.drop()
 
 
 def test_a_bug_in_a_payload_neither_ends_the_writer_nor_keeps_the_grant(rig, caplog):
