@@ -1,6 +1,6 @@
 """`python -m omlxd.engine --fd N`: one engine over an inherited Unix socket.
 
-What MLX's backends read from the environment, set before they compute. A user's own value stays.
+It sets what MLX's backends read from the environment, before they compute. A user's own value stays.
 
 | variable                    | ours | why                                                                  |
 |-----------------------------|------|----------------------------------------------------------------------|
@@ -19,7 +19,6 @@ cold run's tokens in all 14 requests of all 25 families in float32 and of 10 of 
 each of phi3 and gemma4_text parted within rounding; H100, tools/bench/gpu_identity.py). But prefill of 16,000
 tokens takes 1.46 s instead of 0.68 (8B shape) and long contexts decode slower (mlx_adapter/batch_kv.py).
 """
-# MERGED: docstrings of __main__.py, backend_defaults.py (join by hand)
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters that are zero on clean traffic, and the line that the log gets of a request that isn't.
+"""What an engine counts and measures, by name; vLLM's names where it has one. Zero on clean traffic are:
 
 | counter                           | means                                                            |
 |-----------------------------------|------------------------------------------------------------------|
@@ -10,11 +10,8 @@
 | kv_checkpoint_missing             | blocks are cached further than the deepest checkpoint             |
 | requests_timed_out                | the watchdog ended it                                             |
 
-The log tells no text: counts, reasons, token positions, and a digest of the session's name.
-
-What an engine counts and measures, by name; vLLM's names where it has one.
+Log lines hold no text: counts, reasons, token positions, and a digest of the session's name.
 """
-# MERGED: docstrings of correctness.py, cli/status.py (join by hand)
 
 from __future__ import annotations
 

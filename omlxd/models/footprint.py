@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ..common.files import check_small, read_small, safetensors_header
-from ..common.units import PREFILL_CHUNK
+from ..common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
@@ -29,7 +29,7 @@ class Footprint(msgspec.Struct, frozen=True):
     weights       of the weight files
     kv_per_token  of the KV that each token of a sequence adds
     kv_fixed      of what a sequence keeps whatever its length: full windows, recurrent state
-    working       while a chunk of a prompt is computed, but for the scores of its attention
+    working       while a GPU computes a chunk of a prompt, but for the scores of its attention
     pair          of the scores of one token with another, in a layer of full attention
     """
 
@@ -40,9 +40,11 @@ class Footprint(msgspec.Struct, frozen=True):
     context_length: int | None
     pair: int = 0
 
-    def loading(self) -> int:
-        """To load it and answer something short."""
-        return PROCESS_BYTES + self.weights + self.working + self.sequence(PREFILL_CHUNK)
+    def loading(self, backend: str = "") -> int:
+        """To load it and answer something short. `backend`: `cpu` computes shorter passes; "": unknown."""
+        chunk = CPU_PREFILL_CHUNK if backend == "cpu" else PREFILL_CHUNK
+        working = self.working * chunk // PREFILL_CHUNK
+        return PROCESS_BYTES + self.weights + working + self.sequence(PREFILL_CHUNK)
 
     def sequence(self, tokens: int) -> int:
         """One sequence of so many tokens, without what all share."""

@@ -1,21 +1,15 @@
-"""Arrays whose memory nobody has written yet, to be filled by reads.
+"""Arrays that reads fill, and freed arrays that are given back to the system.
 
-MLX has none: `mx.empty` of 0.32.4 is `mx.zeros`, which writes every byte that a reader then writes
-again, on one thread. But `mx.load` of a file-like object allocates arrays and asks the object to fill
-them; this one fills in nothing. 490 MB for a prefix of 3,328 tokens of an 8B shape, huge pages, one
-virtual CPU: zeros 32 to 37 ms, these 15 ms; reading the prefix's files into either, 44 ms.
+MLX has no uninitialised arrays: `mx.empty` of 0.32.4 is `mx.zeros`, which writes every byte on one thread.
+But `mx.load` of a file-like object allocates arrays and asks the object to fill them; `_Unwritten` fills in
+nothing. 490 MB for a prefix of 3,328 tokens of an 8B shape, huge pages, one virtual CPU: zeros 32 to 37 ms,
+these 15 ms; reading the prefix's files into either, 44 ms. The bytes may be anything, another request's KV
+or a NaN: write all that is ever read of such an array.
 
-Their bytes may be anything, another request's KV or a NaN: whoever takes one must write all that is
-ever read of it.
-
-What MLX keeps of freed arrays, given back to the system.
-
-`mx.clear_cache` of 0.32.4 waits for every CPU stream and holds Python's lock meanwhile. A stream that
-reads by a Python object, as those of engine/mlx_adapter/arrays.py do, waits for that lock, and neither ever
-goes on. So the library's own function is called, by ctypes, which lets go of the lock. The wheels for Linux
-and macOS have it; a build without it gets nothing back, which is better than standing still.
+`mx.clear_cache` of 0.32.4 waits for every CPU stream and holds Python's lock meanwhile; a stream that reads
+by a Python object, as those above do, waits for that lock: a deadlock. So ctypes calls the library's own
+function, which releases the lock. The wheels for Linux and macOS export it; another build gives nothing back.
 """
-# MERGED: docstrings of blank.py, freed.py (join by hand)
 
 from __future__ import annotations
 
@@ -96,7 +90,7 @@ else:
 
 MOST = 2 << 30
 FIXED, PART = 128 << 20, 4
-"""Worth keeping is what a pass takes, which grows with the weights: something fixed, and a part of them."""
+"""A pass takes bytes that grow with the weights: keep so many, and a part of the weights."""
 
 
 def keep_at_most(weights: int, granted: int | None) -> None:

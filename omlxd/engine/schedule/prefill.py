@@ -1,4 +1,4 @@
-"""Which prompt is computed next, and how much of it in one pass.
+"""The prefill budget: which prompt is computed next, how much of it in one pass, and that pass.
 
 | backend | tokens in a pass                          | so KV has the same bits                      |
 |---------|-------------------------------------------|----------------------------------------------|
@@ -8,11 +8,8 @@
 |         | at most `PREFILL_CHUNK`                      | rates that give the same pass                |
 
 Passes end on an absolute grid. They do not shrink for decoding rows, which step between the layers of
-a pass (scheduler.py); nor do bits depend on them, therefore.
-
-One piece of a prompt through the model.
+a pass (scheduler.py), so bits don't depend on them.
 """
-# MERGED: docstrings of prefill_pacer.py, prefill_chunk.py (join by hand)
 
 from __future__ import annotations
 
@@ -21,13 +18,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from ...common.units import PREFILL_CHUNK
+from ...common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 from .. import mlx_adapter
 from ..sequence import Sequence
-
-CPU_CHUNK = 64
-"""Tokens a pass on a CPU at least; more gain nothing. SmolLM2's shape with 6 layers, 1,024 tokens, OpenBLAS
-with one thread, seconds: passes of 32 tokens 1.37, 64 1.15, 128 1.13, 256 1.12, 512 1.16, 1,024 1.48."""
 
 SLICE_S = 0.5
 """Seconds that a pass may take, as far as the measured rate foretells."""
@@ -40,7 +33,7 @@ OVERTAKE = 4
 
 
 PATIENCE = 16
-"""Times that a prompt is overtaken in a row: then it gets a chunk, or short ones could starve it."""
+"""Times that a prompt is overtaken in a row before it gets a pass, so that short ones don't starve it."""
 
 
 class PrefillBudget:
@@ -52,7 +45,7 @@ class PrefillBudget:
     def __init__(self, block_size: int):
         self._block = block_size
         self._backend = mlx_adapter.backend()
-        self.largest = max(block_size, CPU_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
+        self.largest = max(block_size, CPU_PREFILL_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
         self.rate = 0.0
 
     def pick(self, ready: Seq[Sequence]) -> Sequence:

@@ -1,19 +1,13 @@
-"""Sequences that wait for a slot: in order of arrival, but no client takes all slots from the others.
+"""Sequences that wait for a slot, and the watchdog that ends those whose time is up.
 
-The next one is of the client that holds the fewest slots; among equals, the first to arrive. A client
-is a session with all its sub-agents; requests that name no session are one client together. One that
-others overtook `PATIENCE` times goes next, whoever holds what: nobody waits for ever. Until then the
-shortest prompt may go before one that waits for memory.
+The queue is in order of arrival, but no client takes all slots from the others. The next sequence is of
+the client that holds the fewest slots; among equals, the first to arrive. A client is a session with all
+its sub-agents; requests that name no session are one client together. A sequence that was overtaken
+`PATIENCE` times goes next, whoever holds what. Until then the shortest prompt may go before one that
+waits for memory.
 
-Not thread-safe: the engine thread's.
-
-Ends requests whose time is up, wherever they are: waiting, restoring, prefilling or decoding.
-
-It is looked at between two steps of the engine, so a prefill ends with the chunk that it is in. What
-was computed stays cached, block by block, as it is right; a turn that was cut off so is not remembered
-(engine/prompt/turn_memory.py), nor where it stood in its session (sessions.py).
+Engine thread.
 """
-# MERGED: docstrings of waiting_line.py, watchdog.py (join by hand)
 
 from __future__ import annotations
 
@@ -29,7 +23,7 @@ PATIENCE = 16
 
 
 @dataclass(slots=True)
-class _Place:
+class _Entry:
     sequence: Sequence
     overtaken: int = 0
 
@@ -38,43 +32,44 @@ class RequestQueue:
     """Iterates in order of arrival. Hundreds at most wait (the front's bound): scans are cheap."""
 
     def __init__(self) -> None:
-        self._places: list[_Place] = []
+        self._entries: list[_Entry] = []
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter([place.sequence for place in self._places])
+        return iter([entry.sequence for entry in self._entries])
 
-    def join(self, sequence: Sequence) -> None:
-        self._places.append(_Place(sequence))
+    def add_request(self, sequence: Sequence) -> None:
+        self._entries.append(_Entry(sequence))
 
-    def leave(self, sequence: Sequence) -> None:
-        """Does nothing if it isn't there."""
-        self._places = [place for place in self._places if place.sequence is not sequence]
+    def remove_request(self, sequence: Sequence) -> None:
+        """Remove `sequence`, if it is there."""
+        self._entries = [entry for entry in self._entries if entry.sequence is not sequence]
 
-    def next(self, active: Iterable[Sequence], stuck: Sequence | None = None) -> Sequence | None:
-        """Who is next, and stays in the line; `active` hold slots. None: nobody.
+    def next_request(self, active: Iterable[Sequence], stuck: Sequence | None = None) -> Sequence | None:
+        """The next sequence, which stays in the queue; None: there is none.
 
-        stuck  who would be, but waits for memory
+        active  sequences that hold slots
+        stuck   the one that would be next, but waits for memory
         """
-        others = [place for place in self._places if place.sequence is not stuck]
-        late = next((place.sequence for place in self._places if place.overtaken >= PATIENCE), None)
+        others = [entry for entry in self._entries if entry.sequence is not stuck]
+        late = next((entry.sequence for entry in self._entries if entry.overtaken >= PATIENCE), None)
         if late is not None or not others:
             return late if late is not stuck else None
         # `min` takes the first of equals.
         if stuck is not None:
-            return min(others, key=lambda place: place.sequence.prompt_length).sequence
+            return min(others, key=lambda entry: entry.sequence.prompt_length).sequence
         held = Counter(client_of(sequence) for sequence in active)
-        return min(others, key=lambda place: held[client_of(place.sequence)]).sequence
+        return min(others, key=lambda entry: held[client_of(entry.sequence)]).sequence
 
-    def take(self, sequence: Sequence) -> None:
-        """`sequence` goes, past all that came before it."""
-        for place in self._places:
-            if place.sequence is sequence:
+    def take_request(self, sequence: Sequence) -> None:
+        """Remove `sequence`; it has overtaken all that came before it."""
+        for entry in self._entries:
+            if entry.sequence is sequence:
                 break
-            place.overtaken += 1
-        self.leave(sequence)
+            entry.overtaken += 1
+        self.remove_request(sequence)
 
 
 def client_of(sequence: Sequence) -> str:
@@ -86,9 +81,13 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Engine thread. `cancel(sequence)` gives its slot and references back.
+    """Ends requests that are past their deadline: waiting, restoring, prefilling or decoding.
 
-    expired  requests ended so far
+    Blocks that were computed stay cached. The turn is not remembered (engine/prompt/turn_memory.py), nor
+    its place in the session (engine/prompt/sessions.py).
+
+    cancel(sequence)  gives its slot and references back
+    expired           requests ended so far
     """
 
     def __init__(self, cancel: Callable[[Sequence], None], clock: Callable[[], float] = time.monotonic):

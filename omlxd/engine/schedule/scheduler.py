@@ -93,7 +93,7 @@ class Scheduler:
         self._inbox.post(call)
 
     def submit(self, sequence: Sequence) -> None:
-        self.post(lambda: self._waiting.join(sequence))
+        self.post(lambda: self._waiting.add_request(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop `sequence` and give its slot to another; what it computed stays cached."""
@@ -162,7 +162,7 @@ class Scheduler:
     def _admit(self) -> None:
         stuck: Sequence | None = None
         while len(self._active) < self._slots:
-            sequence = self._waiting.next(self._active, stuck)
+            sequence = self._waiting.next_request(self._active, stuck)
             if sequence is None:
                 break
             try:
@@ -171,7 +171,7 @@ class Scheduler:
                         break  # Nor is there memory for the shortest.
                     stuck = sequence
                     continue
-                self._waiting.take(sequence)
+                self._waiting.take_request(sequence)
                 self._active.append(sequence)
                 self._begin(sequence)
             except Exception as error:
@@ -382,7 +382,7 @@ class Scheduler:
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancelled = True
         if sequence.state is State.WAITING:
-            self._waiting.leave(sequence)
+            self._waiting.remove_request(sequence)
             self._over(sequence)
         elif sequence.state is State.PREFILLING and sequence is not self._computing:
             self._release(sequence)
@@ -408,7 +408,7 @@ class Scheduler:
             return  # As in `_cancel`.
         sequence.cache = None
         self._finish(sequence)
-        self._waiting.leave(sequence)
+        self._waiting.remove_request(sequence)
         self._over(sequence)
 
     def _over(self, sequence: Sequence) -> None:

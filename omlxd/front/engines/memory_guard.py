@@ -204,7 +204,8 @@ class MemoryGuard:
 
     def need(self, model_id: str, prints: Footprint) -> int:
         """Bytes to load a model and answer something short, by its files and by what was seen before."""
-        return prints.loading() + int(prints.weights * (self._book.factor(model_id) - 1))
+        backend = self._device.backend if self._device is not None else ""
+        return prints.loading(backend) + int(prints.weights * (self._book.factor(model_id) - 1))
 
     def _most(self, device: Device) -> int:
         usable = device.total - self._reserve(device)

@@ -22,16 +22,16 @@ def sequence(session: str = "") -> Sequence:
 
 
 def take(line: RequestQueue, active: list[Sequence]) -> Sequence:
-    following = line.next(active)
+    following = line.next_request(active)
     assert following is not None
-    line.take(following)
+    line.take_request(following)
     return following
 
 
 def line_of(*sequences: Sequence) -> RequestQueue:
     line = RequestQueue()
     for one in sequences:
-        line.join(one)
+        line.add_request(one)
     return line
 
 
@@ -56,7 +56,7 @@ def test_a_crowd_does_not_keep_another_client_out():
     line = line_of(*crowd)
     active = [take(line, []) for _ in range(8)]
     late = sequence("other")
-    line.join(late)
+    line.add_request(late)
     assert take(line, active[1:]) is late
 
 
@@ -65,32 +65,32 @@ def test_nobody_is_overtaken_for_ever():
     first = sequence("busy")
     line = line_of(first)
     for n in range(PATIENCE):
-        line.join(sequence(f"new-{n}"))
+        line.add_request(sequence(f"new-{n}"))
         assert take(line, [running]) is not first
-    line.join(sequence("one too many"))
+    line.add_request(sequence("one too many"))
     assert take(line, [running]) is first
 
 
 def test_leaving_the_line():
     one, two = sequence(), sequence()
     line = line_of(one, two)
-    line.leave(one)
-    line.leave(one)
+    line.remove_request(one)
+    line.remove_request(one)
     assert list(line) == [two] and take(line, []) is two
-    assert line.next([]) is None
+    assert line.next_request([]) is None
 
 
 def test_the_shortest_goes_before_one_that_waits_for_memory_but_not_for_ever():
     stuck = sequence()
     line = line_of(stuck)
-    assert line.next([], stuck) is None
+    assert line.next_request([], stuck) is None
     for _ in range(PATIENCE):
         longer, short = sequence(), sequence()
         longer.prompt_length = 2
-        line.join(longer)
-        line.join(short)
-        assert line.next([], stuck) is short
-        line.take(short)
-        line.leave(longer)
-    line.join(sequence())
-    assert line.next([]) is stuck and line.next([], stuck) is None
+        line.add_request(longer)
+        line.add_request(short)
+        assert line.next_request([], stuck) is short
+        line.take_request(short)
+        line.remove_request(longer)
+    line.add_request(sequence())
+    assert line.next_request([]) is stuck and line.next_request([], stuck) is None
