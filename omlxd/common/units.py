@@ -19,7 +19,7 @@ PREFILL_CHUNK = 2048
 
 CPU_PREFILL_CHUNK = 64
 """The same on a CPU, or a longer block; more gain nothing. Seconds for 1,024 tokens of SmolLM2's shape
-with 6 layers, OpenBLAS with one thread, by pass: 32 1.37, 64 1.15, 128 1.13, 256 1.12, 512 1.16, 1,024 1.48."""
+with 6 layers, OpenBLAS, one thread, by pass: 32 1.37, 64 1.15, 128 1.13, 256 1.12, 512 1.16, 1,024 1.48."""
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 MOST_CHARS = 64
