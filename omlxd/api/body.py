@@ -1,16 +1,14 @@
 """Request bodies: bytes into typed structs, with errors that name the field at fault.
 
-Every protocol decodes through `decode`, so that no body, however odd, is anything but an
-`InvalidRequest`. Field names in errors are dotted paths (`messages.0.role`).
+Every protocol decodes with `decode`, which raises InvalidRequest for any bytes that are not its type.
+Errors name fields by dotted paths (`messages.0.role`).
 
-How much JSON a body holds, seen before any of it is built.
+`check_shape` bounds the JSON of a body before anything is built: a megabyte of `[],[],…` becomes 30 MB of
+lists, and 32 of those kept this process busy for half a minute. Coding agents send 3 objects or lists a
+kilobyte.
 
-A megabyte of `[],[],…` becomes 30 MB of lists, and 32 of them kept this process from answering anybody
-for half a minute. Real sessions of coding agents hold 3 objects or lists in a kilobyte.
-
-`keep_alive`, the one field that every generating body may carry: Ollama's, for how long a model stays.
+`keep_alive` is Ollama's field for how long a model stays loaded; every generating body may carry it.
 """
-# MERGED: docstrings of body.py, body_shape.py, keep_alive.py (join by hand)
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..config.keys import add_key, keys_path, read_keys, revoke_key
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.epilog = (
         "A request carries a key as `Authorization: Bearer KEY` or `x-api-key: KEY`. From the first key on, "
-        "every request but GET /health and GET /ready needs one; a running daemon hears of changes at once."
+        "every request but GET /health and GET /ready needs one; a running daemon follows changes at once."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     add = verbs.add_parser("add", help="make a key and print it, once")

@@ -220,7 +220,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.epilog = "What follows -- goes to the agent as it is."
     known, unknown = parser.parse_known_args(own)
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no flag of `omlxd launch`; flags of {known.agent} go after --.")
+        raise ConfigError(
+            f"{unknown[0]} is not a flag of `omlxd launch`; flags of {known.agent} go after --."
+        )
     agent = AGENTS[known.agent]
     try:
         url, key = address(known.url)

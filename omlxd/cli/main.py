@@ -8,6 +8,7 @@ from . import early_stop  # noqa: F401  (before whatever takes time)
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -24,11 +25,11 @@ VERBS = {
         "cli.cache.command",
         "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
-    "key": ("cli.key", "make, list and revoke API keys; a running daemon hears of it at once"),
+    "key": ("cli.key", "make, list and revoke API keys; a running daemon follows at once"),
     "config": ("cli.config", "show each setting, and where its value comes from"),
     "doctor": (
         "cli.doctor.command",
-        "what of this machine or its settings would keep omlxd from working well",
+        "find what in this machine or its settings keeps omlxd from working well",
     ),
     "engine": (
         "front.bridge.command",
@@ -38,7 +39,7 @@ VERBS = {
     "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
-    "top": ("cli.top", "the same, live"),
+    "top": ("cli.top", "what `omlxd status` shows, live"),
 }
 """Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,
 and its help. Imported only when it is called."""
@@ -48,6 +49,14 @@ class _Parser(argparse.ArgumentParser):
     """argparse that ends in one sentence instead of a page of usage."""
 
     def error(self, message: str) -> NoReturn:
+        kind, _, words = message.partition(": ")
+        if kind == "the following arguments are required":
+            verbs = next((action.choices for action in self._actions if action.metavar == "VERB"), None)
+            message = f"{words} is missing" + (f": one of {', '.join(verbs)}" if verbs else "")
+        elif kind == "unrecognized arguments":
+            message = f"{words} is not a flag of `{self.prog}`"
+        elif choice := re.fullmatch(r"invalid choice: ('.*') \(choose from (.*)\)", words):
+            message = f"{choice[1]} is not one of {choice[2].replace(chr(39), '')}"
         raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")
 
 
@@ -72,7 +81,7 @@ def _main(argv: list[str]) -> int:
         verb = importlib.import_module("omlxd." + module)
         return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
-    parser.epilog = "`omlxd serve` alone serves a small demo model; `omlxd VERB --help` tells of a verb."
+    parser.epilog = "`omlxd serve` alone serves a small demo model; `omlxd VERB --help` explains a verb."
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     serve = verbs.add_parser(
@@ -88,12 +97,14 @@ def _main(argv: list[str]) -> int:
     if not argv:
         parser.print_help()
         return 0
-    known, rest = parser.parse_known_args(argv)
+    args, rest = parser.parse_known_args(argv)
     if rest:
         word = rest[0].partition("=")[0]
         hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
-        raise ConfigError(f"{word} is no flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word)
-    flags = {name: value for name, value in vars(known).items() if name != "verb" and value is not None}
+        raise ConfigError(
+            f"{word} is not a flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word
+        )
+    flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)
     settings = load_settings(flags, environ)
 

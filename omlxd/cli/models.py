@@ -1,14 +1,7 @@
-"""The command line of `omlxd models`. Exit status 0: done. 1: it could not be done. 2: wrong arguments.
+"""`omlxd models`: what is installed and loaded, and orders about it. Exit status 0, 1 (failed) or 2 (bad flags).
 
-`omlxd models`: what is installed and loaded, and the owner's say in it.
-
-Asks the running daemon; `list`, `show` and `pull` work without one. Imports neither MLX nor the hub.
-
-Installed models as the folders tell, with no daemon.
-
-Models as a person reads them.
+`list`, `show` and `pull` work without a daemon. Imports neither MLX nor the hub.
 """
-# MERGED: docstrings of command.py, __init__.py, offline.py, text.py (join by hand)
 
 from __future__ import annotations
 
@@ -171,8 +164,8 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
             made.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
         return made
 
-    listed = verb("list", _list, "every installed model; without a daemon, what lies on this machine")
-    shown = verb("show", _show, "all that is known of one model")
+    listed = verb("list", _list, "every installed model, also without a daemon")
+    shown = verb("show", _show, "all details of one model")
     shown.add_argument("model")
     for made in (listed, shown):
         made.add_argument("--config", metavar="FILE", help="TOML file of settings")
@@ -184,7 +177,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     loaded = verb("load", _load, "load a model now; it stays until it is unloaded")
     loaded.add_argument("model")
     loaded.add_argument("--keep-alive", metavar="TIME", help="go after that long without a request, as 30m")
-    verb("unload", _unload, "end a model's engine; its cache is written first").add_argument("model")
+    verb("unload", _unload, "write its cache, then end its engine").add_argument("model")
     pinned = verb("pin", _pin, "never unload a model for others, nor for being idle")
     pinned.add_argument("model")
     pinned.add_argument("--off", action="store_true", help="take the pin away")

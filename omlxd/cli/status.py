@@ -1,12 +1,7 @@
-"""`omlxd status`: the running daemon on one page, or as JSON.
+"""`omlxd status`: the running daemon on one page, or as JSON, with rates and shares that people compare.
 
-`omlxd status`, `omlxd top` and `omlxd config`: what the running daemon does, and with what settings.
-
-What belongs here: asking the daemon, and tables. What may not: MLX, a model, the cache dir's files.
-
-What a status says, in numbers that people compare: rates, shares, words for time.
+Imports no MLX and no model, and reads no file of the cache dir.
 """
-# MERGED: docstrings of status.py, __init__.py, figures.py (join by hand)
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 if there is no daemon at the start. Raises ConfigError."""
     parser.allow_abbrev = False
     add_url(parser)
-    parser.add_argument("--interval", metavar="S", default="1", help="seconds between two looks (default: 1)")
-    parser.add_argument("--looks", metavar="N", default="0", help="end after N looks (default: never)")
+    parser.add_argument("--interval", metavar="S", default="1", help="seconds between updates (default: 1)")
+    parser.add_argument("--looks", metavar="N", default="0", help="end after N updates (default: never)")
     args = parser.parse_args(argv)
     interval, looks = _number(args.interval, "--interval", 0.1), _number(args.looks, "--looks", 0)
     try:

@@ -1,15 +1,9 @@
-"""The blocks of Anthropic's messages, as they come over the wire. What becomes of them:
-api/anthropic/request.py.
+"""The blocks of Anthropic's messages, as they come over the wire; api/anthropic/request.py translates them.
 
-A field that is not here is not read: `cache_control`, `citations`, `caller`, `toolset_name` and what the
-future brings never reach the prompt.
-
-Blocks of what ran at Anthropic, in a session that was begun there.
-
-There is nothing to call or to answer here. What the model made of them stands in its text; the blocks
-themselves are left out of the prompt.
+Fields that are not here are not read: `cache_control`, `citations`, `caller`, `toolset_name` and future
+ones never reach the prompt. Blocks of tools that ran at Anthropic, in a session that began there, are left
+out of the prompt: the model's text holds what it made of them.
 """
-# MERGED: docstrings of anthropic_blocks.py, anthropic_server_blocks.py (join by hand)
 
 from __future__ import annotations
 

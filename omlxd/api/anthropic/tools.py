@@ -1,11 +1,9 @@
-"""The tools of an Anthropic request: those that the prompt lists, and those that it tells of later.
+"""The tools of an Anthropic request: those that the prompt lists, and those that come up later in it.
 
-Tools that Anthropic defines and the client runs: `bash_…`, `text_editor_…`, `memory_…`.
-
-A client sends only their type, as Claude knows their arguments. Another model is told them here: what the
-client's code reads of a call (the SDK's types of the memory tool; Anthropic's documentation of the others).
+Of the tools that Anthropic defines and the client runs (`bash_…`, `text_editor_…`, `memory_…`) a client
+sends the type alone, as Claude knows their arguments. Other models get the arguments that the client's code
+reads: those of the SDK's types for the memory tool, and of Anthropic's documentation for the others.
 """
-# MERGED: docstrings of anthropic_tools.py, anthropic_client_tools.py (join by hand)
 
 from __future__ import annotations
 

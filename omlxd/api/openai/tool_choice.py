@@ -1,4 +1,4 @@
-"""`tool_choice` of OpenAI's two chat protocols, `allowed_tools` included.
+"""`tool_choice` of OpenAI's two chat protocols, `allowed_tools` included, and custom tools.
 
 | given                                   | becomes                                                 |
 |-----------------------------------------|---------------------------------------------------------|
@@ -6,11 +6,9 @@
 | a function or custom tool of the request | a call of it                                           |
 | `allowed_tools`                         | its mode, and the names that may be called              |
 
-All tools of the request stay in the prompt whatever is allowed, so that a cached prefix holds.
-
-Custom tools of OpenAI's two chat protocols: a tool whose one argument is text, maybe of a grammar.
+All tools of the request stay in the prompt whatever is allowed, so that a cached prefix holds. A custom
+tool has one argument, a text, which may have to follow a grammar.
 """
-# MERGED: docstrings of openai_tool_choice.py, openai_custom_tools.py (join by hand)
 
 from __future__ import annotations
 

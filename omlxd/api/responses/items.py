@@ -11,13 +11,10 @@
 | `item_reference`                            | what it stands for (api/responses/request.py)        |
 | any other                                   | nothing: it was for OpenAI's own side            |
 
-Items have ids that change from session to session; they are read in references alone. Neighbouring
-items of the assistant make one message, and so do neighbouring results, as a turn is one message to a
-template.
-
-Ids of /v1/responses: an item's tells which response it belongs to.
+Only references read the ids of items: those change from session to session, and tell which response an item
+is of. Neighbouring items of the assistant make one message, and so do neighbouring results, as a turn is
+one message to a template.
 """
-# MERGED: docstrings of openai_responses_items.py, openai_ids.py (join by hand)
 
 from __future__ import annotations
 

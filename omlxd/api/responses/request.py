@@ -1,13 +1,11 @@
 """OpenAI's Responses API: a body into a `GenerateRequest`. Answers: api/responses/answer.py.
 
-As in chat completions, what would change the answer and can't be honoured is refused; unknown
-fields are ignored. Tools that would run on OpenAI's side are left out: Codex always offers one.
+Fields that would change the answer and can't be honoured are refused; unknown fields are ignored. Tools
+that run at OpenAI are left out: Codex always offers one.
 
-`item_reference` in the input of /v1/responses: an item of an earlier response's output, named by its id.
-
-Vercel's AI SDK sends earlier turns so, unless it is told not to store them.
+An `item_reference` names an item of an earlier response's output by its id: Vercel's AI SDK sends earlier
+turns so, unless told not to store them.
 """
-# MERGED: docstrings of openai_responses.py, openai_references.py (join by hand)
 
 from __future__ import annotations
 

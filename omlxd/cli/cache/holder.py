@@ -1,13 +1,8 @@
-"""What only the daemon that holds a cache dir can do, or knows: asked over its port.
+"""Which daemon holds a cache dir, and what only that daemon can do: it keeps the account of the folder.
 
-It alone keeps the account of the folder, so it removes files itself while it runs.
-
-Who holds a cache dir: asked without touching the lock, or taken for a moment.
-
-Even a shared lock held for a moment would make a daemon that starts then believe that the folder
-is another's. So verbs that only look read the number in the lock file, and ask the system about it.
+Verbs that only look read the process id in the lock file and ask the system about it. They take no lock: a
+daemon that starts at that moment would believe that another one holds the folder.
 """
-# MERGED: docstrings of through_daemon.py, lock.py (join by hand)
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def _serve_flags(words: list[str]) -> dict[str, str]:
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; see `omlxd serve --help`.") from error
     if unknown:
-        raise ConfigError(f"{unknown[0]} is no flag of `omlxd serve`; see `omlxd serve --help`.")
+        raise ConfigError(f"{unknown[0]} is not a flag of `omlxd serve`; see `omlxd serve --help`.")
     return {name: value for name, value in vars(known).items() if value is not None}
 
 
