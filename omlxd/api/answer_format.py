@@ -84,7 +84,7 @@ def format_of(given: ResponseFormat | None, param: str) -> AnswerFormat | None:
 
 def guided(body: GuidedFields) -> AnswerFormat | None:
     """What vLLM's fields ask for. Raises InvalidRequest where they ask for several things."""
-    found = [
+    result = [
         _guided(kind, value, param)
         for kind, value, param in (
             ("json", body.guided_json, "guided_json"),
@@ -95,7 +95,7 @@ def guided(body: GuidedFields) -> AnswerFormat | None:
         )
         if value is not None
     ]
-    return only(*found)
+    return only(*result)
 
 
 def only(*found: AnswerFormat | None) -> AnswerFormat | None:

@@ -102,8 +102,8 @@ def session_of(body: Any) -> str:
             return word[:200]
     for name in _NESTED:
         nested = _nested(body, name)
-        if nested and (found := session_of(nested)):
-            return found
+        if nested and (result := session_of(nested)):
+            return result
     return ""
 
 

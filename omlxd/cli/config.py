@@ -39,9 +39,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     show = verbs.add_parser("show", help="each setting and where it comes from", allow_abbrev=False)
     show.add_argument("--json", action="store_true", help="a JSON list")
     add_flags(show)
-    known = vars(parser.parse_args(argv))
-    as_json = known.pop("json")
-    flags = {name: value for name, value in known.items() if value is not None}
+    args = vars(parser.parse_args(argv))
+    as_json = args.pop("json")
+    flags = {name: value for name, value in args.items() if value is not None}
     rows = shown(load_settings(flags))
     print(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else as_text(rows))
     return 0

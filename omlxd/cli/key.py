@@ -26,8 +26,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         verb.add_argument("--base-path", metavar="DIR", help="folder of everything that omlxd keeps")
     args = parser.parse_args(list(argv))
 
-    known = {option.name for option in OPTIONS} | {"config"}
-    flags = {name: value for name, value in vars(args).items() if name in known and value is not None}
+    names = {option.name for option in OPTIONS} | {"config"}
+    flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
     # Only where the file is matters here, and it must be possible to make the first key that an
     # address needs: the host of the settings is left aside.
     path = keys_path(load_settings({**flags, "host": "127.0.0.1"}).base_path)

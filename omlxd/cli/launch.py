@@ -218,16 +218,14 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "--print-env", action="store_true", help='print shell commands instead: eval "$(omlxd launch …)"'
     )
     parser.epilog = "What follows -- goes to the agent as it is."
-    known, unknown = parser.parse_known_args(own)
+    args, unknown = parser.parse_known_args(own)
     if unknown:
-        raise ConfigError(
-            f"{unknown[0]} is not a flag of `omlxd launch`; flags of {known.agent} go after --."
-        )
-    agent = AGENTS[known.agent]
+        raise ConfigError(f"{unknown[0]} is not a flag of `omlxd launch`; flags of {args.agent} go after --.")
+    agent = AGENTS[args.agent]
     try:
-        url, key = address(known.url)
-        path = None if known.print_env else _found(agent)
-        target = find_target(url, key, known.model)
+        url, key = address(args.url)
+        path = None if args.print_env else _found(agent)
+        target = find_target(url, key, args.model)
         if warning := too_small(agent, target):
             print(f"omlxd: {warning}", file=sys.stderr)
         start = agent.start(target)

@@ -1,4 +1,4 @@
-"""`omlxd models`: what is installed and loaded, and orders about it. Exit status 0, 1 (failed) or 2 (bad flags).
+"""`omlxd models`: what is installed and loaded, and orders about it. Exit status 0, 1 (failed) or 2 (flags).
 
 `list`, `show` and `pull` work without a daemon. Imports neither MLX nor the hub.
 """
@@ -47,11 +47,11 @@ def why_broken(model: InstalledStatus) -> str:
 def installed(settings: Settings) -> list[InstalledStatus]:
     """Every model that a daemon of these settings would offer."""
     default = default_model(settings)
-    found = []
+    result = []
     for model in Catalog(settings).models().values():
         own = settings.models.get(model.id)
         prints = footprint(model.folder) if model.folder is not None else None
-        found.append(
+        result.append(
             InstalledStatus(
                 id=model.id,
                 state="installed",
@@ -66,7 +66,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
             )
         )
-    return found
+    return result
 
 
 _HEAD = ("MODEL", "STATE", "ON DISK", "IN RAM", "CONTEXT", "STAYS", "ALIASES")
@@ -192,18 +192,18 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
 
 def _list(args: argparse.Namespace) -> int:
     try:
-        found = _ask(args, "/omlxd/models", InstalledStatuses)
+        result = _ask(args, "/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
-        found = InstalledStatuses(installed(_settings(args)))
+        result = InstalledStatuses(installed(_settings(args)))
         if not args.json:
             print(f"no daemon: {error.message}", file=sys.stderr)
-    _say(args, found, lambda: as_table(found.models))
+    _say(args, result, lambda: as_table(result.models))
     return 0
 
 
 def _show(args: argparse.Namespace) -> int:
     try:
-        found = _ask(args, "/omlxd/models/" + quote(args.model), InstalledStatus)
+        result = _ask(args, "/omlxd/models/" + quote(args.model), InstalledStatus)
     except NoDaemon as error:
         models = installed(_settings(args))
         names = [model.id for model in models]
@@ -212,11 +212,11 @@ def _show(args: argparse.Namespace) -> int:
             raise DaemonError(
                 f"There is no model {args.model!r} on this machine; there are: {', '.join(names) or 'none'}."
             ) from None
-        found = matching[0]
-        found.trouble = why_broken(found)
+        result = matching[0]
+        result.trouble = why_broken(result)
         if not args.json:
             print(f"no daemon: {error.message}", file=sys.stderr)
-    _say(args, found, lambda: as_page(found))
+    _say(args, result, lambda: as_page(result))
     return 0
 
 
@@ -230,21 +230,21 @@ def _pull(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> int:
     body = LoadModel(args.model, args.keep_alive)
-    found = _ask(args, "/omlxd/models/load", InstalledStatus, body, LOAD_S)
-    _say(args, found, lambda: f"{found.id} is loaded (process {found.pid})")
+    result = _ask(args, "/omlxd/models/load", InstalledStatus, body, LOAD_S)
+    _say(args, result, lambda: f"{result.id} is loaded (process {result.pid})")
     return 0
 
 
 def _unload(args: argparse.Namespace) -> int:
-    found = _ask(args, "/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
-    waits = f"{found.id} goes when its {found.in_flight} requests in flight have ended"
-    _say(args, found, lambda: f"{found.id} is unloaded" if found.gone else waits)
+    result = _ask(args, "/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
+    waits = f"{result.id} goes when its {result.in_flight} requests in flight have ended"
+    _say(args, result, lambda: f"{result.id} is unloaded" if result.gone else waits)
     return 0
 
 
 def _pin(args: argparse.Namespace) -> int:
-    found = _ask(args, "/omlxd/models/pin", InstalledStatus, PinModel(args.model, not args.off))
-    _say(args, found, lambda: f"{found.id} is {'pinned' if found.pinned else 'no longer pinned'}")
+    result = _ask(args, "/omlxd/models/pin", InstalledStatus, PinModel(args.model, not args.off))
+    _say(args, result, lambda: f"{result.id} is {'pinned' if result.pinned else 'no longer pinned'}")
     return 0
 
 
@@ -253,9 +253,9 @@ def _alias(args: argparse.Namespace) -> int:
         raise ConfigError(
             "`omlxd models alias NAME MODEL` gives a name, `omlxd models alias NAME --off` ends it."
         )
-    found = _ask(args, "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model))
-    owner = next((model.id for model in found.models if args.alias in model.aliases), None)
-    _say(args, found, lambda: f"{args.alias} means {owner}" if owner else f"{args.alias} means nothing now")
+    result = _ask(args, "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model))
+    owner = next((model.id for model in result.models if args.alias in model.aliases), None)
+    _say(args, result, lambda: f"{args.alias} means {owner}" if owner else f"{args.alias} means nothing now")
     return 0
 
 

@@ -164,7 +164,7 @@ class _File:
             if name not in names:
                 kinds = {"serve": "setting", "defaults": "sampling setting", "models": "setting of a model"}
                 what = kinds[table[0]]
-                hint = closest(key.replace("_", "-"), [known.replace("_", "-") for known in names])
+                hint = closest(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
                 raise ConfigError(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.", param=key)
             if name in got:
                 raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.", param=key)

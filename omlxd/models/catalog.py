@@ -62,18 +62,18 @@ class Catalog:
     def look(self) -> None:
         """Read the folders. Blocks for as long as they do."""
         settings = self.settings
-        found: dict[str, InstalledModel] = {}
+        result: dict[str, InstalledModel] = {}
         default = default_model(settings)
         if default is not None:
-            found[default.id] = default
+            result[default.id] = default
         if settings.model_dir is not None:
             for model in in_folder(settings.model_dir):
-                found.setdefault(model.id, model)
+                result.setdefault(model.id, model)
         if not settings.no_hf_cache:
             for model in in_hub_cache(hub_cache_dir()):
-                found.setdefault(model.id, model)
+                result.setdefault(model.id, model)
         if settings is self.settings:  # They may have been replaced meanwhile.
-            self._found, self._looked_at = found, time.monotonic()
+            self._found, self._looked_at = result, time.monotonic()
 
 
 def default_model(settings: Settings) -> InstalledModel | None:

@@ -157,10 +157,10 @@ def _weight_files(folder: Path) -> list[Path]:
     """Every weight file, those that the index names included, whether they exist or not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        found = sorted(path for path in folder.glob("*.safetensors"))
-        if not found:
+        result = sorted(path for path in folder.glob("*.safetensors"))
+        if not result:
             raise ModelError(f"--model: {folder} has no weights: there is no *.safetensors file in it.")
-        return found
+        return result
     try:
         names = sorted(set(msgspec.json.decode(read_small(index), type=_Index).weight_map.values()))
     except msgspec.DecodeError as error:

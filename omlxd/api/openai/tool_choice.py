@@ -93,12 +93,12 @@ def _allowed(
 ) -> tuple[str, tuple[str, ...]]:
     if not given:
         raise _refused("allowed_tools names no tool; use none")
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for tool in given:
         # Tools that run on OpenAI's side are left out of the prompt too.
         if tool.type in ("function", "custom", "namespace"):
-            found.update(dict.fromkeys(_known(tool, names)))
-    allowed = tuple(name for name in found if name in listed)
+            result.update(dict.fromkeys(_known(tool, names)))
+    allowed = tuple(name for name in result if name in listed)
     if allowed:
         return mode, allowed
     if mode == "required":
@@ -107,10 +107,10 @@ def _allowed(
 
 
 def _known(tool: ToolGiven, names: Names) -> list[str]:
-    found = names(tool)
-    if not found:
+    result = names(tool)
+    if not result:
         raise _refused(f"there is no tool {tool.called[:100]!r}")
-    return found
+    return result
 
 
 def _parsed(given: Any) -> _Choice:

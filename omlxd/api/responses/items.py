@@ -94,8 +94,8 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
     for index, item in enumerate(items):
         if item.type in ("additional_tools", "tool_search_output"):
             for at, tool in enumerate(item.tools or []):
-                found = item.type == "tool_search_output" and item.call_id is not None
-                tools.add(tool, f"input.{index}.tools.{at}", found)
+                result = item.type == "tool_search_output" and item.call_id is not None
+                tools.add(tool, f"input.{index}.tools.{at}", result)
     runs: list[tuple[Role, list[Part]]] = []
     for index, item in enumerate(items):
         told = _told(item, tools, f"input.{index}")

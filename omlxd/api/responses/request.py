@@ -234,14 +234,14 @@ def _refuse(request: ResponsesBody) -> None:
 def _before(request: ResponsesBody, history: History) -> tuple[Message, ...]:
     if request.previous_response_id is None:
         return ()
-    found = history(request.previous_response_id)
-    if found is None:
+    result = history(request.previous_response_id)
+    if result is None:
         raise NotFound(
             f"previous_response_id: there is no response {request.previous_response_id[:100]!r} here (any "
             "more); send the whole conversation as input",
             param="previous_response_id",
         )
-    return found
+    return result
 
 
 def _messages(request: ResponsesBody, tools: ResponseTools) -> tuple[Message, ...]:

@@ -108,8 +108,8 @@ class ResponseTools:
 
     def _name_for(self, namespace: str, name: str) -> str:
         """The same tool again keeps its name (the later one stands); another gets one of its own."""
-        if known := self._flat.get((namespace, name)):
-            return known
+        if entry := self._flat.get((namespace, name)):
+            return entry
         flat = base = _joined(namespace, name)
         number = 2
         while flat in self.names:
@@ -121,8 +121,8 @@ class ResponseTools:
 
 def told_name(names: dict[str, ToolName], called: str) -> ToolName:
     """How a call of `called` is told. A model that leaves a namespace out means the only such tool."""
-    if (known := names.get(called)) is not None:
-        return known
+    if (entry := names.get(called)) is not None:
+        return entry
     alike = [told for told in names.values() if told.name == called]
     return alike[0] if len(alike) == 1 else ToolName(called)
 

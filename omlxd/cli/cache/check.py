@@ -56,13 +56,13 @@ def check(
     Misplaced entries are bad too, whatever the sample. Raises FileNotFoundError without a cache dir.
     """
     outcome, chosen = Outcome(), list[Found]()
-    for found in inventory.walk(root, list(inventory.namespaces(root))):
-        if found.kind in ("block", "record"):
-            chosen.append(found)
-        elif found.kind == "misplaced":
-            outcome.bad.append(_misplaced(root, found, delete_bad))
+    for file in inventory.walk(root, list(inventory.namespaces(root))):
+        if file.kind in ("block", "record"):
+            chosen.append(file)
+        elif file.kind == "misplaced":
+            outcome.bad.append(_misplaced(root, file, delete_bad))
             say(_line(outcome.bad[-1]))
-        elif found.kind == "temporary":
+        elif file.kind == "temporary":
             outcome.temporary += 1
         else:
             outcome.strangers += 1

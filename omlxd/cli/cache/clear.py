@@ -25,15 +25,15 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        return sum(found.disk for found in self.files)
+        return sum(file.disk for file in self.files)
 
     def as_text(self) -> list[str]:
         """A line a model, of those that lose a file."""
         lines: list[str] = []
         for folder, info in self.folders.items():
-            own = [found for found in self.files if found.namespace == folder]
+            own = [file for file in self.files if file.namespace == folder]
             if own:
-                size = human(sum(found.disk for found in own))
+                size = human(sum(file.disk for file in own))
                 lines.append(f"{title(folder, info)}: {len(own)} files, {size}")
         return lines
 
@@ -70,14 +70,14 @@ def remove(root: Path, planned: Plan) -> tuple[int, int, list[str]]:
     gone = nbytes = 0
     troubles: list[str] = []
     with exclusive(root):
-        for found in planned.files:
+        for file in planned.files:
             try:
-                (root / found.path).unlink(missing_ok=True)
+                (root / file.path).unlink(missing_ok=True)
             except OSError as error:
-                troubles.append(f"{found.path}: {error.strerror}")
+                troubles.append(f"{file.path}: {error.strerror}")
                 continue
             gone += 1
-            nbytes += found.disk
+            nbytes += file.disk
         for folder in planned.folders:
             prune(root, folder)
     return gone, nbytes, troubles

@@ -99,17 +99,17 @@ def _add_folder_options(verb: argparse.ArgumentParser) -> None:
 
 
 def _fraction(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
-    if not found or not 0 < int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+    if not match or not 0 < int(match[1]) <= int(match[2]):
         raise ConfigError(f"--sample: {text!r} is no part; write 1/100 for one file in a hundred.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def _age(text: str) -> float:
-    found = _AGE.fullmatch(text)
-    if not found:
+    match = _AGE.fullmatch(text)
+    if not match:
         raise ConfigError(f"--older-than: {text!r} is no age; write 30d, 12h, 90m or 2w.")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 # --------------------------------------------------------------------------- verbs
@@ -117,15 +117,15 @@ def _age(text: str) -> float:
 
 def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     cap = 0 if settings.no_cache else settings.cold_cache_bytes
-    found = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
+    result = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
     with contextlib.suppress(DaemonRuns):
         if daemon := holder.find(root, settings, args.url):
-            found.live = daemon.status
-            found.cap_bytes, found.cap_source = daemon.cap, "the daemon's"
+            result.live = daemon.status
+            result.cap_bytes, result.cap_source = daemon.cap, "the daemon's"
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        print(stats.as_text(found))
+        print(stats.as_text(result))
     return 0
 
 
@@ -142,8 +142,8 @@ def _tell_daemon(args: argparse.Namespace, settings: Settings, root: Path, outco
     if not gone:
         return
     try:
-        if found := holder.find(root, settings, args.url):
-            found.forget(gone, remove=False)
+        if result := holder.find(root, settings, args.url):
+            result.forget(gone, remove=False)
     except (DaemonRuns, DaemonError):
         print("the running daemon counts the removed files until it restarts or evicts them")
 
@@ -158,10 +158,10 @@ def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 
 def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    known = inventory.namespaces(root)
-    chosen = named(known, args.model) if args.model else known
+    infos = inventory.namespaces(root)
+    chosen = named(infos, args.model) if args.model else infos
     if not chosen and args.model:
-        names = sorted({info.model_id if info else folder[:8] for folder, info in known.items()})
+        names = sorted({info.model_id if info else folder[:8] for folder, info in infos.items()})
         raise ConfigError(f"--model: nothing of {args.model!r} is cached; cached: {', '.join(names) or '-'}.")
     daemon = holder.find(root, settings, args.url)
     if daemon is None:
@@ -170,7 +170,7 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     else:
         planned = plan(root, chosen, args.older_than)
         # Temporary files are being written.
-        planned.files = [found for found in planned.files if found.kind != "temporary"]
+        planned.files = [file for file in planned.files if file.kind != "temporary"]
     if not planned.files:
         print("nothing to remove")
         return 0
@@ -185,7 +185,7 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     if daemon is None:
         files, nbytes, troubles = remove(root, planned)
     else:
-        files, nbytes, troubles = daemon.forget([found.path for found in planned.files], remove=True)
+        files, nbytes, troubles = daemon.forget([file.path for file in planned.files], remove=True)
     for trouble in troubles:
         print(f"can't remove {trouble}", file=sys.stderr)
     print(f"removed {files} files, {human(nbytes)}")

@@ -58,11 +58,11 @@ def scrub(
 def _sweep(root: Path) -> Leftovers:
     left = Leftovers()
     folders = list(inventory.namespaces(root))
-    temporary = [found for found in inventory.walk(root, folders) if found.kind == "temporary"]
-    for found in temporary:
-        (root / found.path).unlink(missing_ok=True)
+    temporary = [file for file in inventory.walk(root, folders) if file.kind == "temporary"]
+    for file in temporary:
+        (root / file.path).unlink(missing_ok=True)
         left.files += 1
-        left.bytes += found.disk
+        left.bytes += file.disk
     for path in [*root.glob("fingerprints.json.*.tmp"), root / ".probe"]:
         if path.is_file() and not path.is_symlink():
             left.files += 1
@@ -73,11 +73,11 @@ def _sweep(root: Path) -> Leftovers:
 
 
 def _orphans(root: Path, wanted: bool, daemon: Holder | None, say: Callable[[str], None]) -> bool:
-    found = {f: i for f, i in inventory.namespaces(root).items() if i is not None and _is_gone(i)}
-    if not found:
+    result = {f: i for f, i in inventory.namespaces(root).items() if i is not None and _is_gone(i)}
+    if not result:
         return True
-    planned = plan(root, found, None)
-    for folder, info in found.items():
+    planned = plan(root, result, None)
+    for folder, info in result.items():
         own = sum(file.disk for file in planned.files if file.namespace == folder)
         assert info is not None
         say(f"orphan: {title(folder, info)}: {human(own)}; {info.model_path} is no longer there")
@@ -88,7 +88,7 @@ def _orphans(root: Path, wanted: bool, daemon: Holder | None, say: Callable[[str
         if daemon is None:
             files, nbytes, troubles = remove(root, planned)
         else:
-            blocks = [found.path for found in planned.files if found.kind != "temporary"]
+            blocks = [file.path for file in planned.files if file.kind != "temporary"]
             files, nbytes, troubles = daemon.forget(blocks, remove=True)
     except DaemonRuns as error:
         say(f"orphans stay: {error}")

@@ -74,22 +74,22 @@ class CacheStats(msgspec.Struct, kw_only=True):
 
 def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
     """Raises OSError where a folder can't be read; a cache dir that isn't there is an empty one."""
-    known: dict[str, NamespaceInfo | None] = {}
+    infos: dict[str, NamespaceInfo | None] = {}
     with contextlib.suppress(FileNotFoundError):
-        known = inventory.namespaces(root)
-    rows = {name: _described(name, info) for name, info in known.items()}
+        infos = inventory.namespaces(root)
+    rows = {name: _described(name, info) for name, info in infos.items()}
     others: dict[str, list[Found]] = {"temporary": [], "misplaced": [], "stranger": []}
     kinds: dict[tuple[str, int], str] = {}
     verifier = Verifier()
-    for found in inventory.walk(root, list(known)):
-        if found.kind not in ("block", "record"):
-            others[found.kind].append(found)
+    for file in inventory.walk(root, list(infos)):
+        if file.kind not in ("block", "record"):
+            others[file.kind].append(file)
             continue
-        of_size = (found.namespace, found.size)
-        if found.kind == "block" and of_size not in kinds:
+        of_size = (file.namespace, file.size)
+        if file.kind == "block" and of_size not in kinds:
             with contextlib.suppress(OSError):
-                kinds[of_size] = verifier.kind(f"{root}/{found.path}")
-        _count(rows[found.namespace], found, kinds.get(of_size, ""))
+                kinds[of_size] = verifier.kind(f"{root}/{file.path}")
+        _count(rows[file.namespace], file, kinds.get(of_size, ""))
     pid = holder(root)
     return CacheStats(
         cache_dir=str(root),
@@ -100,7 +100,7 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
         daemon=pid is not None,
         daemon_pid=pid or None,
         temporary=len(others["temporary"]),
-        temporary_bytes=sum(found.disk for found in others["temporary"]),
+        temporary_bytes=sum(file.disk for file in others["temporary"]),
         misplaced=len(others["misplaced"]),
         strangers=len(others["stranger"]),
         namespaces=sorted(rows.values(), key=lambda row: -row.bytes),

@@ -57,18 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     """Exit status 0 once it is explained, hit or miss. Raises ConfigError."""
     try:
-        found = _explained(args, settings, root)
+        result = _explained(args, settings, root)
     except OmlxdError as error:
         if isinstance(error, ConfigError):
             raise
         print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
         return 1
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(found)).decode())
-    elif isinstance(found, RecentList):
-        print("\n".join(_listed(found.requests)))
+        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+    elif isinstance(result, RecentList):
+        print("\n".join(_listed(result.requests)))
     else:
-        print(as_text(found))
+        print(as_text(result))
     return 0
 
 
@@ -246,13 +246,13 @@ def _listed(requests: list[RequestLine]) -> list[str]:
 
 
 def _listed_row(each: RequestLine, now: float) -> tuple[str, ...]:
-    known = each.cached_tokens >= 0
+    counted = each.cached_tokens >= 0
     return (
         each.id,
         ago(each.began, now),
         each.model,
-        str(each.prompt_tokens) if known else "-",
-        str(each.cached_tokens) if known else "-",
+        str(each.prompt_tokens) if counted else "-",
+        str(each.cached_tokens) if counted else "-",
         each.outcome,
         each.session[:36] or "-",
     )

@@ -67,10 +67,10 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
         checks.insert(-3, ("disk", lambda: disk.check_speed(settings)))
     for name, check in checks:
         try:
-            found = check()
+            result = check()
         except Exception as error:  # A doctor that dies of what it looks for helps nobody.
-            found = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
-        yield from found if isinstance(found, list) else [found]
+            result = bad(name, f"can't be checked: {type(error).__name__}: {error}", "Please report this.")
+        yield from result if isinstance(result, list) else [result]
 
 
 def as_text(finding: Finding) -> str:

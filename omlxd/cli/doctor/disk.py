@@ -63,7 +63,7 @@ def check_space(settings: Settings) -> Finding:
         return ok("space", f"{human(free)} free; the SSD cache is off")
     used = 0
     with contextlib.suppress(OSError):
-        used = sum(found.disk for found in inventory.walk(folder, list(inventory.namespaces(folder))))
+        used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
     told = f"{human(free)} free; the SSD cache takes {human(used)} of {human(cap)}"
     lower = (
         f"Make room, or lower the cap: `--paged-ssd-cache-max-size {max(1, int((used + free) * 0.8e-9))}GB`."

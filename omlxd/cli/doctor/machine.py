@@ -81,14 +81,14 @@ def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Find
         why = lines[-1][:300] if lines else f"it ended with {done.returncode}"
         return bad("backend", f"MLX can't be used: {why}", again)
     try:
-        found = msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=_Backend)
+        result = msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=_Backend)
     except (msgspec.MsgspecError, IndexError):
         return bad("backend", "MLX says nothing that makes sense of itself", again)
-    kind = "Metal" if found.metal else "CUDA" if found.cuda else "CPU"
-    name = found.info.get("device_name") or found.info.get("architecture") or found.device
-    told = f"MLX {found.mlx} on {kind} ({name}), mlx-lm {found.mlx_lm}"
+    kind = "Metal" if result.metal else "CUDA" if result.cuda else "CPU"
+    name = result.info.get("device_name") or result.info.get("architecture") or result.device
+    told = f"MLX {result.mlx} on {kind} ({name}), mlx-lm {result.mlx_lm}"
     wanted = _pinned("mlx-lm")
-    if wanted and wanted != found.mlx_lm:
+    if wanted and wanted != result.mlx_lm:
         return warn("backend", told, f"omlxd was made for mlx-lm {wanted}: `pip install mlx-lm=={wanted}`.")
     if kind == "CPU" and _has_nvidia():
         return warn(

@@ -107,19 +107,19 @@ def check_clients(
 ) -> list[Finding]:
     """Each agent: whether it is there, and whether its own settings point at this daemon."""
     environ, home = os.environ if environ is None else environ, home or Path.home()
-    found: list[Finding] = []
+    result: list[Finding] = []
     for name, asks in (("claude", _claude), ("codex", _codex), ("opencode", _opencode)):
         path = shutil.which(name, path=environ.get("PATH"))
         if path is None:
-            found.append(ok(name, "not on the PATH"))
+            result.append(ok(name, "not on the PATH"))
             continue
         url = asks(environ, home)
         if url and _is_ours(url, settings):
-            found.append(_both_keys(name, path, url, environ))
+            result.append(_both_keys(name, path, url, environ))
         else:
             where = f"set to {url}" if url else "not set to any daemon"
-            found.append(ok(name, f"{path}, {where}; `omlxd launch {name}` points it here"))
-    return found
+            result.append(ok(name, f"{path}, {where}; `omlxd launch {name}` points it here"))
+    return result
 
 
 def _both_keys(name: str, path: str, url: str, environ: Mapping[str, str]) -> Finding:
@@ -133,12 +133,12 @@ def _both_keys(name: str, path: str, url: str, environ: Mapping[str, str]) -> Fi
 
 
 def _is_ours(url: str, settings: Settings) -> bool:
-    found = re.match(r"https?://(\[[^\]]+\]|[^/:]+)(?::(\d+))?", url)
-    if not found:
+    result = re.match(r"https?://(\[[^\]]+\]|[^/:]+)(?::(\d+))?", url)
+    if not result:
         return False
-    host = found[1].strip("[]")
+    host = result[1].strip("[]")
     local = is_loopback(host) or host in (settings.host, socket.gethostname())
-    return local and int(found[2] or 80) == settings.port
+    return local and int(result[2] or 80) == settings.port
 
 
 def _claude(environ: Mapping[str, str], home: Path) -> str:

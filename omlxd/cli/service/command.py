@@ -85,12 +85,12 @@ def _serve_flags(words: list[str]) -> dict[str, str]:
         else:
             parser.add_argument(option.flag, dest=option.name)
     try:
-        known, unknown = parser.parse_known_args(words)
+        args, unknown = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error}; see `omlxd serve --help`.") from error
     if unknown:
         raise ConfigError(f"{unknown[0]} is not a flag of `omlxd serve`; see `omlxd serve --help`.")
-    return {name: value for name, value in vars(known).items() if value is not None}
+    return {name: value for name, value in vars(args).items() if value is not None}
 
 
 def _run(args: argparse.Namespace, manager: Manager) -> int:

@@ -122,10 +122,10 @@ def addresses(host: str) -> list[tuple[str, bool]]:
     Raises ServiceError.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ServiceError(f"{host} is no address of this machine.") from error
-    family, *_, (address, *_) = min(found, key=lambda one: one[0] != socket.AF_INET)
+    family, *_, (address, *_) = min(result, key=lambda one: one[0] != socket.AF_INET)
     beside = [("::1", True)] if address == "127.0.0.1" and _has_ipv6() else []
     return [(str(address), family == socket.AF_INET6), *beside]
 

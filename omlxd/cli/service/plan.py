@@ -81,8 +81,8 @@ def make_plan(
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
     """Variables of this shell that would be settings, but that the service will not see."""
-    known = {option.variable for option in OPTIONS} | {"OMLXD_CONFIG"}
-    return sorted(name for name in environ if name in known and environ[name])
+    names = {option.variable for option in OPTIONS} | {"OMLXD_CONFIG"}
+    return sorted(name for name in environ if name in names and environ[name])
 
 
 def _absolute(name: str, text: str) -> str:

@@ -110,7 +110,7 @@ class Systemd:
         more = ["--follow"] if follow else ["--no-pager"]
         # Users have a journal of their own only on disk, and root has none. In the system's journal,
         # those see theirs who may read it; journalctl says so to the others.
-        own = any(found for root in JOURNALS for found in Path(root).glob(f"*/user-{os.getuid()}*.journal"))
+        own = any(file for root in JOURNALS for file in Path(root).glob(f"*/user-{os.getuid()}*.journal"))
         unit = ["--user", "--unit", SERVICE] if own else ["--user-unit", SERVICE]
         return ["journalctl", *unit, "--lines", str(lines), "--output", "cat", *more]
 
@@ -192,8 +192,8 @@ WantedBy=sockets.target
 
 def _port(unit: bytes | None) -> int | None:
     """Of a socket unit as above."""
-    found = re.search(rb"^ListenStream=.*:(\d+)$", unit or b"", re.MULTILINE)
-    return int(found[1]) if found else None
+    result = re.search(rb"^ListenStream=.*:(\d+)$", unit or b"", re.MULTILINE)
+    return int(result[1]) if result else None
 
 
 def _command(program: Sequence[str]) -> str:
