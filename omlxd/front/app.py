@@ -46,7 +46,7 @@ from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.trace import trace_of
 from .owner.cache import forget
-from .owner.engine_figures import FiguresOf
+from .owner.engine_metrics import MetricsOf
 from .owner.metrics import Metrics
 from .owner.status import Admin
 from .owner.why_miss import Explaining
@@ -137,9 +137,9 @@ class _Routes:
         store = ResponseStore()
         self._responses = responses_dialect(store)
         self.stored = StoredResponses(store)
-        figures = FiguresOf(engines)
-        self._metrics = Metrics(engines, figures)
-        self._admin = Admin(engines, figures)
+        metrics = MetricsOf(engines)
+        self._metrics = Metrics(engines, metrics)
+        self._admin = Admin(engines, metrics)
         self._recent = RecentRequests()
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self._responses)
@@ -160,14 +160,14 @@ class _Routes:
         body, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
-        engine = await self._engines.find(parsed.model)
+        engine = await self._engines.find_engine(parsed.model)
         if not parsed.model:
             trace_of(request.scope).model = engine.model_id
             parsed = msgspec.structs.replace(parsed, model=engine.model_id)
         if (seconds := keep_alive_of(body)) is not None:
             self._engines.keep_alive(engine, seconds)
         trace = trace_of(request.scope)
-        self._recent.add(engine.model_id, parsed.generate, trace, len(body))
+        self._recent.add_request(engine.model_id, parsed.generate, trace, len(body))
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
     async def _parsed(self, request: Request, parse: Parse) -> tuple[bytes, ParsedRequest]:
@@ -192,21 +192,21 @@ class _Routes:
     async def _count(self, request: Request, parse: Parse) -> int:
         _, parsed = await self._parsed(request, parse)
         trace_of(request.scope).model = parsed.model
-        engine = await self._engines.find(parsed.model)
+        engine = await self._engines.find_engine(parsed.model)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
 
     async def models(self, request: Request) -> Response:
-        await self._engines.look()
+        await self._engines.look_for_models()
         return _json(model_list(self._engines.models(), self._created))
 
     async def model(self, request: Request) -> Response:
         if not request.path_params["id"]:
             return await self.models(request)
-        engine = await self._engines.find(request.path_params["id"])
+        engine = await self._engines.find_engine(request.path_params["id"])
         return _json(model_entry(engine, self._created))
 
     async def health(self, request: Request) -> Response:
-        in_background(self._engines.look())  # For whoever asks next: a probe is answered at once.
+        in_background(self._engines.look_for_models())  # For whoever asks next: a probe is answered at once.
         models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
         return _json(_Health(__version__, models))
 

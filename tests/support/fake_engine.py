@@ -143,9 +143,9 @@ class FakeEngines:
     def __init__(self, *engines: FakeEngine):
         self._engines = {engine.model_id: engine for engine in engines}
 
-    async def look(self) -> None: ...
+    async def look_for_models(self) -> None: ...
 
-    async def find(self, model_name: str) -> FakeEngine:
+    async def find_engine(self, model_name: str) -> FakeEngine:
         known = list(self._engines)
         return self._engines[resolve_name(model_name, known, known[0] if known else None)]
 

@@ -18,7 +18,7 @@ from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
 from ..engines.pool import EnginePool
 from ..http.event_pump import EventPump
-from ..owner.engine_figures import FiguresOf
+from ..owner.engine_metrics import MetricsOf
 from ..owner.status import Admin
 from .classify import classify
 from .messages import (
@@ -65,7 +65,7 @@ class Bridge:
     def __init__(self, settings: Settings, pool: EnginePool, out: LineWriter):
         self._out = out
         self._slot = ModelSlot(settings, pool)
-        self._admin = Admin(pool, FiguresOf(pool))
+        self._admin = Admin(pool, MetricsOf(pool))
         self._tasks: dict[Id, asyncio.Task[None]] = {}
         self._answers: dict[Id, asyncio.Task[None]] = {}
         self._cancelled: set[Id] = set()
@@ -75,9 +75,9 @@ class Bridge:
 
     def load_first(self) -> None:
         """Begin to load what `--model` says, before anybody asks for it."""
-        self._first = asyncio.create_task(self._tell_first(self._slot.load("", ())))
+        self._first = asyncio.create_task(self._report_first(self._slot.load("", ())))
 
-    async def _tell_first(self, loading: Loading) -> None:
+    async def _report_first(self, loading: Loading) -> None:
         try:
             self._out.put(_loaded(None, await loading))
         except OmlxdError as error:

@@ -52,10 +52,10 @@ async def classify(id: Id, engine: Engine, request: GenerateRequest, labels: Seq
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    return _told(id, labels, scored)
+    return _classified(id, labels, scored)
 
 
-def _told(id: Id, labels: Sequence[str], scored: Sequence[_Scored]) -> Classified:
+def _classified(id: Id, labels: Sequence[str], scored: Sequence[_Scored]) -> Classified:
     best = max(range(len(labels)), key=lambda index: scored[index].logprob)
     parts = [math.exp(one.logprob - scored[best].logprob) for one in scored]
     usage = replace(scored[0].usage, completion_tokens=sum(one.tokens for one in scored))

@@ -66,7 +66,7 @@ class ModelSlot:
             await asyncio.wait(waited)
         settings, wanted = await self._find(name)
         await self._make_room(wanted)
-        self._apply(settings)
+        await self._apply(settings)
         engine = self._pool.resolve(wanted.id)
         try:
             await self._pool.load(engine.model_id)
@@ -81,9 +81,9 @@ class ModelSlot:
         """The model that `name` means, and settings under which the pool knows it."""
         settings = self._settings
         if name:
-            self._apply(settings)
+            await self._apply(settings)
             try:
-                return settings, (await self._pool.find(name)).installed
+                return settings, (await self._pool.find_engine(name)).installed
             except NotFound:
                 settings = replace(settings, model=name)
             if is_local(name):
@@ -106,7 +106,7 @@ class ModelSlot:
             self.loaded = old
             raise NotNow(f"{old.model_id} is still in use; send `load` again in a moment.", retry_after=1)
 
-    def _apply(self, settings: Settings) -> None:
+    async def _apply(self, settings: Settings) -> None:
         if settings != self._applied:
-            self._pool.apply(settings)
             self._applied = settings
+            await self._pool.apply_settings(settings)

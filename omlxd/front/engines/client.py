@@ -80,7 +80,7 @@ class EngineProcess:
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Send `request`; raises Overloaded, Unavailable or InvalidRequest before any event."""
         self._admit()
-        stream = EngineStream(self._requests.new_id(), self.forget)
+        stream = EngineStream(self._requests.new_id(), self.cancel_request)
         self._submit(stream.id, wire.Generate(id=stream.id, request=request), stream)
         return stream
 
@@ -99,7 +99,7 @@ class EngineProcess:
         try:
             return await answer
         finally:
-            self.forget(id)
+            self.cancel_request(id)
 
     async def stats(self) -> wire.Stats | None:
         """The engine's own counters; None unless it is ready and answers soon."""
@@ -118,9 +118,9 @@ class EngineProcess:
         id = self._requests.new_id()
         return await self._requests.question(id, lambda: link.send(wire.GetStats(id=id)), STATS_TIMEOUT_S)
 
-    def forget(self, id: int) -> None:
+    def cancel_request(self, id: int) -> None:
         """Nobody wants the answer to `id` any more; the engine is told if it is still at work."""
-        request = self._requests.forget(id)
+        request = self._requests.drop_request(id)
         if request is not None and request.life:
             self.supervisor.send(wire.Cancel(id=id))
             self._after_trial(request)
@@ -185,7 +185,7 @@ class EngineProcess:
         self._requests.check_room()
 
     def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
-        request = self._requests.add(id, message, answer)
+        request = self._requests.add_request(id, message, answer)
         self.used_at = time.monotonic()
         if self.state == "ready":
             self._send(request)
@@ -267,7 +267,7 @@ class EngineProcess:
 
     def _answer(self, id: int, result: Any) -> None:
         """Hand `result` to whoever waits for `id`; nobody may, if it was cancelled."""
-        request = self._requests.answer(id, result)
+        request = self._requests.answer_request(id, result)
         if request is not None:
             if isinstance(result, Finished):
                 self.supervisor.restarts.ends_in_a_row = 0

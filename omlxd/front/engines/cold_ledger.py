@@ -196,13 +196,13 @@ class ColdLedger:
         """The account of engine process `pid`. `reply` is called on the event loop."""
         return Account(self, reply, pid)
 
-    async def stats(self) -> LedgerStats | None:
+    async def ledger_stats(self) -> LedgerStats | None:
         """None without a cold tier."""
         self.hurry()
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.stats)
 
-    async def forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+    async def forget_files(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         """See `Ledger.forget`; None without a cold tier."""
         self.hurry()
         ledger = self._ledger
@@ -267,7 +267,7 @@ class Account:
             ticket = message.ticket
             done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
 
-    def loaded(self, namespace: str, model_path: str) -> None:
+    def model_loaded(self, namespace: str, model_path: str) -> None:
         """The engine has loaded the model in folder `model_path`; "": it has no blocks to keep."""
 
         def settle(ledger: Ledger) -> int:
@@ -278,7 +278,7 @@ class Account:
         if namespace:
             self._owner.submit(settle)
 
-    def gone(self) -> None:
+    def process_ended(self) -> None:
         """The engine process has ended: take back what it was granted."""
 
         def settle(ledger: Ledger) -> int:

@@ -114,7 +114,7 @@ class InFlight:
                 retry_after=OVERLOAD_RETRY_S,
             )
 
-    def add(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
+    def add_request(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
         """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
         try:
             request = Request(id, wire.encode(message), answer)
@@ -136,14 +136,14 @@ class InFlight:
         finally:
             del self._questions[id]
 
-    def forget(self, id: int) -> Request | None:
+    def drop_request(self, id: int) -> Request | None:
         """Nobody wants the answer any more; the request, if it was in flight."""
         request = self.requests.pop(id, None)
         if request is not None:
             self._on_end()
         return request
 
-    def answer(self, id: int, result: Any) -> Request | None:
+    def answer_request(self, id: int, result: Any) -> Request | None:
         """Hand `result` to whoever waits for `id`. None: no request does, it may have been cancelled."""
         if (question := self._questions.get(id)) is not None:
             if not question.done():
@@ -163,7 +163,7 @@ class InFlight:
                 request.answer.set_exception(OmlxdError.from_event(result))
             else:
                 request.answer.set_result(result)
-        return self.forget(id)
+        return self.drop_request(id)
 
     def lost(self, failed: Failed) -> list[Request]:
         """The engine died: requests that may not be sent again fail; those that were sent and wait again."""
@@ -171,7 +171,7 @@ class InFlight:
         again = []
         for request in list(self.requests.values()):
             if request.frame is None or request.sends == MOST_SENDS:
-                self.answer(request.id, failed)
+                self.answer_request(request.id, failed)
             elif request.sends:
                 request.life = 0
                 again.append(request)
@@ -181,7 +181,7 @@ class InFlight:
         """Every request fails; every question is answered by None."""
         self._close_questions()
         for id in list(self.requests):
-            self.answer(id, failed)
+            self.answer_request(id, failed)
 
     def _close_questions(self) -> None:
         for question in self._questions.values():

@@ -249,10 +249,10 @@ class EngineLines:
         self._level, self._name = logging.WARNING, "omlxd.engine"
 
     def __call__(self, text: str) -> None:
-        if found := _ENGINE_LINE.fullmatch(text):
-            self._level, self._name = getattr(logging, found[1]), found[2]
-            text = found[3]
-        level = self._level if found else max(self._level, logging.WARNING)
+        if match := _ENGINE_LINE.fullmatch(text):
+            self._level, self._name = getattr(logging, match[1]), match[2]
+            text = match[3]
+        level = self._level if match else max(self._level, logging.WARNING)
         logger = logging.getLogger(self._name)
         if logger.isEnabledFor(level):
             logger.handle(logger.makeRecord(self._name, level, "", 0, text, (), None))
@@ -262,7 +262,9 @@ _background: set[asyncio.Task[None]] = set()
 """The event loop keeps only weak references to tasks."""
 
 
-def in_background(work: Coroutine[Any, Any, None]) -> None:
+def in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that nobody has to keep."""
     task = asyncio.create_task(work)
     _background.add(task)
     task.add_done_callback(_background.discard)
+    return task

@@ -219,7 +219,7 @@ class MemoryGuard:
         return sum(held.spare for held in self._allocations.values())
 
     async def _room(self, engine: ModelEngine) -> Room:
-        await self.look()
+        await self.read_allocations()
         assert self._device is not None
         device, claimed = self._device, self._claimed()
         allocations = self._allocations
@@ -258,7 +258,7 @@ class MemoryGuard:
 
     # ----------------------------------------------------------------- while they run
 
-    async def look(self) -> None:
+    async def read_allocations(self) -> None:
         """Ask every engine what it holds, and learn the load factor of an engine that has just loaded."""
         engines = [engine for engine in self._pool.others(None) if engine.state == "ready"]
         answers = await asyncio.gather(*(engine.stats() for engine in engines))
@@ -296,7 +296,7 @@ class MemoryGuard:
             shared = self._divides(len(engines)) or any(sent != Budget() for sent in self._sent.values())
             if shared and any(e.in_flight or now - e.process.used_at < QUIET_S for e in engines):
                 try:
-                    await self.look()
+                    await self.read_allocations()
                     self._share_out(self._claimed())
                 except Exception:
                     log.exception("dividing memory failed")
@@ -340,13 +340,13 @@ class MemoryGuard:
             for before, now in pairs
         )
 
-    async def answer(self, engine: ModelEngine, wants: Wants) -> None:
+    async def answer_wants(self, engine: ModelEngine, wants: Wants) -> None:
         """A prompt of `engine` lacks memory: shrink hot tiers, unload idle models, send the new budget."""
         if self.memory_limit_bytes == 0 or self._device is None:
             engine.process.supervisor.send(Budget(ticket=wants.ticket))
             return
         async with self._answering:
-            await self.look()
+            await self.read_allocations()
             while (victim := self._pool.victim(engine)) and await self._lacks(engine, wants.nbytes):
                 await self._pool.make_go(victim, f"a prompt of {engine.model_id} needs {human(wants.nbytes)}")
             self._share_out(self._claimed())

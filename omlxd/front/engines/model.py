@@ -42,8 +42,8 @@ def with_settings(request: GenerateRequest, settings: ModelSettings) -> Generate
     if settings == NOTHING:
         return request
     own = request.sampling
-    given = {name: value for name in SAMPLING if (value := getattr(settings, name)) is not None}
-    sampling = {name: value for name, value in given.items() if getattr(own, name) is None}
+    values = {name: value for name in SAMPLING if (value := getattr(settings, name)) is not None}
+    sampling = {name: value for name, value in values.items() if getattr(own, name) is None}
     return msgspec.structs.replace(
         request,
         prompt=prompt_with_settings(request.prompt, settings),

@@ -77,7 +77,7 @@ class EnginePool:
 
     # ----------------------------------------------------------------- names
 
-    async def look(self, *, afresh: bool = False) -> None:
+    async def look_for_models(self, *, afresh: bool = False) -> None:
         """Look at the model folders, in a thread, unless that was done a moment ago.
 
         Looks at the same time are one. After `LOOK_S` what was there before holds: a disk may hang.
@@ -106,14 +106,14 @@ class EnginePool:
         """Every installed model, the default one first, loaded or not, as of the last `look`."""
         installed = self.catalog.models()
         for id, model in installed.items():
-            known = self._engines.get(id)
+            engine = self._engines.get(id)
             # Another folder may have come by the same name.
-            if known is None or (known.installed.spec != model.spec and known.is_nothing):
+            if engine is None or (engine.installed.spec != model.spec and engine.is_nothing):
                 self._engines[id] = self._new(model)
         for id in [id for id in self._engines if id not in installed]:
             if self._engines[id].is_nothing:
                 del self._engines[id]  # Its folder is gone.
-        order = {id: place for place, id in enumerate(installed)}
+        order = {id: position for position, id in enumerate(installed)}
         return sorted(self._engines.values(), key=lambda engine: order.get(engine.model_id, len(order)))
 
     def _new(self, installed: InstalledModel) -> ModelEngine:
@@ -126,7 +126,7 @@ class EnginePool:
             stands_back=lambda: self._others_answer(installed.id),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
             on_change=self._note_change,
-            on_want=lambda wants: in_background(self._guard.answer(self._engines[installed.id], wants)),
+            on_want=lambda wants: in_background(self._guard.answer_wants(self._engines[installed.id], wants)),
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
         made.settings = settings_of(installed.id, self._settings)
@@ -140,10 +140,10 @@ class EnginePool:
 
     def aliases(self) -> dict[str, str]:
         """Alias → model id, of models that are there; the configuration file's before those given later."""
-        found = dict(self.book.aliases)
+        aliases = dict(self.book.aliases)
         for engine in self._engines.values():
-            found |= dict.fromkeys(engine.settings.aliases, engine.model_id)
-        return {alias: id for alias, id in found.items() if id in self._engines}
+            aliases |= dict.fromkeys(engine.settings.aliases, engine.model_id)
+        return {alias: id for alias, id in aliases.items() if id in self._engines}
 
     def aliases_of(self, model_id: str) -> list[str]:
         return sorted(alias for alias, id in self.aliases().items() if id == model_id)
@@ -162,19 +162,19 @@ class EnginePool:
         """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
         return self._meant(model_name, self.models())
 
-    async def find(self, model_name: str) -> ModelEngine:
+    async def find_engine(self, model_name: str) -> ModelEngine:
         """As `resolve`, but a model that has come this moment is found as well."""
         if self.catalog.is_old:
-            in_background(self.look())
+            in_background(self.look_for_models())
         try:
             return self.resolve(model_name)
         except NotFound:
-            await self.look(afresh=True)
+            await self.look_for_models(afresh=True)
             return self.resolve(model_name)
 
     def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
-        known, default = [engine.model_id for engine in engines], self.default()
-        id = resolve_name(model_name, known, default and default.model_id, self.aliases())
+        ids, default = [engine.model_id for engine in engines], self.default()
+        id = resolve_name(model_name, ids, default and default.model_id, self.aliases())
         return self._engines[id]
 
     # ----------------------------------------------------------------- what the owner may do
@@ -184,7 +184,7 @@ class EnginePool:
         return str(self._settings.paged_ssd_cache_dir)
 
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
-        return await self.cold.forget(paths, remove)
+        return await self.cold.forget_files(paths, remove)
 
     def cold_removal(self, path: str) -> Removal | None:
         return self.cold.removal(path)
@@ -204,7 +204,7 @@ class EnginePool:
 
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
         """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
-        engine = await self.find(model_name)
+        engine = await self.find_engine(model_name)
         engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
         await engine.process.load()
@@ -213,7 +213,7 @@ class EnginePool:
 
     async def unload(self, model_name: str) -> bool:
         """True: it is gone. False: it goes as soon as what it does has ended. Raises OmlxdError."""
-        engine = await self.find(model_name)
+        engine = await self.find_engine(model_name)
         engine.process.give_up_load()
         engine.leaving = not self._let_go(engine)
         if not engine.leaving:
@@ -252,10 +252,11 @@ class EnginePool:
         else:
             self.book.set_alias(alias, self.resolve(model_name).model_id)
 
-    def apply(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> asyncio.Task[None]:
         """Take up settings that were read again: those of models, and of how many stay how long.
 
-        What a loaded engine can't take up holds from its next load on; the log says which.
+        What a loaded engine can't take up holds from its next load on; the log says which. The task ends
+        when the model folders have been read.
         """
         self._settings = self.catalog.settings = settings
         self._guard.memory_limit_bytes = settings.memory_limit_bytes
@@ -268,12 +269,12 @@ class EnginePool:
             if later and engine.state == "ready":
                 log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))
         self._note()
-        in_background(self._look_elsewhere())
+        return in_background(self._look_elsewhere())
 
     async def _look_elsewhere(self) -> None:
         if self._looking is not None:
             await asyncio.wait({self._looking})  # It may be a look at other folders.
-        await self.look(afresh=True)
+        await self.look_for_models(afresh=True)
         for name in self._settings.models:
             if not any(name in (id, basename(id)) for id in self._engines):
                 log.warning("settings of %r are for a model that is not here", name)

@@ -74,11 +74,11 @@ class Engine(Protocol):
 class Engines(Protocol):
     """The engines that this daemon serves."""
 
-    async def find(self, model_name: str) -> Engine:
+    async def find_engine(self, model_name: str) -> Engine:
         """The engine that a client's model name means (`resolve_name`). Raises OmlxdError."""
         ...
 
-    async def look(self) -> None:
+    async def look_for_models(self) -> None:
         """Take up models that have come or gone, before a list of them is given."""
         ...
 
@@ -119,16 +119,16 @@ PLACEHOLDERS = re.compile(
 
 
 def resolve_name(
-    name: str, known: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
+    name: str, model_ids: Sequence[str], default: str | None = None, aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Which of the `known` model ids `name` means.
+    """Which of the `model_ids` model ids `name` means.
 
     An exact id, else an alias, else a basename, else the same in another case or with Ollama's `:latest`.
     No name, a placeholder, and any name that begins with `claude-` (Claude Code and its sub-agents ask for
     several) mean `default`. Raises NotFound, which lists what there is.
     """
-    spellings = {basename(model_id): model_id for model_id in reversed(known)} | dict(aliases or {})
-    spellings |= {model_id: model_id for model_id in known}
+    spellings = {basename(model_id): model_id for model_id in reversed(model_ids)} | dict(aliases or {})
+    spellings |= {model_id: model_id for model_id in model_ids}
     if name in spellings:
         return spellings[name]
     plain = name.strip().lower().removesuffix(":latest")
@@ -137,5 +137,5 @@ def resolve_name(
             return model_id
     if default is not None and (not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("claude-")):
         return default
-    there_are = ", ".join(known) if known else "none"
+    there_are = ", ".join(model_ids) if model_ids else "none"
     raise NotFound(f"There is no model {name[:200]!r} here; the models are: {there_are}.", param="model")

@@ -361,7 +361,7 @@ class Supervisor:
                 if task is not None:
                     task.cancel()
             if life.account is not None:
-                life.account.gone()
+                life.account.process_ended()
             in_background(link.close())  # Requests in flight fail now, before the process is reaped.
             self.link = None
         self.restarts.stalls = min(self.restarts.stalls + 1, MOST_STALLS) if life.stalled else 0
@@ -395,7 +395,7 @@ class Supervisor:
             log.info("%s: %s", self.model_id, message.stage)
         elif isinstance(message, wire.Loaded):
             if life.account is not None:
-                life.account.loaded(message.info.namespace, life.load.model_path)
+                life.account.model_loaded(message.info.namespace, life.load.model_path)
             self._loaded(message.info)
         elif isinstance(message, wire.LoadFailed):
             life.failed = message.message or "the engine gave no reason"

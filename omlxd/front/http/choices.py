@@ -49,15 +49,15 @@ class _Line:
     def __init__(self, count: int, n: int):
         self._n = n
         self._may = deque(range(0, count, n))
-        self._told: set[int] = set()
+        self._began: set[int] = set()
         self._running = 0
 
-    def said(self, index: int) -> None:
-        if index % self._n == 0 and index not in self._told:
-            self._told.add(index)
+    def choice_began(self, index: int) -> None:
+        if index % self._n == 0 and index not in self._began:
+            self._began.add(index)
             self._may.extendleft(range(index + self._n - 1, index, -1))
 
-    def ended(self) -> None:
+    def choice_ended(self) -> None:
         self._running -= 1
 
     def next(self) -> int | None:
@@ -70,7 +70,7 @@ class _Line:
 
 async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> AsyncGenerator[Event, None]:
     """Of requests in the order of their choices, `n` of each prompt."""
-    told: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
+    events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
     finished: dict[int, Finished] = {}
     failed: dict[int, Failed] = {}
     tasks: list[asyncio.Task[None]] = []
@@ -81,39 +81,39 @@ async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> A
             stream = engine.generate(requests[index])
             try:
                 async for event in stream:
-                    told.put_nowait((index, event))
+                    events.put_nowait((index, event))
             finally:
                 await stream.aclose()
-            told.put_nowait((index, None))
+            events.put_nowait((index, None))
         except Exception as error:
-            told.put_nowait((index, error))
+            events.put_nowait((index, error))
 
     try:
         while len(finished) + len(failed) < len(requests):
             while (start := line.next()) is not None:
                 tasks.append(asyncio.create_task(read(start)))
-            index, event = await told.get()
+            index, event = await events.get()
             if event is None:
                 if index not in finished and index not in failed:
                     raise OmlxdError("The engine ended a choice without a last event.", code="unavailable")
-                line.ended()
+                line.choice_ended()
                 continue
             if isinstance(event, Exception):
                 if not isinstance(event, OmlxdError) or event.code not in _OF_THE_PROMPT:
                     raise event
-                line.ended()
+                line.choice_ended()
                 event = event.as_event()
             if isinstance(event, Failed):
                 failed[index] = event
                 if event.code not in _OF_THE_PROMPT or len(failed) == len(requests) or len(requests) == n:
                     yield event
                     return
-                line.said(index)
+                line.choice_began(index)
                 continue
             if isinstance(event, Finished):
                 finished[index] = event
             if not isinstance(event, Progress):
-                line.said(index)
+                line.choice_began(index)
                 yield ChoiceEvent(index, event)  # type: ignore[arg-type]  # no engine sends a ChoiceEvent
             elif index == 0:
                 yield event

@@ -62,8 +62,8 @@ class Guard:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         bearer = token.strip() if scheme.lower() == "bearer" else ""
         # Claude Code sends both headers when both are set; either may be the right one.
-        given = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
-        if name := self._keys.name_of([key for key in given if key]):
+        keys = (bearer.encode("latin-1"), headers.get("x-api-key", "").encode("latin-1"))
+        if name := self._keys.name_of([key for key in keys if key]):
             return name
         raise Unauthorized(
             "The API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."

@@ -51,7 +51,7 @@ class RecentRequests:
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
         self._kept = BoundedMap[str, RecentRequest](most_bytes, lambda kept: kept.size, max_items=most)
 
-    def add(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
+    def add_request(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
         """`nbytes`: of its body."""
         if nbytes > self._kept.max_cost:
             return
@@ -64,7 +64,7 @@ class RecentRequests:
             return
         self._kept.put(trace.id, RecentRequest(model_id, request.session, encoded, size, trace, time.time()))
 
-    def find(self, id: str = "", session: str = "") -> RecentRequest | None:
+    def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:
         """The request of that id, else the newest of that session, else the newest."""
         if id:
             return self._kept.peek(id)

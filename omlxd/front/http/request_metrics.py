@@ -52,7 +52,7 @@ class Requests:
         self._pace = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean time a token after the first.", TOKEN_S
         )
-        self._whole = histogram(
+        self._duration = histogram(
             "vllm:e2e_request_latency_seconds", "From request to end, of those that ended well.", REQUEST_S
         )
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
@@ -69,14 +69,14 @@ class Requests:
             [MODEL, "outcome"],
             registry=registry,
         )
-        self._known: set[str] = set()
+        self._models: set[str] = set()
 
-    def known(self, model_id: str) -> None:
+    def show_model(self, model_id: str) -> None:
         """Show the series of a model from its start, so that a first request counts as a rise."""
-        if model_id in self._known:
+        if model_id in self._models:
             return
-        self._known.add(model_id)
-        for each in (self._ttft, self._gap, self._pace, self._whole, self._prompt, self._output):
+        self._models.add(model_id)
+        for each in (self._ttft, self._gap, self._pace, self._duration, self._prompt, self._output):
             each.labels(model_id)
         for reason in ("stop", "length", "abort", "error"):
             self._success.labels(model_id, reason)
@@ -96,7 +96,7 @@ class Requests:
             self._ttft.labels(model).observe(first - watch.began)
         if first is not None and usage.completion_tokens > 1:
             self._pace.labels(model).observe((now - first) / (usage.completion_tokens - 1))
-        self._whole.labels(model).observe(now - watch.began)
+        self._duration.labels(model).observe(now - watch.began)
         self._prompt.labels(model).observe(usage.prompt_tokens)
         self._output.labels(model).observe(usage.completion_tokens)
 

@@ -69,7 +69,7 @@ class ResponseStore:
         if stored.size <= self._kept.max_cost:
             self._kept.put(id, stored)
 
-    def find(self, id: str) -> StoredResponse | None:
+    def find_response(self, id: str) -> StoredResponse | None:
         """None: never kept, or gone."""
         return self._kept.get(id)
 
@@ -79,14 +79,14 @@ class ResponseStore:
 
     def items(self, id: str) -> dict[str, bytes]:
         """Item id → JSON, of the output of a response that is kept; else nothing."""
-        if (stored := self.find(id)) is None:
+        if (stored := self.find_response(id)) is None:
             return {}
         output = msgspec.json.decode(stored.response, type=_Output).output
         return {item["id"]: msgspec.json.encode(item) for item in output}
 
     def messages(self, id: str) -> tuple[Message, ...] | None:
         """The conversation that a response ended; None: never kept, or gone."""
-        stored = self.find(id)
+        stored = self.find_response(id)
         return None if stored is None else _decoder.decode(stored.conversation)
 
 
@@ -131,7 +131,7 @@ class StoredResponses:
 
     def _find(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
-        if (stored := self._store.find(id)) is None:
+        if (stored := self._store.find_response(id)) is None:
             raise NotFound(f"There is no response {id[:100]!r} here (any more).", param="response_id")
         return stored
 

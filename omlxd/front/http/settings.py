@@ -56,18 +56,18 @@ class KeyRing:
     def replace_own(self, api_key: str) -> None:
         self._own = digest_of(api_key.encode()) if api_key else ""
 
-    def name_of(self, given: Sequence[bytes]) -> str | None:
-        """The name of the first right key in `given`; None if none is. Every comparison is made."""
+    def name_of(self, sent: Sequence[bytes]) -> str | None:
+        """The name of the first right key in `sent`; None if none is. Every comparison is made."""
         self._refresh()
-        known = [(OWN, self._own)] if self._own else []
-        known += [(key.name, key.digest) for key in self._keys]
-        found = None
-        for text in given:
+        keys = [(OWN, self._own)] if self._own else []
+        keys += [(key.name, key.digest) for key in self._keys]
+        right_name = None
+        for text in sent:
             digest = digest_of(text)
-            for name, right in known:
-                if compare_digest(digest, right) and found is None:
-                    found = name
-        return found
+            for name, right in keys:
+                if compare_digest(digest, right) and right_name is None:
+                    right_name = name
+        return right_name
 
     def _take(self, keys: tuple[Key, ...]) -> None:
         self._keys = keys

@@ -122,7 +122,7 @@ class _Budget:
     def __init__(self, limit: int):
         self._left = limit
 
-    def take(self, size: int) -> None:
+    def take_bytes(self, size: int) -> None:
         """Raises Overloaded."""
         if size > self._left:
             raise Overloaded("Too many large requests are running already; retry in a moment.", retry_after=5)
@@ -161,7 +161,7 @@ class _Body:
             self._complete = not message.get("more_body", False)
             if self._size + size > self._limit:
                 raise self._too_large()
-            self._budget.take(size)
+            self._budget.take_bytes(size)
             self._size += size
             if self._trace.wants_body:
                 self._trace.body += message.get("body", b"")

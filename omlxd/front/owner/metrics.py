@@ -26,7 +26,7 @@ from ... import __version__
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.protocol import Engines
 from ..http.request_metrics import Requests
-from .engine_figures import COUNTER, EngineFigures, FiguresOf
+from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
 
 MODEL = "model_name"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
@@ -101,9 +101,9 @@ LEDGER = {
 class Metrics:
     """All that `/metrics` shows of a daemon. `requests` takes what the HTTP side sees."""
 
-    def __init__(self, engines: Engines, figures: FiguresOf):
+    def __init__(self, engines: Engines, metrics: MetricsOf):
         self._engines = engines
-        self._figures = figures
+        self._engines_metrics = metrics
         self._registry = CollectorRegistry(auto_describe=False)
         self.requests = Requests(self._registry)
         self._polled = _Polled()
@@ -112,10 +112,10 @@ class Metrics:
 
     async def page(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) of a scrape; `accept`: the client's header."""
-        figures = await self._figures.look()
-        for each in figures:
-            self.requests.known(each.model_id)
-        self._polled.show(figures, self._engines.cold_stats())
+        metrics = await self._engines_metrics.read()
+        for each in metrics:
+            self.requests.show_model(each.model_id)
+        self._polled.show(metrics, self._engines.cold_stats())
         encoder, content_type = choose_encoder(accept)
         if isinstance(encoder, functools.partial):
             # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name
@@ -125,15 +125,15 @@ class Metrics:
 
 
 class _Polled(Collector):
-    """Turns figures into samples."""
+    """Turns metrics into samples."""
 
     def __init__(self) -> None:
         self._began = time.time()
-        self._figures: Sequence[EngineFigures] = ()
+        self._engines_metrics: Sequence[EngineMetrics] = ()
         self._ledger: LedgerStats | None = None
 
-    def show(self, figures: Sequence[EngineFigures], ledger: LedgerStats | None) -> None:
-        self._figures, self._ledger = figures, ledger
+    def show(self, metrics: Sequence[EngineMetrics], ledger: LedgerStats | None) -> None:
+        self._engines_metrics, self._ledger = metrics, ledger
 
     def collect(self) -> Iterable[Metric]:
         yield from self._daemon()
@@ -148,7 +148,7 @@ class _Polled(Collector):
         build.add_metric([__version__, str(os.getpid())], 1)
         yield build
         state = GaugeMetricFamily("omlxd_model_state", "1 for the model's state.", labels=[MODEL, "state"])
-        for each in self._figures:
+        for each in self._engines_metrics:
             if each.state:
                 state.add_metric([each.model_id, each.state], 1)
         yield state
@@ -158,7 +158,7 @@ class _Polled(Collector):
         age = self._gauge(
             "omlxd_engine_figures_age_seconds", "Since the engine said its values; 0: for this scrape."
         )
-        for each in self._figures:
+        for each in self._engines_metrics:
             starts.add_metric([each.model_id], each.starts)
             restarts.add_metric([each.model_id], each.deaths)
             resident.add_metric([each.model_id], each.resident)
@@ -183,7 +183,7 @@ class _Polled(Collector):
             "vllm:external_prefix_cache_queries_total", "Prompt tokens not found in RAM, looked up on SSD."
         )
         cold_hits = self._counter("vllm:external_prefix_cache_hits_total", "Prompt tokens restored from SSD.")
-        for each in self._figures:
+        for each in self._engines_metrics:
             name = [each.model_id]
             computed, hot = each.total("prompt_tokens_total"), each.total("prefix_cache_hits_hot_total")
             cold = each.total("prefix_cache_hits_cold_total")
@@ -208,7 +208,7 @@ class _Polled(Collector):
     def _own(self) -> Iterator[Metric]:
         """Every other engine value, under the same name."""
         families: dict[str, Metric] = {}
-        for each in self._figures:
+        for each in self._engines_metrics:
             for name, value in {**each.totals, **each.gauges}.items():
                 if name in DERIVED or not _NAME.fullmatch(name):
                     continue

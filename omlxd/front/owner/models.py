@@ -65,11 +65,11 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         return _json(model_status(pool, engine))
 
     async def models(request: Request) -> Response:
-        await pool.look(afresh=True)
+        await pool.look_for_models(afresh=True)
         return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
 
     async def model(request: Request) -> Response:
-        return status(await pool.find(request.path_params["id"]))
+        return status(await pool.find_engine(request.path_params["id"]))
 
     async def load(request: Request) -> Response:
         asked = decode(_LOAD, await request.body())
@@ -80,18 +80,18 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         return status(await pool.load(asked.model, keep_alive))
 
     async def unload(request: Request) -> Response:
-        engine = await pool.find(decode(_UNLOAD, await request.body()).model)
+        engine = await pool.find_engine(decode(_UNLOAD, await request.body()).model)
         gone = await pool.unload(engine.model_id)
         return _json(Unloaded(engine.model_id, gone, engine.in_flight))
 
     async def pin(request: Request) -> Response:
         asked = decode(_PIN, await request.body())
-        await pool.find(asked.model)
+        await pool.find_engine(asked.model)
         return status(pool.pin(asked.model, asked.pinned))
 
     async def alias(request: Request) -> Response:
         asked = decode(_ALIAS, await request.body())
-        await pool.look(afresh=True)
+        await pool.look_for_models(afresh=True)
         pool.alias(asked.alias, asked.model)
         return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
 

@@ -111,7 +111,7 @@ def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
     content = {row.media: {"schema": schema_of[id(row.answer)] if row.answer else {}}}
     if row.stream:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": f"{row.method} {row.path}",
         "summary": row.summary,
         "responses": {
@@ -123,21 +123,21 @@ def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
         },
     }
     if row.unready is not None:
-        told["responses"]["503"] = {
+        operation["responses"]["503"] = {
             "description": "Not now; the reasons say why.",
             "content": {row.media: {"schema": schema_of[id(row.unready)]}},
         }
     if row.body is not None:
-        told["requestBody"] = {
+        operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema_of[id(row.body)]}},
         }
     if names := _PATH_PARAMETER.findall(row.path):
-        told["parameters"] = [
+        operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
             for name in names
         ]
-    return told
+    return operation
 
 
 def _problems(path: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ... import __version__
 from ...cli.owner_api import ColdStatus, DaemonStatus, ModelStatus, Readiness
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.protocol import Engine, Engines
-from .engine_figures import EngineFigures, FiguresOf
+from .engine_metrics import EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})
 """States in which a request would wait, or be refused. In any other it is served, loading if need be."""
@@ -22,13 +22,13 @@ _SOON = frozenset({"loading", "restarting"})
 class Admin:
     """The daemon's own account of itself."""
 
-    def __init__(self, engines: Engines, figures: FiguresOf):
+    def __init__(self, engines: Engines, metrics: MetricsOf):
         self._engines = engines
-        self._figures = figures
+        self._engine_metrics = metrics
         self._started, self._clock = time.time(), time.monotonic()
 
     async def status(self) -> DaemonStatus:
-        known = {each.model_id: each for each in await self._figures.look()}
+        by_model = {each.model_id: each for each in await self._engine_metrics.read()}
         ledger = self._engines.cold_stats()
         return DaemonStatus(
             version=__version__,
@@ -36,7 +36,7 @@ class Admin:
             started=self._started,
             uptime_s=time.monotonic() - self._clock,
             resident=_own_resident(),
-            models=[_status(engine, known.get(engine.model_id)) for engine in self._engines.models()],
+            models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(self._engines.cold_dir, ledger) if ledger is not None else None,
         )
 
@@ -74,8 +74,8 @@ def _refused(engine: Engine) -> str:
     return f"{engine.model_id} is not loaded; load it with `omlxd models load {engine.model_id}`."
 
 
-def _status(engine: Engine, figures: EngineFigures | None) -> ModelStatus:
-    figures = figures or EngineFigures(engine.model_id)
+def _status(engine: Engine, metrics: EngineMetrics | None) -> ModelStatus:
+    metrics = metrics or EngineMetrics(engine.model_id)
     info = engine.info
     status = ModelStatus(
         id=engine.model_id,
@@ -83,11 +83,11 @@ def _status(engine: Engine, figures: EngineFigures | None) -> ModelStatus:
         trouble=_why_not(engine),
         pid=engine.pid or 0,
         starts=engine.starts,
-        resident=figures.resident,
-        running=figures.running,
-        waiting=figures.waiting,
-        values={**figures.totals, **figures.gauges},
-        values_age_s=figures.age_s,
+        resident=metrics.resident,
+        running=metrics.running,
+        waiting=metrics.waiting,
+        values={**metrics.totals, **metrics.gauges},
+        values_age_s=metrics.age_s,
     )
     if info is not None:
         status.weight_bytes, status.kv_bytes_per_token = info.weight_bytes, info.kv_bytes_per_token

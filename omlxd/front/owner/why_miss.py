@@ -46,30 +46,30 @@ class Explaining:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"This is no request to explain: {error}.") from None
         if asked.path:
-            return await self._given(asked)
-        found = self._recent.find(asked.request_id, asked.session)
-        if found is None:
+            return await self._of_body(asked)
+        kept = self._recent.find_request(asked.request_id, asked.session)
+        if kept is None:
             what = asked.request_id or (f"session {asked.session}" if asked.session else "")
             raise NotFound(
                 f"Of {what[:200]} no request is kept; the last ones are in /omlxd/requests."
                 if what
                 else "No request has been made yet."
             )
-        engine = await self._engines.find(found.model_id)
-        explanation = await engine.explain(found.request, found.reached)
-        return WhyMiss(found.model_id, self._told(explanation), found.trace.id, found.reached)
+        engine = await self._engines.find_engine(kept.model_id)
+        explanation = await engine.explain(kept.request, kept.reached)
+        return WhyMiss(kept.model_id, self._with_fate(explanation), kept.trace.id, kept.reached)
 
-    async def _given(self, asked: WhyMissBody) -> WhyMiss:
+    async def _of_body(self, asked: WhyMissBody) -> WhyMiss:
         path = urllib.parse.urlsplit(asked.path).path
         dialect = self._dialects.get(path)
         if dialect is None:
             raise InvalidRequest(f"path: {path[:200]} takes no prompt; one of {', '.join(self._dialects)}.")
         headers = {name.lower(): value for name, value in asked.headers.items()}
         parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
-        engine = await self._engines.find(parsed.model)
-        return WhyMiss(engine.model_id, self._told(await engine.explain(parsed.generate, -1)))
+        engine = await self._engines.find_engine(parsed.model)
+        return WhyMiss(engine.model_id, self._with_fate(await engine.explain(parsed.generate, -1)))
 
-    def _told(self, explanation: Explanation) -> Explanation:
+    def _with_fate(self, explanation: Explanation) -> Explanation:
         """With the fate of the missing file, if it was there."""
         removal = self._engines.cold_removal(explanation.missing) if explanation.missing else None
         if removal is None or explanation.cause == "other_namespace":

@@ -94,10 +94,10 @@ class JsonFormatter(PrivateFormatter):
             message=type(fields).__name__.lower() if fields is not None else record.getMessage(),
             error=self.formatException(record.exc_info) if record.exc_info else "",
         )
-        whole: dict[str, Any] = msgspec.to_builtins(line)
+        fields_of_line: dict[str, Any] = msgspec.to_builtins(line)
         if fields is not None:
-            whole |= msgspec.to_builtins(fields)
-        return self._redact(msgspec.json.encode(whole).decode())
+            fields_of_line |= msgspec.to_builtins(fields)
+        return self._redact(msgspec.json.encode(fields_of_line).decode())
 
 
 class Logs:
@@ -113,9 +113,9 @@ class Logs:
         root.handlers[:] = [self._handler]
         root.setLevel(logging.WARNING)
         logging.getLogger("omlxd.http").setLevel(logging.WARNING)
-        self.apply(settings)
+        self.apply_settings(settings)
 
-    def apply(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """Take on the level, and the key that must not appear."""
         logging.getLogger("omlxd").setLevel(settings.log_level.upper())
         if settings.api_key:  # An old key stays hidden.

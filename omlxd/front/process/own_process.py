@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 FILES = 8192
 """Open files that we ask the system for."""
-TELL_AGAIN_S = 60.0
+WARN_AGAIN_S = 60.0
 
 
 def make_private(folder: Path) -> None:
@@ -54,15 +54,15 @@ class LogUnexpected:
     """asyncio's own handler writes exceptions out with their text, which may be a prompt's."""
 
     def __init__(self) -> None:
-        self._told_of_files = -math.inf
+        self._warned_of_files_at = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, asyncio.CancelledError):
             return  # Python 3.11's streams tell of every connection that we end.
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            if loop.time() - self._told_of_files > TELL_AGAIN_S:
-                self._told_of_files = loop.time()
+            if loop.time() - self._warned_of_files_at > WARN_AGAIN_S:
+                self._warned_of_files_at = loop.time()
                 log.warning("as many connections are open as files allow; others wait for them to close")
             return
         log.error("%s", context["message"], exc_info=error)

@@ -33,7 +33,7 @@ FROM_THE_NEXT_LOAD = frozenset(
 
 
 class _Pool(Protocol):
-    def apply(self, settings: Settings) -> None: ...
+    def apply_settings(self, settings: Settings) -> object: ...
 
 
 class Reloader:
@@ -86,9 +86,9 @@ class Reloader:
         self.settings = msgspec.structs.replace(
             new, **{fields[name]: getattr(old, fields[name]) for name in later}
         )
-        self._logs.apply(new)
+        self._logs.apply_settings(new)
         self._keys.replace_own(new.api_key)
-        self._pool.apply(self.settings)
+        self._pool.apply_settings(self.settings)
         log.info("configuration read again: %s", _flags([name for name in names if name in LIVE]))
         if at_load := [name for name in names if name in FROM_THE_NEXT_LOAD]:
             log.info("%s: changed for models that are loaded from now on", _flags(at_load))

@@ -172,15 +172,15 @@ def open_sockets(settings: Settings, *, guarded: bool) -> list[socket.socket]:
     guarded  whether a key is asked for; without one, only loopback will do
     Raises CannotListen, and ConfigError for what the service manager got wrong.
     """
-    if given := inherited_sockets():
-        for one in given:
+    if inherited := inherited_sockets():
+        for one in inherited:
             host = one.getsockname()[0]
             if not guarded and not _is_loopback(host):
                 raise ConfigError(
                     f"the service manager's socket on {host} can be reached by other machines, so a key is "
                     "needed: `omlxd key add NAME` makes one. Or let it listen on 127.0.0.1."
                 )
-        return given
+        return inherited
     try:
         made = bind(settings.host, settings.port)
     except OSError as error:
@@ -218,7 +218,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on the first address that `host` means. Raises OSError."""
     family, kind, protocol, _, address = sorted(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE),
-        key=lambda found: found[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
+        key=lambda address: address[0] != socket.AF_INET,  # localhost is 127.0.0.1 to most clients.
     )[0]
     made = socket.socket(family, kind, protocol)
     try:
@@ -249,6 +249,8 @@ def _why_not_bound(settings: Settings, error: OSError) -> str:
 
 def urls_of(sockets: list[socket.socket]) -> str:
     """For people, without `[::1]` where 127.0.0.1 has the same port."""
-    places = [one.getsockname()[:2] for one in sockets]
-    shown = [(host, port) for host, port in places if host != "::1" or ("127.0.0.1", port) not in places]
+    addresses = [one.getsockname()[:2] for one in sockets]
+    shown = [
+        (host, port) for host, port in addresses if host != "::1" or ("127.0.0.1", port) not in addresses
+    ]
     return " and ".join(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in shown)

@@ -69,10 +69,10 @@ async def test_what_mlx_keeps_counts_and_gives_way_to_a_load(tmp_path: Path):
         await ask(made, "a")
         assert isinstance((await ask(made, "b"))[-1], Finished)
         assert states(made) == {"a": "ready", "b": "ready"}
-        await made._guard.look()
+        await made._guard.read_allocations()
         assert made._guard._allocations["a"].freed < 100 * MB
         made._guard._share_out(0)
-        await made._guard.look()
+        await made._guard.read_allocations()
         assert sum(held.freed for held in made._guard._allocations.values()) < 30 * MB
 
 
@@ -221,7 +221,7 @@ async def test_what_a_load_took_is_remembered(tmp_path: Path):
     async with pool(tmp_path, stub="--memory 500,0 --load-peak 1000") as made:
         before = made._guard.need("a", footprint(tmp_path / "models" / "a"))
         await ask(made, "a")
-        await made._guard.look()
+        await made._guard.read_allocations()
     async with pool(tmp_path) as again:
         assert again.book.factor("a") == 2.0
         need = again._guard.need("a", footprint(tmp_path / "models" / "a"))

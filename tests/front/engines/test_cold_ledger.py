@@ -50,7 +50,7 @@ async def test_the_folder_is_there_to_read_before_it_is_counted(tmp_path: Path, 
     assert await other.open() == ""  # Locked from the first moment.
     slow_stock.set()
     assert (await asyncio.wait_for(answers.get(), 60)).nbytes == 4096
-    stats = await cold.stats()
+    stats = await cold.ledger_stats()
     assert stats is not None and (stats.bytes_used, stats.reserved) == (4096, 4096)
     for ledger in (other, cold):
         await ledger.close()
@@ -101,7 +101,7 @@ async def test_a_walk_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypa
         (tmp_path / NS / f"{number:02x}" / OLD).write_bytes(bytes(4096))
     cold = ColdLedger(tmp_path, CAP)
     assert await cold.open() == str(tmp_path)
-    stats = await asyncio.wait_for(cold.stats(), 60)
+    stats = await asyncio.wait_for(cold.ledger_stats(), 60)
     assert stats is not None and stats.files == 50
     await cold.close()
 

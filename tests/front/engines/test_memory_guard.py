@@ -188,6 +188,6 @@ async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: 
     for _ in range(2):
         await soon(asyncio.create_task(models.guard.admit(cast(Any, one), models.device)))
         one.becomes("ready")
-        await models.guard.look()
+        await models.guard.read_allocations()
         models.guard._share_out(0)
     assert len(one.budgets) == 2

@@ -85,9 +85,9 @@ async def test_models_of_a_folder_are_loaded_when_they_are_asked_for(tmp_path: P
         assert all(isinstance(events[-1], Finished) for events in answers)
         assert states(made) == {"org/big": "ready", "org/other": "unloaded", "small": "ready"}
         with pytest.raises(NotFound, match="org/other"):
-            await made.find("no-model")
+            await made.find_engine("no-model")
         make(tmp_path / "models" / "new")  # No restart is needed to find it.
-        await made.find("new")
+        await made.find_engine("new")
         assert words(await ask(made, "new")) == ["hello"]
         with pytest.raises(NotFound):
             made.resolve("../models/small")
@@ -153,7 +153,7 @@ async def test_idle_models_go_after_their_time_and_come_back(tmp_path: Path):
             await ask(made, name)
         status = {engine.model_id: engine.expires_in_s for engine in made.models()}
         assert status["a"] is not None and status["a"] <= 3600 and status["b"] is status["c"] is None
-        made.apply(settings(tmp_path, text, model_ttl="0.3s"))
+        made.apply_settings(settings(tmp_path, text, model_ttl="0.3s"))
         await until(lambda: states(made) == {"a": "unloaded", "b": "ready", "c": "ready"})
         slow = asyncio.create_task(ask(made, "a", "one sleep:0.6 two"))
         assert isinstance((await slow)[-1], Finished)  # Longer than its time to live.
@@ -269,7 +269,7 @@ async def test_settings_of_a_model_hold_from_the_next_request_on(tmp_path: Path,
         assert with_settings(own, engine.settings).sampling.temperature == 0.0
         await ask(made, "a")
         text = "[models.a]\ntemperature = 0.7\nblock-size = 32\ncontext-limit = 500\nmax-tokens = 9\n"
-        made.apply(settings(tmp_path, text))
+        made.apply_settings(settings(tmp_path, text))
         sent = with_settings(request, engine.settings)
         assert (sent.sampling.temperature, sent.sampling.max_tokens, sent.context_limit) == (0.7, 9, 500)
         assert engine.context_length == 500 and engine.state == "ready"
@@ -283,11 +283,11 @@ async def test_engines_hear_of_the_logs_new_level_loaded_or_loading(tmp_path: Pa
     async with pool(tmp_path, "a", stub="--load-gate may-load") as made:
         asked = asyncio.create_task(ask(made, "a"))
         await until(lambda: "first live" in notes(tmp_path))  # The Load is there, with the old level.
-        made.apply(settings(tmp_path, log_level="error"))
+        made.apply_settings(settings(tmp_path, log_level="error"))
         (tmp_path / "may-load").touch()
         await asked
         await until(lambda: "level error" in notes(tmp_path))
-        made.apply(settings(tmp_path, log_level="info"))
+        made.apply_settings(settings(tmp_path, log_level="info"))
         await until(lambda: "level info" in notes(tmp_path))
 
 
@@ -329,14 +329,14 @@ async def test_the_folders_are_looked_at_again_only_for_a_name_that_nobody_knows
         looks: list[None] = []
         monkeypatch.setattr(made.catalog, "look", lambda look=made.catalog.look: looks.append(None) or look())
         for name in ("org/a", "a", "claude-opus-5-5"):
-            assert (await made.find(name)).model_id == "org/a"
+            assert (await made.find_engine(name)).model_id == "org/a"
         await asyncio.sleep(0.1)
         assert len(looks) <= 1, "what is known is not waited for"
         with pytest.raises(NotFound):
-            await made.find("b")
+            await made.find_engine("b")
         assert looks
         make(tmp_path / "models" / "org" / "b")
-        assert (await made.find("b")).model_id == "org/b"
+        assert (await made.find_engine("b")).model_id == "org/b"
 
 
 async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatch):
@@ -348,8 +348,8 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, monkeypatc
             began = time.monotonic()
             assert words(await ask(made, "a")) == ["hello"]
             with pytest.raises(NotFound):
-                await made.find("b")
-            await asyncio.gather(*(made.look(afresh=True) for _ in range(20)))
+                await made.find_engine("b")
+            await asyncio.gather(*(made.look_for_models(afresh=True) for _ in range(20)))
             assert [engine.model_id for engine in made.models()] == ["a"]
             assert time.monotonic() - began < 20
         finally:
@@ -367,7 +367,7 @@ async def test_new_settings_and_what_the_owner_says_wait_for_no_disk(tmp_path: P
         began = time.monotonic()
         made.pin("a", True)
         text = "[models.new]\ntemperature = 0.5\n[models.nobody]\ntemperature = 0.5\n"
-        made.apply(settings(tmp_path, text, model_dir=str(tmp_path / "other")))
+        made.apply_settings(settings(tmp_path, text, model_dir=str(tmp_path / "other")))
         assert time.monotonic() - began < 20
         hangs.set()
         await until(lambda: states(made).keys() == {"new"})

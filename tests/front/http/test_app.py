@@ -405,7 +405,7 @@ async def test_an_engine_that_stops_without_an_end():
 
 async def test_a_bug_is_a_500_with_no_traceback(caplog):
     class Broken(FakeEngines):
-        async def find(self, model_name):
+        async def find_engine(self, model_name):
             raise ZeroDivisionError("inner secret")
 
     async with client(create_app(Broken())) as http:

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from omlxd.chat import Failed, Finished, TextDelta, ToolCall
 from omlxd.errors import Overloaded
 from omlxd.front.app import create_app
-from omlxd.front.owner import engine_figures
-from omlxd.front.owner.engine_figures import EngineFigures
+from omlxd.front.owner import engine_metrics
+from omlxd.front.owner.engine_metrics import EngineMetrics
 from omlxd.front.owner.metrics import HELP
 from omlxd.kv.ledger.ledger import LedgerStats
 
@@ -211,7 +211,7 @@ async def test_a_counter_never_goes_down_when_an_engine_restarts():
 
 
 async def test_a_scrape_waits_for_no_engine(monkeypatch):
-    monkeypatch.setattr(engine_figures, "ANSWER_S", 0.05)
+    monkeypatch.setattr(engine_metrics, "ANSWER_S", 0.05)
     engine = FakeEngine()
     engine.values = {"generation_tokens_total": 5.0, "num_requests_running": 1.0}
 
@@ -237,12 +237,12 @@ async def test_a_scrape_waits_for_no_engine(monkeypatch):
 
 
 def test_figures_of_one_life_and_the_next():
-    figures = EngineFigures("m")
-    figures.take({"a_total": 3.0, "b": 1.0}, 1)
-    figures.take({"a_total": 3.0}, 1)
+    figures = EngineMetrics("m")
+    figures.add_counters({"a_total": 3.0, "b": 1.0}, 1)
+    figures.add_counters({"a_total": 3.0}, 1)
     assert figures.totals == {"a_total": 3.0} and figures.gauges == {}
-    figures.take({"a_total": 1.0}, 2)
-    figures.take({"a_total": 0.5}, 2)
+    figures.add_counters({"a_total": 1.0}, 2)
+    figures.add_counters({"a_total": 0.5}, 2)
     assert figures.totals == {"a_total": 4.0}
 
 

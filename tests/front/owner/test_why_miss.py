@@ -206,11 +206,11 @@ def test_recent_requests_are_bounded():
     traces = [RequestTrace("POST", CHAT) for _ in range(5)]
     for index, trace in enumerate(traces):
         request = GenerateRequest(prompt=RawPrompt(text="x"), session=f"s{index % 2}")
-        recent.add("m", request, trace, 40 if index else 101)
+        recent.add_request("m", request, trace, 40 if index else 101)
     assert [each.trace for each in recent.newest_first()] == [traces[4], traces[3]]
-    assert recent.find(traces[1].id) is None and recent.find(traces[3].id).trace is traces[3]
-    assert recent.find().trace is traces[4] and recent.find(session="s1").trace is traces[3]
-    assert recent.find(session="s9") is None and recent.find().reached == -1
+    assert recent.find_request(traces[1].id) is None and recent.find_request(traces[3].id).trace is traces[3]
+    assert recent.find_request().trace is traces[4] and recent.find_request(session="s1").trace is traces[3]
+    assert recent.find_request(session="s9") is None and recent.find_request().reached == -1
 
 
 def test_recent_requests_hold_no_more_memory_than_is_said():
@@ -224,12 +224,12 @@ def test_recent_requests_hold_no_more_memory_than_is_said():
     try:
         for _ in range(6):
             request = chat_request.parse(body.encode()).generate
-            recent.add("m", request, RequestTrace("POST", CHAT), len(body))
+            recent.add_request("m", request, RequestTrace("POST", CHAT), len(body))
         del request
         assert tracemalloc.get_traced_memory()[0] < 3 << 20
     finally:
         tracemalloc.stop()
-    kept = recent.find()
+    kept = recent.find_request()
     assert kept is not None and kept.request == chat_request.parse(body.encode()).generate
 
 

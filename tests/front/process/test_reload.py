@@ -35,7 +35,7 @@ class Pool:
     def __init__(self):
         self.applied = []
 
-    def apply(self, settings: object) -> None:
+    def apply_settings(self, settings: object) -> None:
         self.applied.append(settings)
 
 
@@ -45,7 +45,7 @@ def reloader(home: Path, pool: object, *, loopback: bool = True, flags: dict[str
 
     settings = read()
     keys = KeyRing(settings.api_key)
-    logs = SimpleNamespace(apply=lambda new: None, reopen=lambda: None)
+    logs = SimpleNamespace(apply_settings=lambda new: None, reopen=lambda: None)
     made = Reloader(
         settings,
         read,

@@ -24,7 +24,7 @@ COUNTER = "_total"
 
 
 @dataclass(slots=True)
-class EngineFigures:
+class EngineMetrics:
     """One model's values. Totals go on over restarts; `gauges` is empty unless the engine runs.
 
     starts    engine processes started so far; deaths: those of them that ended by themselves
@@ -52,7 +52,7 @@ class EngineFigures:
     def total(self, name: str) -> float:
         return self.totals.get(name, 0.0)
 
-    def take(self, values: dict[str, float], life: int) -> None:
+    def add_counters(self, values: dict[str, float], life: int) -> None:
         """Add what process `life` has counted since it was last asked."""
         if life != self.life:
             self.life, self.last = life, {}
@@ -66,49 +66,49 @@ class EngineFigures:
             self.last[name] = value
 
 
-class FiguresOf:
-    """The figures of all `engines`; models that are gone keep their totals."""
+class MetricsOf:
+    """The metrics of all `engines`; models that are gone keep their totals."""
 
     def __init__(self, engines: Engines):
         self._engines = engines
-        self._known: dict[str, EngineFigures] = {}
+        self._by_model: dict[str, EngineMetrics] = {}
         self._asking: asyncio.Task[None] | None = None
 
-    async def look(self) -> Sequence[EngineFigures]:
+    async def read(self) -> Sequence[EngineMetrics]:
         """Ask every engine, for `ANSWER_S` at most. Looks at the same time share one question."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask_all(), name="engine figures")
+            self._asking = asyncio.create_task(self._ask_all(), name="engine metrics")
         await asyncio.shield(self._asking)
-        return list(self._known.values())
+        return list(self._by_model.values())
 
     async def _ask_all(self) -> None:
         engines = {engine.model_id: engine for engine in self._engines.models()}
-        for gone in self._known.keys() - engines.keys():
-            figures = self._known[gone]
-            figures.state, figures.resident, figures.running, figures.waiting = "", 0, 0, 0
-            figures.gauges = {}
+        for gone in self._by_model.keys() - engines.keys():
+            metrics = self._by_model[gone]
+            metrics.state, metrics.resident, metrics.running, metrics.waiting = "", 0, 0, 0
+            metrics.gauges = {}
         await asyncio.gather(*map(self._ask, engines.values()))
 
     async def _ask(self, engine: Engine) -> None:
-        figures = self._known.setdefault(engine.model_id, EngineFigures(engine.model_id))
+        metrics = self._by_model.setdefault(engine.model_id, EngineMetrics(engine.model_id))
         life = engine.starts
         answer = None
         if engine.state == "ready":
             with contextlib.suppress(TimeoutError):
                 answer = await asyncio.wait_for(engine.stats(), ANSWER_S)
-        figures.age_s = 0.0
+        metrics.age_s = 0.0
         if answer is not None:
-            figures.take(answer.values, life)
-            figures.said_at = time.monotonic()
+            metrics.add_counters(answer.values, life)
+            metrics.said_at = time.monotonic()
         elif engine.state == "ready":
-            figures.age_s = max(0.001, time.monotonic() - figures.said_at)
-        figures.state, figures.starts, figures.deaths = engine.state, engine.starts, engine.deaths
+            metrics.age_s = max(0.001, time.monotonic() - metrics.said_at)
+        metrics.state, metrics.starts, metrics.deaths = engine.state, engine.starts, engine.deaths
         if engine.state != "ready":
-            figures.gauges = {}
-        figures.resident = _resident(engine.pid)
-        figures.running = int(figures.gauges.get("num_requests_running", 0))
-        queued = int(figures.gauges.get("num_requests_waiting", 0))
-        figures.waiting = queued if engine.state == "ready" else engine.in_flight
+            metrics.gauges = {}
+        metrics.resident = _resident(engine.pid)
+        metrics.running = int(metrics.gauges.get("num_requests_running", 0))
+        queued = int(metrics.gauges.get("num_requests_waiting", 0))
+        metrics.waiting = queued if engine.state == "ready" else engine.in_flight
 
 
 def _resident(pid: int | None) -> int:
