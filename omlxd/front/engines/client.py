@@ -43,7 +43,7 @@ class EngineProcess:
         *,
         max_concurrent: int = 8,
         on_change: Callable[[], None] = lambda: None,
-        on_want: Callable[[wire.Wants], None] = lambda wants: None,
+        on_want: Callable[[wire.Wants], object] = lambda wants: None,
         **options: Any,
     ):
         self.used_at = time.monotonic()
