@@ -244,6 +244,13 @@ def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
     return given
 
 
+def nucleus(top_p: float | None, top_k: int | None) -> dict[str, Any]:
+    """Return `top_p` and `top_k` of a Sampling, whose top_p is above 0: top_p 0 means the likeliest token."""
+    if top_p == 0:
+        return {"top_p": None, "top_k": 1}
+    return {"top_p": top_p, "top_k": None if top_k is None else min(max(top_k, 0), MAX_TOKENS)}
+
+
 def image(data: str, media_type: str, param: str) -> ImagePart:
     """An image from base64 text."""
     if not media_type.startswith("image/"):

@@ -37,7 +37,9 @@ from ..body import (
     decode,
     free_json,
     not_contacted,
+    nucleus,
     refuse,
+    session_header,
     stops,
 )
 from ..body import image as image_part
@@ -65,7 +67,6 @@ from .blocks import (
     ToolUse,
 )
 from .documents import browser_state_text, document_text, search_result_text
-from .session import Metadata, parent_agent, session_of
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -88,6 +89,14 @@ class _ThinkingConfig(msgspec.Struct):
     """`between_tools` is no thinking either, at Anthropic too."""
 
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
+
+
+MAX_USER_ID = 4096
+"""Characters of `metadata.user_id` that are looked into; Claude Code's has 200."""
+
+
+class Metadata(msgspec.Struct):
+    user_id: str | None = None
 
 
 class MessagesBody(msgspec.Struct):
@@ -210,15 +219,32 @@ def _format(request: MessagesBody) -> AnswerFormat | None:
 
 
 def _sampling(request: MessagesBody) -> Sampling:
-    greedy = request.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
-    top_k = None if request.top_k is None else min(max(request.top_k, 0), MAX_TOKENS)
     return Sampling(
         temperature=request.temperature,
-        top_p=None if greedy else request.top_p,
-        top_k=1 if greedy else top_k,
+        **nucleus(request.top_p, request.top_k),
         max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_TOKENS),
         stop=stops(request.stop_sequences, "stop_sequences"),
     )
+
+
+def session_of(headers: Mapping[str, str], metadata: Metadata | None) -> str:
+    """Return the name of the conversation from headers or `metadata`: at most 200 letters, maybe none."""
+    named = session_header(headers, "x-claude-code-session-id", "x-claude-code-agent-id")
+    if named or metadata is None or not metadata.user_id:
+        return named
+    if len(metadata.user_id) > MAX_USER_ID:
+        return metadata.user_id[:200]
+    try:
+        user = msgspec.json.decode(metadata.user_id, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        user = {}
+    session = user.get("session_id")
+    return (session if isinstance(session, str) and session else metadata.user_id)[:200]
+
+
+def parent_agent(headers: Mapping[str, str]) -> str:
+    """Return the agent whose sub-agent asks; "" if none does."""
+    return session_header(headers, "x-claude-code-parent-agent-id")
 
 
 def _system(system: str | list[Text]) -> list[Message]:

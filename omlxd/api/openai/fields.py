@@ -10,7 +10,7 @@ import msgspec
 from ...chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
 from ...errors import InvalidRequest
 from ..answer_format import ResponseFormat, format_of, guided, only
-from ..body import MAX_INT64, MAX_TOKENS, free_json, refuse, session_header, stops
+from ..body import MAX_INT64, MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
 from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..sse import UsageExtension, usage_extension
 
@@ -87,12 +87,9 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
 
 def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
     """Raises InvalidRequest for stop strings that are too many or too long."""
-    greedy = body.top_p == 0  # The engine's top_p is above 0; the smallest nucleus is one token.
-    top_k = None if body.top_k is None else min(max(body.top_k, 0), MAX_TOKENS)
     return Sampling(
         temperature=body.temperature,
-        top_p=None if greedy else body.top_p,
-        top_k=1 if greedy else top_k,
+        **nucleus(body.top_p, body.top_k),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
