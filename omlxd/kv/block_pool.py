@@ -13,10 +13,7 @@ spare records, so that neither allocation nor eviction ever steps over the other
     in hash map as h   <=>  block_hash == h
     payload held        =>  block_hash set
     hot_bytes          ==   sum of payload bytes
-
-A request's blocks in order, append-only. Only the last may be partly filled; it is never shared.
 """
-# MERGED: docstrings of block_pool.py, block_table.py (join by hand)
 
 from __future__ import annotations
 
@@ -69,7 +66,8 @@ class BlockPool:
     def free(self, blocks: Sequence[Block]) -> None:
         """Give a reference to each back. Pass a chain in order: it is queued leaf first.
 
-        So a parent is always younger than its child, and eviction takes leaves first.
+        So a parent is younger than its child, and eviction takes leaves first. `KVStore.record_use` says
+        later how recent the chain is.
         """
         cached, spare = self._cached, self._spare
         for block in reversed(blocks):
@@ -185,7 +183,10 @@ class BlockPool:
 
 
 class BlockTable:
-    """`block_size` in tokens. Holds one reference to each of its blocks."""
+    """A request's blocks in order, append-only; it holds one reference to each.
+
+    Only the last may be partly filled, and that one is never shared. `block_size` in tokens.
+    """
 
     __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
 

@@ -157,18 +157,18 @@ class KVStore:
     ) -> bool:
         """Keep the full block at `index` of `table`: hot where there is room, cold behind it.
 
-        tokens  length of the prompt that it belongs to, for the admission policy
+        tokens  length of the prompt that it belongs to, for the write policy
         True: a file of it was there before, and stays as it is.
         """
         self.stats.puts += 1
-        known = self.pool.get_cached_block(key.block_hash)
+        owner = self.pool.get_cached_block(key.block_hash)
         # A block may have been computed again because one before it was lost: its own file is as good as
         # ever. And one that was on disk may have been evicted since: or else it would never be written.
         on_disk = self._has_file(key.block_hash) and not self.distrusts(key.block_hash)
-        if known is not None and known.on_disk and not on_disk:
-            self.lose(known)
-            known = self.pool.get_cached_block(key.block_hash)
-        hot = known is not None and known.payload is not None
+        if owner is not None and owner.on_disk and not on_disk:
+            self.lose(owner)
+            owner = self.pool.get_cached_block(key.block_hash)
+        hot = owner is not None and owner.payload is not None
         room = hot or self.make_room(payload.nbytes)
         block = table.cache(index, key.block_hash, payload) if room else None
         writing = False

@@ -1,8 +1,4 @@
-"""The KV store of one loaded model: its namespace, its tiers, and the bridge to its sequences.
-
-Lets the flusher write what has become due: a thread with a clock, as the engine's has none at rest.
-"""
-# MERGED: docstrings of model_store.py, flush_clock.py (join by hand)
+"""The KV store of one loaded model: its namespace, its tiers, and the bridge to its sequences."""
 
 from __future__ import annotations
 
@@ -42,7 +38,10 @@ TICK_S = 2.0
 
 
 class FlushClock:
-    """`post(f)` runs `f` on the engine thread. It is woken only while there is something to do."""
+    """A thread that lets the flusher write what is due: the engine's has no clock at rest.
+
+    `post(f)` runs `f` on the engine thread, and only while there is something to do.
+    """
 
     def __init__(self, flusher: Flusher, post: Callable[[Callable[[], None]], None]):
         self._flusher = flusher

@@ -74,12 +74,12 @@ def view_state(
     layout: KVLayout, payload: MLXPayload, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, mx.array]:
     """The inverse, by name; the cache that gets them must not change them in place: copies, lazy."""
-    found: dict[str, mx.array] = {}
+    states: dict[str, mx.array] = {}
     for group, array in zip(layout.groups, payload.arrays, strict=True):
         own = array + 0
         typed = own.view(compute_dtype(group.dtype)) if group.dtype == "BF16" else own
-        found[group.names[0]] = typed.reshape(shapes[group.names[0]])
-    return found
+        states[group.names[0]] = typed.reshape(shapes[group.names[0]])
+    return states
 
 
 def join_blocks(layout: KVLayout, payloads: Sequence[MLXPayload]) -> dict[str, mx.array]:
@@ -151,19 +151,19 @@ class DirectBuffers:
         for group in layout.groups:
             rows: list[memoryview] = []
             for name in group.names:
-                whole = byte_view(self.arrays[name])
-                width = whole.nbytes // group.heads
-                rows += [whole[h * width : (h + 1) * width] for h in range(group.heads)]
+                data = byte_view(self.arrays[name])
+                width = data.nbytes // group.heads
+                rows += [data[h * width : (h + 1) * width] for h in range(group.heads)]
             self._rows.append((group, rows))
 
     def pieces(self, index: int) -> list[memoryview]:
         """Byte views of block `index`, in file order: one a tensor and head."""
-        found: list[memoryview] = []
+        pieces: list[memoryview] = []
         for group, rows in self._rows:
             each = group.nbytes(self.block_size) // (len(group.names) * group.heads)
             start, stop = index * each, (index + 1) * each
-            found += [row[start:stop] for row in rows]
-        return found
+            pieces += [row[start:stop] for row in rows]
+        return pieces
 
     def put(self, index: int, payload: MLXPayload) -> None:
         """Copy a hot block to its place.

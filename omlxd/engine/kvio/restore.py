@@ -93,11 +93,11 @@ class StagedArrival:
         return payload is not None
 
     def cache(self, model: Any, blocks: int) -> Cache:
-        found = mlx_adapter.new_cache(model, self._capacity)
-        whole = [payload for payload in self._payloads[:blocks] if payload is not None]
+        cache = mlx_adapter.new_cache(model, self._capacity)
+        payloads = [payload for payload in self._payloads[:blocks] if payload is not None]
         self._payloads = []
-        append_blocks(self._layout, found, whole, 0, self._block, self._capacity)
-        return found
+        append_blocks(self._layout, cache, payloads, 0, self._block, self._capacity)
+        return cache
 
     def payloads(self) -> Sequence[MLXPayload | None]:
         return list(self._payloads)

@@ -143,23 +143,23 @@ class _Buffer:
         self._words = buffer
 
     def views(self, sizes: Sequence[int]) -> list[memoryview]:
-        whole = byte_view(self._words)
-        found: list[memoryview] = []
+        words = byte_view(self._words)
+        views: list[memoryview] = []
         at = 0
         for size in sizes:
-            found.append(whole[at : at + size])
+            views.append(words[at : at + size])
             at += size
-        return found
+        return views
 
     def copies(self, sizes: Sequence[int]) -> list[mx.array]:
         """New arrays of words, lazy: evaluate them before the buffer is used again."""
-        found: list[mx.array] = []
+        arrays: list[mx.array] = []
         at = 0
         for size in sizes:
             words = size // self.word.size
-            found.append(self._words[at : at + words] + mx.array(0, self.word))
+            arrays.append(self._words[at : at + words] + mx.array(0, self.word))
             at += words
-        return found
+        return arrays
 
 
 @cache

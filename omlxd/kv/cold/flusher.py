@@ -5,15 +5,12 @@
 | write-through   | when it is stored                                                               |
 | write-back      | when it leaves RAM, when nobody has used it for `IDLE_S`, and at `close`        |
 
-in either mode only once the admission policy admits it (engine/schedule/memory_admission.py), which is asked
-when a block is stored and when a request uses it again. What a failed disk or a full queue refused is tried
+in either mode only once the write policy admits it, which is asked when a block is stored and when a
+request uses it again. What a failed disk or a full queue refused is tried
 again by `tick`, for as long as the block is hot. Nothing is ever waited for but at `close`.
 
-Which blocks are written to the cold tier: all, those asked for twice, or those of long prompts.
-
-Flash wears by what is written to it, and much of what is computed is never asked for again. A policy
-only says when a block is written; what it holds back stays in RAM as any block does, and is asked about
-again whenever a request uses it (flusher.py).
+A write policy admits all blocks, those asked for twice, or those of long prompts: flash wears by what is
+written to it, and much of what is computed is never asked for again. What it holds back stays in RAM.
 
 Recorded sessions of Claude Code, 19 requests and 667,476 prompt tokens, RAM lost between sessions
 (tools/bench/wear.py; written: MB, and of the payload that had to be; recomputed: tokens more than `always`):
@@ -30,7 +27,6 @@ within 1.05 of the payload for dense models and 1.2 with checkpoints as it is, a
 not worth 6 to 11% of all tokens computed again where RAM is short, or half of what models with
 checkpoints restore from disk. `second-use` is for machines with RAM for all their sessions.
 """
-# MERGED: docstrings of flusher.py, engine/schedule/memory_admission.py (join by hand)
 
 from __future__ import annotations
 
@@ -109,8 +105,8 @@ def write_policy(text: str) -> WritePolicy:
         return Always()
     if text == "second-use":
         return SecondUse()
-    if found := re.fullmatch(r"min-length:(\d{1,9})", text):
-        return MinLength(int(found[1]))
+    if match := re.fullmatch(r"min-length:(\d{1,9})", text):
+        return MinLength(int(match[1]))
     raise ValueError(f"{text!r} is none of always, second-use, min-length:N")
 
 
@@ -127,7 +123,7 @@ RETRY_S = 30.0
 class Flusher:
     """One store's. `post(f)` runs `f` on the engine thread, which alone calls all this but `close`.
 
-    held_back       stores that the admission policy did not admit
+    held_back       stores that the write policy did not admit
     left_unwritten  blocks that left RAM and that no writer took
     """
 

@@ -1,14 +1,13 @@
-"""Whether the disk of the cold tier works. One line when it stops, one when it works again.
+"""The cold tier's circuit breaker: it logs a line when the disk stops working, and one when it works again.
 
-| state   | stores                       | left by                                                     |
-|---------|------------------------------|-------------------------------------------------------------|
-| on      | are tried                    | one that fails: off; one that gets no space: off, unsaid    |
-| off     | are refused                  | `PAUSE_S` later: probing                                    |
-| probing | the next one is tried, alone | its success: on; its failure: off                           |
+| state     | stores                       | left by                                                       |
+|-----------|------------------------------|---------------------------------------------------------------|
+| closed    | are tried                    | one that fails: open; one that gets no space: open, no line   |
+| open      | are refused                  | `PAUSE_S` later: half-open                                    |
+| half-open | the next one is tried, alone | its success: closed; its failure: open                        |
 
-Reads have a state of their own, because a full disk can still be read: after one that fails as no
-file alone would (`DISK_ERRORS`) none is tried for `PAUSE_S`, and the first that works puts it right.
-Thread-safe.
+Reads have a breaker of their own, because a full disk can still be read: after an error that no file
+alone causes (`DISK_ERRORS`) none is tried for `PAUSE_S`, and the first that works closes it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class ColdHealth:
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._lock = threading.Lock()
-        self._stores_until: float | None = None  # None: on
+        self._stores_until: float | None = None  # None: closed
         self._reads_until: float | None = None
         self._probing = False
-        self._told = False
+        self._announced = False
 
     @property
     def is_on(self) -> bool:
         """False from the line that says that the disk has failed to the line that says that it works."""
-        return not self._told
+        return not self._announced
 
     @property
     def stores_on(self) -> bool:
@@ -118,13 +117,13 @@ class ColdHealth:
 
     def _fault(self, what: str, error: OSError) -> None:
         with self._lock:
-            first, self._told = not self._told, True
+            first, self._announced = not self._announced, True
         if first:
             log.warning("cold tier off: %s (%s); it is tried again every %d s", what, error, PAUSE_S)
 
     def _back(self) -> None:
         with self._lock:
-            if not self._told or self._stores_until is not None or self._reads_until is not None:
+            if not self._announced or self._stores_until is not None or self._reads_until is not None:
                 return
-            self._told = False
+            self._announced = False
         log.warning("cold tier on: the disk works again")

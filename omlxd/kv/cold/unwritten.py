@@ -3,7 +3,7 @@
 | list   | a block is in it because                                         | leaves it                |
 |--------|------------------------------------------------------------------|--------------------------|
 | `due`  | it is to be written: later (write-back), or again (it failed)    | handed to a writer       |
-| `held` | the admission policy has not admitted it                         | admitted: goes to `due`  |
+| `held` | the write policy has not admitted it                             | admitted: goes to `due`  |
 
 and from both when it leaves RAM. So they are bounded by the hot tier. A block that is being written is
 in neither: its writer holds it. The order is that of use, leaf before root, as in the pool's queue;

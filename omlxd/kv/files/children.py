@@ -1,4 +1,4 @@
-"""Who comes after a block: stored files that name it as their parent, found by reading headers.
+"""Stored files that name a block as their parent, by their headers.
 
 A chain hash leads from a parent to its child only if the child's tokens are known. To say what a
 prompt differs from, the other way is needed, and no index keeps it: it is asked for once in a while,
@@ -57,22 +57,22 @@ def children(namespace: Path, parents: Iterable[BlockHash], seconds: float) -> S
 
     Nothing is verified: what they say is for people to read, never KV to use. Never raises OSError.
     """
-    found = Search({})
+    search = Search({})
     wanted = {parent.hex().encode() for parent in parents}
     deadline = time.monotonic() + seconds
     for path in _block_files(namespace):
-        if found.looked % 64 == 0 and time.monotonic() > deadline:
-            found.complete = False
+        if search.looked % 64 == 0 and time.monotonic() > deadline:
+            search.complete = False
             break
-        found.looked += 1
+        search.looked += 1
         try:
             read = _read(path, wanted)
         except (OSError, ValueError):
             continue
         if read is not None:
             parent, child = read
-            found.children.setdefault(parent, []).append(child)
-    return found
+            search.children.setdefault(parent, []).append(child)
+    return search
 
 
 def _block_files(namespace: Path) -> Iterator[str]:

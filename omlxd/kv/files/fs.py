@@ -1,12 +1,8 @@
 """The cold tier's file system, as a seam: tests put one that fails or crashes at its N-th operation here.
 
-Only what the cold tier uses, in POSIX's terms; every method raises OSError as `os` does.
-
-What lies in the folders of the cache dir. A folder or file that is not there is no error.
-
-A file put in place whole or not at all, written beside its place and renamed; and its reading back.
+`FileSystem` has what the cold tier uses, in POSIX's terms; every method raises OSError as `os` does.
+`put_in_place` and `read_in_place` make a store atomic and a load checked. The rest lists the cache dir.
 """
-# MERGED: docstrings of fs.py, folders.py, placing.py (join by hand)
 
 from __future__ import annotations
 
@@ -51,14 +47,14 @@ class FileSystem(Protocol):
 def identity(path: str | int) -> tuple[int, int] | None:
     """Device and inode of a file, by path or descriptor; None: it is not there, or can't be looked at."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 class PosixFileSystem:
-    """The real one.
+    """The file system of the operating system.
 
     lock  the cache dir's: no folder is made while another file than at first, or none, has that path
     """
@@ -197,9 +193,9 @@ class TempLeft(OSError):
 
 
 def put_in_place(fs: FileSystem, target: str, write: Callable[[int], None]) -> None:
-    """Make the file `target`, and its folder, of what `write(fd)` writes; a file that is there is replaced.
+    """Make the file `target`, and its folder, of what `write(fd)` writes: all of it or nothing.
 
-    Atomic, but not synced. Raises OSError, leaving nothing behind, or else TempLeft.
+    An old file is replaced. Nothing is synced. Raises OSError, leaving nothing behind, or else TempLeft.
     """
     temp = f"{target}.{os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
     try:

@@ -1,10 +1,6 @@
-"""`<namespace>/namespace.json`: what a folder of the cache dir holds, for tools that run without a model.
+"""`<namespace>/namespace.json` says whose a folder of the cache dir is. Its engine writes it.
 
-Nothing in serving reads it; a folder without one is as good as any.
-
-Which namespaces belong to a model that is installed; the others are orphans, and their blocks go first.
-
-A namespace's folder is described by the engine that writes it (kv/files/namespace.py). It is
+Tools read it without a model, and the ledger: blocks of orphans go first. A namespace is
 
 | an orphan, if                                                  | because                             |
 |----------------------------------------------------------------|-------------------------------------|
@@ -15,7 +11,6 @@ A namespace's folder is described by the engine that writes it (kv/files/namespa
 and never one while an engine that runs uses it. An orphan is not deleted for being one: a folder on a
 disk that is not mounted comes back, and settings are changed back. It is only the first to make room.
 """
-# MERGED: docstrings of namespace_file.py, installed.py (join by hand)
 
 from __future__ import annotations
 
@@ -41,7 +36,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size    tokens a block
     block_bytes   bytes on disk of one token block
-    facts_digest  the whole namespace, 64 hex digits; the folder's name is its first half
+    facts_digest  the namespace's digest, 64 hex digits; the folder's name is its first half
     facts         what it is the digest of; {} in a description that an older version wrote
     """
 
@@ -99,7 +94,7 @@ def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
 
 
 class Installed:
-    """`root`: the cache dir. Namespaces are folder names."""
+    """Which namespaces belong to installed models. `root`: the cache dir; namespaces are folder names."""
 
     def __init__(self, root: Path):
         self._root = root

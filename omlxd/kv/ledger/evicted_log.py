@@ -1,4 +1,4 @@
-"""What became of files that are gone: a bounded memory of names, for whoever asks why a prompt missed.
+"""A bounded log of files that are gone, for whoever asks why a prompt missed.
 
 Only this process's: after a restart a file that was evicted before looks as if it had never been.
 """

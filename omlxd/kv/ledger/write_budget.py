@@ -57,7 +57,7 @@ class WriteBudget:
         self._day = ""
         self._spent = 0
         self._saved = 0
-        self._told = False
+        self._refused = False
         self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
@@ -66,18 +66,18 @@ class WriteBudget:
         with contextlib.suppress(OSError):
             self._fs.unlink(self._path + TEMP_SUFFIX)
         try:
-            found = self._load()
+            saved = self._load()
         except FileNotFoundError:
-            found = None
+            saved = None
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            found = _Day(self._day, self.limit)
+            saved = _Day(self._day, self.limit)
             if self.limit:
                 log.warning(
                     "SSD cache: %s can't be read (%s); nothing is written until tomorrow", self._path, error
                 )
-                self._told = True
-        if found is not None and found.day == self._day:
-            self._spent = max(0, found.bytes)
+                self._refused = True
+        if saved is not None and saved.day == self._day:
+            self._spent = max(0, saved.bytes)
         self._saved = self._spent
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class WriteBudget:
     def used_up(self) -> bool:
         """Something was refused today."""
         self._turn_the_page()
-        return self._told
+        return self._refused
 
     def spend(self, nbytes: int) -> bool:
         """Grant `nbytes` more. False: today's budget has no room for them."""
@@ -117,8 +117,8 @@ class WriteBudget:
         self._spent = max(0, self._spent - nbytes)
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
+        if not self._refused:
+            self._refused = True
             log.warning(
                 "SSD cache: today's write budget of %d MB is used up; new blocks stay in RAM until tomorrow",
                 self.limit // 10**6,
@@ -126,7 +126,7 @@ class WriteBudget:
 
     def _turn_the_page(self) -> None:
         if (today := self._today()) != self._day:
-            self._day, self._spent, self._saved, self._told = today, self.outstanding(), 0, False
+            self._day, self._spent, self._saved, self._refused = today, self.outstanding(), 0, False
 
     # ----------------------------------------------------------------- the file
 
