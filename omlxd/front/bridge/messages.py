@@ -19,7 +19,6 @@ or by an `error`. Unasked for come `ready`, first of all, and `bye`, last of all
 
 The engine's events, and errors, as lines.
 """
-# MERGED: docstrings of messages.py, answers.py (join by hand)
 
 from __future__ import annotations
 

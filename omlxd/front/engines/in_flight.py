@@ -1,4 +1,4 @@
-"""What an engine has been asked and has not answered yet: requests, and questions that are none.
+"""Requests that an engine has not answered yet, and questions that keep no engine loaded.
 
 | a request is | it holds            | its engine dies                                                |
 |--------------|---------------------|----------------------------------------------------------------|
@@ -8,10 +8,7 @@
 
 A life is one engine process, by its number. Progress is no part of an answer: a request that prefills is
 sent, not answered, and its frame (of up to 30 MB) is held.
-
-What becomes of one request to an engine: its events.
 """
-# MERGED: docstrings of in_flight.py, engine_stream.py (join by hand)
 
 from __future__ import annotations
 

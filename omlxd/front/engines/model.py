@@ -1,8 +1,4 @@
-"""An installed model as the HTTP app sees it: an engine whose process comes and goes.
-
-What the configuration file says of a model, put into the requests that go to it.
-"""
-# MERGED: docstrings of model_engine.py, model_settings.py (join by hand)
+"""An installed model as the HTTP app sees it: an engine whose process comes and goes, and its settings."""
 
 from __future__ import annotations
 

@@ -4,10 +4,7 @@ A stream's headers and first event (a ping, where the protocol begins with the p
 the engine has said anything (at most `header_grace_s` late), and a ping follows every `ping_interval_s` of
 silence: while the request queues, while its model loads, while its prompt prefills, and later too.
 A client that goes away cancels its request at once, streaming or not.
-
-/v1/responses as a dialect: the one protocol with a memory, which its store is.
 """
-# MERGED: docstrings of generation.py, responses.py (join by hand)
 
 from __future__ import annotations
 

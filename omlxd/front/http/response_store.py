@@ -1,9 +1,4 @@
-"""Responses that can be read again, and gone on from by `previous_response_id`. In memory, bounded,
-gone with the process.
-
-GET and DELETE of stored responses.
-"""
-# MERGED: docstrings of response_store.py, stored_responses.py (join by hand)
+"""Stored responses: bounded, in memory, read by `previous_response_id`, GET and DELETE."""
 
 from __future__ import annotations
 

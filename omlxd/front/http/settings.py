@@ -1,8 +1,4 @@
-"""Which key a request carries, if it carries a right one.
-
-Settings of the HTTP app.
-"""
-# MERGED: docstrings of key_ring.py, http_settings.py (join by hand)
+"""Settings of the HTTP app, and the keys that it accepts."""
 
 from __future__ import annotations
 
@@ -95,7 +91,7 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `create_app` is told.
+    """Settings of `create_app`.
 
     host             address that the server is bound to; loopback turns the Host check on
     api_key          "": none is asked for

@@ -2,10 +2,7 @@
 
 Whatever happens inside, a request that has had no answer yet gets one here, in its protocol's own
 error shape. Nothing unexpected reaches a client but the request id, under which the log has it.
-
-What to say of a path that is not served: what was meant, or which APIs there are.
 """
-# MERGED: docstrings of http_shell.py, unknown_paths.py (join by hand)
 
 from __future__ import annotations
 

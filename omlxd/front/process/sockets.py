@@ -1,15 +1,12 @@
 """The sockets that the daemon listens on: those of a service manager, or one of its own.
 
-Sockets that a service manager opened for us, before we were started: socket activation.
+Socket activation: a service manager opens the sockets before it starts the daemon.
 
 | manager | protocol                                                                                |
 |---------|-----------------------------------------------------------------------------------------|
 | systemd | sd_listen_fds(3): LISTEN_PID is us, LISTEN_FDS descriptors from 3 on, LISTEN_FDNAMES    |
 | launchd | launch_activate_socket(3): the descriptors of the plist's `Sockets` entry of one name   |
-
-Nothing here listens or accepts; the manager has done the first, and the server does the second.
 """
-# MERGED: docstrings of listening.py, activation.py (join by hand)
 
 from __future__ import annotations
 
