@@ -1,6 +1,6 @@
 """Why a prompt missed: where its chain ends, and what stands stored where it would have gone on.
 
-    tokens → block hashes → the first one that neither tier has → what is known of that place
+    tokens → block hashes → the first one that neither tier has → what the folder says of that place
 
 Runs in an engine, on a thread of its own, or without one (`python -m omlxd.engine.explain`), where
 tokenizer and template are all that is loaded, only the SSD tier can be asked, and turns of which the
@@ -71,7 +71,7 @@ class Explainer:
         chain = len(tiers)
         usable = self._usable(hashes, chain) if reached < 0 else chain
         cause = "none" if usable == len(hashes) else "never_stored"
-        told = wire.Explanation(
+        explanation = wire.Explanation(
             cause=cause,
             prompt_tokens=len(tokens),
             block_size=size,
@@ -82,18 +82,20 @@ class Explainer:
             position=chain * size,
         )
         if self.reuse_off:
-            return msgspec.structs.replace(told, cause="reuse_off", reason=self.reuse_off)
+            return msgspec.structs.replace(explanation, cause="reuse_off", reason=self.reuse_off)
         if cause == "none":
-            return told
-        told = msgspec.structs.replace(told, **self._texts(tokens, chain * size))
+            return explanation
+        explanation = msgspec.structs.replace(explanation, **self._texts(tokens, chain * size))
         if usable < chain:
-            told = msgspec.structs.replace(told, cause="no_checkpoint")
+            explanation = msgspec.structs.replace(explanation, cause="no_checkpoint")
         elif elsewhere := self._elsewhere(tokens, request, chain):
-            told = msgspec.structs.replace(told, cause="other_namespace", elsewhere=elsewhere)
-        # What was restored is all that is known of the past; where checkpoints are needed, the chain of
-        # blocks may have reached further than it.
+            explanation = msgspec.structs.replace(explanation, cause="other_namespace", elsewhere=elsewhere)
+        # All that is left of the past is what was restored; where checkpoints are needed, the chain of blocks
+        # may have reached further than it.
         further = reached >= 0 and self.stands is not None
-        return self._beside(told, tokens, [root, *hashes], chain, len(hashes) if further else chain + 1)
+        return self._beside(
+            explanation, tokens, [root, *hashes], chain, len(hashes) if further else chain + 1
+        )
 
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
         tiers: list[str] = []
@@ -120,7 +122,7 @@ class Explainer:
 
     def _beside(
         self,
-        told: wire.Explanation,
+        explanation: wire.Explanation,
         tokens: Sequence[int],
         chain: Sequence[BlockHash],
         first: int,
@@ -133,21 +135,23 @@ class Explainer:
         """
         end = min(end, len(chain) - 1)
         if first < end:
-            told = msgspec.structs.replace(told, missing=block_path(self.namespace, chain[first + 1]))
+            explanation = msgspec.structs.replace(
+                explanation, missing=block_path(self.namespace, chain[first + 1])
+            )
         if self.root is None or first >= end:
-            return told
+            return explanation
         search = children(self.root / namespace_dir(self.namespace), chain[first:end], SEARCH_S)
-        told = msgspec.structs.replace(told, looked=search.looked, complete=search.complete)
+        explanation = msgspec.structs.replace(explanation, looked=search.looked, complete=search.complete)
         beside = (
             (at, [child for child in search.children.get(chain[at], []) if child.block_hash != chain[at + 1]])
             for at in range(first, end)
         )
         at, others = next(((at, others) for at, others in beside if others), (first, []))
         if not others:
-            return told
+            return explanation
         if at > first:
-            told = msgspec.structs.replace(
-                told, cause="no_checkpoint", chain_tokens=at * self.block_size, missing=""
+            explanation = msgspec.structs.replace(
+                explanation, cause="no_checkpoint", chain_tokens=at * self.block_size, missing=""
             )
         own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
 
@@ -158,8 +162,8 @@ class Explainer:
         common = shared(nearest.tokens, own)
         position = at * self.block_size + common
         return msgspec.structs.replace(
-            told,
-            cause="differs" if told.cause == "never_stored" else told.cause,
+            explanation,
+            cause="differs" if explanation.cause == "never_stored" else explanation.cause,
             position=position,
             stored=self.text_of(nearest.tokens[common : common + AFTER]),
             stored_used=nearest.used,
@@ -173,7 +177,7 @@ class Explainer:
         if self.root is None:
             return ()
         own = read_namespace(self.root, namespace_dir(self.namespace))
-        found: list[wire.OtherNamespace] = []
+        others: list[wire.OtherNamespace] = []
         for info in _namespaces(self.root):
             if info.facts_digest == self.namespace.hex() or not self._same_model(info):
                 continue
@@ -188,10 +192,10 @@ class Explainer:
                 held += info.block_size
             if held > chain * self.block_size:
                 differs = _differences(own.facts if own else {}, info.facts)
-                found.append(
+                others.append(
                     wire.OtherNamespace(name=namespace_dir(other), tokens=held, differs=tuple(differs))
                 )
-        return tuple(sorted(found, key=lambda other: -other.tokens))
+        return tuple(sorted(others, key=lambda other: -other.tokens))
 
     def _same_model(self, info: NamespaceInfo) -> bool:
         return self.model_id == info.model_id or self.model_path == info.model_path
@@ -248,12 +252,12 @@ class Offline(msgspec.Struct):
 def offline(asked: Offline) -> wire.Explanation:
     """As an engine of that model would explain it, knowing only what lies on disk. Raises OmlxdError."""
     root = Path(asked.root)
-    known = [info for info in _namespaces(root) if not asked.model or _is_called(info, asked.model)]
-    known = [info for info in known if Path(info.model_path).is_dir()]
-    if not known:
+    infos = [info for info in _namespaces(root) if not asked.model or _is_called(info, asked.model)]
+    infos = [info for info in infos if Path(info.model_path).is_dir()]
+    if not infos:
         what = f"of {asked.model!r} " if asked.model else ""
         raise OmlxdError(f"nothing {what}lies in {root} whose model's folder is still there")
-    info = max(known, key=lambda each: _used(root / each.facts_digest[:32]))
+    info = max(infos, key=lambda each: _used(root / each.facts_digest[:32]))
     from . import mlx_adapter
     from .prompt.pipeline import PromptPipeline
 

@@ -28,7 +28,7 @@ from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
 from .explain import Explainer
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
-from .metrics import Correctness, figures_of
+from .metrics import TrafficCounters, metrics_of
 from .mlx_adapter import Quantisation
 from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
@@ -96,7 +96,7 @@ class EngineHost:
             files=self._store.turns,
         )
         self._sessions = Sessions()
-        self._correctness = Correctness(load.cache.block_size)
+        self._traffic = TrafficCounters(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf
         prepare(self.loaded.tokenizer)
         self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
@@ -200,7 +200,7 @@ class EngineHost:
         return sequence
 
     def _forced(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[int]:
-        """The tokens of an answer that is given. Raises OmlxdError."""
+        """The tokens of an answer that the client sent. Raises OmlxdError."""
         if rendered.starts_in_thinking:
             raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
         tokens = self.prompts.continuation(rendered, request.forced)
@@ -216,7 +216,7 @@ class EngineHost:
     ) -> None:
         if lineage is not None and not sequence.timed_out:
             self._sessions.end(lineage, sequence.prompt_length // self._settings.block_size)
-        self._correctness.note(sequence, rendered, standing)
+        self._traffic.note_request(sequence, rendered, standing)
 
     def cancel(self, sequence: Sequence) -> None:
         """The client of `sequence` has gone away."""
@@ -282,10 +282,10 @@ class EngineHost:
     def stats(self) -> dict[str, float]:
         """Counters and gauges by name; vLLM's names where it has one."""
         values = {
-            **figures_of(self.scheduler, self._load_peak),
+            **metrics_of(self.scheduler, self._load_peak),
             **self.prompts.figures(),
             **self._sessions.figures(),
-            **self._correctness.figures(),
+            **self._traffic.metrics(),
         }
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
@@ -305,10 +305,10 @@ def _sampling_defaults(model: Path) -> SamplingDefaults:
         config = dict(json.loads(read_small(model / "generation_config.json")))
     except (OSError, ValueError, TypeError, RecursionError):
         return UNNAMED
-    known = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
+    named = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
     if config.get("do_sample") is False:
-        known["temperature"] = 0.0
-    return replace(SamplingDefaults() if "temperature" in known else UNNAMED, **known)
+        named["temperature"] = 0.0
+    return replace(SamplingDefaults() if "temperature" in named else UNNAMED, **named)
 
 
 def _note(model: Path) -> str:

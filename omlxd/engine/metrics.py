@@ -28,10 +28,10 @@ from .schedule.scheduler import Scheduler
 from .sequence import Sequence
 
 
-def figures_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
+def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     """Counters and gauges. `load_peak`: the most bytes that MLX held until the model was loaded."""
     values = {
-        **scheduler.load_figures(),
+        **scheduler.load_metrics(),
         "prompt_tokens_total": float(scheduler.prefilled_tokens),
         "generation_tokens_total": float(scheduler.decoded_tokens),
         "requests_timed_out_total": float(scheduler.watchdog.expired),
@@ -41,11 +41,11 @@ def figures_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_cache_bytes": float(mx.get_cache_memory()),
     }
     if scheduler.bridge is not None:
-        values |= store_figures(scheduler.bridge.store)
+        values |= _store_metrics(scheduler.bridge.store)
     return values
 
 
-def store_figures(store: KVStore) -> dict[str, float]:
+def _store_metrics(store: KVStore) -> dict[str, float]:
     stats, pool = store.stats, store.pool
     values: dict[str, float] = {
         "prefix_cache_queries_total": stats.queries,
@@ -83,8 +83,8 @@ def store_figures(store: KVStore) -> dict[str, float]:
 log = logging.getLogger(__name__)
 
 
-class Correctness:
-    """Thread-safe. `block_size` in tokens."""
+class TrafficCounters:
+    """Counts what is zero on clean traffic. Thread-safe. `block_size` in tokens."""
 
     def __init__(self, block_size: int):
         self._block = block_size
@@ -92,34 +92,34 @@ class Correctness:
         self._exposed = 0
         self._missing = 0
 
-    def note(self, sequence: Sequence, rendered: RenderedPrompt, standing: Standing) -> None:
+    def note_request(self, sequence: Sequence, rendered: RenderedPrompt, standing: Standing) -> None:
         """A request is over, however it ended."""
-        found: dict[str, object] = {}
+        oddities: dict[str, object] = {}
         if rendered.spliced:
-            found["healed"] = rendered.spliced
+            oddities["healed"] = rendered.spliced
         if rendered.refused:
-            found["not_healed"] = ",".join(rendered.refused)
+            oddities["not_healed"] = ",".join(rendered.refused)
         if rendered.exposed:
-            found["control_tokens_exposed"] = "yes"
+            oddities["control_tokens_exposed"] = "yes"
         if standing.rejected_at is not None:
-            found["canonical_rejected_at_token"] = standing.rejected_at * self._block
+            oddities["canonical_rejected_at_token"] = standing.rejected_at * self._block
         if sequence.unreached:
-            found["checkpoint_missing_tokens"] = sequence.unreached * self._block
+            oddities["checkpoint_missing_tokens"] = sequence.unreached * self._block
         with self._lock:
             self._exposed += rendered.exposed
             self._missing += bool(sequence.unreached)
         log.log(
-            logging.INFO if found else logging.DEBUG,
+            logging.INFO if oddities else logging.DEBUG,
             "request %d: session=%s %s prompt=%d cached=%d %s",
             sequence.id,
             hashlib.blake2b(sequence.session.encode("utf-8", "replace"), digest_size=4).hexdigest(),
             "extends" if standing.extends else "begins",
             sequence.prompt_length,
             sequence.restored_hot + sequence.restored_cold,
-            " ".join(f"{name}={value}" for name, value in found.items()) or "clean",
+            " ".join(f"{name}={value}" for name, value in oddities.items()) or "clean",
         )
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         return {
             "prompt_control_tokens_exposed_total": self._exposed,
             "kv_checkpoint_missing_total": self._missing,

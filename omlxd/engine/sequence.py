@@ -41,7 +41,7 @@ class State(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Likelihood:
-    """How likely the model found a token: natural logarithms; `top`: (token, logarithm), best first."""
+    """How likely a token was to the model, as natural logarithms; `top`: (token, logarithm), best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -88,7 +88,7 @@ class Sequence:
     last_checkpoint  (blocks, payload) of the deepest state copied so far
     session        the client's conversation, for fairness alone
     pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
-    stored         names of what it has given the store since its last good token, or its match; and
+    stored         names of what it has stored since its last good token, or its match; and
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
@@ -144,16 +144,16 @@ class Sequence:
         return cache
 
     def hash_output(self, blocks: int, block_size: int) -> None:
-        """Make sure that the hashes of the first `blocks` blocks are known; their tokens must be."""
-        known = len(self.hashes)
-        if blocks > known:
-            parent = self.hashes[-1] if known else self.root
+        """Hash the first `blocks` blocks, whose tokens are there, as far as that is not done."""
+        hashed = len(self.hashes)
+        if blocks > hashed:
+            parent = self.hashes[-1] if hashed else self.root
             self.hashes += hash_blocks(
-                parent, self.tokens[known * block_size : blocks * block_size], block_size
+                parent, self.tokens[hashed * block_size : blocks * block_size], block_size
             )
 
     def key(self, index: int, block_size: int) -> BlockKey:
-        """The key of block `index`; its hash must be known."""
+        """The key of block `index`; it must be hashed."""
         return BlockKey(
             self.hashes[index],
             self.hashes[index - 1] if index else self.root,

@@ -67,9 +67,9 @@ class EngineService:
         self._connected = True
         self._lease = FrontLease(self._send)
         self._output = OutputThread(self._send_events)
-        self._small = Lane("request", REQUEST_THREADS)
-        self._large = Lane("large", REQUEST_THREADS)
-        self._figures = Lane("stats", 1)
+        self._small_lane = Lane("request", REQUEST_THREADS)
+        self._large_lane = Lane("large", REQUEST_THREADS)
+        self._stats_lane = Lane("stats", 1)
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence | None] = {}
         self._host: Future[EngineHost] = Future()
@@ -151,7 +151,7 @@ class EngineService:
             case wire.Count():
                 self._lane(message.prompt).put(message.session, lambda: self._count(message))
             case wire.GetStats():
-                self._figures.put("", lambda: self._stats(message))
+                self._stats_lane.put("", lambda: self._stats(message))
             case wire.Explain():
                 # May take seconds: no request waits behind it.
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
@@ -198,18 +198,18 @@ class EngineService:
 
     def _pulse(self) -> None:
         """Say that work gets done: a long tool call or a restore sends no events."""
-        told = 0
+        sent = 0
         scheduler = self._host.result().scheduler
         while self._connected:
             time.sleep(PULSE_S)
-            if (steps := scheduler.steps) != told:
-                told = steps
+            if (steps := scheduler.steps) != sent:
+                sent = steps
                 self._send(wire.Alive(steps=steps))
 
     # ----------------------------------------------------------------- request threads
 
     def _lane(self, prompt: Conversation | RawPrompt) -> Lane:
-        return self._large if _size(prompt) > LARGE_CHARS else self._small
+        return self._large_lane if _size(prompt) > LARGE_CHARS else self._small_lane
 
     def _generate(self, message: wire.Generate) -> None:
         try:
@@ -269,7 +269,7 @@ class EngineService:
     # ----------------------------------------------------------------- the end
 
     def _close(self, deadline_s: float) -> None:
-        for lane in (self._small, self._large, self._figures):
+        for lane in (self._small_lane, self._large_lane, self._stats_lane):
             lane.close()
         if not self._host.done():
             return

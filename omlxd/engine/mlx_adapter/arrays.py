@@ -36,9 +36,9 @@ def blank_arrays(shapes: Sequence[tuple[tuple[int, ...], str]]) -> list[mx.array
         stored = _STORED_AS.get(dtype, dtype)
         entries[str(index)] = {"dtype": stored, "shape": list(shape), "data_offsets": [start, end]}
     file = cast(BinaryIO, _Unwritten(json.dumps(entries).encode(), end))
-    found = mx.load(file, format="safetensors", stream=mx.cpu)
-    assert isinstance(found, dict)
-    arrays = [found[str(index)] for index in range(len(shapes))]
+    loaded = mx.load(file, format="safetensors", stream=mx.cpu)
+    assert isinstance(loaded, dict)
+    arrays = [loaded[str(index)] for index in range(len(shapes))]
     mx.eval(arrays)
     return arrays
 

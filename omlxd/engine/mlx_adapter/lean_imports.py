@@ -32,9 +32,9 @@ _Structure = dict[frozenset[str], dict[str, set[str]]]
 
 
 class _Part(_Structure):
-    """The structure of one folder. `whole()`: that of all."""
+    """The structure of one folder. `complete()`: that of all."""
 
-    whole: Callable[[], _Structure]
+    complete: Callable[[], _Structure]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -72,7 +72,7 @@ def read_models_later(import_utils: Any) -> None:
         if Path(module_path) not in (models, models / "__init__.py"):
             return define(module_path, prefix)
         part = _Part(define(models / _FIRST, _FIRST if prefix is None else f"{prefix}.{_FIRST}"))
-        part.whole = lambda: define(module_path, prefix)
+        part.complete = lambda: define(module_path, prefix)
         return part
 
     def __init__(self: Any, name: str, module_file: str, structure: Any, *args: Any, **others: Any) -> None:
@@ -83,12 +83,12 @@ def read_models_later(import_utils: Any) -> None:
 
     def __getattr__(self: Any, name: str) -> Any:
         if _REST in vars(self) and (name == "__all__" or not (name.startswith("_") or _knows(self, name))):
-            whole = vars(self)[_REST]()
+            complete = vars(self)[_REST]()
             for attribute in _LEARNT:
-                setattr(self, attribute, getattr(whole, attribute))
+                setattr(self, attribute, getattr(complete, attribute))
             vars(self).pop(_REST, None)  # Last: another thread may be here too.
             if name == "__all__":
-                return whole.__all__
+                return complete.__all__
         return find(self, name)
 
     import_utils.define_import_structure = define_import_structure
@@ -97,10 +97,10 @@ def read_models_later(import_utils: Any) -> None:
 
 def _joined(part: _Part) -> _Structure:
     """The whole structure, with the modules that transformers itself put into `part`."""
-    whole = part.whole()
+    complete = part.complete()
     for backends, modules in part.items():
-        whole.setdefault(backends, {}).update(modules)
-    return whole
+        complete.setdefault(backends, {}).update(modules)
+    return complete
 
 
 def _knows(module: Any, name: str) -> bool:

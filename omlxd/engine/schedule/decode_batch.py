@@ -71,8 +71,8 @@ class DecodeBatch:
     def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         """KV of tokens `start` to `stop` of a row; lazy slices. Evaluate and drop them before `step`."""
         if not self._merged:
-            whole = mlx_adapter.tensors(self._cache)
-            return {name: array[:, :, start:stop] for name, array in whole.items()}
+            tensors = mlx_adapter.tensors(self._cache)
+            return {name: array[:, :, start:stop] for name, array in tensors.items()}
         index = self.rows.index(row)
         return mlx_adapter.row_tensors(self._cache, index, row.kv_length, start, stop)
 
@@ -126,7 +126,7 @@ class DecodeBatch:
 
 
 def _advance(row: Sequence, token: int) -> None:
-    """Tell a row's constraint its newest token; the row alone fails if that can't go on."""
+    """Advance a row's constraint by its newest token; if that fails, the row alone does."""
     constraint = row.sampler.constraint
     if constraint is None or token == NO_TOKEN:
         return

@@ -29,7 +29,7 @@ from ..sequence import Sequence, State, capacity_for
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
 MEASURABLE_TOKENS = 256
-"""A chunk below this tells little of a whole one."""
+"""A shorter chunk says little of a long one."""
 REACH = 4
 """How far beyond the longest context measured a chunk's work is thought to go on growing, where attention
 is fused: a prompt that is much longer is tried, and measured, rather than refused for a guess. An H100
@@ -179,8 +179,8 @@ class MemoryAdmission:
 
     def _most(self, total: int) -> int:
         """What there would be with nothing but the weights in memory."""
-        whole = int(total * (1 - RESERVE_FRACTION))
-        return max(0, (whole if self.most is None else min(whole, self.most)) - self._loaded.weight_bytes)
+        usable = int(total * (1 - RESERVE_FRACTION))
+        return max(0, (usable if self.most is None else min(usable, self.most)) - self._loaded.weight_bytes)
 
     def _hot(self) -> int:
         return self.store.pool.hot_bytes if self.store is not None else 0

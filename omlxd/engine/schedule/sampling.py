@@ -186,14 +186,14 @@ class BatchSampler:
 
     def __call__(self, logits: mx.array) -> mx.array:
         """logits (rows, vocabulary) → tokens (rows,) int32; lazy. `NO_TOKEN` where a logit is NaN or +inf."""
-        given = logits
+        model_logits = logits
         if self._penalised:
             logits = self._penalise(logits.astype(mx.float32))
         if self.constrained:
             logits = self._mask(logits)
         best = mx.argmax(logits, axis=-1)
         tokens = best if self._all_greedy else self._sample(logits.astype(mx.float32), best)
-        numbers = mx.all(given < -NEG_INF, axis=-1)  # A NaN is less than nothing.
+        numbers = mx.all(model_logits < -NEG_INF, axis=-1)  # A NaN is less than nothing.
         tokens = mx.where(numbers, tokens.astype(mx.int32), NO_TOKEN)
         for index in self._penalised:
             penalties = self.rows[index].penalties
@@ -202,7 +202,7 @@ class BatchSampler:
         for row in self.rows:
             row.step += 1
         if self._top is not None:
-            self.logprobs = self._likelihoods(given.astype(mx.float32), tokens, self._top)
+            self.logprobs = self._likelihoods(model_logits.astype(mx.float32), tokens, self._top)
         return tokens
 
     def _likelihoods(self, logits: mx.array, tokens: mx.array, top: int) -> StepLogprobs:

@@ -149,7 +149,7 @@ class Scheduler:
         """Sequences that wait for a slot or hold one. Any thread."""
         return len(self._active) + len(self._waiting) + len(self._inbox)
 
-    def load_figures(self) -> dict[str, float]:
+    def load_metrics(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
         return {
             "num_requests_running": len(self._active),
@@ -356,7 +356,7 @@ class Scheduler:
         if token == NO_TOKEN:
             self._spoiled(sequence)
             return False
-        sequence.stored.clear()  # Its KV so far has given numbers.
+        sequence.stored.clear()  # Its KV so far gave finite logits.
         sequence.tokens.append(token)
         if sequence.cancelled:
             return False
