@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,9 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Response id → what it was; the least recently used ones go first.
+    """Response id → what it was; the least recently used ones go first. Thread-safe.
 
-    Each is kept whole and encoded, so that the bound on bytes counts what is really held and none
+    A thread that parses a large body reads it beside the event loop. Each is kept whole and encoded, so that the bound on bytes counts what is really held and none
     depends on another that has gone.
     """
 
@@ -49,6 +50,7 @@ class ResponseStore:
         self._kept = BoundedMap[str, StoredResponse](
             max_bytes, lambda stored: stored.size, max_items=max_responses
         )
+        self._lock = threading.Lock()
 
     @property
     def bytes(self) -> int:
@@ -62,15 +64,18 @@ class ResponseStore:
         """One that is larger than the whole store is not kept."""
         stored = StoredResponse(msgspec.msgpack.encode(messages), response)
         if stored.size <= self._kept.max_cost:
-            self._kept.put(id, stored)
+            with self._lock:
+                self._kept.put(id, stored)
 
     def find_response(self, id: str) -> StoredResponse | None:
         """None: never kept, or gone."""
-        return self._kept.get(id)
+        with self._lock:
+            return self._kept.get(id)
 
     def remove(self, id: str) -> bool:
         """Whether there was one."""
-        return self._kept.pop(id) is not None
+        with self._lock:
+            return self._kept.pop(id) is not None
 
     def items(self, id: str) -> dict[str, bytes]:
         """Item id → JSON, of the output of a response that is kept; else nothing."""
