@@ -42,8 +42,8 @@ class StoredResponse:
 class ResponseStore:
     """Response id → what it was; the least recently used ones go first. Thread-safe.
 
-    A thread that parses a large body reads it beside the event loop. Each is kept whole and encoded, so that the bound on bytes counts what is really held and none
-    depends on another that has gone.
+    A thread that parses a large body reads it beside the event loop. Each response is kept encoded,
+    so that the bound on bytes counts what is held and none depends on another that has gone.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
