@@ -15,7 +15,7 @@ import pytest
 from service_tools import Tools, agent_file, port, service, tools  # noqa: F401
 
 from omlxd.cli import main
-from omlxd.cli.service import launchd, plan, systemd
+from omlxd.cli.service import launchd, manager, plan, systemd
 from omlxd.cli.service.plan import Plan
 from omlxd.front.engines import pool
 from omlxd.front.process import serve
@@ -86,7 +86,7 @@ def test_what_is_installed_is_put_back_when_its_own_port_was_taken(
 
 def test_flags_are_checked_before_anything_is_installed(tools: Tools, tmp_path: Path, port: str):
     for flags, words in (
-        (("--prot", "1"), "--prot is no flag"),
+        (("--prot", "1"), "--prot is not a flag"),
         (("--port", "x"), "--port: 'x'"),
         (("--port",), "expected one argument"),
         (("--port", "0"), "needs a port that stays"),
@@ -149,7 +149,8 @@ def bare(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_the_examples_are_what_install_writes():
+def test_the_examples_are_what_install_writes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(manager, "_has_ipv6", lambda: True)
     log = ("--log-file", "/Users/me/Library/Logs/omlxd/omlxd.log")
     mac = Plan(
         program=(*SAMPLE.program, *log), environ=SAMPLE.environ, host="127.0.0.1", port=8000, at_login=True
