@@ -108,7 +108,9 @@ def _llama3_scaling(keys: Keys, header: Header, head_dim: int) -> Config:
     smooth = ((turns - 1) / 3).clip(0, 1)
     factors = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     if stored.shape != factors.shape or not np.allclose(stored, factors, rtol=1e-3):
-        raise ModelError("its RoPE factors (rope_freqs.weight) are not those of Llama 3.1; omlxd can't express them.")
+        raise ModelError(
+            "its RoPE factors (rope_freqs.weight) are not those of Llama 3.1; omlxd can't express them."
+        )
     return scaling
 
 
@@ -251,7 +253,9 @@ def _scaling(keys: Keys) -> Config:
         raise ModelError(f"its RoPE scaling is {str(kind)[:40]!r}; omlxd imports linear and yarn.")
     scaling = {"type": kind, "rope_type": kind, "factor": float(keys["rope.scaling.factor"])}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = keys.number("rope.scaling.original_context_length", 1 << 30)
+        scaling["original_max_position_embeddings"] = keys.number(
+            "rope.scaling.original_context_length", 1 << 30
+        )
     return {"rope_scaling": scaling}
 
 
@@ -259,5 +263,7 @@ def read_floats(header: Header, name: str) -> np.ndarray:
     """A small F32 tensor, float32."""
     tensor = header.tensors[name]
     if tensor.type.name != "F32" or tensor.nbytes > 1 << 20:
-        raise ModelError(f"its tensor {name} is {tensor.type.name} of {tensor.shape}; F32 of a head was expected.")
+        raise ModelError(
+            f"its tensor {name} is {tensor.type.name} of {tensor.shape}; F32 of a head was expected."
+        )
     return np.fromfile(tensor.file, "<f4", tensor.nbytes // 4, offset=tensor.start).reshape(tensor.shape)

@@ -99,7 +99,9 @@ def _split_files(path: Path, count: int) -> list[Path]:
     parts = [path.with_name(f"{match[1]}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
     for part in parts:
         if not part.is_file():
-            raise ModelError(f"{part.name} is missing: the model is split into {count} files; copy all of them.")
+            raise ModelError(
+                f"{part.name} is missing: the model is split into {count} files; copy all of them."
+            )
     return parts
 
 
@@ -135,7 +137,12 @@ class _Reader:
             metadata[key] = self._value(self._unpack("I")[0])
         entries = [self._entry() for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 20:
+        if (
+            not isinstance(alignment, int)
+            or alignment < 1
+            or alignment & (alignment - 1)
+            or alignment > 1 << 20
+        ):
             raise self._bad(f"its alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
         return Header(metadata, self._tensors(entries, start))

@@ -41,7 +41,9 @@ def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, tota
     if _made_from(folder) == source:
         return folder
     if folder.exists() and _made_from(folder) is None:
-        raise ModelError(f"{folder} exists and was not made by an import; give the file another name, or move it.")
+        raise ModelError(
+            f"{folder} exists and was not made by an import; give the file another name, or move it."
+        )
     architecture, _ = architecture_of(header)
     config = config_of(header)
     part = folder.with_name(f".{folder.name}.importing")
@@ -83,7 +85,9 @@ def _check_room(header: Header, folder: Path) -> None:
     need = sum(tensor.nbytes for tensor in header.tensors.values()) * 7 // 5
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise ModelError(f"the import needs {need >> 20} MiB at {folder.parent}, where {free >> 20} MiB are free.")
+        raise ModelError(
+            f"the import needs {need >> 20} MiB at {folder.parent}, where {free >> 20} MiB are free."
+        )
 
 
 def _write_json(path: Path, value: Any) -> None:
@@ -118,7 +122,9 @@ def _write_weights(
             continue
         name = mlx_name(tensor.name, architecture)
         if name is None:
-            raise ModelError(f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has.")
+            raise ModelError(
+                f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has."
+            )
         outputs += _outputs(tensor, name, architecture, config, quantization)
     total = sum(output.nbytes for output in outputs)
     done = 0
@@ -160,7 +166,11 @@ def _write_header(file: BinaryIO, outputs: list[_Output]) -> None:
 
 
 def _outputs(
-    tensor: Tensor, name: str, architecture: Architecture, config: dict[str, Any], quantization: dict[str, Any]
+    tensor: Tensor,
+    name: str,
+    architecture: Architecture,
+    config: dict[str, Any],
+    quantization: dict[str, Any],
 ) -> list[_Output]:
     dtype = "BF16" if architecture.dtype == "bfloat16" else "F16"
     order = _row_order(tensor, config) if architecture.permuted else None
@@ -241,7 +251,9 @@ def _cast(values: np.ndarray, dtype: str, tensor: Tensor) -> np.ndarray:
     with np.errstate(over="ignore"):
         half = values.astype("<f2")
     if not np.isfinite(half if dtype == "F16" else values).all():
-        raise ModelError(f"its tensor {tensor.name} holds numbers that are infinite or do not fit into {dtype}.")
+        raise ModelError(
+            f"its tensor {tensor.name} holds numbers that are infinite or do not fit into {dtype}."
+        )
     if dtype == "F16":
         return half
     bits = np.ascontiguousarray(values, "<f4").view("<u4")
@@ -256,7 +268,12 @@ def main(argv: list[str]) -> int:
 
     end_with_parent()
     file, folder = Path(argv[0]), Path(argv[1])
-    columns = (TextColumn("importing {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("importing {task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     try:
         with Bar(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task(file.name, total=None)

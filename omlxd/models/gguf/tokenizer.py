@@ -28,7 +28,9 @@ def write_tokenizer(metadata: dict[str, Any], architecture: str, folder: Path) -
     if not isinstance(tokens, list) or not tokens:
         raise ModelError("the file holds no tokenizer (tokenizer.ggml.tokens).")
     groups = {
-        group: {new: metadata[f"tokenizer.{old}"] for old, new in names.items() if f"tokenizer.{old}" in metadata}
+        group: {
+            new: metadata[f"tokenizer.{old}"] for old, new in names.items() if f"tokenizer.{old}" in metadata
+        }
         for group, names in GGUF_TOKENIZER_MAPPING.items()
     }
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
