@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End when standard input closes: whoever wanted the model is gone."""
     # Not through sys.stdin: its lock, held here, would abort the interpreter's own exit.
     while os.read(0, 1024):
@@ -55,5 +55,5 @@ if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m omlxd.models.hub ORG/NAME")
     if not sys.stdin.isatty():
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=end_with_parent, daemon=True).start()
     sys.exit(main(sys.argv[1:]))

@@ -144,7 +144,7 @@ def _write_weights(
 
 
 def _common_quantisation(header: Header) -> dict[str, Any]:
-    """The bits that most quantised tensors get; those with others are named one by one. {}: none is quantised."""
+    """The bits that most quantised tensors get; {} if none is quantised."""
     bits = Counter(weights.BITS.get(tensor.type.name) for tensor in header.tensors.values())
     bits.pop(None, None)
     return {"group_size": weights.GROUP, "bits": bits.most_common(1)[0][0]} if bits else {}
@@ -262,7 +262,8 @@ def _cast(values: np.ndarray, dtype: str, tensor: Tensor) -> np.ndarray:
 
 def main(argv: list[str]) -> int:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
     from ..hub import end_with_parent
 
