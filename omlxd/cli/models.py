@@ -168,12 +168,12 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     shown = verb("show", _show, "all details of one model")
     shown.add_argument("model")
     for made in (listed, shown):
-        made.add_argument("--config", metavar="FILE", help="TOML file of settings")
-        for option in OPTIONS:
-            if option.name in _FOLDER_OPTIONS:
-                made.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+        _add_folders(made, *_FOLDER_OPTIONS)
     pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
     pulled.add_argument("model", metavar="ORG/NAME")
+    made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
+    made.add_argument("file", metavar="FILE.gguf")
+    _add_folders(made, "base_path")
     loaded = verb("load", _load, "load a model now; it stays until it is unloaded")
     loaded.add_argument("model")
     loaded.add_argument("--keep-alive", metavar="TIME", help="go after that long without a request, as 30m")
@@ -185,6 +185,13 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     named.add_argument("alias")
     named.add_argument("model", nargs="?")
     named.add_argument("--off", action="store_true", help="take the name away")
+
+
+def _add_folders(parser: argparse.ArgumentParser, *names: str) -> None:
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
+    for option in OPTIONS:
+        if option.name in names:
+            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
 
 
 # --------------------------------------------------------------------------- verbs
@@ -225,6 +232,17 @@ def _pull(args: argparse.Namespace) -> int:
 
     folder = asyncio.run(fetch_from_hub(args.model))
     print(msgspec.json.encode({"id": args.model, "folder": str(folder)}).decode() if args.json else folder)
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from ..models.resolve import import_gguf, is_gguf
+
+    if not is_gguf(args.file):
+        raise ConfigError(f"{args.file!r} is no GGUF file; give one whose name ends in .gguf.")
+    folder = asyncio.run(import_gguf(args.file, _settings(args).base_path))
+    made = {"id": folder.name, "folder": str(folder)}
+    print(msgspec.json.encode(made).decode() if args.json else f"{folder}\n\nomlxd serve --model {folder}")
     return 0
 
 
@@ -275,7 +293,7 @@ def _ask(
 
 def _settings(args: argparse.Namespace) -> Settings:
     names = (*_FOLDER_OPTIONS, "config")
-    return load_settings({name: value for name in names if (value := getattr(args, name)) is not None})
+    return load_settings({name: value for name in names if (value := getattr(args, name, None)) is not None})
 
 
 def _say(args: argparse.Namespace, found: msgspec.Struct, text: Callable[[], str]) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
-from .resolve import DEMO_ID, is_local, model_id
+from .resolve import DEMO_ID, imported_folder, is_gguf, is_local, model_id
 
 Source = Literal["folder", "model-dir", "hub", "demo"]
 
@@ -88,6 +88,9 @@ def default_model(settings: Settings) -> InstalledModel | None:
     if not spec:
         built = settings.base_path / "models" / DEMO_ID
         return InstalledModel(DEMO_ID, "", "demo", built if looks_like_model(built) else None)
+    if is_gguf(spec):
+        folder = imported_folder(spec, settings.base_path)
+        return InstalledModel(model_id(spec), spec, "folder", folder if looks_like_model(folder) else None)
     if is_local(spec):
         return InstalledModel(model_id(spec), spec, "folder", Path(spec).expanduser().absolute())
     return InstalledModel(spec, spec, "hub", hub_snapshot(hub_cache_dir(), spec))

@@ -41,12 +41,19 @@ def model_id(spec: str) -> str:
     """The name under which clients find the model that `--model spec` serves."""
     if not spec:
         return DEMO_ID
+    if is_gguf(spec):
+        return re.sub(r"-\d{5}-of-\d{5}$", "", Path(spec).stem)
     return Path(spec).expanduser().absolute().name if is_local(spec) else spec
 
 
 def is_local(spec: str) -> bool:
     """Whether `spec` means a folder. What exists, or is written like a path, is never a hub id."""
     return Path(spec).expanduser().exists() or not _HUB_ID.fullmatch(spec)
+
+
+def is_gguf(spec: str) -> bool:
+    """Whether `spec` means a GGUF file, which is imported before it is served."""
+    return spec.lower().endswith(".gguf")
 
 
 async def resolve_model(spec: str, base_path: Path) -> Path:
@@ -58,6 +65,8 @@ async def resolve_model(spec: str, base_path: Path) -> Path:
         return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
     if not is_local(spec):
         return await fetch_from_hub(spec)
+    if is_gguf(spec):
+        return await import_gguf(spec, base_path)
     folder = Path(spec).expanduser().absolute()
     await asyncio.to_thread(check_folder, folder)
     return folder
@@ -72,8 +81,22 @@ async def fetch_from_hub(repo: str) -> Path:
     return folder
 
 
-async def _run_builder(module: str, argument: str) -> Path:
-    """Run `python -m module argument`, which prints a folder, or ends in one line of error.
+def imported_folder(file: str, base_path: Path) -> Path:
+    """The model folder that an import of GGUF file `file` makes."""
+    return base_path / "models" / model_id(file)
+
+
+async def import_gguf(file: str, base_path: Path) -> Path:
+    """The model folder made of GGUF file `file`, by an earlier import if there was one. Raises ModelError."""
+    source = Path(file).expanduser().absolute()
+    target = imported_folder(file, base_path)
+    folder = await _run_builder("omlxd.models.gguf.importing", str(source), str(target))
+    await asyncio.to_thread(check_folder, folder)
+    return folder
+
+
+async def _run_builder(module: str, *arguments: str) -> Path:
+    """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
 
     Its standard error is the terminal's, for progress bars; its standard output is ours. Its
     standard input stays open as long as we live, so that a download can't outlive a killed front.
@@ -82,7 +105,7 @@ async def _run_builder(module: str, argument: str) -> Path:
         sys.executable,
         "-m",
         module,
-        argument,
+        *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,

@@ -191,7 +191,7 @@ class _Reader:
             of, count = self._unpack("IQ")
             if of == _STRING:
                 if count * 8 > self._end - self._at:
-                    raise self._bad(f"it claims a list of {count} strings")
+                    raise self._bad(f"it is truncated or damaged: it claims a list of {count} strings")
                 return [self._string() for _ in range(count)]
             if of in _SCALARS:
                 return list(self._unpack(f"{count}{_SCALARS[of]}"))

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -267,7 +268,8 @@ def main(argv: list[str]) -> int:
 
     from ..hub import end_with_parent
 
-    end_with_parent()
+    if not sys.stdin.isatty():
+        threading.Thread(target=end_with_parent, daemon=True).start()
     file, folder = Path(argv[0]), Path(argv[1])
     columns = (
         TextColumn("importing {task.description}"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from daemon import Daemon
 from families import build_family
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
@@ -198,3 +199,16 @@ def test_split_files_are_read_as_one(good: bytes, tmp_path: Path):
     both = read_header(tmp_path / "m-00001-of-00002.gguf")
     assert both.tensors["extra.weight"].file.name == "m-00002-of-00002.gguf"
     assert both.tensors["token_embd.weight"].file.name == "m-00001-of-00002.gguf"
+
+
+def test_a_gguf_file_is_served_by_its_name(tmp_path: Path):
+    source = build_family("llama", tmp_path / "source")
+    write_gguf(source, tmp_path / "tiny.Q4_0.gguf", "llama", Type.Q4_0)
+    with Daemon(tmp_path / "home", model=tmp_path / "tiny.Q4_0.gguf") as daemon:
+        assert daemon.model == "tiny.Q4_0"
+        first = daemon.chat("Hello there, you tiny model of few words", max_tokens=8)
+        again = daemon.chat("Hello there, you tiny model of few words", max_tokens=8)
+        assert first["usage"]["completion_tokens"] == 8
+        assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    models = tmp_path / "home" / "omlxd" / "models"
+    assert [path.name for path in models.iterdir()] == ["tiny.Q4_0"]
