@@ -218,7 +218,7 @@ def quantise_obstacle(cache: Cache, how: Quantisation) -> str:
     tokens = [leaf for _, leaf, kind in _of_kind(cache, per_token=True) if kind.quantise]
     if not tokens:
         names = ", ".join(sorted({type(leaf).__name__ for _, leaf in leaves(cache)}))
-        return f"its layers keep {names} alone, which does not grow with the context"
+        return f"its layers keep {names} alone, which have no quantised form"
     for leaf in tokens:
         keys, values = leaf.keys, leaf.values
         if keys.shape[1] == 1 and keys.shape[3] != values.shape[3]:
