@@ -27,6 +27,8 @@ DEADLINE_S_PER_MB = 1.0
 LOOK_S = 0.05
 KEEP = 2
 """Children that wait for work."""
+MOST_LOST = 2
+"""Fresh children that one rendering may end: the first may have been killed for another reason."""
 
 
 class TemplateLost(Exception):
@@ -103,6 +105,7 @@ class TemplateProcesses:
         """Raises TemplateRefusal and TemplateLost."""
         frame = msgspec.msgpack.encode((template, variables))
         seconds += len(frame) * 1e-6 * DEADLINE_S_PER_MB
+        lost = 0
         while True:
             with self._lock:
                 kept = self._idle.pop() if self._idle else None
@@ -111,8 +114,9 @@ class TemplateProcesses:
                 text, error = msgspec.msgpack.decode(child.ask(frame, seconds), type=tuple[str, str])
             except (OSError, EOFError, msgspec.DecodeError):
                 child.kill()
-                if kept is not None:
-                    continue  # It may have ended while nobody looked; a fresh one knows better.
+                lost += kept is None
+                if lost < MOST_LOST:  # A kept one may have ended while nobody looked.
+                    continue
                 raise TemplateLost("its process was ended") from None
             except BaseException:
                 child.kill()

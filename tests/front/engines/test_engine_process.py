@@ -264,10 +264,10 @@ async def test_space_is_granted_through_the_ledger_and_taken_back_on_death(tmp_p
         assert words(await collect(made, "reserve:4000000")) == ["4000000"]
         assert words(await collect(made, "reserve:4000000")) == ["4000000"]
         assert words(await collect(made, "reserve:4000000")) == ["0"]
-        stats = await cold.stats()
+        stats = await cold.ledger_stats()
         assert stats is not None and stats.reserved == 8_000_000
         await collect(made, "die")
-        stats = await cold.stats()
+        stats = await cold.ledger_stats()
         assert stats is not None and stats.reserved == 0
     await cold.close()
 
@@ -281,7 +281,7 @@ async def test_a_cache_dir_that_cannot_be_used_is_told_once(tmp_path: Path, capl
     (tmp_path / "file").write_text("not a folder")
     bad = ColdLedger(tmp_path / "file", 10_000_000)
     assert await bad.open() == "" and await bad.open() == ""
-    assert await bad.stats() is None
+    assert await bad.ledger_stats() is None
     async with engine(cold=bad) as made:
         assert words(await collect(made, "reserve:5")) == ["0"]
     first, second = ColdLedger(tmp_path / "c", 10_000_000), ColdLedger(tmp_path / "c", 10_000_000)
