@@ -68,7 +68,7 @@ class Scripts:
 def install() -> None:
     """Put the script between the model and the sampler."""
     plain_sampler, plain_call = EngineHost._sampler, sampling.BatchSampler.__call__
-    plain_init, plain_release = EngineHost.__init__, Scheduler._release
+    plain_init, plain_over = EngineHost.__init__, Scheduler._over
     log = Path(os.environ[LOG]) if os.environ.get(LOG) else None
     pace = float(os.environ.get(PACE, "0"))
 
@@ -87,10 +87,10 @@ def install() -> None:
             time.sleep(pace)
         return plain_call(self, forced(self.rows, logits))
 
-    def release(self: Any, sequence: Sequence) -> None:
-        over = sequence.state is State.DONE
-        played = None if over or log is None else _played(sequence)
-        plain_release(self, sequence)
+    def over(self: Any, sequence: Sequence) -> None:
+        done = sequence.state is State.DONE
+        played = None if done or log is None else _played(sequence)
+        plain_over(self, sequence)
         if played is not None and log is not None:
             with log.open("ab") as file:
                 file.write(msgspec.json.encode(played) + b"\n")
@@ -98,7 +98,7 @@ def install() -> None:
     EngineHost.__init__ = init
     EngineHost._sampler = sampler
     sampling.BatchSampler.__call__ = call
-    Scheduler._release = release
+    Scheduler._over = over
 
 
 def forced(rows: list[Any], logits: mx.array) -> mx.array:
