@@ -92,15 +92,11 @@ def test_a_client_of_many_requests_does_not_keep_another_waiting(daemon):
     log = ReuseLog(daemon.played)
     log.read()
     sessions = [*["swarm"] * 40, "other"]
-    for _ in range(5):
-        assert asyncio.run(ask_all(daemon.url, *sessions, max_tokens=300, wait_s=0.2)) == [200] * 41
-        played = ended_since(log, 41)
-        other = max(played, key=lambda one: one.prompt)
-        left = [one for one in played if one.ended > other.began > one.began]
-        if len(left) > 16:
-            break  # Else most had ended before it came: the machine was elsewhere meanwhile.
+    assert asyncio.run(ask_all(daemon.url, *sessions, max_tokens=300, wait_s=0.2)) == [200] * 41
+    played = ended_since(log, 41)
+    other = max(played, key=lambda one: one.prompt)
     # Only those that had a slot already, or got one in the same moment, end before it.
-    assert sum(one.ended < other.ended for one in left) <= 16 < len(left)
+    assert sum(one.ended < other.ended for one in played) <= 16
 
 
 # --------------------------------------------------------------------------- the script
