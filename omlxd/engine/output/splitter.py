@@ -288,22 +288,41 @@ class Splitter:
         self._show(self._call_tags.start + body)
 
 
-class _LastCalls(Sink):
-    """Keeps the calls behind which there is no text."""
+class _LastCalls:
+    """A `Sink` that keeps the calls behind which there is no text."""
 
     def __init__(self, sink: Sink):
         self.calls: list[str] = []
-        self._sink = sink
+        self.is_call = sink.is_call
 
     def answer(self, text: str) -> None:
         if text.strip():
             self.calls.clear()
 
     def call(self, text: str) -> bool:
-        if not self._sink.is_call(text):
-            return False
-        self.calls.append(text)
-        return True
+        if self.is_call(text):
+            self.calls.append(text)
+            return True
+        return False
+
+    def reasoning(self, text: str) -> None: ...
+
+    def call_begins(self) -> None: ...
+
+    def call_text(self, text: str) -> None: ...
+
+    def call_breaks(self, ended: bool) -> bool:
+        return False
+
+    def call_holds(self) -> bool:
+        return False
+
+    def call_resumes(self, text: str) -> bool | None:
+        return None
+
+    def call_broken(self) -> None: ...
+
+    def boundary(self) -> None: ...
 
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
