@@ -29,7 +29,9 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
+import tempfile
 import threading
 
 from ..common.private_trace import LineFormatter
@@ -43,12 +45,30 @@ def set_backend_defaults() -> None:
         os.environ.setdefault(name, value)
 
 
+def use_own_temporary_folder() -> None:
+    """Have MLX keep its compiled CPU kernels in a folder of this user.
+
+    MLX keeps them in `mlx/` of the temporary folder, which on Linux all users share: of two users the
+    second could not load a model. A folder of that name that is not ours is left alone.
+    """
+    if sys.platform != "linux":
+        return  # On macOS the temporary folder is the user's own.
+    folder = os.path.join(tempfile.gettempdir(), f"omlxd-{os.getuid()}")
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        facts = os.lstat(folder)
+        if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
+            os.environ["TMPDIR"] = tempfile.tempdir = folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
     fd = parser.parse_args().fd
     _log_to_stderr()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
+    use_own_temporary_folder()
     _die_with_parent()
     set_backend_defaults()
     # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
