@@ -34,6 +34,7 @@ class Engine:
     def __init__(self, cold: Path):
         self.socket, theirs = socket.socketpair()
         self.cold = cold
+        (cold / ".lock").touch()  # The front's: without it the folder is away.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "omlxd.engine", "--fd", str(theirs.fileno())],
