@@ -21,8 +21,6 @@ READMES = (
     "omlxd/api/README.md",
     "tools/bench/README.md",
 )
-DRAWN_LATER = {"tools/bench/session_ttft.svg"}
-"""Written by tools/bench/session_ttft.py on a quiet machine."""
 LONGEST = 130
 """Lines of the top README."""
 
@@ -62,7 +60,7 @@ def code_of(path: Path) -> list[str]:
 
 
 def has(name: str) -> bool:
-    return name in DRAWN_LATER or (REPO / name).exists()
+    return (REPO / name).exists()
 
 
 # --------------------------------------------------------------------------- paths
