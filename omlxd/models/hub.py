@@ -7,13 +7,13 @@ own, so that the front never holds the hub's client in memory.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 
 import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from .builder import end_with_parent
 
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoken"]
 """What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
@@ -38,14 +38,6 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def end_with_parent() -> None:
-    """End when standard input closes: whoever wanted the model is gone."""
-    # Not through sys.stdin: its lock, held here, would abort the interpreter's own exit.
-    while os.read(0, 1024):
-        pass
-    os._exit(1)
-
-
 def _fail(sentence: str) -> int:
     print(sentence)
     return 1
@@ -54,6 +46,5 @@ def _fail(sentence: str) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m omlxd.models.hub ORG/NAME")
-    if not sys.stdin.isatty():
-        threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     sys.exit(main(sys.argv[1:]))

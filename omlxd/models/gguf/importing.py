@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ...errors import ModelError
+from ..builder import end_with_parent
 from . import weights
 from .architectures import NOT_WEIGHTS, Architecture, architecture_of, config_of, eos_ids, mlx_name
 from .header import Header, Tensor, read_header
@@ -266,10 +266,7 @@ def main(argv: list[str]) -> int:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    from ..hub import end_with_parent
-
-    if not sys.stdin.isatty():
-        threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with_parent()
     file, folder = Path(argv[0]), Path(argv[1])
     columns = (
         TextColumn("importing {task.description}"),
