@@ -326,7 +326,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.made._trial)
     @rule(ticks=TICKS)
     def trial_takes_long(self, ticks: int) -> None:
-        self.now(self.made._send_again)
+        """Its timer fires, if it was not cancelled in this very step."""
+        self.now(lambda: self.made._trial and self.made._send_again())
         self.ticks(ticks)
 
     @rule()
