@@ -178,6 +178,8 @@ class GenerateRequest(Struct, frozen=True):
     context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
     format      what the answer must be; None: anything
     forced      the answer itself, to be told how likely its tokens are; "": the model's own
+    collected   the client reads nothing before the end, so after an engine's death the answer may begin
+        anew, with `Restarted`; for the front alone
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -189,6 +191,7 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s: float = 0.0
     format: AnswerFormat | None = None
     forced: str = ""
+    collected: bool = False
 
 
 # --------------------------------------------------------------------------- events
@@ -285,6 +288,10 @@ class ToolCallCut(Struct, frozen=True, tag="tool_call_cut"):
     whole: str
 
 
+class Restarted(Struct, frozen=True, tag="restarted"):
+    """The answer begins anew: its events so far do not count. Made in the front; no engine sends it."""
+
+
 FinishReason = Literal["stop", "stop_sequence", "length", "tool_calls"]
 
 
@@ -328,9 +335,18 @@ class ChoiceEvent(Struct, frozen=True, tag="choice"):
     """
 
     index: int
-    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Finished, Failed]
+    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Restarted, Finished, Failed]
 
 
 Event = Union[
-    Progress, ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, ChoiceEvent, Finished, Failed
+    Progress,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCall,
+    ToolCallCut,
+    ChoiceEvent,
+    Restarted,
+    Finished,
+    Failed,
 ]

@@ -266,4 +266,4 @@ class OpenAIChatCollector(ChoicesCollector[_Choice]):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
-        super().__init__(ChatCompletion, [_Collected(shape) for _ in range(n)], id, model, created)
+        super().__init__(ChatCompletion, lambda: _Collected(shape), id, model, created, n)

@@ -7,13 +7,13 @@ and at the end one Finished of all. With one choice there is only that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import ChoiceEvent, Event, Finished
+from ...chat import ChoiceEvent, Event, Finished, Restarted
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import DONE, data_event
@@ -71,18 +71,24 @@ class Collected(Protocol[ToldT_co]):
 
 
 class ChoicesCollector(Generic[ToldT_co]):
-    """`sse.Collector` of a completion. `answer`: its struct, (id, created, model, choices, usage)."""
+    """`sse.Collector` of a completion.
+
+    answer  its struct: (id, created, model, choices, usage)
+    choice  makes one of its `n` choices
+    """
 
     def __init__(
         self,
         answer: Callable[..., Any],
-        choices: Sequence[Collected[ToldT_co]],
+        choice: Callable[[], Collected[ToldT_co]],
         id: str,
         model: str,
         created: int,
+        n: int,
     ):
         self._answer = answer
-        self._choices = choices
+        self._choice = choice
+        self._choices = [choice() for _ in range(n)]
         self._id = id
         self._model = model
         self._created = created
@@ -90,6 +96,8 @@ class ChoicesCollector(Generic[ToldT_co]):
 
     def event(self, event: Event) -> None:
         if isinstance(event, ChoiceEvent):
+            if isinstance(event.event, Restarted):
+                self._choices[event.index] = self._choice()
             self._choices[event.index].event(event.event)
             return
         if isinstance(event, Finished):

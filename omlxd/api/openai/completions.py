@@ -216,4 +216,4 @@ class OpenAICompletionCollector(ChoicesCollector[_Choice]):
     """`sse.Collector` of one completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1):
-        super().__init__(Completion, [_Collected() for _ in range(n)], id, model, created)
+        super().__init__(Completion, _Collected, id, model, created, n)

@@ -1,8 +1,8 @@
 """An engine as the front sees it: always there, whatever becomes of the process behind it.
 
 It has a supervisor, which owns the process, and owns the requests in flight. Those that wait are sent
-when the engine is ready. Those of whose answer an engine's death left nothing are sent again, once, to
-the next one: as one of them may be what ended it, they go one after the other, so that it does not
+when the engine is ready. Those of whose answer no client has read anything are sent again, once, when
+their engine dies: as one of them may be what ended it, they go one after the other, so that it does not
 take the others with it a second time.
 """
 
@@ -271,7 +271,7 @@ class EngineProcess:
         if request is not None:
             if isinstance(result, Finished):
                 self.supervisor.restarts.ends_in_a_row = 0
-            if request.frame is None:
+            if request.begun:
                 self._after_trial(request)
 
 

@@ -7,7 +7,8 @@
 | answered     | its life            | it fails: a client may have read part of the answer            |
 
 A life is one engine process, by its number. Progress is no part of an answer: a request that prefills is
-sent, not answered, and its frame (of up to 30 MB) is held.
+sent, not answered, and its frame (of up to 30 MB) is held. So is one whose answer is `collected`, up to its
+end: nobody has read any of it, and its next answer begins with `Restarted`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
 
 from ... import wire
-from ...chat import Event, Failed, Finished, Progress
+from ...chat import Event, Failed, Finished, Progress, Restarted
 from ...errors import InvalidRequest, OmlxdError, Overloaded
 
 
@@ -66,17 +67,21 @@ MOST_SENDS = 2
 class Request:
     """A request of any kind, see the table above.
 
-    frame  None once the answer has begun
-    life   the engine process that it was sent to; 0: it waits
-    sends  how often it was sent
+    frame      None once a client may have read part of the answer
+    life       the engine process that it was sent to; 0: it waits
+    sends      how often it was sent
+    collected  no client reads before the answer's end
+    begun      an answer has begun, of this life
     """
 
-    __slots__ = ("answer", "frame", "id", "life", "sends")
+    __slots__ = ("answer", "begun", "collected", "frame", "id", "life", "sends")
 
-    def __init__(self, id: int, frame: bytes, answer: EngineStream | asyncio.Future[Any]):
+    def __init__(self, id: int, frame: bytes, answer: EngineStream | asyncio.Future[Any], collected: bool):
         self.id = id
         self.frame: bytes | None = frame
         self.answer = answer
+        self.collected = collected
+        self.begun = False
         self.life = 0
         self.sends = 0
 
@@ -114,7 +119,8 @@ class InFlight:
     def add_request(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> Request:
         """Take a request in. Raises InvalidRequest for a message that no frame can hold."""
         try:
-            request = Request(id, wire.encode(message), answer)
+            collected = isinstance(message, wire.Generate) and message.request.collected
+            request = Request(id, wire.encode(message), answer, collected)
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             # JSON can say what a frame can't: integers of any size, lone surrogates, deep nesting.
             raise InvalidRequest(f"The request holds a value that can't be processed: {error}.") from error
@@ -150,7 +156,9 @@ class InFlight:
         if request is None:
             return None
         if not isinstance(result, Progress):
-            request.frame = None
+            request.begun = True
+            if not request.collected:
+                request.frame = None
         if isinstance(request.answer, EngineStream):
             request.answer.events.put_nowait(result)
             if not isinstance(result, (Finished, Failed)):
@@ -170,7 +178,9 @@ class InFlight:
             if request.frame is None or request.sends == MOST_SENDS:
                 self.answer_request(request.id, failed)
             elif request.sends:
-                request.life = 0
+                if request.begun and isinstance(request.answer, EngineStream):
+                    request.answer.events.put_nowait(Restarted())
+                request.life, request.begun = 0, False
                 again.append(request)
         return again
 

@@ -28,10 +28,11 @@ _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 
 def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
     """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all."""
+    first = replace(parsed.generate, collected=not parsed.stream)
     if parsed.answers == 1:
-        return engine.generate(parsed.generate)
-    prompts = (parsed.generate.prompt, *parsed.more_prompts)
-    asked = [replace(parsed.generate, prompt=prompt) for prompt in prompts]
+        return engine.generate(first)
+    prompts = (first.prompt, *parsed.more_prompts)
+    asked = [replace(first, prompt=prompt) for prompt in prompts]
     return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
 
 

@@ -29,7 +29,7 @@ from ...api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStr
 from ...api.responses.items import new_response_id
 from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
-from ...chat import Event, Failed, Finished
+from ...chat import Event, Failed, Finished, Restarted
 from ..engines.protocol import Engine
 from .choices import events_of
 from .event_pump import EventPump
@@ -133,6 +133,8 @@ class GenerationResponse:
                 _note(event, trace, pump)
                 if isinstance(event, Failed):
                     raise pump.error(event)
+                if isinstance(event, Restarted):
+                    collector = self._dialect.collector(self._parsed)
                 collector.event(event)
                 if isinstance(event, Finished):
                     await _send_json(send, collector.response())

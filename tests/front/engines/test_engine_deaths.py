@@ -4,6 +4,8 @@ leaves on the disk."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from cold_files import all_on_disk, on_disk, settled, unsettled
@@ -61,6 +63,42 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
 )
 def test_a_death(dying: Dying, moment: str, signal: str):
     dies(dying, moment, signal)
+
+
+UNSTREAMED = {
+    "/v1/messages": ({"messages": [{"role": "user", "content": BASE}], "max_tokens": 60}, "content"),
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": BASE}], "max_tokens": 60, "n": 2},
+        "choices",
+    ),
+    "/v1/completions": ({"prompt": [BASE, "one two"], "max_tokens": 60}, "choices"),
+    "/v1/responses": ({"input": BASE, "max_output_tokens": 60}, "output"),
+}
+
+
+@pytest.mark.parametrize("path", UNSTREAMED)
+def test_an_answer_that_nobody_has_read_of_is_made_again(dying: Dying, path: str):
+    fields, answers = UNSTREAMED[path]
+    content = {"model": dying.daemon.model, "temperature": 0, **fields}
+    before = dying.daemon.post(path, content).json()
+    dying.stop_at("decode")
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(dying.daemon.post, path, content)
+        wait_until(dying.stands, READY_S, dying.daemon.logged)
+        dying.die_by("SIGKILL")
+        again = asking.result()
+    assert again.status_code == 200, again.text
+    assert texts(again.json()[answers]) == texts(before[answers])
+    for kind in ("input_tokens", "prompt_tokens", "output_tokens", "completion_tokens", "total_tokens"):
+        if kind != "input_tokens" or path != "/v1/messages":  # There it excludes what was cached.
+            assert again.json()["usage"].get(kind) == before["usage"].get(kind), kind
+
+
+def texts(answer: Any) -> list[str]:
+    """Every text in it, in order, but for ids."""
+    if isinstance(answer, dict):
+        return [text for name, value in answer.items() if name != "id" for text in texts(value)]
+    return [text for value in answer for text in texts(value)] if isinstance(answer, list) else [str(answer)]
 
 
 @pytest.mark.slow

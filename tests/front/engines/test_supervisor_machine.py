@@ -26,7 +26,17 @@ from hypothesis.stateful import (
 from kv_machines import LONG, QUICK
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, GenerateRequest, Progress, RawPrompt, TextDelta, Usage
+from omlxd.chat import (
+    Event,
+    Failed,
+    Finished,
+    GenerateRequest,
+    Progress,
+    RawPrompt,
+    Restarted,
+    TextDelta,
+    Usage,
+)
 from omlxd.errors import NotNow, OmlxdError, Unavailable
 from omlxd.front.engines.client import EngineProcess
 from omlxd.front.engines.in_flight import EngineStream
@@ -39,10 +49,14 @@ INFO = wire.ModelInfo("m", "stub", 1000, 10, 0, 0, "", "", 64, "none")
 
 @dataclass
 class Asked:
-    """A request: its stream, or the task that waits for its count; and the lives that it was sent to."""
+    """A request: its stream, or the task that waits for its count; and the lives that it was sent to.
+
+    passed_on  a client may have read part of its answer: never so of one that is `collected`
+    """
 
     stream: EngineStream | None = None
     task: asyncio.Task[Any] | None = None
+    collected: bool = False
     cancelled: bool = False
     events: list[Event] = field(default_factory=list)
     lives: list[int] = field(default_factory=list)
@@ -57,6 +71,12 @@ class Asked:
             self.events.append(self.stream.events.get_nowait())
         lasts = [event for event in self.events if isinstance(event, (Finished, Failed))]
         assert lasts in ([], self.events[-1:]), "it ended twice, or went on after its end"
+        spoke: set[str] = set()
+        for event in self.events:
+            spoke = set() if isinstance(event, Restarted) else spoke | {getattr(event, "text", "")} - {""}
+            assert len(spoke) < 2, "an answer of two engines"
+        if lasts and isinstance(lasts[0], Failed) and "stopped: " in lasts[0].message:
+            assert self.passed_on or len(self.lives) == 2, "not sent again though nobody has read of it"
         return bool(lasts)
 
 
@@ -171,16 +191,17 @@ class Machine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- clients
 
-    @rule(ticks=TICKS, before=st.sampled_from(["", "", "unload"]))
-    def ask(self, ticks: int, before: str) -> None:
+    @rule(ticks=TICKS, before=st.sampled_from(["", "", "unload"]), collected=st.booleans())
+    def ask(self, ticks: int, before: str, collected: bool = False) -> None:
         """Perhaps in the very step in which an unload begins."""
         id = self.made._requests.new_id() + 1
-        asked = self.asked[id] = Asked()
+        asked = self.asked[id] = Asked(collected=collected)
 
         def generate() -> None:
             if before:
                 self.made.begin_unload()
-            asked.stream = self.made.generate(GenerateRequest(prompt=RawPrompt(text="x")))
+            request = GenerateRequest(prompt=RawPrompt(text="x"), collected=collected)
+            asked.stream = self.made.generate(request)
 
         try:
             self.now(generate)
@@ -279,11 +300,11 @@ class Machine(RuleBasedStateMachine):
         """Part of an answer, or its end."""
         id = self.busy(number)
         assert id is not None and self.link is not None
-        self.asked[id].passed_on = True
+        self.asked[id].passed_on |= not self.asked[id].collected
         if self.link.sent[id] is wire.Count:
             message: Any = wire.Counted(id, 1)
         else:
-            message = wire.Events(((id, last or TextDelta("x")),))
+            message = wire.Events(((id, last or TextDelta(str(self.link.life))),))
         if last is not None or isinstance(message, wire.Counted):
             del self.link.sent[id]
         self.link.inbox.put_nowait(message)
