@@ -158,6 +158,11 @@ class Conversation(Struct, frozen=True, tag="conversation"):
         """Whether the answer ends with its first call."""
         return not self.parallel_calls or self.tool_choice.startswith("named:")
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer is nothing but calls."""
+        return self.tool_choice == "required" or self.tool_choice.startswith("named:")
+
 
 class RawPrompt(Struct, frozen=True, tag="raw"):
     """A text or token ids to complete as they are, with no template."""

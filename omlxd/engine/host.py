@@ -165,6 +165,7 @@ class EngineHost:
             stop=request.sampling.stop,
             reasoning=rendered.reasoning and not request.forced,
             one_call=getattr(request.prompt, "one_call", False),
+            must_call=getattr(request.prompt, "must_call", False),
         )
 
         def over() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,10 @@ class JsonCalls:
     """The name stands in a JSON string."""
     never: tuple[str, ...] = ()
     """Texts that no string may hold: the parser looks for them first."""
+
+    def head(self, name: str) -> str:
+        """The text before a call's arguments, without the section."""
+        return self.before + (json.dumps(name, ensure_ascii=False) if self.quoted else name) + self.between
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,6 +63,10 @@ class TagCalls:
     @property
     def reading(self) -> TagReading:
         return _reading(self)
+
+    def head(self, name: str) -> str:
+        """The text before a call's first parameter, without the section."""
+        return self.before + (attribute(name) if self.typed else name) + self.named
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,6 +159,13 @@ class ValueCalls:
     part: str = ""
     python: bool = False
 
+    def head(self, name: str) -> str:
+        """The text before a call's first argument, without the section."""
+        return self.before + name + self.opens
+
+
+MAX_HEAD = 2000
+"""Most letters before a call's arguments."""
 
 CallFormat = JsonCalls | TagCalls | ValueCalls
 
@@ -294,6 +311,29 @@ def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
     if isinstance(call_format, TagCalls):
         return re.search(r"[<>\"&\n]|^\s|\s$|^$", name) is not None
     return False
+
+
+def called_tool(tag: str, text: str, names: Iterable[str]) -> str | None:
+    """The tool of the call that begins with `tag` and `text`, in any format and with any space.
+
+    "": what may be a call was cut off before its arguments. None: it is no call of these tools.
+    """
+    tag, text = ("".join(part[:MAX_HEAD].split()) for part in (tag, tag + text))
+    begins = text == tag
+    for row in CALL_FORMATS.values():
+        for name in names:
+            bare = row.key if isinstance(row, TagCalls) and not row.named else ""
+            head = "".join((row.section + row.head(name) + bare).split())
+            head = head[max(head.find(tag), 0) :]
+            if text.startswith(head):
+                return name
+            begins = begins or head.startswith(text)
+    return "" if begins else None
+
+
+def attribute(text: str) -> str:
+    """Text as the value of a tag's attribute."""
+    return text.replace("&", "&amp;").replace('"', "&quot;")
 
 
 def carries_text(call_format: str) -> bool:

@@ -18,7 +18,15 @@ from typing import Any
 
 from ...chat import Tool
 from ...errors import InvalidRequest
-from .call_formats import CALL_FORMATS, CallFormat, JsonCalls, TagCalls, ValueCalls, unreadable
+from .call_formats import (
+    CALL_FORMATS,
+    CallFormat,
+    JsonCalls,
+    TagCalls,
+    ValueCalls,
+    attribute,
+    unreadable,
+)
 from .json_schema import Unenforceable, branches, closed
 from .value_grammar import (
     Check,
@@ -154,8 +162,7 @@ class CallGrammar:
     # ----------------------------------------------------------------- one JSON object
 
     def _json_call(self, row: JsonCalls, rule: str, tool: Tool) -> list[str]:
-        name = json.dumps(tool.name, ensure_ascii=False) if row.quoted else tool.name
-        before = self._literal(self._opened(row.before) + name + row.between)
+        before = self._literal(self._opened(row.head(tool.name)))
         after = self._literal(row.after)
         schema = enforceable(tool, self._check)
         if row.never:
@@ -168,8 +175,7 @@ class CallGrammar:
     # ----------------------------------------------------------------- a tag a parameter
 
     def _tag_call(self, row: TagCalls, rule: str, tool: Tool, strict: bool) -> list[str]:
-        name = _attribute(tool.name) if row.typed else tool.name
-        terms = [self._literal(self._opened(row.before) + name + row.named)]
+        terms = [self._literal(self._opened(row.head(tool.name)))]
         values = ValueSyntax(never=(row.close, *row.never))
         rules = self._rules(rule, tool.parameters, values, strict)
         for key, schema, must in self._parameters(row, tool, strict):
@@ -232,7 +238,7 @@ class CallGrammar:
     def _between(self, row: TagCalls, key: str, kind: str, value: str) -> str:
         if not row.typed:
             return f"{self._literal(row.key + key + row.keyed)} {value}"
-        return f"{self._literal(row.key + _attribute(key) + row.keyed % kind)} {value}"
+        return f"{self._literal(row.key + attribute(key) + row.keyed % kind)} {value}"
 
     def _text(self, row: TagCalls, rules: ValueRules, branch: dict[str, Any], strict: bool) -> list[str]:
         """Terms for bare text and what closes it."""
@@ -348,7 +354,3 @@ def _type_words(kinds: list[str]) -> list[str]:
     """What a tag may call these types: a whole number is a number too."""
     names = [word for kind in kinds for word in ((kind, "number") if kind == "integer" else (kind,))]
     return list(dict.fromkeys(names)) or ["object"]
-
-
-def _attribute(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;")

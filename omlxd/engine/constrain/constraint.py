@@ -169,10 +169,17 @@ class ConstraintCompiler:
         from llguidance import LLMatcher
 
         grammars, facts = self._parts(wanted.param)
+        begun = chat is not None and chat.continue_final
+        if begun and grammars.harmony:
+            raise InvalidRequest(
+                f"{wanted.param}: it can't stand beside an assistant's message to continue: this model writes "
+                "a call or a format as a message of its own",
+                param=wanted.param,
+            )
         matcher = LLMatcher(grammars.vocabulary, grammars.of(wanted), log_level=0)
         if matcher.is_error():
             raise InvalidRequest(f"{wanted.param}: {brief(matcher.get_error())}", param=wanted.param)
-        may_think = chat is not None and chat.thinking is not False
+        may_think = chat is not None and chat.thinking is not False and not begun
         return Constraint(matcher, facts, thinking=thinking, may_think=may_think)
 
     # ----------------------------------------------------------------- the tokenizer

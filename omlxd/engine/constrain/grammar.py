@@ -50,7 +50,7 @@ class Wanted:
                      grammar, and Codex offers such a tool with each request.
         """
         chat = request.prompt if isinstance(request.prompt, Conversation) else None
-        tools, forced = _tools_of(chat)
+        tools, forced = _tools_of(chat), chat is not None and chat.must_call
         if not forced and any(tool.input_grammar for tool in tools) and not bare_text():
             tools = [msgspec.structs.replace(tool, input_grammar="") for tool in tools]
         limited = chat is not None and 0 < len(tools) < len(chat.tools)
@@ -73,15 +73,13 @@ def _is_held(tool: Tool) -> bool:
     return tool.strict or bool(tool.input_grammar)
 
 
-def _tools_of(chat: Conversation | None) -> tuple[Sequence[Tool], bool]:
-    """The tools that may be called, and whether one must be. `none`: nothing may."""
+def _tools_of(chat: Conversation | None) -> Sequence[Tool]:
+    """The tools that may be called."""
     if chat is None or chat.tool_choice == "none":
-        return (), False
+        return ()
     if chat.tool_choice.startswith("named:"):
-        name = chat.tool_choice.removeprefix("named:")
-        return [tool for tool in chat.tools if tool.name == name], True
-    tools = [tool for tool in chat.tools if not chat.allowed_tools or tool.name in chat.allowed_tools]
-    return tools, chat.tool_choice == "required"
+        return [tool for tool in chat.tools if chat.tool_choice == f"named:{tool.name}"]
+    return [tool for tool in chat.tools if not chat.allowed_tools or tool.name in chat.allowed_tools]
 
 
 class Grammars:
@@ -91,6 +89,7 @@ class Grammars:
     controls  tokens that no text holds → their ids
 
     bare_text  calls can carry the text of a custom tool's grammar
+    harmony    the model writes gpt-oss's messages
     """
 
     def __init__(self, vocabulary: LLTokenizer, call_format: str, controls: Mapping[str, int]):
@@ -99,11 +98,11 @@ class Grammars:
         self._controls = controls
         words = sorted(map(re.escape, controls), key=len, reverse=True)
         self._cut = re.compile(f"({'|'.join(words)})") if words else re.compile(r"((?!))")
-        self._harmony = controls.keys() >= set(CONTROLS)
-        self.bare_text = not self._harmony and carries_text(call_format)
+        self.harmony = controls.keys() >= set(CONTROLS)
+        self.bare_text = not self.harmony and carries_text(call_format)
 
     def of(self, wanted: Wanted) -> str:
-        if self._harmony and wanted.chat:
+        if self.harmony and wanted.chat:
             grammar = self._messages(wanted)
         elif not wanted.tools:
             assert wanted.format is not None

@@ -27,14 +27,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from ..constrain.call_formats import READINGS, TagReading
+from ..constrain.call_formats import MAX_HEAD, READINGS, TagReading
 from .tool_calls import NAME, ParsedCall, coerce, json_text, kinds_of, loads, typed_text
 
 Properties = Callable[[str], dict[str, Any]]
 """A tool's name → its parameters' schemas."""
-
-MAX_HEAD = 2000
-"""Letters before a call's first argument."""
 
 
 class Writer(ABC):
@@ -345,6 +342,15 @@ class LiveCall:
     def writer(self) -> Writer:
         assert self._writer is not None
         return self._writer
+
+    @property
+    def name(self) -> str:
+        """The tool of a call that may still become whole; "": not known."""
+        return self._writer.name if self._writer is not None and not self._writer.dead else ""
+
+    def cut(self) -> str:
+        """The arguments of a call that is cut off here."""
+        return self.writer.cut() if self.name else ""
 
     def close(self) -> str | None:
         """The last of the arguments of a whole call; None: it is none."""

@@ -195,7 +195,7 @@ class HarmonySplitter:
             self._sink.call_text(rest)
             done = self._sink.call(self._head + arguments + "}")
         else:
-            done = self._sink.call_breaks(ended)
+            done = self._sink.call_breaks(self._head, body, ended)
         if done:
             self._shown.clear()
             return

@@ -24,6 +24,7 @@ from ...chat import (
     ToolCallCut,
     ToolCallDelta,
 )
+from ..constrain.call_formats import called_tool
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
 from .call_writers import LiveCall
@@ -47,6 +48,7 @@ class OutputParser:
     stop                strings that end the answer; they don't apply to reasoning
     reasoning           thinking tags are markup; False for a raw prompt, whose text is left alone
     one_call            the answer ends with its first call
+    must_call           the answer is nothing but calls: of one that is cut off, nothing is text
 
     stopped           the stop string that was found, or None; from then on there are no events
     reasoning_tokens  tokens inside thinking blocks so far, tags not counted
@@ -60,6 +62,7 @@ class OutputParser:
         stop: tuple[str, ...] = (),
         reasoning: bool = True,
         one_call: bool = False,
+        must_call: bool = False,
     ):
         facts = _facts_of(tokenizer)
         tags = Tags(
@@ -71,6 +74,7 @@ class OutputParser:
         self._controls = facts.controls if reasoning else {}
         self._detokenizer = detokenizer(tokenizer)
         reader = ToolCallReader(tools, tokenizer.tool_parser)
+        self._must_call = must_call
         self._sink = _EventSink(StopStrings(stop), reader, AnswerLogprobs(tokenizer), one_call)
         begin = State.REASONING if starts_in_thinking and reasoning else State.ANSWER
         self._splitter: Splitter | HarmonySplitter
@@ -126,6 +130,7 @@ class OutputParser:
     def finish(self, reason: FinishReason) -> list[Event]:
         """The last events. `reason` `length` means that the text was cut off."""
         if not self.ended:
+            self._sink.muted = self._must_call and reason == "length"
             self._splitter.feed(self._detokenizer.finish())
             self._splitter.finish(ended=reason != "length")
             self._sink.finish()
@@ -150,13 +155,14 @@ class _EventSink:
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[Event] = []
+        self.muted = False  # more answer text is the beginning of a call
 
     @property
     def ended(self) -> bool:
         return self.stops.matched is not None or (self._one_call and self._called)
 
     def answer(self, text: str) -> None:
-        if self.ended:
+        if self.ended or self.muted:
             return
         self.logprobs.answer(len(text), self.splitter.position)
         self._say(self.stops.feed(text))
@@ -214,13 +220,26 @@ class _EventSink:
         if not self.ended:
             self._end_live(truncated=True)
 
-    def call_breaks(self, ended: bool) -> bool:
-        if self.ended or not self._id:
+    def call_breaks(self, tag: str, text: str, ended: bool) -> bool:
+        if self.ended:
             return False
+        if not self._id:
+            return not ended and self._cut_unsent(tag, text)
         if ended and self._live.close() is not None:
             self._end_whole()
         else:
             self._end_live(truncated=not ended)
+        return True
+
+    def _cut_unsent(self, tag: str, text: str) -> bool:
+        """Report a call that was cut off before any of it was sent; False: `text` begins no call."""
+        name = self._live.name or called_tool(tag, text, self._reader.names)
+        if name is None:
+            return False
+        self.boundary()
+        if name:
+            self._called = True
+            self._events.append(ToolCallCut(_new_id(), name, self._live.cut(), "{}"))
         return True
 
     def call(self, text: str) -> bool:

@@ -10,7 +10,7 @@
                | think start        | dropped at the block's beginning, else text
                | the output's end   | calls at the block's end are made, if the model ended it
     CALL       | call end           | a call, or its whole text as answer; ANSWER
-               | the output's end   | a call if the model ended it, else its whole text as answer
+               | the output's end   | a call, a cut call, or its whole text as answer
 
 Only what may be the beginning of a tag is held back, at most the longest tag less one letter. How the
 text is cut into chunks can't matter: a decision is taken only where the text up to it decides.
@@ -78,7 +78,7 @@ class Sink(Protocol):
     def call_begins(self) -> None: ...
     def call_text(self, text: str) -> None: ...
     def call(self, text: str) -> bool: ...
-    def call_breaks(self, ended: bool) -> bool: ...
+    def call_breaks(self, tag: str, text: str, ended: bool) -> bool: ...
     def call_holds(self) -> bool: ...
     def call_resumes(self, text: str) -> bool | None: ...
     def call_broken(self) -> None: ...
@@ -272,7 +272,7 @@ class Splitter:
             else:
                 self._break(body)
             return
-        if self._sink.call_breaks(ended):
+        if self._sink.call_breaks(self._call_tags.start, body, ended):
             self._leave_call()
             return
         if (ended or not end) and self._read(body, ""):
@@ -311,7 +311,7 @@ class _LastCalls:
 
     def call_text(self, text: str) -> None: ...
 
-    def call_breaks(self, ended: bool) -> bool:
+    def call_breaks(self, tag: str, text: str, ended: bool) -> bool:
         return False
 
     def call_holds(self) -> bool:

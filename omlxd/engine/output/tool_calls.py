@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,11 @@ class ToolCallReader:
         self._tools = {tool.name: tool for tool in tools}
         self._listed = openai_tools(tools)
         self._fallback = fallback
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of the tools."""
+        return self._tools
 
     def read(self, text: str) -> list[ParsedCall] | None:
         """The calls that `text` (what stood between the tags) holds, or None if it holds anything else."""

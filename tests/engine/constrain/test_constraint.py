@@ -10,8 +10,9 @@ import jsonschema_rs
 import pytest
 from families import build_family
 from host import Host, chat, finished, raw, text_of
+from msgspec.structs import replace
 
-from omlxd.chat import AnswerFormat, Failed, ReasoningDelta, Tool, ToolCall
+from omlxd.chat import AnswerFormat, Failed, Message, ReasoningDelta, TextPart, Tool, ToolCall
 from omlxd.errors import InvalidRequest
 
 BOUNDED: dict[str, Any] = {
@@ -236,6 +237,26 @@ def test_a_named_call_is_made_once(host: Host):
         )
         (call,) = calls_of(events)
         assert call.name == "Read" and finished(events).reason == "tool_calls"
+
+
+def test_a_forced_call_follows_a_begun_answer(host: Host):
+    request = chat(
+        tools=(READ, BASH), tool_choice="named:Read", thinking=None, max_tokens=300, temperature=1.0
+    )
+    prompt = request.prompt
+    begun = Message("assistant", (TextPart("I look into it."),))
+    prompt = replace(prompt, messages=(*prompt.messages, begun), continue_final=True)
+    events = host.ask(replace(request, prompt=prompt))
+    (call,) = calls_of(events)
+    assert call.name == "Read" and not text_of(events)
+    jsonschema_rs.validate(READ.parameters, json.loads(call.arguments))
+
+
+@pytest.mark.parametrize("choice", ["required", "named:Read"])
+def test_a_forced_call_that_is_cut_off_is_no_text(host: Host, choice):
+    for most in range(1, 12):
+        events = host.ask(chat(tools=(READ,), tool_choice=choice, max_tokens=most))
+        assert not text_of(events) and finished(events).reason == "length"
 
 
 def test_a_schema_that_cant_be_enforced_matters_for_strict_tools_alone(host: Host):

@@ -15,8 +15,9 @@ from host import chat
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
-from omlxd.chat import Tool
+from omlxd.chat import TextDelta, Tool
 from omlxd.engine.constrain.constraint import Constraint, ConstraintCompiler
+from omlxd.engine.output.parser import OutputParser
 from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 
@@ -165,6 +166,23 @@ def test_one_call_and_several(tokenizer, name, special):
         if (tokens := walker.walk(named, seed, free=400)) is not None:
             assert len(calls_in(model, tokens, tools)) == 1
     assert max(counts) > 1
+
+
+@pytest.mark.parametrize(("name", "special"), CASES)
+def test_no_marker_of_a_call_that_is_cut_off_is_text(tokenizer, name, special):
+    model = spelled(tokenizer, name, special)
+    forced: dict[str, Any] = {"tools": TOOLS, "tool_choice": "named:texts"}
+    tokens = Walker(model).walk(compiled(compiler_of(model), **forced), 1)
+    assert tokens is not None
+    for end in range(len(tokens)):
+        parser = OutputParser(model, tools=TOOLS, must_call=True)
+        events = [event for token in tokens[:end] for event in parser.add_token(token)]
+        events += parser.finish("length")
+        assert not any(isinstance(event, TextDelta) for event in events), model.decode(tokens[:end])
+        free = OutputParser(model, tools=TOOLS)
+        events = [event for token in tokens[:end] for event in free.add_token(token)] + free.finish("length")
+        text = "".join(event.text for event in events if isinstance(event, TextDelta))
+        assert model.tool_call_start not in text, model.decode(tokens[:end])
 
 
 def allows(model: TokenizerWrapper, constraint: Constraint, text: str) -> bool:

@@ -13,9 +13,10 @@ from grammar_walk import Walker, calls_in
 from host import chat
 from parsing import merged
 
-from omlxd.chat import AnswerFormat, ReasoningDelta, Tool
+from omlxd.chat import AnswerFormat, ReasoningDelta, TextDelta, Tool
 from omlxd.engine.constrain.constraint import ConstraintCompiler
 from omlxd.engine.output.parser import OutputParser
+from omlxd.errors import InvalidRequest
 from omlxd.models import demo
 from tests.engine.constrain.test_forced_calls import SCHEMAS, SMALL, STOP, TOOLS, compiled
 from tests.engine.output.test_harmony import tokenizer, tokens_of  # noqa: F401 -- a fixture
@@ -138,3 +139,17 @@ def test_a_raw_prompt_has_no_messages(compiler, tokenizer):
         assert constraint.mask is not None and constraint.mask[token]
         constraint.advance(token)
     assert compiler.compile(chat(tools=(GO,)), thinking=False) is None
+
+
+def test_a_forced_call_that_is_cut_off_is_no_text(tokenizer):
+    tokens = tokens_of(tokenizer, CALL + '{"n": 7}<|call|>')
+    for end in range(len(tokens)):
+        parser = OutputParser(tokenizer, tools=(GO,), must_call=True)
+        events = [event for token in tokens[:end] for event in parser.add_token(token)]
+        assert not any(isinstance(event, TextDelta) for event in events + parser.finish("length"))
+
+
+def test_a_forced_call_cant_follow_a_begun_answer(compiler):
+    for more in ({"tools": (GO,), "tool_choice": "required"}, {"format": AnswerFormat("json", SMALL)}):
+        with pytest.raises(InvalidRequest, match="an assistant's message to continue"):
+            compiler.compile(chat(continue_final=True, **more), thinking=False)

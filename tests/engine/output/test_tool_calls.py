@@ -68,11 +68,14 @@ def test_what_is_no_call_is_text(tokenizer, body):
     assert parse(tokenizer, *text) == [("text", text)]
 
 
-def test_a_cut_off_call_is_text(tokenizer):
+def test_a_cut_off_call_is_no_text(tokenizer):
     whole = f"x <tool_call>\n{call(path='abc')}\n</tool_call>"
-    begins = whole.index('"abc')
+    begins, tagged = whole.index('"abc'), whole.index("\n")
     for end in range(3, begins):
-        assert parse(tokenizer, whole[:end], reason="length") == [("text", whole[:end])]
+        events = parse(tokenizer, whole[:end], reason="length")
+        assert events[0] == ("text", "x" if end >= tagged else whole[:end])
+        assert [event[:2] for event in events[1:]] in ([], [("cut", "Read")])
+        assert parse(tokenizer, *whole[2:end], reason="length", must_call=True) == events[1:]
     for end in range(begins + 1, len(whole)):
         text, cut = parse(tokenizer, whole[:end], reason="length")
         assert text == ("text", "x") and cut[:2] == ("cut", "Read")
@@ -94,6 +97,12 @@ def test_calls_behind_a_broken_one_are_found(tokenizer):
     unnamed = broken.replace("Read", "not a name")
     assert parse(tokenizer, unnamed + good) == [("text", unnamed), wanted[1]]
     assert parse(tokenizer, *(broken + good)) == wanted
+
+
+def test_what_begins_no_call_is_text_where_it_is_cut_off(tokenizer):
+    for text in ("x <tool_call> is a tag", "x <tool_call>{}", '<tool_call>{"name": "Write", "a'):
+        assert parse(tokenizer, text, reason="length") == [("text", text)]
+        assert parse(tokenizer, text, reason="length", must_call=True) in ([], [("text", "x ")])
 
 
 def test_without_tools_calls_are_text(tokenizer):
@@ -180,7 +189,7 @@ def test_other_models_parsers(tokenizer, module):
         text = 'Hm. [TOOL_CALLS]Read[ARGS]{"path": "a"}'
         wanted = [("text", "Hm."), ("call", "Read", '{"path": "a"}')]
         assert parse(model, *text) == wanted
-        assert parse(model, text[:-2], reason="length") == [("text", text[:-2])]
+        assert parse(model, text[:-2], reason="length") == [("text", "Hm."), ("cut", "Read", "", "{}")]
         return
     text = f"<tool_call>{call(path='a')}</tool_call>"
     assert parse(model, text) == [("call", "Read", '{"path": "a"}')]
