@@ -172,8 +172,8 @@ class ConstraintCompiler:
         begun = chat is not None and chat.continue_final
         if begun and grammars.harmony:
             raise InvalidRequest(
-                f"{wanted.param}: it can't stand beside an assistant's message to continue: this model writes "
-                "a call or a format as a message of its own",
+                f"{wanted.param}: it can't stand beside an assistant's message to continue: this model "
+                "writes a call or a format as a message of its own",
                 param=wanted.param,
             )
         matcher = LLMatcher(grammars.vocabulary, grammars.of(wanted), log_level=0)
