@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from ..config import OPTIONS, Settings, load_settings
 from ..errors import ConfigError, ModelError, OmlxdError
 from ..models.catalog import Catalog, default_model
 from ..models.footprint import footprint
+from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import check_folder
 from .daemon_client import DaemonError, NoDaemon, address, fetch
 from .owner_api import (
@@ -31,6 +34,7 @@ from .owner_api import (
     Unloaded,
     UnloadModel,
 )
+from .status import table
 
 
 def why_broken(model: InstalledStatus) -> str:
@@ -76,11 +80,18 @@ def as_table(models: Sequence[InstalledStatus]) -> str:
     """A line a model, `*` before the default one."""
     if not models:
         return "no model is installed; `omlxd models pull ORG/NAME` downloads one"
-    rows = [("  " + _HEAD[0], *_HEAD[1:]), *map(_row, models)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(table([("  " + _HEAD[0], *_HEAD[1:]), *map(_row, models)]))
+
+
+def as_local_table(models: Sequence[LocalModel]) -> str:
+    """A line a model of another program, with the command that imports it or why none can."""
+    if not models:
+        return "no model of Ollama, LM Studio or llama.cpp is on this machine"
+    rows = [
+        (m.name, m.store, _bytes(m.disk_bytes), m.type or m.format, m.command or f"no: {m.trouble}")
+        for m in models
+    ]
+    return "\n".join(table([("MODEL", "STORE", "SIZE", "TYPE", "IMPORT"), *rows]))
 
 
 def _row(model: InstalledStatus) -> tuple[str, ...]:
@@ -165,6 +176,11 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         return made
 
     listed = verb("list", _list, "every installed model, also without a daemon")
+    listed.add_argument(
+        "--found",
+        action="store_true",
+        help="list the models of Ollama, LM Studio and llama.cpp on this machine instead",
+    )
     shown = verb("show", _show, "all details of one model")
     shown.add_argument("model")
     for made in (listed, shown):
@@ -172,7 +188,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
     pulled.add_argument("model", metavar="ORG/NAME")
     made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
-    made.add_argument("file", metavar="FILE.gguf")
+    made.add_argument("file", metavar="FILE.gguf", help="or a name of `omlxd models list --found`")
     _add_folders(made, "base_path")
     loaded = verb("load", _load, "load a model now; it stays until it is unloaded")
     loaded.add_argument("model")
@@ -198,6 +214,11 @@ def _add_folders(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
+    if args.found:
+        models = local_models()
+        check_models(models)
+        _say(args, LocalModels(models), lambda: as_local_table(models))
+        return 0
     try:
         result = _ask(args, "/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
@@ -238,11 +259,19 @@ def _pull(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from ..models.resolve import import_gguf, is_gguf
 
-    if not is_gguf(args.file):
-        raise ConfigError(f"{args.file!r} is no GGUF file; give one whose name ends in .gguf.")
-    folder = asyncio.run(import_gguf(args.file, _settings(args).base_path))
+    base_path = _settings(args).base_path
+    if is_gguf(args.file) and Path(args.file).expanduser().exists():
+        folder = asyncio.run(import_gguf(args.file, base_path))
+    else:
+        model = model_called(args.file)
+        if model.format == "mlx":  # MLX reads it where it is.
+            folder = Path(model.path)
+        else:
+            name = re.sub(r"[^\w.-]+", "-", model.name.rpartition("/")[2]).lstrip(".-")
+            folder = asyncio.run(import_gguf(model.path, base_path, name or "imported"))
     made = {"id": folder.name, "folder": str(folder)}
-    print(msgspec.json.encode(made).decode() if args.json else f"{folder}\n\nomlxd serve --model {folder}")
+    serve = f"omlxd serve --model {shlex.quote(str(folder))}"
+    print(msgspec.json.encode(made).decode() if args.json else f"{folder}\n\n{serve}")
     return 0
 
 

@@ -86,10 +86,13 @@ def imported_folder(file: str, base_path: Path) -> Path:
     return base_path / "models" / model_id(file)
 
 
-async def import_gguf(file: str, base_path: Path) -> Path:
-    """The model folder made of GGUF file `file`, by an earlier import if there was one. Raises ModelError."""
+async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
+    """The model folder made of GGUF file `file`, by an earlier import if there was one. Raises ModelError.
+
+    name  of the folder; "": the file's own
+    """
     source = Path(file).expanduser().absolute()
-    target = imported_folder(file, base_path)
+    target = imported_folder(name + ".gguf" if name else file, base_path)
     folder = await _run_builder("omlxd.models.gguf.importing", str(source), str(target))
     await asyncio.to_thread(check_folder, folder)
     return folder

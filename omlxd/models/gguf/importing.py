@@ -1,7 +1,8 @@
 """`python -m omlxd.models.gguf.importing FILE FOLDER`: make a model folder of ours out of a GGUF file.
 
 Prints the folder; progress goes to standard error. Ends with status 1 and one sentence on standard
-output when it can't. The folder appears whole or not at all.
+output when it can't. The folder appears whole or not at all. `--check FILE …` prints a JSON list instead:
+what each file holds, and why it can't be imported.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import numpy as np
 
 from ...errors import ModelError
 from ..builder import end_with_parent
+from ..local_stores import Check
 from . import weights
 from .architectures import NOT_WEIGHTS, Architecture, architecture_of, config_of, eos_ids, mlx_name
 from .header import Header, Tensor, read_header
@@ -67,6 +70,39 @@ def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, tota
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def check(file: Path) -> Check:
+    """What `file` holds, and why it can't be imported, as far as its header says."""
+    try:
+        header = read_header(file)
+        result = Check(_type_of(header))
+        architecture, _ = architecture_of(header)
+        config_of(header)
+        for tensor in header.tensors.values():
+            if tensor.name not in NOT_WEIGHTS:
+                _name_of(tensor, architecture)
+        return result
+    except ModelError as error:
+        return Check("", error.message.removeprefix(f"{file.name} can't be imported: ").removesuffix("."))
+    except Exception:  # Of what it is made of, nothing is certain.
+        return Check("", "its header makes no sense")
+
+
+def _type_of(header: Header) -> str:
+    nbytes = Counter[str]()
+    for tensor in header.tensors.values():
+        nbytes[tensor.type.name] += tensor.nbytes
+    types = [name for name, _ in nbytes.most_common(1)]
+    return " ".join([str(header.metadata.get("general.architecture"))[:40], *types])
+
+
+def _name_of(tensor: Tensor, architecture: Architecture) -> str:
+    """mlx-lm's name of `tensor`. Raises ModelError."""
+    name = mlx_name(tensor.name, architecture)
+    if name is None:
+        raise ModelError(f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has.")
+    return name
 
 
 def _identity(header: Header) -> list[list[Any]]:
@@ -121,12 +157,7 @@ def _write_weights(
     for tensor in header.tensors.values():
         if tensor.name in NOT_WEIGHTS:
             continue
-        name = mlx_name(tensor.name, architecture)
-        if name is None:
-            raise ModelError(
-                f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has."
-            )
-        outputs += _outputs(tensor, name, architecture, config, quantization)
+        outputs += _outputs(tensor, _name_of(tensor, architecture), architecture, config, quantization)
     total = sum(output.nbytes for output in outputs)
     done = 0
     with (folder / "model.safetensors").open("wb") as file:
@@ -266,6 +297,9 @@ def main(argv: list[str]) -> int:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
+    if argv[0] == "--check":
+        print(msgspec.json.encode([check(Path(file)) for file in argv[1:]]).decode())
+        return 0
     end_with_parent()
     file, folder = Path(argv[0]), Path(argv[1])
     columns = (
@@ -288,6 +322,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) < 3:
         sys.exit("usage: python -m omlxd.models.gguf.importing FILE FOLDER")
     sys.exit(main(sys.argv[1:]))
