@@ -26,8 +26,6 @@ import numpy as np
 
 from ..common.files import read_small
 from ..errors import ModelError
-from .demo_template import TEMPLATE
-from .demo_text import ENDINGS, PROSE, WORDS, syllables
 
 VERSION = 1
 MARKER = "omlxd_demo.json"
@@ -43,6 +41,24 @@ SPECIALS = (
     "</tool_call>",
 )
 """Added tokens. The first three are `special` (a decoder may skip them), the others are text."""
+
+
+def _data(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+# What the tokenizer is trained on: an agent's prompt in small, common words, and syllables. It decides which
+# byte pairs merge, so that English, code and JSON have three or four characters a token. Changing one
+# character changes every token id: raise `VERSION` with it.
+PROSE = _data("demo_prose.txt")
+WORDS = _data("demo_words.txt").split()
+ENDINGS = ("s", "ed", "ing", "er", "ly", "able", "ation")
+SYLLABLES = [c + v + end for c in "bcdfghjklmnprstvwz" for v in "aeiou" for end in ("", "n", "r", "s", "t")]
+# ChatML as Qwen and Hermes models write it. It is append-only: the rendering of a turn begins with that of
+# the turn before, so that no cached prefix is lost. Tools come before every message; a system message stays
+# in its place; earlier thinking is kept, and a turn without any holds the empty block of a generation
+# prompt. mlx-lm knows its `json_tools` calls by the words `<tool_call>` and `tool_call.name`.
+TEMPLATE = _data("demo_template.jinja").removesuffix("\n")
 
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -186,13 +202,13 @@ def train_tokenizer(vocab: int) -> Any:
 def _corpus() -> Iterator[str]:
     """Prose once; each word often enough to become one token, with its endings; syllables for the rest."""
     yield PROSE
-    for rank, word in enumerate(WORDS.split()):
+    for rank, word in enumerate(WORDS):
         yield f" {word}" * (6 if rank < 400 else 5) + f"\n{word}"
         if rank < 500:
             yield f" {word.capitalize()}\n{word.capitalize()}"
         if rank > 100:
             yield " ".join(f" {word}{ending}" for ending in ENDINGS)
-    for syllable in syllables():
+    for syllable in SYLLABLES:
         yield f" {syllable}" * 4 + f"\n{syllable}" * 4
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from omlxd.models.demo import SPECIALS, train_tokenizer
-from omlxd.models.demo_text import PROSE
+from omlxd.models.demo import PROSE, SPECIALS, train_tokenizer
 
 PLAIN = [AddedToken(s, special=i < 3, normalized=False) for i, s in enumerate(SPECIALS)]
 ODD = [

@@ -16,7 +16,7 @@ from typing import Any
 
 from omlxd.engine.prompt.template_child import render
 from omlxd.engine.prompt.template_process import TemplateProcesses
-from omlxd.models.demo_template import TEMPLATE
+from omlxd.models.demo import TEMPLATE
 
 
 def conversation(messages: int, chars: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers_zoo import ODD, fast, zoo
 
 from omlxd.engine.prompt.token_cache import TokenCache, _Shared
-from omlxd.models.demo_text import PROSE
+from omlxd.models.demo import PROSE
 
 NAMES = [
     *("demo", "bytes", "bytes-prefix", "bytes-nfc", "bytes-odd"),
