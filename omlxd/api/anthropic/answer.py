@@ -61,8 +61,7 @@ def _usage(usage: Usage) -> _Usage:
     )
 
 
-class _Block(msgspec.Struct, tag_field="type"):
-    pass
+class _Block(msgspec.Struct, tag_field="type"): ...
 
 
 class _Text(_Block, tag="text"):

@@ -7,7 +7,7 @@ out of the prompt: the model's text holds what it made of them.
 
 from __future__ import annotations
 
-from typing import Any, Union, get_args
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
 
@@ -16,74 +16,22 @@ class _Block(msgspec.Struct, tag_field="type"):
     """Fields are not read."""
 
 
-class ServerToolUse(_Block, tag="server_tool_use"):
-    pass
+# `fallback`: where another model went on. Anthropic doesn't show it to the model either.
+_SERVER_KINDS = (
+    *("server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result"),
+    *("bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result"),
+    *("advisor_tool_result", "mcp_tool_use", "mcp_tool_result", "mcp_tool_listing", "fallback"),
+)
+FROM_SERVER: tuple[type, ...] = tuple(
+    msgspec.defstruct(kind.title().replace("_", ""), [], bases=(_Block,), tag=kind) for kind in _SERVER_KINDS
+)
+if TYPE_CHECKING:
+    FromServer = _Block
+else:
+    FromServer = Union[FROM_SERVER]
 
 
-class WebSearchResult(_Block, tag="web_search_tool_result"):
-    pass
-
-
-class WebFetchResult(_Block, tag="web_fetch_tool_result"):
-    pass
-
-
-class CodeResult(_Block, tag="code_execution_tool_result"):
-    pass
-
-
-class BashCodeResult(_Block, tag="bash_code_execution_tool_result"):
-    pass
-
-
-class EditorResult(_Block, tag="text_editor_code_execution_tool_result"):
-    pass
-
-
-class ToolSearchResult(_Block, tag="tool_search_tool_result"):
-    pass
-
-
-class AdvisorResult(_Block, tag="advisor_tool_result"):
-    pass
-
-
-class McpToolUse(_Block, tag="mcp_tool_use"):
-    pass
-
-
-class McpToolResult(_Block, tag="mcp_tool_result"):
-    pass
-
-
-class McpToolListing(_Block, tag="mcp_tool_listing"):
-    pass
-
-
-class Fallback(_Block, tag="fallback"):
-    """Where another model went on. Anthropic doesn't show it to the model either."""
-
-
-FromServer = Union[
-    ServerToolUse,
-    WebSearchResult,
-    WebFetchResult,
-    CodeResult,
-    BashCodeResult,
-    EditorResult,
-    ToolSearchResult,
-    AdvisorResult,
-    McpToolUse,
-    McpToolResult,
-    McpToolListing,
-    Fallback,
-]
-
-FROM_SERVER: tuple[type, ...] = get_args(FromServer)
-
-
-class Block(msgspec.Struct, tag_field="type"):
-    pass
+class Block(msgspec.Struct, tag_field="type"): ...
 
 
 class Text(Block, tag="text"):
@@ -95,8 +43,7 @@ class Thinking(Block, tag="thinking"):
     signature: str | None = None
 
 
-class RedactedThinking(Block, tag="redacted_thinking"):
-    pass
+class RedactedThinking(Block, tag="redacted_thinking"): ...
 
 
 class ToolUse(Block, tag="tool_use"):
@@ -117,12 +64,10 @@ class Base64Source(Block, tag="base64"):
     media_type: str
 
 
-class UrlSource(Block, tag="url"):
-    pass
+class UrlSource(Block, tag="url"): ...
 
 
-class FileSource(Block, tag="file"):
-    pass
+class FileSource(Block, tag="file"): ...
 
 
 class Image(Block, tag="image"):
@@ -149,8 +94,7 @@ class SearchResult(Block, tag="search_result"):
     content: Union[str, list[Text]]
 
 
-class ContainerUpload(Block, tag="container_upload"):
-    pass
+class ContainerUpload(Block, tag="container_upload"): ...
 
 
 class BrowserState(Block, tag="browser_state"):
@@ -191,12 +135,10 @@ class ByDefinition(Block, tag="tool_definition"):
     definition: ToolParam
 
 
-class McpTool(Block, tag="mcp_tool_reference"):
-    pass
+class McpTool(Block, tag="mcp_tool_reference"): ...
 
 
-class McpToolset(Block, tag="mcp_toolset_reference"):
-    pass
+class McpToolset(Block, tag="mcp_toolset_reference"): ...
 
 
 class ToolAddition(Block, tag="tool_addition"):
@@ -218,17 +160,6 @@ class Compaction(Block, tag="compaction"):
 
 
 AnyBlock = Union[
-    Text,
-    Thinking,
-    RedactedThinking,
-    ToolUse,
-    ToolResult,
-    Image,
-    Document,
-    SearchResult,
-    ContainerUpload,
-    Compaction,
-    ToolAddition,
-    ToolRemoval,
-    FromServer,
+    Union[Text, Thinking, RedactedThinking, ToolUse, ToolResult, Image, Document, SearchResult],
+    Union[ContainerUpload, Compaction, ToolAddition, ToolRemoval, FromServer],
 ]

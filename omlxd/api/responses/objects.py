@@ -20,8 +20,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 # --------------------------------------------------------------------------- items
 
 
-class _Tagged(msgspec.Struct, tag_field="type"):
-    pass
+class _Tagged(msgspec.Struct, tag_field="type"): ...
 
 
 class OutputText(_Tagged, tag="output_text"):
@@ -153,24 +152,19 @@ class _OfResponse(Event):
     response: Response
 
 
-class Created(_OfResponse, tag="response.created"):
-    pass
+class Created(_OfResponse, tag="response.created"): ...
 
 
-class InProgress(_OfResponse, tag="response.in_progress"):
-    pass
+class InProgress(_OfResponse, tag="response.in_progress"): ...
 
 
-class Completed(_OfResponse, tag="response.completed"):
-    pass
+class Completed(_OfResponse, tag="response.completed"): ...
 
 
-class ResponseIncomplete(_OfResponse, tag="response.incomplete"):
-    pass
+class ResponseIncomplete(_OfResponse, tag="response.incomplete"): ...
 
 
-class ResponseFailed(_OfResponse, tag="response.failed"):
-    pass
+class ResponseFailed(_OfResponse, tag="response.failed"): ...
 
 
 class _OfItem(Event):
@@ -178,12 +172,10 @@ class _OfItem(Event):
     item: Item
 
 
-class ItemAdded(_OfItem, tag="response.output_item.added"):
-    pass
+class ItemAdded(_OfItem, tag="response.output_item.added"): ...
 
 
-class ItemDone(_OfItem, tag="response.output_item.done"):
-    pass
+class ItemDone(_OfItem, tag="response.output_item.done"): ...
 
 
 class _InItem(Event):
@@ -196,12 +188,10 @@ class _OfPart(_InItem):
     content_index: int = 0
 
 
-class PartAdded(_OfPart, tag="response.content_part.added"):
-    pass
+class PartAdded(_OfPart, tag="response.content_part.added"): ...
 
 
-class PartDone(_OfPart, tag="response.content_part.done"):
-    pass
+class PartDone(_OfPart, tag="response.content_part.done"): ...
 
 
 class TextDelta(_InItem, tag="response.output_text.delta"):

@@ -75,20 +75,17 @@ class Classify(Request, frozen=True, tag="classify"):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
-class Info(Request, frozen=True, tag="info"):
-    pass
+class Info(Request, frozen=True, tag="info"): ...
 
 
-class Metrics(Request, frozen=True, tag="metrics"):
-    pass
+class Metrics(Request, frozen=True, tag="metrics"): ...
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
     target: Id
 
 
-class Quit(Request, frozen=True, tag="quit"):
-    pass
+class Quit(Request, frozen=True, tag="quit"): ...
 
 
 AnyRequest = Union[Load, Generate, Chat, Classify, Info, Metrics, Cancel, Quit]
