@@ -154,7 +154,7 @@ class ColdLedger:
             log.warning("SSD cache %s: only read, nothing is stored: %s", self._root, error)
             return
         stats = ledger.stats()
-        log.info(
+        log.debug(
             "SSD cache %s: %s of %s in %d files (counted in %.2f s)",
             self._root,
             human(stats.bytes_used),

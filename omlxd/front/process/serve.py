@@ -14,7 +14,6 @@ a terminal's end sent it: then it is a SIGTERM.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -22,7 +21,6 @@ import socket
 import sys
 from collections.abc import Callable
 
-from ... import __version__
 from ...config import Settings
 from ...config.keys import keys_path
 from ...errors import ConfigError, ModelError
@@ -97,6 +95,7 @@ async def _serve(
     # Imported here, after the socket listens: this is most of the start.
     from ...kv.ledger.ledger import LedgerBusy
     from .reload import Reloader
+    from .start_page import print_address, print_start_page
 
     urls = urls_of(sockets)
     pool, stop = pool_and_stop(settings)
@@ -140,8 +139,11 @@ async def _serve(
     )
     default = pool.default()
     models = default.model_id if default else "none"
-    with contextlib.suppress(OSError):  # Nobody may read it.
-        print(f"omlxd {__version__} listening on {urls} (model {models})", flush=True)
+    print_address(urls, models)
+    page = asyncio.create_task(
+        print_start_page(pool, settings, urls.partition(" ")[0], key_required=keys.required),
+        name="start page",
+    )
     notify.ready(f"listening on {urls}")
     notify.watch()
     stopped = asyncio.create_task(stop.wait())
@@ -149,6 +151,7 @@ async def _serve(
     log.info("stopping")
     notify.stopping()
     notify.unwatch()
+    page.cancel()
     await pool.close()
     await asyncio.wait({server}, timeout=END_S)
     if not server.done():

@@ -1,0 +1,119 @@
+"""What `omlxd serve` prints on standard output once its model is loaded: facts, and commands to type next.
+
+The line before it, which programs read, says where the daemon listens, and comes as soon as it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ... import __version__
+from ...common.units import human
+from ...config import Settings, load_settings
+from ...errors import ConfigError, OmlxdError
+
+if TYPE_CHECKING:
+    from ...kv.ledger.ledger import LedgerStats
+    from ..engines.model import ModelEngine
+    from ..engines.pool import EnginePool
+
+COUNT_S = 2.0
+"""How long the page waits for the count of a large cache."""
+
+Rows = list[tuple[str, str]]
+
+
+def print_address(urls: str, model: str) -> None:
+    with contextlib.suppress(OSError):  # Nobody may read it.
+        print(f"omlxd {__version__} listening on {urls} (model {model})", flush=True)
+
+
+async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, key_required: bool) -> None:
+    """Wait until the default model is loaded, or can't be, and print the page.
+
+    url  the first address, as a client writes it
+    """
+    engine = pool.default()
+    trouble = engine.trouble if engine is not None else ""
+    if engine is not None and engine.state == "loading":
+        try:
+            await engine.process.load()
+        except OmlxdError as error:
+            trouble = error.message
+    rows = _model_rows(engine, len(pool.models()), trouble)
+    rows.append(("cache", _cache(pool.cold_dir, *await _count(pool))))
+    if engine is not None and not trouble:
+        rows += _commands(engine.model_id, url, settings, key_required)
+    # A terminal that is stopped with ^S holds up whoever writes to it.
+    await asyncio.to_thread(_print, rows)
+
+
+def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
+    if engine is None:
+        return [("model", "none is installed; `omlxd models pull ORG/NAME` downloads one")]
+    if trouble:
+        return [("model", trouble)]
+    info = engine.info
+    if info is None:
+        return [("model", f"none is loaded; {models} load when they are asked for: `omlxd models list`")]
+    return [
+        ("model", f"{info.model_id} ({info.model_type}, {human(info.weight_bytes)})"),
+        ("context", f"{engine.context_length} tokens"),
+        ("backend", info.backend),
+    ]
+
+
+async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
+    """The SSD cache's account, and whether its files are counted to the end."""
+    try:
+        return await asyncio.wait_for(pool.cold.ledger_stats(), COUNT_S), True
+    except TimeoutError:
+        return pool.cold_stats(), False
+
+
+def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
+    if stats is None:
+        return "in RAM alone; there is no SSD cache"
+    held = f"{stats.files:,} files, {human(stats.bytes_used)} of {human(stats.cap)}"
+    return f"{folder}: {held}" + ("" if complete else ", and still counting")
+
+
+def _commands(model: str, url: str, settings: Settings, key_required: bool) -> Rows:
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    key = ' -H "Authorization: Bearer $OMLXD_API_KEY"' if key_required else ""
+    curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    where = "" if _is_default(url) else f" --url {url}"
+    return [("try", f"omlxd chat{where}"), ("", f"omlxd launch claude{where}"), ("", curl)]
+
+
+def _is_default(url: str) -> bool:
+    """Whether commands look at `url` by themselves, where no variable says otherwise."""
+    from ...cli.daemon_client import address_of
+
+    try:
+        return address_of(load_settings({}, {}))[0] == url
+    except ConfigError:
+        return False
+
+
+def _print(rows: Sequence[tuple[str, str]]) -> None:
+    with contextlib.suppress(OSError):
+        if not sys.stdout.isatty():
+            print("\n".join(f"  {name:<9}{text}" for name, text in rows), flush=True)
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(Text(name, "cyan"), Text(text, overflow="fold"))
+        console = Console()
+        console.print()
+        console.print(table)
+        console.print(Text("^C ends the daemon.", "dim"))

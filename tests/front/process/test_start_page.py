@@ -1,0 +1,80 @@
+"""The lines that `omlxd serve` prints once its model is loaded, or can't be."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
+from tests.models.test_resolve import make
+
+
+def page(daemon: Daemon) -> str:
+    """The page to its last line."""
+    lines = [daemon.process.stdout.readline() for _ in range(7)]  # type: ignore[union-attr]
+    print(daemon.first_line + "".join(lines))
+    return "".join(lines)
+
+
+def test_the_page_says_what_runs_and_what_to_type(start, tmp_path: Path):  # noqa: F811
+    daemon = start("--paged-ssd-cache-max-size", "1GB")
+    port = daemon.url.rpartition(":")[2]
+    text = page(daemon)
+    assert re.search(r"^  model    tiny \(.+\)$", text, re.M)
+    assert re.search(r"^  context  \d+ tokens$", text, re.M)
+    assert re.search(r"^  backend  \S+", text, re.M)
+    assert f"  cache    {tmp_path / 'cache'}: 0 files, 0 bytes of 1 GB\n" in text
+    assert f"  try      omlxd chat --url http://127.0.0.1:{port}\n" in text
+    assert f"omlxd launch claude --url http://127.0.0.1:{port}\n" in text
+    assert text.endswith('"messages": [{"role": "user", "content": "Hello"}]}\'\n')
+    assert "Authorization" not in text
+    assert "listening" not in daemon.logged() and "SSD cache" not in daemon.logged()
+    if shutil.which("curl") is None:
+        return
+    curl = text.splitlines()[-1].strip()
+    said = subprocess.run(["sh", "-c", curl + " -s"], capture_output=True, text=True, timeout=60).stdout
+    assert '"choices"' in said
+
+
+def test_a_daemon_with_a_key_says_so_in_its_command(start):  # noqa: F811
+    text = page(start(env={"OMLXD_API_KEY": "secret-key-of-mine"}))
+    assert 'Authorization: Bearer $OMLXD_API_KEY"' in text and "secret" not in text
+
+
+def test_a_model_that_cannot_be_loaded_is_named(start):  # noqa: F811
+    daemon = start("--no-cache", stub="--load-fails nonsense")
+    lines = [daemon.process.stdout.readline() for _ in range(2)]
+    assert lines[0] == "  model    tiny can't be loaded: nonsense\n"
+    assert lines[1] == "  cache    in RAM alone; there is no SSD cache\n"
+
+
+def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(tmp_path)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
+    environ |= {"PYTHONPATH": str(REPO), "TERM": "xterm-256color", "COLUMNS": "100"}
+    environ["OMLXD_ENGINE_COMMAND"] = f"{sys.executable} {STUB} --notes {tmp_path}"
+    environ.pop("NO_COLOR", None)
+    process = subprocess.Popen(
+        [*command, "--model", str(make(tmp_path / "tiny"))],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+    )
+    os.close(theirs)
+    try:
+        text = b""
+        while b"^C ends" not in text:
+            text += os.read(ours, 4096)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    print(text.decode())
+    assert b"\x1b[36mmodel" in text and b"omlxd launch claude" in text
