@@ -46,6 +46,11 @@ class InvalidRequest(OmlxdError):
     code = "invalid_request"
 
 
+def bad_field(param: str, why: str) -> InvalidRequest:
+    """Return the error for field `param` of a request: its message begins with the field's name."""
+    return InvalidRequest(f"{param}: {why}", param=param)
+
+
 class PromptTooLong(OmlxdError):
     """`tokens` > `limit`. The sentence is the one that Claude Code parses (facts of its client)."""
 

@@ -18,7 +18,7 @@ from typing import Any, Union
 import msgspec
 
 from ..chat import AnswerFormat
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, bad_field
 from .body import free_json, json_object
 
 MAX_GRAMMAR_CHARS = 100_000
@@ -72,13 +72,12 @@ def format_of(given: ResponseFormat | None, param: str) -> AnswerFormat | None:
     if given.type == "json_object":
         return _json(schema or ANY_OBJECT, param)
     if given.type != "json_schema":
-        raise InvalidRequest(
-            f"{param}.type: {given.type[:40]!r} is none of text, json_object, json_schema",
-            param=f"{param}.type",
-        )
+        raise bad_field(f"{param}.type", f"{given.type[:40]!r} is none of text, json_object, json_schema")
     if schema is None:
-        where = f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema"
-        raise InvalidRequest(f"{where}: this field is required", param=where)
+        raise bad_field(
+            f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema",
+            "this field is required",
+        )
     return _json(schema, param)
 
 
@@ -113,8 +112,9 @@ def _structured(given: StructuredOutputs | None) -> list[tuple[str, Any, str]]:
     if given is None:
         return []
     if given.structural_tag is not None:
-        param = "structured_outputs.structural_tag"
-        raise InvalidRequest(f"{param}: structural tags can't be enforced by this server", param=param)
+        raise bad_field(
+            "structured_outputs.structural_tag", "structural tags can't be enforced by this server"
+        )
     fields: list[tuple[str, Any]] = [
         ("json", given.json),
         ("regex", given.regex),
@@ -130,10 +130,10 @@ def _guided(kind: str, value: Any, param: str) -> AnswerFormat:
         return _json(json_object(value, param) if isinstance(value, str) else value, param)
     if kind == "choice":
         if not value or len(value) > MAX_CHOICES or not all(value):
-            raise InvalidRequest(f"{param}: up to {MAX_CHOICES} texts, none empty, are needed", param=param)
+            raise bad_field(param, f"up to {MAX_CHOICES} texts, none empty, are needed")
         return AnswerFormat("choice", choices=tuple(value), param=param)
     if not value or len(value) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{param}: up to {MAX_GRAMMAR_CHARS} characters are needed", param=param)
+        raise bad_field(param, f"up to {MAX_GRAMMAR_CHARS} characters are needed")
     return AnswerFormat("regex" if kind == "regex" else "lark", text=value, param=param)
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from ..chat import GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, bad_field
 
 MOST_CONTAINERS = 200_000
 """Objects and lists. Twice what 32 MB of a coding agent's conversation hold."""
@@ -54,7 +54,7 @@ def check_nested(text: str, param: str) -> None:
     """As `check_shape`, for JSON text that is a value of the body: all such texts of one body together."""
     left = _left.get() - text.count("{") - text.count("[") - text.count(",") // 10
     if left < 0:
-        raise InvalidRequest(f"{param}: too much JSON within the request's texts; send less", param=param)
+        raise bad_field(param, "too much JSON within the request's texts; send less")
     _left.set(left)
 
 
@@ -147,12 +147,12 @@ def _field_error(text: str) -> InvalidRequest:
     text = text[: match.start()] if match else text
     if missing := _MISSING.match(text):
         param = f"{path}.{missing[1]}" if path else missing[1]
-        return InvalidRequest(f"{param}: this field is required", param=param)
+        return bad_field(param, "this field is required")
     if path.endswith("type") and text.startswith("Invalid value"):
         return unsupported(text.removeprefix("Invalid value ").strip("'"), path)
     if not path:
         return InvalidRequest(f"The request body must be a JSON object: {text}.")
-    return InvalidRequest(f"{path}: {text.replace('`', '')}", param=path)
+    return bad_field(path, text.replace("`", ""))
 
 
 def _dotted(path: str) -> str:
@@ -171,13 +171,13 @@ def free_json(value: Any, param: str) -> dict[str, Any]:
     object or nested deeper than MAX_DEPTH.
     """
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{param}: a JSON object is needed", param=param)
+        raise bad_field(param, "a JSON object is needed")
     return _fit(value, param, MAX_DEPTH)
 
 
 def _fit(value: Any, param: str, depth: int) -> Any:
     if not depth:
-        raise InvalidRequest(f"{param}: nested deeper than {MAX_DEPTH} levels", param=param)
+        raise bad_field(param, f"nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
         return {key: _fit(item, param, depth - 1) for key, item in value.items()}
     if isinstance(value, list):
@@ -186,7 +186,7 @@ def _fit(value: Any, param: str, depth: int) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise InvalidRequest(f"{param}: a number is out of range", param=param) from None
+            raise bad_field(param, "a number is out of range") from None
     return value
 
 
@@ -201,7 +201,7 @@ def json_object(text: str, param: str) -> dict[str, Any]:
     try:
         value = _any_decoder.decode(mended(text.encode()))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        raise InvalidRequest(f"{param}: this is not valid JSON", param=param) from None
+        raise bad_field(param, "this is not valid JSON") from None
     return free_json(value, param)
 
 
@@ -233,14 +233,12 @@ def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
     """Stop strings, checked for number and length."""
     given = (value,) if isinstance(value, str) else tuple(value or ())
     if len(given) > MAX_STOPS:
-        raise InvalidRequest(f"{param}: at most {MAX_STOPS} strings, got {len(given)}", param=param)
+        raise bad_field(param, f"at most {MAX_STOPS} strings, got {len(given)}")
     for text in given:
         if not text:
-            raise InvalidRequest(f"{param}: a stop string must not be empty", param=param)
+            raise bad_field(param, "a stop string must not be empty")
         if len(text) > MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"{param}: a stop string is longer than {MAX_STOP_CHARS} characters", param=param
-            )
+            raise bad_field(param, f"a stop string is longer than {MAX_STOP_CHARS} characters")
     return given
 
 
@@ -254,10 +252,10 @@ def nucleus(top_p: float | None, top_k: int | None) -> dict[str, Any]:
 def image(data: str, media_type: str, param: str) -> ImagePart:
     """An image from base64 text."""
     if not media_type.startswith("image/"):
-        raise InvalidRequest(f"{param}: media type {media_type!r} is no image", param=param)
+        raise bad_field(param, f"media type {media_type!r} is no image")
     raw = from_base64(data, "image", param)
     if not raw:
-        raise InvalidRequest(f"{param}: the image is empty", param=param)
+        raise bad_field(param, "the image is empty")
     return ImagePart(raw, media_type)
 
 
@@ -265,7 +263,7 @@ def refuse(asked: dict[str, tuple[Any, str]]) -> None:
     """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
     for param, (given, why) in asked.items():
         if given:
-            raise InvalidRequest(f"{param}: {why}", param=param)
+            raise bad_field(param, why)
 
 
 def from_base64(data: str, what: str, param: str) -> bytes:
@@ -273,7 +271,7 @@ def from_base64(data: str, what: str, param: str) -> bytes:
     try:
         return binascii.a2b_base64(data, strict_mode=True)
     except ValueError:
-        raise InvalidRequest(f"{param}: the {what} is not valid base64", param=param) from None
+        raise bad_field(param, f"the {what} is not valid base64") from None
 
 
 NOT_FETCHED = "URLs are not fetched and files are not read"
@@ -281,17 +279,15 @@ NOT_FETCHED = "URLs are not fetched and files are not read"
 
 def unsupported(kind: str, param: str) -> InvalidRequest:
     """Content of a kind that no prompt is made of, wherever it was to come from."""
-    return InvalidRequest(
-        f"{param}: content of type {kind!r} is not supported, and {NOT_FETCHED}; send text", param=param
-    )
+    return bad_field(param, f"content of type {kind!r} is not supported, and {NOT_FETCHED}; send text")
 
 
 def not_contacted(param: str) -> InvalidRequest:
     """A server of tools, which the client names for us to ask."""
-    return InvalidRequest(
-        f"{param}: URLs are not fetched and servers of tools are not asked; give their tools as functions, "
+    return bad_field(
+        param,
+        "URLs are not fetched and servers of tools are not asked; give their tools as functions, "
         "and call the servers yourself",
-        param=param,
     )
 
 
@@ -302,9 +298,7 @@ def image_url(url: str, param: str) -> ImagePart:
     """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
     match = _DATA_URL.match(url[:200])
     if not match:
-        raise InvalidRequest(
-            f"{param}: {NOT_FETCHED}; send the image itself, as a data: URL with base64", param=param
-        )
+        raise bad_field(param, f"{NOT_FETCHED}; send the image itself, as a data: URL with base64")
     return image(url[match.end() :], match[1], param)
 
 
@@ -321,7 +315,7 @@ def with_timeout(parsed: ParsedRequest, headers: Mapping[str, str]) -> ParsedReq
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < math.inf:
-        raise InvalidRequest(f"{TIMEOUT_HEADER}: seconds are needed, as 30 or 0.5", param=TIMEOUT_HEADER)
+        raise bad_field(TIMEOUT_HEADER, "seconds are needed, as 30 or 0.5")
     return msgspec.structs.replace(
         parsed, generate=msgspec.structs.replace(parsed.generate, timeout_s=seconds)
     )

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..chat import AnswerFormat, Conversation, Message, TextPart, Tool
-from ..errors import InvalidRequest
+from ..errors import bad_field
 
 _BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
 """Its suffix changes with every conversation and compaction."""
@@ -46,11 +46,9 @@ def begun_answer(prompt: Conversation, format: AnswerFormat | None, param: str) 
     """
     last = prompt.messages[-1] if prompt.messages else None
     if last is None or last.role != "assistant" or not last.parts or not isinstance(last.parts[-1], TextPart):
-        raise InvalidRequest(
-            f"{param}: only an assistant's text at the end of messages can be continued", param=param
-        )
+        raise bad_field(param, "only an assistant's text at the end of messages can be continued")
     if format is not None:
-        raise InvalidRequest(f"{param}: a begun answer can't be held to {format.param}", param=param)
+        raise bad_field(param, f"a begun answer can't be held to {format.param}")
     return replace(prompt, continue_final=True)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import free_json, from_base64
 from .blocks import (
     Base64Source,
@@ -71,7 +71,7 @@ def _body(block: Document, param: str) -> str:
         return _decoded(source, param)
     kind = source.__struct_config__.tag
     why = "are not fetched" if kind == "url" else "are not kept here"
-    raise InvalidRequest(f"{param}: documents of type {kind!r} {why}; {_AS_TEXT}", param=param)
+    raise bad_field(param, f"documents of type {kind!r} {why}; {_AS_TEXT}")
 
 
 def _content(source: ContentSource, param: str) -> str:
@@ -79,10 +79,9 @@ def _content(source: ContentSource, param: str) -> str:
         return source.content
     for index, item in enumerate(source.content):
         if isinstance(item, Image):
-            where = f"{param}.{index}"
-            raise InvalidRequest(
-                f"{where}: an image within a document is not read; leave it out or tell what it shows",
-                param=where,
+            raise bad_field(
+                f"{param}.{index}",
+                "an image within a document is not read; leave it out or tell what it shows",
             )
     return "\n".join(item.text for item in source.content if isinstance(item, Text))
 
@@ -90,23 +89,21 @@ def _content(source: ContentSource, param: str) -> str:
 def _decoded(source: Base64Source, param: str) -> str:
     kind = source.media_type.partition(";")[0].strip().lower()
     if kind == "application/pdf":
-        raise InvalidRequest(f"{param}: PDFs are not read here; {_AS_TEXT}", param=param)
+        raise bad_field(param, f"PDFs are not read here; {_AS_TEXT}")
     if not (kind.startswith("text/") or kind == "application/json"):
-        raise InvalidRequest(
-            f"{param}.media_type: documents of type {source.media_type[:80]!r} are not read, only text/* and "
+        raise bad_field(
+            f"{param}.media_type",
+            f"documents of type {source.media_type[:80]!r} are not read, only text/* and "
             f"application/json; {_AS_TEXT}",
-            param=f"{param}.media_type",
         )
     where = f"{param}.data"
     if len(source.data) > MAX_DOCUMENT_BYTES * 4 // 3 + 4:
-        raise InvalidRequest(
-            f"{where}: a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it", param=where
-        )
+        raise bad_field(where, f"a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it")
     # `base64` and MIME break lines.
     raw = from_base64("".join(source.data.split()), "document", where)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InvalidRequest(
-            f"{where}: the document is not UTF-8 (byte {error.start}); convert it, or {_AS_TEXT}", param=where
+        raise bad_field(
+            where, f"the document is not UTF-8 (byte {error.start}); convert it, or {_AS_TEXT}"
         ) from None

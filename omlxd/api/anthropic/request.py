@@ -27,7 +27,7 @@ from ...chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of, only
 from ..body import (
     MAX_INT64,
@@ -133,7 +133,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if not request.messages:
-        raise InvalidRequest("messages: at least one message is required", param="messages")
+        raise bad_field("messages", "at least one message is required")
     _refuse_server_state(request)
     shown = list(_shown(request.messages))
     tools = Tools(request.tools or [], (change for each in shown for change in _changes(*each)))
@@ -175,10 +175,10 @@ def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> Pa
     prompt = parsed.generate.prompt
     assert isinstance(prompt, Conversation)
     if not prompt.continue_final and prompt.messages and prompt.messages[-1].role == "assistant":
-        raise InvalidRequest(
-            "messages: the last one is the assistant's and doesn't end in text, so it can't be continued; "
+        raise bad_field(
+            "messages",
+            "the last one is the assistant's and doesn't end in text, so it can't be continued; "
             "end with a user's message or with results",
-            param="messages",
         )
     return parsed
 
@@ -306,15 +306,13 @@ def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[Me
     if content is None:
         if message.role == "system":
             return []
-        raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
+        raise bad_field(f"{param}.content", "this field is required")
     runs: list[tuple[Role, list[Part]]] = []
     for index, block in enumerate(content[skip:], skip):
         where = f"{param}.content.{index}"
         if not isinstance(block, _ALLOWED[message.role]):
             kind = block.__struct_config__.tag
-            raise InvalidRequest(
-                f"{where}: a {kind} block can't stand in a {message.role} message", param=where
-            )
+            raise bad_field(where, f"a {kind} block can't stand in a {message.role} message")
         role = _role(block, message.role)
         if not runs or runs[-1][0] != role:
             runs.append((role, []))
@@ -360,9 +358,7 @@ def _text(block: AnyBlock | ToolReference | BrowserState, tools: Tools, param: s
     if isinstance(block, Compaction):
         return _summary(block, tools)
     if isinstance(block, ContainerUpload):
-        raise InvalidRequest(
-            f"{param}: files are not kept here; send the file's text as a document block", param=param
-        )
+        raise bad_field(param, "files are not kept here; send the file's text as a document block")
     return ""
 
 
@@ -376,10 +372,7 @@ def _summary(block: Compaction, tools: Tools) -> str:
 def _image(block: Image, param: str) -> ImagePart:
     if not isinstance(block.source, Base64Source):
         kind = block.source.__struct_config__.tag
-        raise InvalidRequest(
-            f"{param}.source: {NOT_FETCHED} ({kind!r}); send the image itself, as base64",
-            param=f"{param}.source",
-        )
+        raise bad_field(f"{param}.source", f"{NOT_FETCHED} ({kind!r}); send the image itself, as base64")
     return image_part(block.source.data, block.source.media_type, f"{param}.source")
 
 

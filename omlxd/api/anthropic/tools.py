@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...chat import Tool
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import free_json, stable_json
 from .blocks import ByDefinition, ByName, ToolAddition, ToolChange, ToolParam, ToolRemoval
 
@@ -152,10 +152,10 @@ class Tools:
         told = stable_json({"type": "function", "function": function})
         self._room -= len(told)
         if self._room < 0:
-            raise InvalidRequest(
-                f"messages: tools are referred to so often that telling them takes over {MAX_DESCRIBED} "
+            raise bad_field(
+                "messages",
+                f"tools are referred to so often that telling them takes over {MAX_DESCRIBED} "
                 "characters; refer to each once",
-                param="messages",
             )
         return told
 
@@ -183,13 +183,10 @@ class Tools:
         if given.name in self._at_server:
             return "auto", ()
         if given.name in self._removed or given.name not in self._names:
-            raise InvalidRequest(
-                f"tool_choice.name: there is no tool {given.name!r}", param="tool_choice.name"
-            )
-        raise InvalidRequest(
-            f"tool_choice.name: {given.name!r} is deferred, so the model is not told of it at first and "
-            "it can't be forced",
-            param="tool_choice.name",
+            raise bad_field("tool_choice.name", f"there is no tool {given.name!r}")
+        raise bad_field(
+            "tool_choice.name",
+            f"{given.name!r} is deferred, so the model is not told of it at first and it can't be forced",
         )
 
 
@@ -220,14 +217,13 @@ def _tool(given: ToolParam, param: str) -> Tool | None:
     strict = bool(given.strict)
     if given.input_schema is None:
         if given.type in (None, "custom"):
-            where = f"{param}.input_schema"
-            raise InvalidRequest(f"{where}: this field is required", param=where)
+            raise bad_field(f"{param}.input_schema", "this field is required")
         tool = client_tool(given.type, given.name, strict)
         return tool and msgspec.structs.replace(
             tool, description=_description(tool.description, given.input_examples, param)
         )
     if not given.name:
-        raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
+        raise bad_field(f"{param}.name", "this field is required")
     schema = free_json(given.input_schema, f"{param}.input_schema")
     description = _description(given.description or "", given.input_examples, param)
     return Tool(given.name, description, schema, strict=strict)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from ...chat import (
-    GenerateRequest,
     ImagePart,
     Message,
     Part,
@@ -21,7 +20,7 @@ from ...chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
 from ..conversation import begun_answer, conversation
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
@@ -31,8 +30,9 @@ from .fields import (
     Limit,
     Verbosity,
     answer_format,
+    generate_request,
     limit_of,
-    sampling,
+    parsed_fields,
     session,
     template_fields,
 )
@@ -134,7 +134,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     """A body of /v1/chat/completions. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if not request.messages:
-        raise InvalidRequest("messages: at least one message is required", param="messages")
+        raise bad_field("messages", "at least one message is required")
     refuse(
         {
             "modalities": (request.modalities not in (None, [], ["text"]), "only text is supported"),
@@ -161,17 +161,10 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ChatRequest:
     if request.max_completion_tokens is not None:
         max_tokens = limit_of(request.max_completion_tokens, "max_completion_tokens")
     return ChatRequest(
-        model=request.model or "",
-        stream=bool(request.stream),
-        generate=GenerateRequest(
-            prompt=prompt,
-            sampling=sampling(request, max_tokens, _logprobs(request)),
-            session=session(request, headers or {}),
-            cache_salt=request.cache_salt or "",
-            format=format,
+        **parsed_fields(request),
+        generate=generate_request(
+            request, prompt, max_tokens, _logprobs(request), session(request, headers or {}), format
         ),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        n=request.n or 1,
         calls=tools.shape,
     )
 
@@ -181,9 +174,8 @@ def _continues(request: ChatBody) -> str:
     last = len(request.messages) - 1
     for index, message in enumerate(request.messages):
         if message.prefix and (index < last or message.role != "assistant"):
-            where = f"messages.{index}.prefix"
-            raise InvalidRequest(
-                f"{where}: only the last message, the assistant's, can be a prefix", param=where
+            raise bad_field(
+                f"messages.{index}.prefix", "only the last message, the assistant's, can be a prefix"
             )
     if request.continue_final_message:
         return "continue_final_message"
@@ -196,7 +188,7 @@ def _logprobs(request: ChatBody) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
-        raise InvalidRequest("top_logprobs: logprobs must be true", param="top_logprobs")
+        raise bad_field("top_logprobs", "logprobs must be true")
     return None
 
 
@@ -219,13 +211,13 @@ def _message(message: _Message, asked: str, param: str) -> Message:
             where, what = f"{param}.tool_call_id", "this field is required"
             if message.role == "function":
                 where, what = f"{param}.role", "no message before this one has a function_call"
-            raise InvalidRequest(f"{where}: {what}", param=where)
+            raise bad_field(where, what)
         text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
         images = tuple(part for part in parts if isinstance(part, ImagePart))
         return Message("tool", (ToolResultPart(answered, text, images=images),))
     if message.role != "assistant":
         if message.content is None:
-            raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
+            raise bad_field(f"{param}.content", "this field is required")
         return Message("system" if message.role == "developer" else message.role, tuple(parts))
     if thought := message.reasoning_content or message.reasoning:
         parts.insert(0, ThinkingPart(thought))
@@ -247,9 +239,7 @@ def _content(message: _Message, param: str) -> list[Part]:
         where = f"{param}.content.{index}"
         if isinstance(item, _ImageItem):
             if message.role not in ("user", "tool"):
-                raise InvalidRequest(
-                    f"{where}: an image can't stand in a {message.role} message", param=where
-                )
+                raise bad_field(where, f"an image can't stand in a {message.role} message")
             url = item.image_url if isinstance(item.image_url, str) else item.image_url.url
             parts.append(image_url(url, f"{where}.image_url"))
         elif isinstance(item, _FileItem):
@@ -265,8 +255,7 @@ def _call(call: _Call, index: int, param: str) -> ToolCallPart:
     if call.custom is not None:
         return ToolCallPart(id, call.custom.name, {CUSTOM_INPUT: call.custom.input})
     if call.function is None:
-        where = f"{param}.{call.type or 'function'}"
-        raise InvalidRequest(f"{where}: this field is required", param=where)
+        raise bad_field(f"{param}.{call.type or 'function'}", "this field is required")
     return _called(call.function, id, f"{param}.function")
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Union
 import msgspec
 
 from ...chat import Struct, Tool
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import free_json
 from .tool_choice import custom_tool, tool_choice
 
@@ -75,7 +75,7 @@ def chat_tools(
     """Raises InvalidRequest naming the field."""
     if functions:
         if tools:
-            raise InvalidRequest("functions: send them among the tools, or send no tools", param="functions")
+            raise bad_field("functions", "send them among the tools, or send no tools")
         listed = tuple(_function(one, f"functions.{index}") for index, one in enumerate(functions))
         called = _obsolete_choice(function_call, {tool.name for tool in listed})
         return ChatTools(listed, called, (), CallShape(obsolete=True))
@@ -87,8 +87,7 @@ def chat_tools(
     custom = frozenset(one.custom.name for one in tools or [] if isinstance(one, _CustomTool))
     for index, one in enumerate(tools or []):
         if isinstance(one, _FunctionTool) and one.function.name in custom:
-            param = f"tools.{index}.function.name"
-            raise InvalidRequest(f"{param}: a custom tool has this name too; rename one", param=param)
+            raise bad_field(f"tools.{index}.function.name", "a custom tool has this name too; rename one")
     return ChatTools(listed, named, allowed, CallShape(custom))
 
 
@@ -115,7 +114,6 @@ def _obsolete_choice(given: Any, names: set[str]) -> str:
     name = given.get("name") if isinstance(given, dict) else None
     if isinstance(name, str) and name in names:
         return f"named:{name}"
-    raise InvalidRequest(
-        "function_call: auto, none, or an object with the name of one of the functions is needed",
-        param="function_call",
+    raise bad_field(
+        "function_call", "auto, none, or an object with the name of one of the functions is needed"
     )

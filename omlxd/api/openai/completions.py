@@ -16,13 +16,12 @@ from ...chat import (
     Event,
     Failed,
     Finished,
-    GenerateRequest,
     RawPrompt,
     ReasoningDelta,
     TextDelta,
     TokenLogprob,
 )
-from ...errors import InvalidRequest, OmlxdError
+from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
 from .choices import ChoicesCollector, ChoicesStream
@@ -31,8 +30,9 @@ from .fields import (
     CommonBody,
     UsageBody,
     answer_format,
+    generate_request,
     limit_of,
-    sampling,
+    parsed_fields,
     session,
 )
 
@@ -57,26 +57,24 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     """A body of /v1/completions. Raises InvalidRequest naming the field."""
     request = decode(_decoder, body)
     if request.suffix:
-        raise InvalidRequest("suffix: inserting text is not supported", param="suffix")
+        raise bad_field("suffix", "inserting text is not supported")
     if request.best_of not in (None, request.n or 1):
-        raise InvalidRequest("best_of: it can only be as many as n", param="best_of")
+        raise bad_field("best_of", "it can only be as many as n")
     if request.echo and request.logprobs is not None:
-        raise InvalidRequest("logprobs: log-probabilities of the prompt are not supported", param="logprobs")
+        raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
     given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     max_tokens = limit_of(given, "max_tokens")
     prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(
-        model=request.model or "",
-        stream=bool(request.stream),
-        generate=GenerateRequest(
-            prompt=prompt,
-            sampling=sampling(request, max_tokens, request.logprobs),
-            session=session(request, headers or {}),
-            cache_salt=request.cache_salt or "",
-            format=answer_format(request),
+        **parsed_fields(request),
+        generate=generate_request(
+            request,
+            prompt,
+            max_tokens,
+            request.logprobs,
+            session(request, headers or {}),
+            answer_format(request),
         ),
-        include_usage=bool(request.stream_options and request.stream_options.include_usage),
-        n=request.n or 1,
         more_prompts=tuple(more),
     )
 
@@ -86,13 +84,13 @@ def _prompts(given: Any, echo: bool, n: int) -> list[RawPrompt]:
     several = isinstance(given, list) and given and all(isinstance(one, (str, list)) for one in given)
     prompts = given if several else [given]
     if len(prompts) * n > MAX_ANSWERS:
-        raise InvalidRequest(
-            f"prompt: {len(prompts)} prompts with {n} answers each are more than {MAX_ANSWERS} answers; send "
+        raise bad_field(
+            "prompt",
+            f"{len(prompts)} prompts with {n} answers each are more than {MAX_ANSWERS} answers; send "
             "them in several requests",
-            param="prompt",
         )
     if prompts == [""] or prompts == [[]]:
-        raise InvalidRequest("prompt: it must not be empty", param="prompt")
+        raise bad_field("prompt", "it must not be empty")
     # Of several, the engine refuses an empty one: the others are answered.
     return [_prompt(one, echo) for one in prompts]
 
@@ -102,9 +100,7 @@ def _prompt(given: Any, echo: bool) -> RawPrompt:
         return RawPrompt(text=given, echo=echo)
     if isinstance(given, list) and all(map(_is_token, given)):
         return RawPrompt(tokens=tuple(given), echo=echo)
-    raise InvalidRequest(
-        "prompt: a text or a list of token ids is needed, or a list of several of either", param="prompt"
-    )
+    raise bad_field("prompt", "a text or a list of token ids is needed, or a list of several of either")
 
 
 def _is_token(value: Any) -> bool:

@@ -7,8 +7,17 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ...chat import AnswerFormat, FinishReason, Sampling, TokenLogprob, Usage
-from ...errors import InvalidRequest
+from ...chat import (
+    AnswerFormat,
+    Conversation,
+    FinishReason,
+    GenerateRequest,
+    RawPrompt,
+    Sampling,
+    TokenLogprob,
+    Usage,
+)
+from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of, guided, only
 from ..body import MAX_INT64, MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
 from ..local_fields import DialectFields, effort_of, session_of, thinking_of
@@ -69,8 +78,7 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
     args = free_json(body.chat_template_kwargs or {}, "chat_template_kwargs")
     thinking = args.pop("enable_thinking", None)
     if thinking is not None and not isinstance(thinking, bool):
-        param = "chat_template_kwargs.enable_thinking"
-        raise InvalidRequest(f"{param}: true or false is needed", param=param)
+        raise bad_field("chat_template_kwargs.enable_thinking", "true or false is needed")
     effort = effort_of(body)
     if verbosity:
         args.setdefault("verbosity", verbosity)
@@ -85,9 +93,26 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
     return {"thinking": thinking, "effort": effort, "template_args": args}
 
 
-def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def parsed_fields(body: CommonBody) -> dict[str, Any]:
+    """Fields of a `ParsedRequest`."""
+    return {
+        "model": body.model or "",
+        "stream": bool(body.stream),
+        "include_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "n": body.n or 1,
+    }
+
+
+def generate_request(
+    body: CommonBody,
+    prompt: Conversation | RawPrompt,
+    max_tokens: int | None,
+    logprobs: int | None,
+    session: str,
+    format: AnswerFormat | None,
+) -> GenerateRequest:
     """Raises InvalidRequest for stop strings that are too many or too long."""
-    return Sampling(
+    sampling = Sampling(
         temperature=body.temperature,
         **nucleus(body.top_p, body.top_k),
         min_p=body.min_p,
@@ -100,12 +125,19 @@ def sampling(body: CommonBody, max_tokens: int | None, logprobs: int | None) -> 
         stop=stops(body.stop, "stop"),
         logprobs=logprobs,
     )
+    return GenerateRequest(
+        prompt=prompt,
+        sampling=sampling,
+        session=session,
+        cache_salt=body.cache_salt or "",
+        format=format,
+    )
 
 
 def limit_of(given: int | None, param: str) -> int | None:
     """None: no limit. Raises InvalidRequest for 0."""
     if given == 0:
-        raise InvalidRequest(f"{param}: Expected int >= 1", param=param)
+        raise bad_field(param, "Expected int >= 1")
     return None if given == -1 else given
 
 

@@ -6,7 +6,7 @@ import binascii
 import re
 
 from ...chat import TextPart
-from ...errors import InvalidRequest
+from ...errors import bad_field
 
 MAX_BYTES = 8 * 1024 * 1024
 """Of one file."""
@@ -22,24 +22,20 @@ def text_file(data: str | None, name: str | None, file_id: str | None, url: obje
     Raises InvalidRequest for what is not sent here, is too large, or is no text in UTF-8.
     """
     if url is not None:
-        where = f"{param}.file_url"
-        raise InvalidRequest(f"{where}: URLs are not fetched; send file_data", param=where)
+        raise bad_field(f"{param}.file_url", "URLs are not fetched; send file_data")
     if data is None and file_id is not None:
-        where = f"{param}.file_id"
-        raise InvalidRequest(f"{where}: no files are kept here; send file_data", param=where)
+        raise bad_field(f"{param}.file_id", "no files are kept here; send file_data")
     where = f"{param}.file_data"
     if data is None:
-        raise InvalidRequest(f"{where}: this field is required", param=where)
+        raise bad_field(where, "this field is required")
     match = _DATA_URL.match(data[:200])
     encoded = data[match.end() :] if match else data
     if len(encoded) // 4 * 3 > MAX_BYTES:
-        raise InvalidRequest(f"{where}: a file may be at most {MAX_BYTES >> 20} MiB", param=where)
+        raise bad_field(where, f"a file may be at most {MAX_BYTES >> 20} MiB")
     try:
         raw = binascii.a2b_base64(encoded, strict_mode=True)
     except ValueError:
-        raise InvalidRequest(
-            f"{where}: this is not valid base64, which is needed as URLs are not fetched", param=where
-        ) from None
+        raise bad_field(where, "this is not valid base64, which is needed as URLs are not fetched") from None
     text = _text_of(raw, match[1] if match else "", name or "", where)
     told = f' name="{_NO_NAME.sub("_", name)[:200]}"' if name else ""
     return TextPart(f"<file{told}>\n{text}{'' if text.endswith(chr(10)) else chr(10)}</file>")
@@ -47,14 +43,12 @@ def text_file(data: str | None, name: str | None, file_id: str | None, url: obje
 
 def _text_of(raw: bytes, media_type: str, name: str, param: str) -> str:
     if raw.startswith(b"%PDF"):
-        raise InvalidRequest(f"{param}: PDFs are not read here; send their text", param=param)
+        raise bad_field(param, "PDFs are not read here; send their text")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
         kind = name[:100] or media_type or "this file"
-        raise InvalidRequest(
-            f"{param}: only text in UTF-8 is read, and {kind!r} is none; send its text", param=param
-        )
+        raise bad_field(param, f"only text in UTF-8 is read, and {kind!r} is none; send its text")
     return text

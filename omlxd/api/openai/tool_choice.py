@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...chat import Tool
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, bad_field
 from ..answer_format import MAX_GRAMMAR_CHARS
 from ..body import RAW_INPUT as CUSTOM_INPUT
 from ..body import stable_json
@@ -126,7 +126,7 @@ def _parsed(given: Any) -> _Choice:
 
 
 def _refused(why: str) -> InvalidRequest:
-    return InvalidRequest(f"{PARAM}: {why}", param=PARAM)
+    return bad_field(PARAM, f"{why}")
 
 
 class _Format(msgspec.Struct):
@@ -145,14 +145,14 @@ def custom_tool(name: str, description: str, given: dict[str, Any] | None, param
     try:
         format = msgspec.convert(given or {}, _Format)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
+        raise bad_field(param, f"{str(error).replace('`', '')}") from None
     if format.type == "grammar" and (
         not format.syntax or not 0 < len(format.definition) <= MAX_GRAMMAR_CHARS
     ):
-        raise InvalidRequest(
-            f"{param}: a grammar needs a syntax (lark or regex) and a definition of at most "
+        raise bad_field(
+            param,
+            "a grammar needs a syntax (lark or regex) and a definition of at most "
             f"{MAX_GRAMMAR_CHARS} characters",
-            param=param,
         )
     if given is not None and given.get("type") not in (None, "text"):
         description = f"{description}\n\nFormat of the input: {stable_json(given)}".strip()

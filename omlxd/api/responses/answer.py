@@ -94,24 +94,23 @@ class _Answer:
         usage: Usage | None = None,
         error: body.Problem | None = None,
     ) -> body.Response:
-        return body.Response(
+        return msgspec.structs.replace(
+            self._request.response,
             id=self._id,
             created_at=self._created,
-            model=self._request.model,
             output=list(self._output),
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
             error=error,
             incomplete_details=body.Incomplete() if status == "incomplete" else None,
             usage=None if usage is None else _usage(usage),
-            **{name: getattr(self._request.echo, name) for name in self._request.echo.__struct_fields__},
         )
 
     def _finish(self, finished: Finished) -> list[body.Event]:
         cut = finished.reason == "length"
         events = self._close("incomplete" if cut else "completed")
         response = self.response("incomplete" if cut else "completed", finished.usage)
-        if self._request.echo.store:
+        if self._request.response.store:
             turn = (Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
             self._keep(self._id, conversation, msgspec.json.encode(response))

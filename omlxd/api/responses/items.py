@@ -36,7 +36,7 @@ from ...chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import free_json, image_url, lenient_arguments, stable_json, unsupported
 from ..openai.text_files import text_file
 from ..openai.tool_choice import CUSTOM_INPUT
@@ -117,7 +117,7 @@ def _told(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part
         text = _reasoning(item)
         return ("assistant", [ThinkingPart(text)]) if text else None
     if not kind:
-        raise InvalidRequest(f"{param}.type: this field is required", param=f"{param}.type")
+        raise bad_field(f"{param}.type", "this field is required")
     if kind.endswith("_output"):
         return None if _must(item, kind, param) is None else ("tool", [_result(item, param)])
     if kind.endswith("_call"):
@@ -128,7 +128,7 @@ def _told(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part
 def _must(item: Item, kind: str, param: str) -> str | None:
     """The call id. Calls that ran on OpenAI's side have none; a function's call can't lack it."""
     if item.call_id is None and kind.startswith(("function_call", "custom_tool_call")):
-        raise InvalidRequest(f"{param}.call_id: this field is required", param=f"{param}.call_id")
+        raise bad_field(f"{param}.call_id", "this field is required")
     return item.call_id
 
 
@@ -143,16 +143,12 @@ _ROLES: dict[str, Role] = {
 def _message(item: Item, param: str) -> tuple[Role, list[Part]]:
     role = _ROLES.get(item.role or "")
     if role is None:
-        raise InvalidRequest(
-            f"{param}.role: one of user, assistant, system, developer is needed", param=f"{param}.role"
-        )
+        raise bad_field(f"{param}.role", "one of user, assistant, system, developer is needed")
     if item.content is None:
-        raise InvalidRequest(f"{param}.content: this field is required", param=f"{param}.content")
+        raise bad_field(f"{param}.content", "this field is required")
     parts = _parts(item.content, f"{param}.content")
     if role != "user" and any(isinstance(part, ImagePart) for part in parts):
-        raise InvalidRequest(
-            f"{param}.content: an image can't stand in a {item.role} message", param=f"{param}.content"
-        )
+        raise bad_field(f"{param}.content", f"an image can't stand in a {item.role} message")
     return role, parts
 
 

@@ -12,7 +12,6 @@ from msgspec import UNSET, UnsetType
 
 from ..openai.fields import ChatLogprob
 from ..sse import UsageExtension
-from .request import ReasoningEcho
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -103,19 +102,24 @@ class Incomplete(msgspec.Struct):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class ReasoningEcho(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
 class Response(msgspec.Struct, kw_only=True):
     """`created_at` and `completed_at`: Unix seconds. The fields after `usage` repeat the request."""
 
-    id: str
+    id: str = ""
     object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None
-    status: Status
+    created_at: int = 0
+    completed_at: int | None = None
+    status: Status = "in_progress"
     model: str
-    output: list[Item]
-    error: Problem | None
-    incomplete_details: Incomplete | None
-    usage: UsageBody | None
+    output: list[Item] = []
+    error: Problem | None = None
+    incomplete_details: Incomplete | None = None
+    usage: UsageBody | None = None
     instructions: str | None
     max_output_tokens: int | None
     metadata: dict[str, Any]
@@ -134,7 +138,7 @@ class Response(msgspec.Struct, kw_only=True):
     max_tool_calls: int | None
     safety_identifier: str | None
     prompt_cache_retention: str | None
-    service_tier: str
+    service_tier: str = "default"
     background: bool = False
     truncation: Literal["disabled"] = "disabled"
 

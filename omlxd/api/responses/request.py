@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ...chat import GenerateRequest, Message, Struct, TextPart
-from ...errors import InvalidRequest, NotFound
+from ...chat import Message, TextPart
+from ...errors import NotFound, bad_field
 from ..answer_format import ResponseFormat, format_of
 from ..body import ParsedRequest, decode, free_json, refuse, session_header
 from ..conversation import conversation
@@ -25,13 +25,15 @@ from ..openai.fields import (
     Count,
     Verbosity,
     answer_format,
+    generate_request,
     limit_of,
-    sampling,
+    parsed_fields,
     session,
     template_fields,
 )
 from ..openai.tool_choice import tool_choice
 from .items import Item, messages_of
+from .objects import ReasoningEcho, Response
 from .tools import ResponseTools, ToolName
 
 KnownItem = Callable[[str], "bytes | None"]
@@ -52,15 +54,14 @@ def resolved(items: list[Item], known: KnownItem) -> list[Item]:
             continue
         param = f"input.{index}.id"
         if not isinstance(item.id, str):
-            raise InvalidRequest(f"{param}: this field is required", param=param)
+            raise bad_field(param, "this field is required")
         if (meant := known(item.id)) is None:
-            raise InvalidRequest(
-                f"{param}: there is no item {item.id[:100]!r} here (any more); send the item itself",
-                param=param,
+            raise bad_field(
+                param, f"there is no item {item.id[:100]!r} here (any more); send the item itself"
             )
         left -= len(meant)
         if left < 0:
-            raise InvalidRequest(f"{param}: the items referred to are too large together", param=param)
+            raise bad_field(param, "the items referred to are too large together")
         out.append(_reference_decoder.decode(meant))
     return out
 
@@ -115,45 +116,17 @@ class ResponsesBody(ChatFields, kw_only=True):
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
-class ReasoningEcho(Struct, frozen=True, omit_defaults=False):
-    effort: str | None = None
-    summary: str | None = None
-
-
-class RequestEcho(Struct, frozen=True, omit_defaults=False):
-    """Fields of the request that a response object repeats."""
-
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, Any]
-    parallel_tool_calls: bool
-    previous_response_id: str | None
-    prompt_cache_key: str | None
-    reasoning: ReasoningEcho
-    store: bool
-    temperature: float | None
-    tool_choice: Any
-    tools: list[dict[str, Any]]
-    top_logprobs: int
-    top_p: float | None
-    user: str | None
-    text: dict[str, Any]
-    max_tool_calls: int | None
-    safety_identifier: str | None
-    prompt_cache_retention: str | None
-    service_tier: str
-
-
 class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
     """A parsed body, and what its answer needs.
 
-    names     what the model calls a tool → how its call is told
+    names     the model's name of a tool → how the client gets its call
+    response  the response object before it begins: it repeats fields of the request
     messages  the conversation without `instructions`, which a next response doesn't take over
     sealed    reasoning items carry `encrypted_content`
     """
 
     names: dict[str, ToolName]
-    echo: RequestEcho
+    response: Response
     messages: tuple[Message, ...]
     sealed: bool = False
 
@@ -175,7 +148,7 @@ def parse(
         tools.add(tool, f"tools.{index}")
     messages = _before(request, history) + _messages(request, tools)
     if not messages:
-        raise InvalidRequest("input: at least one item is required", param="input")
+        raise bad_field("input", "at least one item is required")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
     prompt = conversation(
@@ -188,19 +161,17 @@ def parse(
     )
     max_tokens = request.max_output_tokens or limit_of(request.max_tokens, "max_tokens")
     return ResponsesRequest(
-        model=request.model or "",
-        stream=bool(request.stream),
-        generate=GenerateRequest(
-            prompt=prompt,
-            sampling=sampling(request, max_tokens, _logprobs(request)),
-            session=_session(request, headers or {}),
-            cache_salt=request.cache_salt or "",
-            format=answer_format(
-                request, format_of(request.text.format if request.text else None, "text.format")
-            ),
+        **parsed_fields(request),
+        generate=generate_request(
+            request,
+            prompt,
+            max_tokens,
+            _logprobs(request),
+            _session(request, headers or {}),
+            answer_format(request, format_of(request.text.format if request.text else None, "text.format")),
         ),
         names=tools.names,
-        echo=_echo(request, tools, body),
+        response=_response(request, tools, body),
         messages=messages,
         sealed=SEALED in (request.include or ()),
     )
@@ -213,9 +184,7 @@ def _logprobs(request: ResponsesBody) -> int | None:
 
 def _refuse(request: ResponsesBody) -> None:
     if request.conversation is not None:
-        raise InvalidRequest(
-            "conversation: conversations are not kept here; use previous_response_id", param="conversation"
-        )
+        raise bad_field("conversation", "conversations are not kept here; use previous_response_id")
     refuse(
         {
             "background": (request.background, "this server answers while you wait"),
@@ -267,14 +236,14 @@ def _text_echo(body: bytes) -> dict[str, Any]:
     return {"format": {"type": "text"}} | {name: value for name, value in given.items() if value is not None}
 
 
-def _echo(request: ResponsesBody, tools: ResponseTools, body: bytes) -> RequestEcho:
+def _response(request: ResponsesBody, tools: ResponseTools, body: bytes) -> Response:
     reasoning = request.reasoning or _Reasoning()
-    parallel = request.parallel_tool_calls
-    return RequestEcho(
+    return Response(
+        model=request.model or "",
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         metadata=free_json(request.metadata or {}, "metadata"),
-        parallel_tool_calls=True if parallel is None else parallel,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
         prompt_cache_key=request.prompt_cache_key,
         reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
@@ -289,5 +258,4 @@ def _echo(request: ResponsesBody, tools: ResponseTools, body: bytes) -> RequestE
         max_tool_calls=request.max_tool_calls,
         safety_identifier=request.safety_identifier,
         prompt_cache_retention=request.prompt_cache_retention,
-        service_tier="default",
     )

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ...chat import Struct, Tool
-from ...errors import InvalidRequest
+from ...errors import bad_field
 from ..body import free_json, image_url, not_contacted
 from ..openai.tool_choice import ToolGiven, custom_tool
 
@@ -88,13 +88,11 @@ class ResponseTools:
         try:
             tool = msgspec.convert(fields, _Given)
         except msgspec.ValidationError as error:
-            raise InvalidRequest(f"{param}: {str(error).replace('`', '')}", param=param) from None
+            raise bad_field(param, f"{str(error).replace('`', '')}") from None
         if not tool.name:
-            raise InvalidRequest(f"{param}.name: this field is required", param=f"{param}.name")
+            raise bad_field(f"{param}.name", "this field is required")
         if len(tool.name) > MAX_NAME_CHARS:
-            raise InvalidRequest(
-                f"{param}.name: longer than {MAX_NAME_CHARS} characters", param=f"{param}.name"
-            )
+            raise bad_field(f"{param}.name", f"longer than {MAX_NAME_CHARS} characters")
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or []):
                 self._add(inner, tool.name, f"{param}.tools.{index}", found)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...chat import Tool
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, bad_field
 from .call_formats import (
     CALL_FORMATS,
     CallFormat,
@@ -56,10 +56,10 @@ class CallGrammar:
     def __init__(self, name: str, tools: Sequence[Tool], literal: Literal, check: Check, param: str):
         row = CALL_FORMATS.get(name)
         if row is None:
-            raise InvalidRequest(
-                f"{param}: calls in this model's format ({name}) can't be enforced; "
+            raise bad_field(
+                param,
+                f"calls in this model's format ({name}) can't be enforced; "
                 "use tool_choice auto, and tools that are not strict",
-                param=param,
             )
         self._format = row
         self._literal = literal
@@ -70,10 +70,10 @@ class CallGrammar:
         self._tools = [tool for tool in tools if not unreadable(row, tool.name, tool=True)]
         for tool in tools:
             if tool not in self._tools and (tool.strict or not self._tools):
-                raise InvalidRequest(
-                    f"{param}: this model's format ({name}) can't hold the name {tool.name!r}; give the "
+                raise bad_field(
+                    param,
+                    f"this model's format ({name}) can't hold the name {tool.name!r}; give the "
                     "tool a name of letters, digits and underscores",
-                    param=param,
                 )
 
     @property
@@ -122,16 +122,16 @@ class CallGrammar:
             return make(row, rule, tool, True)
         except Unenforceable as problem:
             if tool.strict:
-                raise InvalidRequest(
-                    f"tools: the strict schema of {tool.name!r} can't be enforced: {problem}", param="tools"
+                raise bad_field(
+                    "tools", f"the strict schema of {tool.name!r} can't be enforced: {problem}"
                 ) from problem
         try:
             return make(row, rule, tool, False)
         except Unenforceable as problem:
-            raise InvalidRequest(
-                f"tools: a call of {tool.name!r} can't be forced in this model's format: {problem}; use "
+            raise bad_field(
+                "tools",
+                f"a call of {tool.name!r} can't be forced in this model's format: {problem}; use "
                 "tool_choice auto",
-                param="tools",
             ) from problem
 
     def _rules(self, rule: str, root: dict[str, Any], values: ValueSyntax, strict: bool) -> ValueRules:
@@ -304,10 +304,10 @@ def _schema_errors(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
 
 def no_grammar_in_json(tool: Tool) -> InvalidRequest:
     """The text of such a tool stands in a JSON string, where other letters mean it than the grammar has."""
-    return InvalidRequest(
-        f"tools: the grammar of {tool.name!r} can't be enforced: this model writes its calls as JSON; give "
+    return bad_field(
+        "tools",
+        f"the grammar of {tool.name!r} can't be enforced: this model writes its calls as JSON; give "
         "the tool a format of text, or of a regular expression",
-        param="tools",
     )
 
 
@@ -316,9 +316,7 @@ def enforceable(tool: Tool, check: Check) -> dict[str, Any]:
     schema = {"properties": {}, **tool.parameters, "type": "object"}
     if problem := check(schema):
         if tool.strict:
-            raise InvalidRequest(
-                f"tools: the strict schema of {tool.name!r} can't be enforced: {problem}", param="tools"
-            )
+            raise bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {problem}")
         return {"type": "object"}
     return schema
 

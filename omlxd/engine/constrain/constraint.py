@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...chat import Conversation, GenerateRequest
-from ...errors import InvalidRequest, OmlxdError
+from ...errors import InvalidRequest, OmlxdError, bad_field
 from .call_formats import format_name
 from .grammar import Grammars, Wanted, brief
 
@@ -204,9 +204,7 @@ class ConstraintCompiler:
             )
         except Exception as error:  # no fast tokenizer, or one that llguidance can't read
             log.warning("no grammars for this tokenizer: %s", error)
-            raise InvalidRequest(
-                f"{param}: this model's tokenizer can't be held to a grammar", param=param
-            ) from error
+            raise bad_field(param, "this model's tokenizer can't be held to a grammar") from error
         added = {str(token): id for id, token in inner.added_tokens_decoder.items()}
         controls = {token: id for token, id in added.items() if made.is_special_token(id)}
         return Grammars(made, format_name(self._tokenizer), controls), _Facts(

@@ -29,7 +29,7 @@ from ...chat import (
     ToolCallPart,
     ToolResultPart,
 )
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, bad_field
 from .template_traits import TemplateTraits, as_parts
 
 TemplateMessage = dict[str, Any]
@@ -61,7 +61,7 @@ def template_messages(
            never: each would change the head of a prompt that is cached
     """
     if not conversation.messages:
-        raise InvalidRequest("messages: at least one message is required", param="messages")
+        raise bad_field("messages", "at least one message is required")
     names = _call_names(conversation.messages)
     messages: list[TemplateMessage] = []
     for message in conversation.messages:

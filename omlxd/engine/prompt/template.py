@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from ...chat import Conversation
-from ...errors import InvalidRequest, ModelError
+from ...errors import InvalidRequest, ModelError, bad_field
 from .messages import TemplateMessage, compact_json, plain_text, template_messages
 from .template_process import TemplateLost, install
 from .template_traits import PLAIN, TemplateTraits, as_parts, probe
@@ -184,7 +184,7 @@ class Renderer:
         if not self._cuttable or pattern is None:
             return bare
         if not (free := unused_sentinels(plain or compact_json(inputs), 1)):
-            raise InvalidRequest("messages: control tokens beside all of U+FDD0 to U+FDEF", param="messages")
+            raise bad_field("messages", "control tokens beside all of U+FDD0 to U+FDEF")
         [sentinel] = free
         try:
             text = Text(applied(*map_strings(inputs, lambda each: pattern.sub(sentinel, each))), sentinel)
@@ -198,8 +198,7 @@ class Renderer:
         """Keyword arguments for the template."""
         for name in conversation.template_args:
             if name in _RESERVED or name.startswith("_"):
-                param = f"chat_template_kwargs.{name}"
-                raise InvalidRequest(f"{param}: this can't be set by a request", param=param)
+                raise bad_field(f"chat_template_kwargs.{name}", "this can't be set by a request")
         arguments = {name: on for name, on in _KEEP_THINKING.items() if name in self._switches}
         if conversation.thinking is not None:
             arguments["enable_thinking"] = conversation.thinking

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ...api.responses.items import response_of
 from ...chat import Message
 from ...common.bounded_map import BoundedMap
-from ...errors import InvalidRequest, NotFound
+from ...errors import NotFound, bad_field
 
 MAX_RESPONSES = 1000
 MAX_BYTES = 64 * 1024 * 1024
@@ -121,7 +121,7 @@ class StoredResponses:
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
-            raise InvalidRequest("stream: a stored response is told whole; leave stream out", param="stream")
+            raise bad_field("stream", "a stored response is told whole; leave stream out")
         return _json(self._find(request).response)
 
     async def delete(self, request: Request) -> Response:
