@@ -199,6 +199,15 @@ class GenerateRequest(Struct, frozen=True):
     collected: bool = False
 
 
+def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:
+    """Texts that every template writes as they are, but for blanks at their ends."""
+    if isinstance(prompt, RawPrompt):
+        return [prompt.text]
+    parts = (part for message in prompt.messages for part in message.parts)
+    texts = (part.text for part in parts if isinstance(part, TextPart | ToolResultPart))
+    return [text for text in texts if "</think>" not in text]
+
+
 # --------------------------------------------------------------------------- events
 
 

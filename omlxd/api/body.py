@@ -82,12 +82,14 @@ class ParsedRequest(Struct, frozen=True):
     n              answers wanted to each prompt
     more_prompts   answered side by side with that of `generate`, all else being the same
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always tell it)
+    keep_alive     seconds that the model stays loaded after it (`keep_alive_of`); None: not said
     """
 
     model: str
     stream: bool
     generate: GenerateRequest
     include_usage: bool = False
+    keep_alive: float | None = None
     n: int = 1
     more_prompts: tuple[RawPrompt, ...] = ()
 

@@ -43,10 +43,6 @@ from .sequence import SamplerRow, Sequence
 log = logging.getLogger(__name__)
 
 
-COUNTED_CONTEXTS = 4
-"""Clients count what they may then shorten; a prompt of more contexts than this is too long to be counted."""
-
-
 class EngineHost:
     """`lease`: where the cold tier gets its room. `output`: where events go.
 
@@ -124,6 +120,7 @@ class EngineHost:
             supports_tools=bool(loaded.tokenizer.has_tool_calling),
             supports_thinking=bool(loaded.tokenizer.has_thinking),
             note=_note(Path(load.model_path)),
+            token_bytes=self.prompts.tokens.bound.token_bytes,
         )
 
     # ----------------------------------------------------------------- requests
@@ -131,7 +128,7 @@ class EngineHost:
     def count(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
         most = self.loaded.context_length - 1
-        refuse = COUNTED_CONTEXTS * most
+        refuse = wire.COUNTED_CONTEXTS * most
         rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
         return len(rendered.tokens)
 

@@ -157,31 +157,33 @@ class _Routes:
         return await self._generate(request, ANTHROPIC)
 
     async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
-        body, parsed = await self._parsed(request, dialect.parse)
+        size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
         engine = await self._engines.find_engine(parsed.model)
         if not parsed.model:
             trace_of(request.scope).model = engine.model_id
             parsed = msgspec.structs.replace(parsed, model=engine.model_id)
-        if (seconds := keep_alive_of(body)) is not None:
-            self._engines.keep_alive(engine, seconds)
+        if parsed.keep_alive is not None:
+            self._engines.keep_alive(engine, parsed.keep_alive)
         trace = trace_of(request.scope)
-        self._recent.add_request(engine.model_id, parsed.generate, trace, len(body))
+        self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 
-    async def _parsed(self, request: Request, parse: Parse) -> tuple[bytes, ParsedRequest]:
-        """The body, and what `parse` makes of it. Large bodies are parsed by a thread, one at a time."""
-        body = await request.body()
+    async def _parsed(self, request: Request, parse: Parse) -> tuple[int, ParsedRequest]:
+        """Bytes of the body, and what `parse` makes of it. A thread parses large bodies, one at a time."""
+        pieces = [piece async for piece in request.stream()]
+        size = sum(map(len, pieces))
 
-        def read() -> tuple[bytes, ParsedRequest]:
-            mended_body = mended(body)
-            return mended_body, parse(mended_body, request.headers)
+        def read() -> ParsedRequest:
+            body = mended(b"".join(pieces))
+            pieces.clear()
+            return msgspec.structs.replace(parse(body, request.headers), keep_alive=keep_alive_of(body))
 
-        if len(body) < LARGE_BODY:
-            return read()
+        if size < LARGE_BODY:
+            return size, read()
         async with self._large:
-            return await asyncio.to_thread(read)
+            return size, await asyncio.to_thread(read)
 
     async def count_tokens(self, request: Request) -> Response:
         return _json(TokenCount(await self._count(request, anthropic.parse)))

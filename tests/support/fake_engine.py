@@ -11,6 +11,8 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from omlxd import wire
 from omlxd.chat import (
     Conversation,
@@ -104,7 +106,7 @@ class FakeEngine:
         # Whatever a protocol makes of a body must be fit for the frames that real engines get.
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Generate(1, request)))
         assert frame.request == request
-        self.requests.append(request)
+        self.requests.append(replace(request, collected=False))  # All else is the same, streamed or not.
         ended = False
         try:
             for step in self.script:

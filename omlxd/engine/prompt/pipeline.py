@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...chat import Conversation, RawPrompt, TextPart, ToolResultPart
-from ...errors import PromptTooLong
+from ...chat import Conversation, RawPrompt
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template import Renderer, Text
@@ -113,13 +112,13 @@ class PromptPipeline:
         most    tokens that a prompt with such turns may have
         refuse  a text that surely has more tokens is refused, before all of it has been read
         """
+        if refuse is not None:
+            self.tokens.bound.token_bytes.check(prompt, refuse)
         if isinstance(prompt, RawPrompt):
             return self._raw(prompt, refuse)
-        if refuse is not None and len(prompt.messages) > refuse:
-            raise PromptTooLong(len(prompt.messages), refuse)
-        self._refuse(_texts(prompt), refuse, trimmed=True)
         text = self._renderer.text(prompt)
-        self._refuse([text.plain], refuse)
+        if refuse is not None:
+            self.tokens.bound.token_bytes.check_texts([text.plain], refuse)
         start = self._tokenizer.think_start
         rendered = RenderedPrompt(
             tokens=self._encode(text, refuse),
@@ -184,13 +183,6 @@ class PromptPipeline:
                 values |= self._files.figures()
         return values
 
-    def _refuse(self, texts: list[str], most: int | None, *, trimmed: bool = False) -> None:
-        """Raise PromptTooLong if `texts` surely have more than `most` tokens; `trimmed`: a template may."""
-        if most is None or sum(map(len, texts)) <= 2 * most:
-            return
-        if (least := self.tokens.bound.least(texts, trimmed=trimmed)) > most:
-            raise PromptTooLong(least, most)
-
     def _encode(self, text: Text, most: int | None) -> list[int]:
         if text.sentinel:
             return self._splicer.encode(text.text, text.sentinel, most)
@@ -200,7 +192,6 @@ class PromptPipeline:
     def _raw(self, prompt: RawPrompt, refuse: int | None) -> RenderedPrompt:
         if prompt.tokens is not None:
             return RenderedPrompt(tokens=list(prompt.tokens))
-        self._refuse([prompt.text], refuse)
         tokens = self.tokens.encode(prompt.text, special=True, most=refuse)
         return RenderedPrompt(tokens=tokens, text=prompt.text)
 
@@ -233,13 +224,6 @@ class PromptPipeline:
             elif spliced.count:
                 rendered = replace(rendered, tokens=spliced.tokens, spliced=spliced.count)
         return replace(rendered, refused=tuple(refused))
-
-
-def _texts(prompt: Conversation) -> list[str]:
-    """What every template writes, but for spaces at its ends."""
-    parts = (part for message in prompt.messages for part in message.parts)
-    texts = (part.text for part in parts if isinstance(part, TextPart | ToolResultPart))
-    return [text for text in texts if "</think>" not in text]
 
 
 def _turns(

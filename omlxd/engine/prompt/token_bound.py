@@ -19,11 +19,9 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-SLICE = 1 << 20
-"""Characters that are counted before other threads get their turn."""
+from ...wire import FILLER, TokenBytes
 
-_FILLER = b" \t\r\n\x0b\x0c!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-_FILLER_LETTERS = str.maketrans("", "", _FILLER.decode() + "ĠĊĉčċČ▁")
+_FILLER_LETTERS = str.maketrans("", "", FILLER.decode() + "ĠĊĉčċČ▁")
 _JOINTS = {
     r"(?<=[A-Za-z])(?= [A-Za-z])": re.compile(r"[A-Za-z][ Ġ▁][A-Za-z]"),
     r"(?<=[A-Za-z])(?=[\",:;({\[])": re.compile(r"[A-Za-z][\",:;({\[]"),
@@ -38,12 +36,11 @@ _SHRINKS = {"NFC": 3, "NFKC": 4, "Prepend": 1}
 class TokenBound:
     """`backend`: a `tokenizers.Tokenizer`, or None.
 
-    known   whether anything can be said
     joints  matches (empty) where a text may be cut
     """
 
     def __init__(self, backend: Any):
-        self._longest = self._words = 0.0
+        self.token_bytes = TokenBytes()
         if backend is None:
             self.joints = re.compile("(?!)")
             return
@@ -52,27 +49,11 @@ class TokenBound:
         self.joints = re.compile("|".join(free) or "(?!)")
         if not (shrink := _shrink(backend, set(tokens))):
             return
-        self._words = shrink * max((_bytes(t.translate(_FILLER_LETTERS)) for t in tokens), default=0)
-        added = backend.get_added_tokens_decoder().values()
-        if not any(token.lstrip or token.rstrip for token in added):
-            self._longest = shrink * max(map(_bytes, tokens), default=0)
-
-    @property
-    def applies(self) -> bool:
-        return self._words > 0
-
-    def least(self, texts: Iterable[str], *, trimmed: bool = False) -> int:
-        """Tokens that `texts` have at least; 0 if nothing is known. `trimmed`: they may lose their filler."""
-        if not self.applies:
-            return 0
-        words = total = 0
-        for text in texts:
-            for at in range(0, len(text), SLICE):
-                piece = text[at : at + SLICE].encode(errors="replace")
-                total += len(piece)
-                words += len(piece.translate(None, _FILLER))
-        least = words / self._words
-        return int(max(least, total / self._longest) if self._longest and not trimmed else least)
+        word = shrink * max((_bytes(t.translate(_FILLER_LETTERS)) for t in tokens), default=0)
+        blanks_stay = not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+        self.token_bytes = TokenBytes(
+            word, shrink * max(map(_bytes, tokens), default=0) if blanks_stay else 0.0
+        )
 
 
 def _bytes(token: str) -> int:

@@ -156,10 +156,16 @@ class ModelEngine:
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Raises OmlxdError before any event."""
         self._check()
-        return self.process.generate(with_settings(request, self.settings))
+        request = with_settings(request, self.settings)
+        if self.info is not None:
+            most = min(request.context_limit or self.info.context_length, self.info.context_length) - 1
+            self.info.token_bytes.check(request.prompt, most)
+        return self.process.generate(request)
 
     async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         self._check()
+        if self.info is not None:
+            self.info.token_bytes.check(prompt, wire.COUNTED_CONTEXTS * (self.info.context_length - 1))
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:

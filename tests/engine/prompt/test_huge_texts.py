@@ -74,7 +74,9 @@ def test_pieces_give_the_ids_of_the_whole(name, text):
 def test_a_text_has_no_fewer_tokens_than_its_bound(name, text):
     cache = cache_of(name)
     tokens = len(cache._tokenizer.encode(text, add_special_tokens=False))
-    assert cache.bound.least([text], trimmed=True) <= cache.bound.least([text]) <= tokens
+    assert (
+        cache.bound.token_bytes.least([text], trimmed=True) <= cache.bound.token_bytes.least([text]) <= tokens
+    )
 
 
 def test_prose_is_cut_in_many_pieces():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from omlxd.chat import GenerateRequest, RawPrompt, Sampling
+from omlxd import wire
+from omlxd.chat import Conversation, GenerateRequest, Message, RawPrompt, Sampling, TextPart
 from omlxd.common.units import duration, spoken
 from omlxd.config import ModelSettings, load_settings
-from omlxd.errors import ConfigError, InvalidRequest
-from omlxd.front.engines.model import settings_of, with_settings
+from omlxd.errors import ConfigError, InvalidRequest, PromptTooLong
+from omlxd.front.engines.model import ModelEngine, settings_of, with_settings
 from omlxd.models.catalog import Catalog, default_model, in_folder, in_hub_cache
 from tests.models.test_resolve import make
 
@@ -190,3 +194,22 @@ def test_defaults_hold_for_every_model_and_a_models_own_settings_win(tmp_path: P
         (tmp_path / "omlxd.toml").write_text(f"[defaults]\n{line}\n")
         with pytest.raises(ConfigError, match=words):
             load_settings({"base_path": str(tmp_path)}, {})
+
+
+HUGE = "words " * 5_000_000
+PROMPTS = [RawPrompt(text=HUGE), Conversation((Message("user", (TextPart(HUGE),)),))]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_text_that_is_surely_too_long_never_reaches_the_engine(prompt: Conversation | RawPrompt):
+    sent: list[Any] = []
+    info = wire.ModelInfo("m", "", 1000, 10, 0, 0, "", "", 64, "", token_bytes=wire.TokenBytes(10.0, 100.0))
+    supervisor = SimpleNamespace(model_id="m", info=info)
+    process: Any = SimpleNamespace(supervisor=supervisor, state="ready", generate=sent.append)
+    model = ModelEngine(SimpleNamespace(folder=None), process, may_load=lambda: True)  # type: ignore[arg-type]
+    with pytest.raises(PromptTooLong, match=r"> 999 maximum"):
+        model.generate(GenerateRequest(prompt=prompt))
+    with pytest.raises(PromptTooLong, match=r"> 3996 maximum"):
+        asyncio.run(model.count_tokens(prompt))
+    model.generate(GenerateRequest(prompt=RawPrompt(text="words " * 1500)))
+    assert len(sent) == 1
