@@ -19,10 +19,13 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from ... import wire
 
@@ -34,6 +37,8 @@ ENGINE_COMMAND = (sys.executable, "-m", "omlxd.engine")
 _READ = 1 << 18
 _TAIL_LINES = 20
 _LINE_LIMIT = 1 << 16
+STOPPED_LOOK_S = 1.0
+"""An engine that ends and is stopped at two looks in a row is killed."""
 _REAP_S = 0.5
 """How long the end of a process may take to show after its socket closed, before it is killed."""
 
@@ -154,7 +159,10 @@ class EngineLink:
             self._process.kill()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Wait `grace_s` for the engine to end by itself, then SIGTERM, then SIGKILL; reap it."""
+        """Wait `grace_s` for the engine to end by itself, then SIGTERM, then SIGKILL; reap it.
+
+        One that is stopped (SIGSTOP) flushes nothing: it is not waited for.
+        """
         for wait_s, push in ((grace_s, self.terminate), (1.0 if grace_s else 0.0, self.kill)):
             if await self._ended_within(wait_s):
                 break
@@ -165,10 +173,19 @@ class EngineLink:
         self._writer.close()
 
     async def _ended_within(self, seconds: float) -> bool:
-        if self._process.returncode is None and seconds > 0:
+        ends, stopped = time.monotonic() + seconds, False
+        while self._process.returncode is None and (left := ends - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), seconds)
+                await asyncio.wait_for(self._process.wait(), min(left, STOPPED_LOOK_S))
+            was_stopped, stopped = stopped, self._is_stopped()
+            if was_stopped and stopped:
+                break
         return self._process.returncode is not None
+
+    def _is_stopped(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
 
     async def _send_all(self) -> None:
         with contextlib.suppress(OSError):  # The reader notices the end and says so.

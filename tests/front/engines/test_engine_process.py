@@ -239,6 +239,19 @@ async def test_close_lets_the_engine_quit_and_reaps_it(tmp_path: Path):
             made.generate(ask("x"))
 
 
+async def test_an_unload_does_not_wait_for_an_engine_that_is_stopped():
+    async with engine() as made:
+        await collect(made, "x")
+        pid = made.supervisor.pid
+        assert pid
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert await made.unload()
+        assert not alive(pid) and made.state == "unloaded"
+        assert time.monotonic() - began < AT_ONCE_S
+        assert words(await collect(made, "up")) == ["up"]
+
+
 async def test_close_while_loading_does_not_wait_for_the_load():
     async with engine("--load-s", "300") as made:
         await until(lambda: made.supervisor.pid)
