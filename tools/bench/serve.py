@@ -2,10 +2,12 @@
 
     python -m tools.bench.serve [--model FOLDER] [--prompt 320[,4096…]] [--streams 1,4,8] [--output 32]
                                 [--rounds 3] [--peers omlxd,mlx_lm.server,BatchGenerator] [--one-at-a-time]
+                                [--before CHECKOUT]
 
 One model, one run, the peers in turn, round after round (A B C A B C …), medians at the end; with
 --one-at-a-time all of a peer's rounds and then the next's (A A B B C C), for memory that does not hold
-several copies of the model. Every peer gets the same texts. Rows:
+several copies of the model. --before adds another checkout of omlxd (`git worktree add`), run by the
+same Python, as a peer named `before`. Every peer gets the same texts. Rows:
 
 - cold TTFT           a prompt that nobody has seen
 - hot TTFT            the same prompt again, but for its last words: all but the end is in RAM
@@ -48,6 +50,7 @@ from tools.bench.shapes import SHAPES, save
 DECODE_PROMPT = 64
 
 PEERS = OURS, SERVER, BARE = "omlxd", "mlx_lm.server", "BatchGenerator"
+BEFORE = "before"
 
 
 def free_port() -> int:
@@ -67,17 +70,28 @@ def settle(folder: Path, quiet_s: float = 1.0, at_most_s: float = 60.0) -> None:
 
 
 class Server:
-    """A server process and its completions endpoint."""
+    """A server process and its completions endpoint. `cache`: its folder of blocks, if it is omlxd."""
 
-    def __init__(self, name: str, command: list[str], port: int, model: str, **env: str):
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        port: int,
+        model: str,
+        cache: Path | None = None,
+        checkout: Path | None = None,
+    ):
         self.name, self._command, self._port, self._model = name, command, port, model
-        self._env = {**os.environ, **env}
+        self.cache, self._checkout = cache, checkout
+        self._env = {**os.environ, **({"PYTHONPATH": str(checkout)} if checkout else {})}
         self.url = f"http://127.0.0.1:{port}"
         self.start()
 
     def start(self) -> None:
         log = open(os.environ.get("BENCH_LOG", os.devnull), "ab")  # noqa: SIM115
-        self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._env)
+        self.process = subprocess.Popen(
+            self._command, stdout=log, stderr=log, env=self._env, cwd=self._checkout
+        )
         deadline = time.monotonic() + 120
         while True:
             try:
@@ -168,24 +182,37 @@ Maker = Callable[[], "Server | Worker"]
 class Bench:
     """`sizes`: prompt lengths, tokens. `streams`: rows decoding together, `output` tokens each.
 
-    cache  the daemon's folder
+    home    folder for caches
+    before  another checkout of omlxd, or None
     """
 
     def __init__(
-        self, model: Path, sizes: Seq[int], streams: Seq[int], output: int, cache: Path, tokenizer: Any
+        self,
+        model: Path,
+        sizes: Seq[int],
+        streams: Seq[int],
+        output: int,
+        home: Path,
+        tokenizer: Any,
+        before: Path | None = None,
     ):
-        self._sizes, self._streams = sizes, streams
-        self._output, self._cache = output, cache
+        self._sizes, self._streams, self._output = sizes, streams, output
         self._tokenizer = tokenizer
         self.rows: dict[str, dict[str, list[float]]] = {}
         self._computed: dict[str, int] = {}
-        port, peer_port = free_port(), free_port()
-        serve = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
-        serve += ["--paged-ssd-cache-dir", str(cache), "--log-level", "warning"]
-        serve += ["--max-concurrent-requests", str(max(*streams, 8))]
+        peer_port = free_port()
+
+        def daemon(name: str, checkout: Path | None = None) -> Server:
+            port, cache = free_port(), home / name
+            serve = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
+            serve += ["--paged-ssd-cache-dir", str(cache), "--log-level", "warning"]
+            serve += ["--max-concurrent-requests", str(max(*streams, 8))]
+            return Server(name, serve, port, model.name, cache, checkout)
+
         peer = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(peer_port)]
         self.makers: dict[str, Maker] = {
-            OURS: lambda: Server(OURS, serve, port, model.name),
+            OURS: lambda: daemon(OURS),
+            BEFORE: lambda: daemon(BEFORE, before),
             SERVER: lambda: Server(SERVER, peer, peer_port, str(model)),
             BARE: lambda: Worker(str(model)),
         }
@@ -212,8 +239,8 @@ class Bench:
         self._warm(peer, index)
         for size in self._sizes:
             self._cold_and_hot(index, size, peer)
-        if isinstance(peer, Server) and peer.name == OURS:
-            settle(self._cache)
+        if isinstance(peer, Server) and peer.cache:
+            settle(peer.cache)
             peer.kill()
             peer.start()
             self._warm(peer, index)
@@ -254,13 +281,15 @@ class Bench:
             self._computed[f"{size}.{index}"] = computed
 
     def report(self) -> None:
-        names = PEERS
-        print(f"{'median':36}" + "".join(f"{n:>16}" for n in names) + f"{'ours/server':>13}{'ours/bare':>11}")
+        names = [name for name in (*PEERS, BEFORE) if any(name in by for by in self.rows.values())]
+        others = [name for name in names if name != OURS]
+        print(f"{'median':36}" + "".join(f"{n:>16}" for n in [*names, *(f"/{n}" for n in others)]))
         middle = {r: {n: statistics.median(v) for n, v in by.items()} for r, by in self.rows.items()}
         for row, by in middle.items():
             cells = "".join(f"{by[n]:16.1f}" if n in by else f"{'':16}" for n in names)
-            ratios = [f"{by[OURS] / by[n]:.3f}" if n in by and OURS in by else "" for n in names[1:]]
-            print(f"{row:36}{cells}{ratios[0]:>13}{ratios[1]:>11}")
+            ratios = [f"{by[OURS] / by[n]:.3f}" if n in by and OURS in by else "" for n in others]
+            print(f"{row:36}{cells}" + "".join(f"{ratio:>16}" for ratio in ratios))
+        print("A column /PEER is omlxd's figure divided by that peer's.")
         print("BatchGenerator's hot TTFT is that of the uncached rest alone, in an empty context.")
 
 
@@ -273,6 +302,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--one-at-a-time", action="store_true")
+    parser.add_argument("--before", type=Path, help="another checkout of omlxd to measure beside this one")
     options = parser.parse_args()
     sizes, streams = ([int(n) for n in text.split(",")] for text in (options.prompt, options.streams))
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as temp:
@@ -281,8 +311,9 @@ def main() -> None:
             save(SHAPES["cpu"], model)
         from mlx_lm.utils import load_tokenizer
 
-        bench = Bench(model, sizes, streams, options.output, Path(temp) / "cache", load_tokenizer(model))
-        names: list[str] = options.peers.split(",")
+        tokenizer = load_tokenizer(model)
+        bench = Bench(model, sizes, streams, options.output, Path(temp), tokenizer, options.before)
+        names: list[str] = [*options.peers.split(","), *([BEFORE] if options.before else [])]
         try:
             for group in [[name] for name in names] if options.one_at_a_time else [names]:
                 measure(bench, group, options.rounds)
