@@ -11,7 +11,7 @@ import msgspec
 
 from ..common.units import human, spoken
 from ..config import OPTIONS, ModelSettings, Settings, add_flags, full_name, load_settings
-from .status import table
+from .status import as_json, table
 
 _BYTES = (
     *("paged_ssd_cache_max_size", "hot_cache_max_size", "memory_limit"),
@@ -40,10 +40,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     show.add_argument("--json", action="store_true", help="a JSON list")
     add_flags(show)
     args = vars(parser.parse_args(argv))
-    as_json = args.pop("json")
+    in_json = args.pop("json")
     flags = {name: value for name, value in args.items() if value is not None}
     rows = shown(load_settings(flags))
-    print(msgspec.json.format(msgspec.json.encode(rows)).decode() if as_json else as_text(rows))
+    print(as_json(rows) if in_json else as_text(rows))
     return 0
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..config import OPTIONS, load_settings
+from ..config import add_flags, settings_of
 from ..config.keys import add_key, keys_path, read_keys, revoke_key
 
 
@@ -22,15 +22,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("name", metavar="NAME")
     for verb in verbs.choices.values():
-        verb.add_argument("--config", metavar="FILE", help="TOML file of settings, as for `omlxd serve`")
-        verb.add_argument("--base-path", metavar="DIR", help="folder of everything that omlxd keeps")
+        add_flags(verb, "base_path")
     args = parser.parse_args(list(argv))
-
-    names = {option.name for option in OPTIONS} | {"config"}
-    flags = {name: value for name, value in vars(args).items() if name in names and value is not None}
-    # Only where the file is matters here, and it must be possible to make the first key that an
-    # address needs: the host of the settings is left aside.
-    path = keys_path(load_settings({**flags, "host": "127.0.0.1"}).base_path)
+    # An address that needs a key is refused without one, and this command makes the first.
+    path = keys_path(settings_of(args, "base_path", host="127.0.0.1").base_path)
     if args.verb == "add":
         key = add_key(path, args.name)
         print(key)

@@ -24,8 +24,6 @@ from ..config import is_loopback
 from ..errors import ConfigError, OmlxdError
 from .daemon_client import KEY_VARIABLE, DaemonError, address, fetch
 
-COULD_NOT = 1
-"""Exit status: no daemon, no model, or no such program."""
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000
 """What the agents ask for by themselves. A small context can't spare as much, see `output_tokens`."""
@@ -202,7 +200,7 @@ def _called(url: str, key: str, name: str, models: Sequence[_Model]) -> _Model:
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Start the agent in place of this process; returns only with `--print-env` or where it can't.
 
-    Raises ConfigError for flags that make no sense.
+    Raises ConfigError for flags that make no sense, LaunchError and DaemonError.
     """
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
@@ -222,19 +220,15 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if unknown:
         raise ConfigError(f"{unknown[0]} is not a flag of `omlxd launch`; flags of {args.agent} go after --.")
     agent = AGENTS[args.agent]
-    try:
-        url, key = address(args.url)
-        path = None if args.print_env else _found(agent)
-        target = find_target(url, key, args.model)
-        if warning := too_small(agent, target):
-            print(f"omlxd: {warning}", file=sys.stderr)
-        start = agent.start(target)
-        if path is None:
-            print(shell_text(agent, start, rest))
-            return 0
-    except (LaunchError, DaemonError) as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return COULD_NOT
+    url, key = address(args.url)
+    path = None if args.print_env else _found(agent)
+    target = find_target(url, key, args.model)
+    if warning := too_small(agent, target):
+        print(f"omlxd: {warning}", file=sys.stderr)
+    start = agent.start(target)
+    if path is None:
+        print(shell_text(agent, start, rest))
+        return 0
     sys.stdout.flush()
     os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, url))
 

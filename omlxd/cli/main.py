@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..config import OPTIONS, add_flags, closest, load_settings
-from ..errors import ConfigError
+from ..errors import ConfigError, OmlxdError
 
 USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
@@ -70,9 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our lines (`head`, say) has enough. Python would complain at its own exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except ConfigError as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return USAGE_ERROR
+    except OmlxdError as error:
+        return report(error)
+    except KeyboardInterrupt:
+        print("omlxd: stopped.", file=sys.stderr)
+        return 1
+
+
+def report(error: OmlxdError) -> int:
+    """Print `error` and return the exit status for it."""
+    print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
+    return USAGE_ERROR if isinstance(error, ConfigError) else 1
 
 
 def _main(argv: list[str]) -> int:

@@ -18,8 +18,8 @@ from urllib.parse import quote
 import msgspec
 
 from ..common.units import human, spoken
-from ..config import OPTIONS, Settings, load_settings
-from ..errors import ConfigError, ModelError, OmlxdError
+from ..config import Settings, add_flags, settings_of
+from ..errors import ConfigError, ModelError
 from ..models.catalog import Catalog, default_model
 from ..models.footprint import footprint
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
@@ -34,7 +34,7 @@ from .owner_api import (
     Unloaded,
     UnloadModel,
 )
-from .status import table
+from .status import as_json, table
 
 
 def why_broken(model: InstalledStatus) -> str:
@@ -151,17 +151,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Run `omlxd models` with `argv`, the words after it. Raises ConfigError."""
     _add_verbs(parser)
     args = parser.parse_args(argv)
-    run: Callable[[argparse.Namespace], int] = args.run
-    try:
-        return run(args)
-    except OmlxdError as error:
-        if isinstance(error, ConfigError):
-            raise
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("omlxd: stopped.", file=sys.stderr)
-        return 1
+    return args.run(args)
 
 
 def _add_verbs(parser: argparse.ArgumentParser) -> None:
@@ -184,12 +174,12 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     shown = verb("show", _show, "all details of one model")
     shown.add_argument("model")
     for made in (listed, shown):
-        _add_folders(made, *_FOLDER_OPTIONS)
+        add_flags(made, *_FOLDER_OPTIONS)
     pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
     pulled.add_argument("model", metavar="ORG/NAME")
     made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
     made.add_argument("file", metavar="FILE.gguf", help="or a name of `omlxd models list --found`")
-    _add_folders(made, "base_path")
+    add_flags(made, "base_path")
     loaded = verb("load", _load, "load a model now; it stays until it is unloaded")
     loaded.add_argument("model")
     loaded.add_argument("--keep-alive", metavar="TIME", help="go after that long without a request, as 30m")
@@ -201,13 +191,6 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     named.add_argument("alias")
     named.add_argument("model", nargs="?")
     named.add_argument("--off", action="store_true", help="take the name away")
-
-
-def _add_folders(parser: argparse.ArgumentParser, *names: str) -> None:
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    for option in OPTIONS:
-        if option.name in names:
-            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
 
 
 # --------------------------------------------------------------------------- verbs
@@ -222,7 +205,7 @@ def _list(args: argparse.Namespace) -> int:
     try:
         result = _ask(args, "/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
-        result = InstalledStatuses(installed(_settings(args)))
+        result = InstalledStatuses(installed(settings_of(args, *_FOLDER_OPTIONS)))
         if not args.json:
             print(f"no daemon: {error.message}", file=sys.stderr)
     _say(args, result, lambda: as_table(result.models))
@@ -233,7 +216,7 @@ def _show(args: argparse.Namespace) -> int:
     try:
         result = _ask(args, "/omlxd/models/" + quote(args.model), InstalledStatus)
     except NoDaemon as error:
-        models = installed(_settings(args))
+        models = installed(settings_of(args, *_FOLDER_OPTIONS))
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
         if not matching:
@@ -259,7 +242,7 @@ def _pull(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from ..models.resolve import import_gguf, is_gguf
 
-    base_path = _settings(args).base_path
+    base_path = settings_of(args, *_FOLDER_OPTIONS).base_path
     if is_gguf(args.file) and Path(args.file).expanduser().exists():
         folder = asyncio.run(import_gguf(args.file, base_path))
     else:
@@ -320,10 +303,5 @@ def _ask(
     return fetch(url, key, path, type, None if body is None else msgspec.json.encode(body), seconds)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    names = (*_FOLDER_OPTIONS, "config")
-    return load_settings({name: value for name in names if (value := getattr(args, name, None)) is not None})
-
-
 def _say(args: argparse.Namespace, found: msgspec.Struct, text: Callable[[], str]) -> None:
-    print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else text())
+    print(as_json(found) if args.json else text())

@@ -6,14 +6,13 @@ Imports no MLX and no model, and reads no file of the cache dir.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from ..common.units import human
-from .daemon_client import DaemonError, address, fetch
+from .daemon_client import address, fetch
 from .owner_api import DaemonStatus, ModelStatus
 
 
@@ -80,19 +79,20 @@ PATH = "/omlxd/status"
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status 1 if there is no daemon. Raises ConfigError."""
+    """Raises ConfigError and DaemonError."""
     parser.allow_abbrev = False
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
-    try:
-        url, key = address(args.url)
-        status = fetch(url, key, PATH, DaemonStatus)
-    except DaemonError as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
-    print(msgspec.json.format(msgspec.json.encode(status)).decode() if args.json else as_text(status, url))
+    url, key = address(args.url)
+    status = fetch(url, key, PATH, DaemonStatus)
+    print(as_json(status) if args.json else as_text(status, url))
     return 0
+
+
+def as_json(value: object) -> str:
+    """`value` as JSON of several lines."""
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,21 +31,16 @@ _STATE_STYLES = {"ready": "green", "failed": "red"}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status 1 if there is no daemon at the start. Raises ConfigError."""
+    """Raises ConfigError, and DaemonError if there is no daemon at the start."""
     parser.allow_abbrev = False
     add_url(parser)
     parser.add_argument("--interval", metavar="S", default="1", help="seconds between updates (default: 1)")
     parser.add_argument("--looks", metavar="N", default="0", help="end after N updates (default: never)")
     args = parser.parse_args(argv)
     interval, looks = _number(args.interval, "--interval", 0.1), _number(args.looks, "--looks", 0)
-    try:
-        url, key = address(args.url)
+    url, key = address(args.url)
+    with contextlib.suppress(KeyboardInterrupt):
         watch(lambda: fetch(url, key, PATH, DaemonStatus), url, Console(), interval, int(looks))
-    except DaemonError as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        pass
     return 0
 
 

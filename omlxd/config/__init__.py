@@ -7,7 +7,7 @@ of the file for the same reasons, each by its own name. The file alone may also 
 single models, under `[models."org/name"]`, and sampling for all of them, under `[defaults]`.
 """
 
-from .reading import load_settings
+from .reading import load_settings, settings_of
 from .settings import (
     BY_NAME,
     NEXT_LOAD,
@@ -34,4 +34,5 @@ __all__ = [
     "full_name",
     "is_loopback",
     "load_settings",
+    "settings_of",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import tomllib
@@ -56,6 +57,12 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     return Settings(
         **values, config=path, models=file.models, defaults=file.defaults, sources=sources | file.places
     )
+
+
+def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
+    """The settings, with flags of `args` for the options `names` and for the file. Raises ConfigError."""
+    given = {name: getattr(args, name, None) for name in (*names, "config")}
+    return load_settings({name: value for name, value in given.items() if value is not None} | flags)
 
 
 def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) -> Any:

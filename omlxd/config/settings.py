@@ -284,12 +284,12 @@ def full_name(field: str, *table: str) -> str:
     return ".".join([*table[:1], *models, field.replace("_", "-")])
 
 
-def add_flags(parser: argparse.ArgumentParser, options: Iterable[Option] = OPTIONS) -> None:
-    """Every value stays text here: reading.py converts flags, variables and the file alike."""
+def add_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add the flags of the options `names`, or of all. Every value stays text; reading.py converts it."""
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of settings; default: omlxd.toml under --base-path"
     )
-    for option in options:
+    for option in [BY_NAME[name] for name in names] or OPTIONS:
         if option.is_switch:
             parser.add_argument(
                 option.flag, dest=option.name, action="store_const", const="true", help=option.help

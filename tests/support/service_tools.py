@@ -123,9 +123,8 @@ def service(tmp_path: Path, *argv: str, platform: str = "darwin") -> tuple[int, 
         try:
             parser = main._Parser(prog="omlxd service")
             status = command.main(argv, parser, platform=platform, home=tmp_path / "home")
-        except main.ConfigError as error:
-            print(error.message, file=sys.stderr)
-            status = 2
+        except main.OmlxdError as error:
+            status = main.report(error)
     return status, out.getvalue(), err.getvalue()
 
 

@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from ...common.units import human
-from ...config import OPTIONS, Settings, load_settings
-from ...errors import ConfigError
+from ...config import Settings, add_flags, settings_of
+from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import is_stored_path
 from ..daemon_client import DaemonError
+from ..status import as_json
 from . import holder, inventory, stats, why_miss
 from .check import Outcome, check, summary
 from .clear import named, plan, remove
@@ -32,33 +31,20 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Run `omlxd cache` with `argv`, the words after it. Raises ConfigError."""
+    """Run `omlxd cache` with `argv`, the words after it. Raises OmlxdError."""
     _add_verbs(parser)
     args = parser.parse_args(argv)
-    flags = {name: getattr(args, name) for name in (*_FOLDER_OPTIONS, "config")}
-    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    settings = settings_of(args, *_FOLDER_OPTIONS)
     root = settings.paged_ssd_cache_dir
     verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
         if args.url and args.run is not why_miss.run and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
         return verb(args, settings, root)
-    except DaemonRuns as error:
-        return _told(str(error))
-    except DaemonError as error:
-        return _told(error.message.rstrip("."))
     except FileNotFoundError as error:
-        missing = not root.is_dir()
-        return _told(f"there is no SSD cache at {root}" if missing else str(error))
+        raise OmlxdError(str(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
     except OSError as error:
-        return _told(str(error))
-    except KeyboardInterrupt:
-        return _told("stopped")
-
-
-def _told(sentence: str) -> int:
-    print(f"omlxd: {sentence}.", file=sys.stderr)
-    return 1
+        raise OmlxdError(str(error)) from error
 
 
 # --------------------------------------------------------------------------- arguments
@@ -84,18 +70,11 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends", allow_abbrev=False)
     why_miss.add_arguments(why)
     why.set_defaults(run=why_miss.run)
-    _add_folder_options(why)
+    add_flags(why, *_FOLDER_OPTIONS)
     for verb, run in ((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear)):
         verb.set_defaults(run=run)
-        _add_folder_options(verb)
+        add_flags(verb, *_FOLDER_OPTIONS)
         verb.add_argument("--url", help="address of the daemon that holds the folder, if one does")
-
-
-def _add_folder_options(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    for option in OPTIONS:
-        if option.name in _FOLDER_OPTIONS:
-            verb.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
 
 
 def _fraction(text: str) -> tuple[int, int]:
@@ -122,10 +101,7 @@ def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         if daemon := holder.find(root, settings, args.url):
             result.live = daemon.status
             result.cap_bytes, result.cap_source = daemon.cap, "the daemon's"
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
-    else:
-        print(stats.as_text(result))
+    print(as_json(result) if args.json else stats.as_text(result))
     return 0
 
 

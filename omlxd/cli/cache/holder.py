@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from ...config import Settings
-from ...errors import ConfigError
+from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import DaemonError, address, address_of, fetch
 from ..owner_api import DaemonStatus, Forget, Forgotten
@@ -24,7 +24,7 @@ from ..owner_api import DaemonStatus, Forget, Forgotten
 _PROC_LOCKS = Path("/proc/locks")
 
 
-class DaemonRuns(Exception):
+class DaemonRuns(OmlxdError):
     """A daemon holds the cache dir. `pid` 0: of unknown number."""
 
     def __init__(self, root: Path, pid: int):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -17,6 +16,7 @@ from ...common.units import human
 from ...kv.checkpoint import KIND as CHECKPOINT
 from ...kv.files.namespace import NamespaceInfo
 from ..owner_api import DaemonStatus
+from ..status import table
 from . import inventory
 from .holder import holder
 from .inventory import Found
@@ -190,12 +190,6 @@ def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
         ago(row.oldest_use, now),
         ago(row.newest_use, now),
     )
-
-
-def table(rows: Iterable[tuple[str, ...]]) -> list[str]:
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def ago(when: float | None, now: float) -> str:

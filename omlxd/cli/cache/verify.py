@@ -19,10 +19,11 @@ from typing import Annotated
 
 import msgspec
 
+from ...common.files import safetensors_header
 from ...kv.checkpoint import KIND as CHECKPOINT
 from ...kv.checkpoint import checkpoint_name
 from ...kv.files.block_file import FORMAT, BlockFileError, BlockFormat, BlockKey
-from ...kv.files.fs import PosixFileSystem, read_all
+from ...kv.files.fs import PosixFileSystem
 from ...kv.files.record_file import RecordError, checked
 from ...kv.hashing import hash_blocks
 from ...kv.layout import ITEM_BYTES, Group, KVLayout
@@ -102,18 +103,11 @@ class Verifier:
     def _header(self, fd: int) -> bytes:
         """The JSON and what pads it."""
         size = self._fs.size(fd)
-        word = bytearray(8)
-        if size < 8 or read_all(self._fs, fd, [memoryview(word)]) != 8:
-            raise BlockFileError(f"{size} bytes are no block")
-        length = int.from_bytes(word, "little")
-        if length > MOST_HEADER:
-            raise BlockFileError("the length of its header makes no sense")
-        if length > size - 8:
-            raise BlockFileError("ends within its header")
-        header = bytearray(length)
-        if read_all(self._fs, fd, [memoryview(header)], 8) != length:
-            raise BlockFileError("ends within its header")
-        return bytes(header)
+        with open(fd, "rb", buffering=0, closefd=False) as file:
+            header = safetensors_header(file, size, MOST_HEADER) if size else None
+        if header is None:
+            raise BlockFileError(f"its header is cut off, or its length makes no sense ({size} bytes)")
+        return header
 
     def _check(self, fd: int, namespace: str, name: str) -> Verdict:
         claims, layout, width = _claims(self._header(fd))

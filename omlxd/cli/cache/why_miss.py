@@ -23,8 +23,9 @@ from ...wire import Explanation
 from ..daemon_client import NoDaemon, address_of, fetch
 from ..daemon_client import address as address_at
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
+from ..status import as_json, table
 from . import inventory
-from .stats import ago, table
+from .stats import ago
 
 ANSWER_S = 120.0
 """An engine that must load first, and a search through headers."""
@@ -55,16 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 0 once it is explained, hit or miss. Raises ConfigError."""
-    try:
-        result = _explained(args, settings, root)
-    except OmlxdError as error:
-        if isinstance(error, ConfigError):
-            raise
-        print(f"omlxd: {error.message.rstrip('.')}.", file=sys.stderr)
-        return 1
+    """Exit status 0 once it is explained, hit or miss. Raises OmlxdError."""
+    result = _explained(args, settings, root)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(result)).decode())
+        print(as_json(result))
     elif isinstance(result, RecentList):
         print("\n".join(_listed(result.requests)))
     else:

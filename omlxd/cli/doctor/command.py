@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ...config import OPTIONS, Settings, load_settings
+from ...config import Settings, add_flags, settings_of
+from ..status import as_json
 from . import disk, machine, network
 from .finding import Finding, bad
 
@@ -28,23 +29,16 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings")
-    for option in OPTIONS:
-        if option.name in _OPTIONS:
-            parser.add_argument(option.flag, dest=option.name, metavar=option.metavar, help=option.help)
+    add_flags(parser, *_OPTIONS)
     args = parser.parse_args(argv)
-    flags = {name: getattr(args, name) for name in (*_OPTIONS, "config")}
-    settings = load_settings({name: value for name, value in flags.items() if value is not None})
+    settings = settings_of(args, *_OPTIONS)
     findings: list[Finding] = []
     for finding in examine(settings, disk_test=not args.no_disk_test):
         findings.append(finding)
         if not args.json:
             print(as_text(finding), flush=True)
     healthy = all(finding.verdict != "bad" for finding in findings)
-    if args.json:
-        print(msgspec.json.format(msgspec.json.encode(Report(healthy, findings))).decode())
-    else:
-        print(summary(findings))
+    print(as_json(Report(healthy, findings)) if args.json else summary(findings))
     return 0 if healthy else 1
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...config import OPTIONS
 from ...errors import ConfigError
 from .launchd import Launchd
-from .manager import Manager, ServiceError, Status
+from .manager import Manager, Status
 from .plan import ignored_variables, make_plan
 from .systemd import Systemd
 
@@ -30,16 +30,13 @@ def main(
     platform: str = sys.platform,
     home: Path | None = None,
 ) -> int:
-    """Run `omlxd service` with `argv`. `platform` and `home` are replaced in tests. Raises ConfigError."""
+    """Run `omlxd service` with `argv`. `platform` and `home` are replaced in tests.
+
+    Raises ConfigError and ServiceError.
+    """
     args = _parse(list(argv), parser)
     manager: Manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
-    try:
-        return _run(args, manager)
-    except ServiceError as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 1
+    return _run(args, manager)
 
 
 def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespace:
