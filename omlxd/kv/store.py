@@ -175,6 +175,8 @@ class KVStore:
         if on_disk:
             if block is not None:
                 block.on_disk = True
+            if self.flusher is not None:  # Noted while reads were paused.
+                self.flusher.unwritten.pop(key.block_hash)
         elif self.flusher is not None:
             writing = self.flusher.offer(key, payload, block, tokens=tokens)
         if not (room or writing or on_disk):

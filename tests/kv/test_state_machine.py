@@ -130,9 +130,16 @@ class StoreMachine(RuleBasedStateMachine):
         """A prompt: match, restore and check each block, lose what is wrong, compute the rest."""
         tokens = [token for block in blocks for token in [block] * BLOCK]
         keys = chain(tokens)
+        table = self.match(keys, len(keys) - leave)
+        request = Request(table, keys[: len(table.blocks)], tokens[: len(table.blocks) * BLOCK])
+        self.live.append(request)
+        self.compute(request, tokens[len(request.tokens) :])
+
+    def match(self, keys: list[BlockKey], limit: int) -> BlockTable:
+        """What the store has of a chain, each block as the oracle says."""
         table = self.rig.store.new_table()
-        matched = self.rig.store.extend_match(table, [k.block_hash for k in keys], len(keys) - leave)
-        assert matched == len(table.blocks) <= max(0, len(keys) - leave)
+        matched = self.rig.store.extend_match(table, [k.block_hash for k in keys], limit)
+        assert matched == len(table.blocks) <= max(0, limit)
         for index, block in enumerate(table.blocks):
             paused, on_disk = not self.rig.flusher.health.may_read(), block.payload is None
             assert not (paused and on_disk), "a record is read while reads pause"
@@ -145,9 +152,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.rig.store.cut(table, index)
                 break
             assert data == bytes_of(name), "wrong bytes"
-        request = Request(table, keys[: len(table.blocks)], tokens[: len(table.blocks) * BLOCK])
-        self.live.append(request)
-        self.compute(request, tokens[len(request.tokens) :])
+        return table
 
     @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6), leave=st.integers(0, 1))
     def serve(self, blocks: list[int], leave: int) -> None:
@@ -266,8 +271,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert not self.rig.flusher.held and not self.rig.flusher._writing
         assert not self.rig.flusher._removals, "a removal was dropped"
         stats = self.rig.ledger.stats()
-        # A temporary file that could not be removed keeps its grant while its engine lives.
-        assert stats.reserved == self.outside + self.rig.cold.left * FILE_DISK_BYTES, "a grant leaked"
+        # A temporary file that could not be removed keeps its grant while its engine lives, and an engine
+        # that died while the folder is away keeps its own until that is back.
+        kept = self.rig.cold.left * FILE_DISK_BYTES + sum(gone.outstanding for gone in self.rig.ledger._gone)
+        assert stats.reserved == self.outside + kept, "a grant leaked"
 
     @rule(idle=st.booleans())
     def tick(self, idle: bool) -> None:
@@ -288,7 +295,8 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6))
     def promote(self, blocks: list[int]) -> None:
         """Blocks come back from the disk to RAM; the oracle looks at each."""
-        self.rig.restore(chain(token for block in blocks for token in [block] * BLOCK))
+        keys = chain(token for block in blocks for token in [block] * BLOCK)
+        self.match(keys, len(keys)).free()
 
     @rule()
     def next_day(self) -> None:

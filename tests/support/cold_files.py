@@ -21,8 +21,22 @@ def on_disk(cache: Path, *, temporary: bool = False) -> int:
 
 
 def all_on_disk(cache: Path) -> int:
-    """At least what lies there: what is renamed meanwhile may not be counted."""
-    return on_disk(cache) + on_disk(cache, temporary=True)
+    """Bytes of the files, unfinished ones too, that two listings one after the other both have.
+
+    One listing would count a file that is evicted and the one that took its space. A rename changes nothing.
+    """
+    first, second = _by_inode(cache), _by_inode(cache)
+    return sum(min(nbytes, second[inode]) for inode, nbytes in first.items() if inode in second)
+
+
+def _by_inode(cache: Path) -> dict[int, int]:
+    listed: dict[int, int] = {}
+    for path in cache.rglob("*"):
+        if file_kind(path.name):
+            with contextlib.suppress(FileNotFoundError):
+                status = path.stat()
+                listed[status.st_ino] = disk_bytes(status.st_size)
+    return listed
 
 
 def settled(daemon: Daemon) -> bool:

@@ -254,6 +254,7 @@ def measure_parts(files: Files) -> None:
 
 def measure_writes(files: Files, threads: Sequence[int]) -> None:
     folder = Path(tempfile.mkdtemp(dir=files.tier.root))
+    (folder / "store").mkdir()  # A store makes no cache dir.
     other = Files(folder / "store", files.shape, len(files.keys))
     header = bytes(files.tier.format.header_bytes)
 

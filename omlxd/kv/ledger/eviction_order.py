@@ -34,8 +34,10 @@ class FileOrder:
     def __len__(self) -> int:
         return self._count
 
-    def __contains__(self, path: str) -> bool:
-        return self._list_of(path) is not None
+    def nbytes_of(self, path: str) -> int | None:
+        """Bytes of a file; None: it is not on the account."""
+        files = self._list_of(path)
+        return None if files is None else files[path][0]
 
     @property
     def namespaces(self) -> list[str]:

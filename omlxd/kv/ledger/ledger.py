@@ -159,7 +159,7 @@ class Ledger:
         """Whether the folder is the one that was locked; its files are counted anew when it is back.
 
         It may come back as another file system (a disk unplugged and plugged in), and is locked anew then.
-        Nothing is made in its place. Raises OSError when it is back and can't be read.
+        Nothing is made in its place. One that is back and can't be read is away still.
         """
         held, there = identity(self._lock_fd), identity(str(self.root / LOCK_NAME))
         if there is not None and there != held:
@@ -179,11 +179,19 @@ class Ledger:
                 )
             self._away = True
         elif self._away:
-            self._has_stock = False
-            self.take_stock()
+            try:
+                self.take_stock()
+            except OSError as error:
+                log.debug("SSD cache: the folder %s is back and can't be read: %s", self.root, error)
+                return False
             self._away = False
             log.warning("SSD cache on: the folder %s is back", self.root)
         return not self._away
+
+    def check_folder(self) -> None:
+        """Notice that the folder is away, or back, and count what engines left that could not be counted."""
+        if (self._has_stock or self._away) and self._is_here():
+            self._settle_gone()
 
     def close(self) -> None:
         """Give up the lock."""
@@ -206,8 +214,11 @@ class Ledger:
         self._files = FileOrder()
         for _, path, size in sorted(self._walk(between)):
             self._files.add(path, size)
+        # What engines that are gone wrote is counted now.
+        self._reserved -= sum(gone.outstanding for gone in self._gone)
+        self._gone.clear()
         self._judge()
-        self._evict(self._files.nbytes - self.cap)
+        self._evict(self._committed - self.cap)
         self._writes.open()
         self._has_stock = True
         return self._leftovers_removed + self._evicted_files - removed
@@ -289,9 +300,10 @@ class Ledger:
 
     def dropped(self, paths: Iterable[str]) -> None:
         """Files that an engine removed itself, or tried to: one that is there, or there again, counts."""
+        is_here = self._is_here()
         for path in paths:
             self.evicted_log.note(path, "damaged")
-            if is_gone(self.root / path):
+            if is_here and is_gone(self.root / path):
                 self._files.remove(path)
 
     def forget(self, paths: Iterable[str], remove: bool) -> tuple[int, int, list[str]]:
@@ -302,10 +314,11 @@ class Ledger:
         """
         files = nbytes = 0
         troubles: list[str] = []
+        is_here = self._is_here()
         for path in paths:
             if remove and (error := unlink(self.root / path)) is not None:
                 troubles.append(f"{path}: {error.strerror}")
-            elif path in self._files and is_gone(self.root / path):
+            elif self._files.nbytes_of(path) is not None and is_here and is_gone(self.root / path):
                 nbytes += self._files.remove(path)
                 files += 1
                 self.evicted_log.note(path, "cleared")
@@ -340,7 +353,8 @@ class Ledger:
     def _settle_gone(self) -> None:
         """Try to settle each engine that is gone, but for those that were tried a moment ago."""
         now = time.monotonic()
-        for gone in [gone for gone in self._gone if now - gone.tried_at >= JUDGE_S]:
+        due = [gone for gone in self._gone if now - gone.tried_at >= JUDGE_S]
+        for gone in due if due and self._is_here() else ():
             gone.tried_at = now
             try:
                 self._adopt(gone)
@@ -353,12 +367,15 @@ class Ledger:
         def written_to(name: str) -> bool:
             return name == gone.namespace if gone.namespace else is_namespace_dir(name)
 
-        outstanding = gone.outstanding
+        unwritten = gone.outstanding
         for _, path, size in sorted(self._walk(only=written_to, dead=gone.pid)):
-            if path not in self._files:
-                self.stored([(path, size)])
-                outstanding -= size
-        self.released(max(0, outstanding))
+            if self._files.nbytes_of(path) != size:  # New, or a record that was replaced.
+                self._files.add(path, size)
+                self._written += size
+                unwritten -= size
+        # No more than its own grant, even where another engine's file was counted before that said so.
+        self._reserved -= gone.outstanding
+        self._writes.give_back(max(0, unwritten))
         self._evict(self._committed - self.cap)
 
     def _judge(self) -> None:
@@ -395,12 +412,12 @@ class Ledger:
     def _remove_folder(self, namespace: str) -> None:
         """What is left of an orphan without files; anything that is not ours keeps its folder."""
         folder = self.root / namespace
-        for fan in subfolders(folder, is_fan_dir):
-            with contextlib.suppress(OSError):
-                os.rmdir(fan.path)
-        if [entry.name for entry in entries_of(str(folder))] in ([], [FILE_NAME]):
-            unlink(folder / FILE_NAME)
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            for fan in subfolders(folder, is_fan_dir):
+                with contextlib.suppress(OSError):
+                    os.rmdir(fan.path)
+            if [entry.name for entry in entries_of(str(folder))] in ([], [FILE_NAME]):
+                unlink(folder / FILE_NAME)
                 os.rmdir(folder)
 
     def stats(self) -> LedgerStats:

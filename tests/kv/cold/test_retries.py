@@ -115,6 +115,22 @@ def test_a_disk_that_cannot_be_read_is_left_alone_and_comes_back(tmp_path, caplo
     rig.drop()
 
 
+def test_a_block_whose_file_can_be_read_again_is_not_written_again(tmp_path):
+    """Computed while reads were paused, it was noted to be written; no list keeps it once its file counts."""
+    rig = Rig(tmp_path, write_back=True, hot=0)
+    rig.serve(KEYS)
+    assert all(on_disk(rig))
+    rig.hot = 100
+    rig.writer.health.read_failed(OSError(errno.ETIMEDOUT, "timed out"))
+    rig.compute(KEYS).free()
+    assert len(rig.flusher.unwritten.due) == len(KEYS)
+    rig.writer.resume()
+    rig.compute(KEYS).free()
+    assert not rig.flusher.unwritten.due and not rig.flusher.has_work
+    rig.check()
+    rig.drop()
+
+
 def test_one_unreadable_file_is_not_the_disks_fault(tmp_path):
     rig = Rig(tmp_path, hot=0)
     rig.serve(KEYS)

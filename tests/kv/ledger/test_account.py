@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kv_fakes import Rig
+from kv_fakes import Rig, bytes_on_disk
 from ledger_files import NS, PAGE, ledger, name, put  # noqa: F401
 
 import omlxd.kv.ledger.ledger as ledger_module
@@ -52,6 +52,77 @@ def test_a_dead_engines_grant_comes_back_once_its_folder_can_be_read(ledger: Led
     assert ledger.reserve(5 * PAGE) == 5 * PAGE
     stats = ledger.stats()
     assert (stats.reserved, stats.bytes_used) == (5 * PAGE, PAGE)
+
+
+def fits(ledger: Ledger, may_be_written: int) -> None:
+    """What lies on the disk and what may still be written there is on the account, and below the cap."""
+    stats = ledger.stats()
+    real = bytes_on_disk(ledger.root) + may_be_written
+    assert real <= stats.bytes_used + stats.reserved <= stats.cap
+
+
+def test_a_record_that_a_dead_engine_had_replaced_by_a_larger_one_counts_as_it_is(ledger: Ledger):
+    assert ledger.reserve(5 * PAGE)
+    ledger.stored([write(ledger, 1)])
+    write(ledger, 1, pages=3)
+    ledger.engine_gone(4 * PAGE, 77)
+    assert ledger.stats().bytes_used == 3 * PAGE and ledger.stats().reserved == 0
+    fits(ledger, 0)
+
+
+def test_a_dead_engine_gives_back_no_more_than_its_own_grant(ledger: Ledger):
+    """Three engines: one dies, one has written what it has not said yet, one may still write."""
+    dead, late, other = ledger.reserve(PAGE), ledger.reserve(3 * PAGE), ledger.reserve(3 * PAGE)
+    files = [write(ledger, number) for number in range(3)]
+    ledger.engine_gone(dead, 77)
+    fits(ledger, other)
+    ledger.stored(files)
+    assert ledger.stats().bytes_used == late and ledger.stats().reserved == other
+    fits(ledger, other)
+
+
+def test_a_grant_that_is_out_counts_when_the_folder_is_back(ledger: Ledger):
+    aside = ledger.root.with_name(f"{ledger.root.name}-aside")
+    assert ledger.reserve(10 * PAGE)
+    for number in range(4):
+        write(ledger, number)  # And not said yet.
+    ledger.root.rename(aside)
+    ledger.check_folder()
+    aside.rename(ledger.root)
+    ledger.check_folder()
+    fits(ledger, 6 * PAGE)
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_what_an_engine_says_of_a_folder_that_is_away_is_no_loss(ledger: Ledger, noticed: bool):
+    """It dies, or drops a file; nobody can look whether its files are there, and then they are."""
+    aside = ledger.root.with_name(f"{ledger.root.name}-aside")
+    assert ledger.reserve(6 * PAGE)
+    ledger.stored([write(ledger, 1)])
+    write(ledger, 2)
+    ledger.root.rename(aside)
+    if noticed:
+        ledger.check_folder()
+    ledger.dropped([name(1)])
+    ledger.forget([name(1)], remove=False)
+    ledger.engine_gone(5 * PAGE, 77)
+    assert ledger.stats().reserved == 5 * PAGE
+    aside.rename(ledger.root)
+    ledger.check_folder()
+    assert (ledger.stats().bytes_used, ledger.stats().reserved) == (2 * PAGE, 0)
+
+
+def test_a_folder_that_is_back_and_can_not_be_read_is_away_still(ledger: Ledger, monkeypatch):
+    aside = ledger.root.with_name(f"{ledger.root.name}-aside")
+    assert ledger.reserve(PAGE)
+    ledger.stored([write(ledger, 1)])
+    ledger.root.rename(aside)
+    assert ledger.reserve(PAGE) == 0
+    aside.rename(ledger.root)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", disk_fails)
+        assert ledger.reserve(PAGE) == 0 and ledger.stats().folder_away == 1
+    assert ledger.reserve(PAGE) == PAGE and ledger.stats().bytes_used == PAGE
 
 
 def test_what_was_granted_yesterday_and_is_written_today_counts_today(tmp_path: Path):
