@@ -39,6 +39,11 @@ def family(daemon: Daemon) -> list[psutil.Process]:
     return [daemon.front(), *daemon.front().children(recursive=True)]
 
 
+def ended(home: Path) -> None:
+    """Wait until nobody of this home lives: template children end just after their engine has."""
+    wait_until(lambda: processes_of(home) == [], why=lambda: str(processes_of(home)))
+
+
 class Asking:
     """Three clients that ask until the daemon is gone, or `stop`.
 
@@ -91,7 +96,7 @@ def test_the_front_is_killed_again_and_again_under_load(tmp_path: Path):
             asking.stop()
             assert asking.improper == []
         # Processes and sockets: nobody of this home lives, whoever its parent is, and nobody listens.
-        wait_until(lambda: processes_of(tmp_path) == [])
+        ended(tmp_path)
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert left_of(shared) == []
@@ -100,7 +105,8 @@ def test_the_front_is_killed_again_and_again_under_load(tmp_path: Path):
         assert "corrupt" not in daemon.logged()
         wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
         assert daemon.stop() == 0
-    assert temporary_files(tmp_path) == [] and processes_of(tmp_path) == []
+    assert temporary_files(tmp_path) == []
+    ended(tmp_path)
 
 
 @linux
@@ -112,7 +118,7 @@ def test_an_engine_is_killed_again_and_again_under_load_and_comes_back_warm(tmp_
         daemon.messages("the beginning " * 200)
         front = daemon.front()
         descriptors, sockets = front.num_fds(), sockets_of(front)
-        assert sockets["unix"] and sockets["LISTEN"] == 1
+        assert sockets["unix"] and sockets["LISTEN"] in (1, 2)  # On ::1 as well where there is IPv6.
         asking = Asking(daemon)
         for round, number in enumerate(numbers + chance.choices(numbers, k=3)):
             if round % 2 == 0:  # Three that die as they load, in a row, are given up for a minute.
@@ -135,7 +141,8 @@ def test_an_engine_is_killed_again_and_again_under_load_and_comes_back_warm(tmp_
         wait_until(lambda: front.num_fds() <= descriptors, why=lambda: f"{front.num_fds()} > {descriptors}")
         wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
         assert daemon.stop() == 0
-    assert left_of(shared) == [] and temporary_files(tmp_path) == [] and processes_of(tmp_path) == []
+    assert left_of(shared) == [] and temporary_files(tmp_path) == []
+    ended(tmp_path)
 
 
 def _open(sockets: dict[str, int]) -> dict[str, int]:

@@ -16,8 +16,26 @@ RUNS = {
     "restore": ("--shape small --megabytes 20 --threads 1 --blocks 64", "peak memory"),
     "block_files": ("--shape small --megabytes 20 --threads 1", "ColdTier.store"),
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
+    "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
+
+
+def test_every_script_starts():
+    """They import what is still there, and run programs that are."""
+    names = sorted(path.stem for path in (REPO / "tools" / "bench").glob("*.py"))
+    code = f"for name in {names}: __import__(name)\nimport front_start; print(front_start.ENGINE.split()[1])"
+    path = os.pathsep.join(map(str, (REPO / "tools" / "bench", REPO / "tools", REPO)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPO,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_file()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-ENGINE = f"{sys.executable} {REPO / 'tests' / 'stub_engine.py'} --load-s 60"
+ENGINE = f"{sys.executable} {REPO / 'tests' / 'support' / 'stub_engine.py'} --load-s 60"
 
 
 def main() -> int:
