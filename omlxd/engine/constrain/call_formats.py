@@ -36,11 +36,10 @@ class JsonCalls:
 class TagCalls:
     """`before NAME named`, then for each parameter `key KEY keyed VALUE valued`, then `after`.
 
-    close    begins `valued` but for space: bare text ends before it
-    never    texts that no value may hold: they would end the call
-    section  stands before the first call, `end` behind the last
-    tail     stands behind `close`
-    typed    `keyed` tells the value's type, for `%s` in it
+    close    ends bare text; `valued` is `close` after `pad`
+    never    texts that no value holds: they would end the call
+    section  precedes the first call; `end` follows the last, `tail` follows `close`
+    typed    `keyed` has the value's type in place of `%s`
     cdata    begins and ends text that `plain` doesn't match
     """
 
@@ -64,6 +63,11 @@ class TagCalls:
     def reading(self) -> TagReading:
         return _reading(self)
 
+    @property
+    def inner(self) -> tuple[str, str]:
+        """What begins and ends a call within its outer tags."""
+        return self.before.rpartition("\n")[2], self.after.partition("\n")[0]
+
     def head(self, name: str) -> str:
         """The text before a call's first parameter, without the section."""
         return self.before + (attribute(name) if self.typed else name) + self.named
@@ -71,13 +75,12 @@ class TagCalls:
 
 @dataclass(slots=True, frozen=True)
 class TagReading:
-    """How calls of a `TagCalls` are read from what stands between a call's outer tags, with any space.
+    """How the text between a call's outer tags is read, with any space.
 
-    begins     the text of a call begins with one of these, or holds `key` where there are none
+    begins     the text begins with one of these; empty: it holds `key`
     head       group 1: the tool's name
     parameter  group 1: its name; `data` or the last group: its value
-    end        behind the last parameter
-    quoted     names stand in quotes; such a text may hold several calls
+    quoted     names have quotes; such a text may hold several calls
     """
 
     begins: tuple[str, ...]
@@ -103,7 +106,7 @@ class TagReading:
 
 @functools.cache
 def _reading(row: TagCalls) -> TagReading:
-    opening, ending = row.before.rpartition("\n")[2], row.after.partition("\n")[0]
+    opening, ending = row.inner
     quoted = row.key.endswith('"')
     begins = (opening.partition(" ")[0] + " " * quoted,) if row.named else ()
     last = '"' if quoted else ">" if row.named else "<"  # no name holds it
@@ -159,6 +162,12 @@ class ValueCalls:
     part: str = ""
     python: bool = False
 
+    @property
+    def begins(self) -> str:
+        """What begins the text within the outer tags."""
+        text = self.section + self.before
+        return text[len(opening_of(self)) :]
+
     def head(self, name: str) -> str:
         """The text before a call's first argument, without the section."""
         return self.before + name + self.opens
@@ -179,6 +188,16 @@ _GLM = TagCalls(
     "</tool_call>",
     never=("</tool_call>",),
 )
+CODER = TagCalls(
+    "<tool_call>\n<function=",
+    ">\n",
+    "<parameter=",
+    ">\n",
+    "</parameter>",
+    "</function>\n</tool_call>",
+    pad="\n",
+    never=("</tool_call>",),
+)
 
 CALL_FORMATS: dict[str, CallFormat] = {
     "": HERMES,
@@ -194,16 +213,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         quoted=False,
         never=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ),
-    "qwen3_coder": TagCalls(
-        "<tool_call>\n<function=",
-        ">\n",
-        "<parameter=",
-        ">\n",
-        "</parameter>",
-        "</function>\n</tool_call>",
-        pad="\n",
-        never=("</tool_call>",),
-    ),
+    "qwen3_coder": CODER,
     "glm47": _GLM,
     "laguna": _GLM,
     "longcat": TagCalls(
@@ -291,10 +301,18 @@ CALL_FORMATS: dict[str, CallFormat] = {
 }
 
 
+def opening_of(row: CallFormat) -> str:
+    """The text by which a call is known to begin."""
+    text = row.section + row.before
+    ends = [at + 1 for end in (">", "]") if (at := text.find(end)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
 READINGS = tuple(
     dict.fromkeys(row.reading for row in CALL_FORMATS.values() if isinstance(row, TagCalls) and not row.typed)
 )
-"""Of all that are told by their looks."""
+"""Of the formats that are known by how a call begins."""
+VALUE_CALLS = tuple(row for row in CALL_FORMATS.values() if isinstance(row, ValueCalls))
 
 
 def format_name(tokenizer: Any) -> str:

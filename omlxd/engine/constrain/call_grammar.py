@@ -1,12 +1,7 @@
-"""Grammars of tool calls, in the spelling that a model's own template teaches it.
+"""Grammars of tool calls in the model's own format (call_formats.py); harmony_grammar.py has gpt-oss's.
 
-A call is told by how the parser for the model reads it (engine/constrain/call_formats.py). Three kinds: those
-whose arguments are one JSON object, those with a tag a parameter, where text stands bare and the rest is
-JSON, and those whose values are spelled in a language of their own (value_grammar.py). Harmony's
-messages are in harmony_grammar.py.
-
-A tool that isn't strict is held to its schema where that can be enforced; what of it can't be is
-passed over: a forced choice promises a call, not its schema.
+A tool that isn't strict is held to as much of its schema as can be enforced: a forced choice promises a
+call, not its schema.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from .call_formats import (
     TagCalls,
     ValueCalls,
     attribute,
+    opening_of,
     unreadable,
 )
 from .json_schema import Unenforceable, branches, closed
@@ -45,10 +41,9 @@ INPUT = "input"
 
 
 class CallGrammar:
-    """Rules of Lark for calls to `tools`. Raises InvalidRequest where there can be no such grammar.
+    """Writes Lark rules for calls to `tools`. Raises InvalidRequest where there can be no such grammar.
 
-    A tool that isn't strict and whose name the format can't hold is left out, as no call of it could
-    be read; with no other left, that is an error.
+    A tool that isn't strict is left out if the format can't hold its name; no tool left is an error.
 
     inputs  grammars that the rules name by `@`
     """
@@ -79,10 +74,7 @@ class CallGrammar:
     @property
     def opening(self) -> str:
         """The text by which a call is known to begin."""
-        row = self._format
-        text = row.section + row.before
-        ends = [at + 1 for end in (">", "]") if (at := text.find(end)) >= 0]
-        return text[: min(ends)] if ends else text
+        return opening_of(self._format)
 
     def rules(self, many: bool, opened: bool = False) -> str:
         """Rule `calls`: one call, or with `many` one and more, in the spelling's way.

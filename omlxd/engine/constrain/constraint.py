@@ -1,4 +1,4 @@
-"""What the next token may be: grammars and JSON schemas, as masks over the vocabulary (llguidance).
+"""Masks over the vocabulary for grammars and JSON schemas (llguidance).
 
 | state    | allowed                                                  | next                           |
 |----------|----------------------------------------------------------|--------------------------------|
@@ -6,12 +6,10 @@
 | thinking | anything but the end of the turn                         | gap, at the tag that closes it |
 | gap      | what the grammar allows, or space (`GAP_TOKENS`)         | gap, grammar                   |
 | grammar  | what the grammar allows; the turn's end where that may be | done, at the turn's end       |
-| done     | anything: the row is on its way out                      |                                |
+| done     | anything: the row leaves the batch                       |                                |
 
-Compiling happens on a request's thread; a step costs the engine thread one mask of a constrained
-row, computed while the device works on the forward pass (decode_batch.py).
-
-llguidance is imported by the first constraint: an engine that is asked for none starts without it.
+A request's thread compiles. The engine thread computes one mask a step and row, while the device works on
+the forward pass (decode_batch.py). The first constraint imports llguidance.
 """
 
 from __future__ import annotations
@@ -124,10 +122,9 @@ class Constraint:
 
 
 class _Facts:
-    """What constraints need of a tokenizer and its model; the same for all of them.
+    """What constraints need of a tokenizer and its model.
 
-    vocab  width of the model's logits
-    matcher_vocab  tokens of the matcher, no fewer
+    vocab  width of the logits; matcher_vocab: tokens of the matcher, no fewer
     ends   tokens that end a turn
     """
 

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 class Wanted:
     """What the answer of a request must be.
 
-    tools    that may be called; empty: calls are not looked at
-    forced   one of them must be
-    many     several calls may be made
+    tools    that may be called; empty: calls are not looked for
+    forced   one of them must be called; many: several may be
     thought  thinking may come first
     chat     the prompt is a conversation
     param    the request's field that asks for it
@@ -45,9 +44,8 @@ class Wanted:
     def of(cls, request: GenerateRequest, bare_text: Callable[[], bool]) -> Wanted | None:
         """None: the answer may be anything.
 
-        bare_text()  whether the model's calls can carry the text of a custom tool's grammar. Where they
-                     can't, a call that is not forced is free: the tool's description states the
-                     grammar, and Codex offers such a tool with each request.
+        bare_text()  whether calls can carry the text of a custom tool's grammar. If not, calls that are not
+                     forced are free: the tool's description has the grammar, and Codex always sends one.
         """
         chat = request.prompt if isinstance(request.prompt, Conversation) else None
         tools, forced = _tools_of(chat), chat is not None and chat.must_call
@@ -83,13 +81,12 @@ def _tools_of(chat: Conversation | None) -> Sequence[Tool]:
 
 
 class Grammars:
-    """Of one tokenizer. Every method raises InvalidRequest for what can't be enforced.
+    """Grammars for one tokenizer. Every method raises InvalidRequest for what can't be enforced.
 
-    spelling  of calls, as in engine/constrain/call_formats.py
-    controls  tokens that no text holds → their ids
-
-    bare_text  calls can carry the text of a custom tool's grammar
-    harmony    the model writes gpt-oss's messages
+    call_format  a name of call_formats.py
+    controls     tokens that no text holds → their ids
+    bare_text    calls can carry the text of a custom tool's grammar
+    harmony      the model writes gpt-oss's messages
     """
 
     def __init__(self, vocabulary: LLTokenizer, call_format: str, controls: Mapping[str, int]):

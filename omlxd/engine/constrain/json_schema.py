@@ -190,11 +190,10 @@ _MOST_NODES = 20_000
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema`, for generating: an object has no properties but those that its schema names.
+    """Return `schema` for generating: an object has no properties but those that its schema names.
 
-    JSON Schema allows any others where `additionalProperties` is missing, and pydantic leaves it out; a
-    small model then invents keys until its limit of tokens. An object stays open where its schema has
-    `additionalProperties` or `unevaluatedProperties` that allow some, or names no properties at all.
+    JSON Schema allows others where `additionalProperties` is missing, and a small model invents keys until
+    its limit of tokens. An object stays open if its schema allows others, or names no properties.
     """
     try:
         return _Closing(schema).alone(schema)

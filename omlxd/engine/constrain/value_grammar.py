@@ -1,14 +1,13 @@
-"""JSON schemas as rules of Lark, for values that a call spells in another way than as one JSON object.
+"""JSON schemas as Lark rules, for values that a call does not write as one JSON object.
 
-| spelling | string                  | key   | words               | of                     |
-|----------|-------------------------|-------|---------------------|------------------------|
-| JSON     | "…" with escapes        | "key" | true, false, null   | a tag a parameter      |
-| Python   | the same                | "key" | also True and so on | pythonic (LFM2)        |
-| Gemma    | bare text between quotes | key   | true, false, null   | Gemma 4, FunctionGemma |
+| syntax | string                   | key   | words               | of                     |
+|--------|--------------------------|-------|---------------------|------------------------|
+| JSON   | "…" with escapes         | "key" | true, false, null   | a tag a parameter      |
+| Python | the same                 | "key" | also True and so on | pythonic (LFM2)        |
+| Gemma  | bare text between quotes | key   | true, false, null   | Gemma 4, FunctionGemma |
 
-No string holds a text that would end the call (`never`): JSON and Python have escapes for it.
-What is written is always as the schema says; not all that a schema allows can be written: properties
-come in its order, and no others but those it names if it names any.
+No string holds a text that ends the call (`never`). Values follow the schema; properties come in its order,
+and no others if it names any.
 """
 
 from __future__ import annotations
@@ -87,12 +86,12 @@ def text_regex(schema: dict[str, Any]) -> str:
 
 
 class ValueRules:
-    """Rules for the values of one tool, gathered in `rules`.
+    """Rules for the values of one tool.
 
     prefix     of the names of all rules
     root       the schema that `$ref` looks into
-    strict     what can't be enforced raises Unenforceable; else it is passed over
-    terminals  what follows the name → the name; shared by all tools, so that few are to be told apart
+    strict     raise Unenforceable for what can't be enforced, else ignore it
+    terminals  body → name, shared by all tools
     """
 
     def __init__(

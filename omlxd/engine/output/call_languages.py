@@ -1,10 +1,9 @@
-"""Reads the two formats of calls that are a language of their own.
+"""Reads calls whose arguments are a language of their own.
 
 Gemma: `call:NAME{key:VALUE,…}`. VALUE is <|"|>text<|"|> (Gemma 4), <escape>text<escape> (FunctionGemma), a
 number, true, false, null, [VALUE,…] or {key:VALUE,…}.
 
-Pythonic: `[name(key="text", n=2), other()]`, at times with JSON's words. Names are any that a tool may have,
-and keys may be Python's keywords.
+Pythonic: `[name(key="text", n=2), other()]`, sometimes with JSON's words; keys may be Python's keywords.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import tokenize
 from collections.abc import Callable, Iterable
 from typing import Any
 
-_QUOTES = ('<|"|>', "<escape>")
+from ..constrain.call_formats import VALUE_CALLS
+
+_QUOTES = tuple(row.values.quote for row in VALUE_CALLS if row.values.quote)
 _HEAD = re.compile(r"\s*call:([^\s{}]+)\{")
 _KEY = re.compile(r"([^\s:{}\[\],<]+)\s*:\s*")
 _NUMBER = re.compile(r"-?\d+(?P<float>(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[\s,\]}])")

@@ -1,21 +1,18 @@
-"""Sends a tool call's arguments on while the model still writes them.
+"""Sends a tool call's arguments while the model still writes them.
 
-What goes out is the JSON text that the whole call gets, in the same bytes: members in the model's
-order, their values typed by the tool's schema. A string is sent letter by letter, any other value
-once it is whole, and a parameter between tags once its end tag stands there. Nothing goes out before
-the name is known and the first member has begun, so that text which only looks like a call is still
-text. How the text is cut into chunks can't matter.
+The pieces are the bytes of the finished call's JSON. A string goes out letter by letter, any other value when
+it is complete, a parameter between tags at its end tag. Nothing goes out before the first member begins, so
+that text which only looks like a call stays text. How the text is cut into chunks does not matter.
 
-| the call begins with     | format                                             |
-|--------------------------|----------------------------------------------------|
-| `{"name": …, "arguments": {` | JSON, that key first (Hermes, Qwen)            |
-| `<function=NAME>`        | a tag a parameter (Qwen coder)                     |
-| `NAME<arg_key>`          | a tag a key and a value (GLM, LongCat)             |
-| anything else            | not sent on: read when it is whole (tool_calls.py) |
+| the call begins with         | format                                        |
+|------------------------------|-----------------------------------------------|
+| `{"name": …, "arguments": {` | JSON, that key first (Hermes, Qwen)           |
+| `<function=NAME>`            | a tag a parameter (Qwen coder)                |
+| `NAME<arg_key>`              | a tag a key and a value (GLM, LongCat)        |
+| anything else                | read when it is complete (tool_calls.py)      |
 
-A call that breaks off after its arguments began to go out can't be made text any more. It ends as a
-`ToolCallCut`: cut off by the limit of tokens, with all that the model wrote of it; malformed, with the
-members up to there, and the rest of it is text.
+A call that breaks off ends as a `ToolCallCut`: at the limit of tokens with all that the model wrote of it;
+malformed with its complete members, and the rest is text.
 """
 
 from __future__ import annotations

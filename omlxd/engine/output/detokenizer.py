@@ -1,8 +1,7 @@
-"""Tokens into text, one at a time: whole characters only, and nothing of the text lost.
+"""Turns tokens into text, one at a time: complete characters only, and no text lost.
 
-For byte-level BPE, the most common kind, a table of bytes and an incremental UTF-8 decoder: constant
-time a token, and a leading space is kept (mlx-lm's drops it, which a raw completion can't afford).
-For the others, mlx-lm's own.
+Byte-level BPE has a table of bytes and an incremental UTF-8 decoder: constant time a token, and a leading
+space is kept, unlike in mlx-lm's. Other tokenizers have mlx-lm's own.
 """
 
 from __future__ import annotations

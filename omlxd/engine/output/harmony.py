@@ -1,10 +1,9 @@
-"""gpt-oss's output (harmony) into reasoning, answer and calls. Sans-I/O and without a tokenizer.
+"""Splits gpt-oss's output (harmony) into reasoning, answer and calls. Sans-I/O and without a tokenizer.
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
 
-A message is a header, `<|message|>`, a body and a tag that ends it. The prompt ends with
-`<|start|>assistant`, so the output begins inside a header.
+A message is a header, `<|message|>`, a body and a tag that ends it. The output begins inside a header.
 
     the header says              | the body is
     -----------------------------|------------------------------------------------------------
@@ -13,10 +12,8 @@ A message is a header, `<|message|>`, a body and a tag that ends it. The prompt 
     any other recipient          | the arguments of a tool of that name
     commentary, final, none      | answer
 
-Its tags are tokens of their own and come by `control`: the same letters in a text are text, so no
-argument can end its call. What makes no sense is shown: a call without whole arguments, a header that
-never ends, words where a header should begin. A model that is held to a grammar writes no headers at
-all; such text is read by the `Splitter` for other models.
+Tags are tokens and come by `control`, so no argument ends its call. What makes no sense is shown as text. A
+model that is held to a grammar writes no headers: the `Splitter` for other models reads its text.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Which tokens a piece of the answer was made of, for log-probabilities.
+"""Maps pieces of the answer to their tokens, for log-probabilities.
 
-Text is held back, dropped or given back on its way (tags, stop strings, space before a tag), so a
-token's likelihood can't simply go out with it. Tokens are kept here by their place in the raw text,
-then in the answer, and leave with the text that they are the beginning of. The tokens of reasoning,
-tags, calls and of what a stop string cut off leave with nothing.
+Text may be held back, dropped or given back (tags, stop strings, space before a tag). So tokens wait here by
+their place in the raw text, then in the answer, and leave with the text that they begin.
 """
 
 from __future__ import annotations

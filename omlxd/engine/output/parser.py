@@ -1,9 +1,7 @@
-"""A request's tokens into chat events: text, reasoning, tool calls, in order.
+"""Turns a request's tokens into chat events: text, reasoning, tool calls, in order.
 
-One parser serves streams and whole answers alike; it does no I/O and knows no model beyond its
-tokenizer. The way of a token: detokenizer → splitter or harmony (reasoning, answer, calls) → stop strings
-→ events.
-Space beside a tag is no text: it is dropped, as templates put it there themselves.
+One parser serves streams and collected answers; it does no I/O and knows only the tokenizer: detokenizer →
+splitter or harmony → stop strings → events. Space beside a tag is dropped, as templates write it themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from ...chat import (
     ToolCallCut,
     ToolCallDelta,
 )
-from ..constrain.call_formats import called_tool
+from ..constrain.call_formats import CODER, HERMES, called_tool, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
 from .call_writers import LiveCall
@@ -35,8 +33,8 @@ from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Splitter, State, Tags
 from .tool_calls import ToolCallReader
 
-_HERMES = CallTags("<tool_call>", "</tool_call>")
-_BARE_FUNCTION = CallTags("<function=", "</function>", in_text=True)
+_HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
+_BARE_FUNCTION = CallTags(*CODER.inner, in_text=True)
 """Qwen's coders at times leave out the `<tool_call>` around it."""
 
 
@@ -46,11 +44,11 @@ class OutputParser:
     tools               the tools of the request; with none, calls are not looked for
     starts_in_thinking  the prompt ended inside a thinking block
     stop                strings that end the answer; they don't apply to reasoning
-    reasoning           thinking tags are markup; False for a raw prompt, whose text is left alone
+    reasoning           thinking tags are markup; False for a raw prompt
     one_call            the answer ends with its first call
-    must_call           the answer is nothing but calls: of one that is cut off, nothing is text
+    must_call           the answer is nothing but calls: no part of a call that is cut off is text
 
-    stopped           the stop string that was found, or None; from then on there are no events
+    stopped           the stop string that ended the answer, or None
     reasoning_tokens  tokens inside thinking blocks so far, tags not counted
     """
 
@@ -305,10 +303,9 @@ def _new_id() -> str:
 
 @dataclass(slots=True, frozen=True)
 class _Facts:
-    """What the parser needs of a tokenizer; found once for each.
+    """What the parser needs of a tokenizer.
 
-    hidden    ids that are no text outside a call: special tokens that are no tags of ours
-    dropped   ids that are no text anywhere: end of turn, padding
+    hidden    ids that are no text outside a call; dropped: nowhere (end of turn, padding)
     controls  harmony's tags by their ids; empty: another model
     """
 

@@ -99,10 +99,9 @@ class Parser(Protocol):
 class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event or `abandon`.
 
-    stop()   asks the scheduler to end the sequence: a stop string was found, or the one call is made
-    over()   once, when it ends otherwise than by failing or its client's going away
-    learn()  gets what the client was sent of a turn that ended by itself or by its limit of tokens within the
-             answer's text, before its last event
+    stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
+    over()   called once if the request did not fail and its client stayed
+    learn()  gets what the client was sent, before the last event, if the turn may be remembered
     """
 
     def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):

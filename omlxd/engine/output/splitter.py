@@ -1,4 +1,4 @@
-"""Generated text into reasoning, answer and calls, by its tags. Sans-I/O and without a tokenizer.
+"""Splits generated text into reasoning, answer and calls by its tags. Sans-I/O and without a tokenizer.
 
     state      | sees               | then
     -----------|--------------------|-----------------------------------------------------------
@@ -9,11 +9,10 @@
     REASONING  | think end          | ANSWER
                | think start        | dropped at the block's beginning, else text
                | the output's end   | calls at the block's end are made, if the model ended it
-    CALL       | call end           | a call, or its whole text as answer; ANSWER
-               | the output's end   | a call, a cut call, or its whole text as answer
+    CALL       | call end           | a call, or its text as answer; ANSWER
+               | the output's end   | a call, a cut call, or its text as answer
 
-Only what may be the beginning of a tag is held back, at most the longest tag less one letter. How the
-text is cut into chunks can't matter: a decision is taken only where the text up to it decides.
+Only what may be the beginning of a tag is held back. How the text is cut into chunks does not matter.
 """
 
 from __future__ import annotations
@@ -60,15 +59,13 @@ class Tags:
 class Sink(Protocol):
     """What a `Splitter` calls, in the text's order.
 
-    answer, reasoning  text; space at the beginning of a block is already dropped
-    call_begins        text of a call follows, by `call_text`, or of what looks like one
-    call               whether `text` was a call; if not, the splitter gives it back as answer
-    call_breaks        the output ends in a call that has no end: whether it is dealt with
-    call_holds         whether a call that has begun to go out stands inside a string, in which an end
-                       tag may be text
-    call_resumes       whether that call is whole with `text` behind it, from that end tag on; None: it
-                       is in a string still
-    call_broken        it ended at that end tag
+    answer, reasoning  text, without space at the beginning of a block
+    call_begins        what looks like a call follows, by `call_text`
+    call               whether `text` was a call; if not, the splitter shows it as answer
+    call_breaks        the output ends in a call without its end tag: return whether nothing of it is text
+    call_holds         whether a call that is being sent is inside a string, where an end tag may be text
+    call_resumes       whether `text`, after that end tag, completes it; None: it is still in a string
+    call_broken        the call ended at that end tag
     is_call            whether `text` would be a call
     boundary           a block of reasoning begins or ends here
     """

@@ -1,9 +1,8 @@
-"""The text of a tool call into a name and typed arguments.
+"""Reads the text of a tool call: a name and arguments, typed by the tool's schema.
 
-Read here are the formats that their first letters tell apart, values typed by the tool's schema: JSON, a
-tag a parameter (engine/constrain/call_formats.py), Gemma's and Python's (call_languages.py). All others go
-to the parser that mlx-lm has for the model. Text that is no call gives None, never an exception, and is
-then shown."""
+JSON, tags (call_formats.py), Gemma's and Python's (call_languages.py) are known by their beginning; mlx-lm's
+parser for the model reads others. Text that is no call gives None, never an exception, and is shown.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...chat import Tool
-from ..constrain.call_formats import READINGS, TagReading
+from ..constrain.call_formats import READINGS, VALUE_CALLS, TagReading
 from ..constrain.json_schema import Unenforceable, branches, resolved
 from ..prompt.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
@@ -65,10 +64,11 @@ class ToolCallReader:
         """By its looks. mlx-lm's parsers would fill a cut-off call's gaps with guesses."""
         if tags := next((tags for tags in READINGS if tags.fits(text)), None):
             return (lambda text: self._tagged(tags, text), self._json)
-        if text.startswith("call:"):
-            return (gemma_calls, self._by_mlx_lm)
-        if text.startswith("["):
-            return (self._json, lambda text: pythonic_calls(text, self.properties))
+        for row in VALUE_CALLS:
+            if text.startswith(row.begins):
+                if row.python:
+                    return (self._json, lambda text: pythonic_calls(text, self.properties))
+                return (gemma_calls, self._by_mlx_lm)
         if text in self._tools:  # a call without arguments, where those would have tags
             return (lambda name: [(name, {})],)
         return (self._json, self._by_mlx_lm)

@@ -1,17 +1,13 @@
-"""Which conversation a request goes on with, and whose branch it must not push out of the cache.
+"""Says which conversation a request continues, and whose branch it must not push out of the cache.
 
-A session is one client's conversation; a client that names none gets one by its first messages. It has
-branches: each a line of requests that extend one another in canonical form (canonical.py). A request
-extends the branch whose last request is a beginning of it; where none is, it begins a branch. Two
-requests of one session at once are two branches, or the same twice.
+A session is one client's conversation, named or known by its first messages. A branch is a line of requests
+that extend one another in canonical form (canonical.py); a request that extends none begins a branch.
 
-A sub-agent's branch has a parent: that of the agent which started it, by the client's own headers, or
-where they say nothing the session's longest branch with other tools and system messages. While a
-sub-agent's request runs its parent's blocks are held, and made recent again at its end
-(engine/kvio/bridge.py): what the sub-agent leaves behind goes first.
+A sub-agent's branch has a parent: by the client's headers, else the session's longest branch with other
+tools and system messages. While the sub-agent runs its parent's blocks are pinned, and made recent at its end
+(engine/kvio/bridge.py), so that the sub-agent's blocks are evicted first.
 
-Nothing here decides what is reused: that, the tokens do. Where a request extends a branch and its
-tokens don't, something has changed them that should not have: that is counted, with the place.
+Tokens alone decide what is reused. A request that extends a branch whose tokens differ is counted.
 """
 
 from __future__ import annotations
@@ -56,11 +52,11 @@ class Branch:
 
 @dataclass(slots=True, frozen=True)
 class Lineage:
-    """What a request says of where it belongs.
+    """Where a request says that it belongs.
 
     chain    digests of its beginnings
     heads    system messages that it begins with
-    hashes   of its prompt's blocks; they may grow by its output's
+    hashes   of its prompt's blocks; its output's may follow
     """
 
     session: tuple[str, str]
@@ -77,11 +73,11 @@ class Lineage:
 
 @dataclass(slots=True, frozen=True)
 class Standing:
-    """Where a request stands.
+    """What a request continues.
 
-    extends      it goes on with a branch that is known
-    rejected_at  block from which its tokens differ from the branch's, though it extends it; None: none
-    pins         blocks of its parent's branch
+    extends      a branch
+    rejected_at  block from which its tokens differ from that branch's; None: they don't
+    pins         blocks of the parent's branch
     """
 
     extends: bool = False

@@ -1,24 +1,21 @@
 """Splices turns as they were generated in place of what a template makes of their echoes.
 
-The template is applied once more with a sentinel (template.py) instead of each such turn's text, and the text
-is cut at the sentinels:
+The template is applied with a sentinel (template.py) instead of each such turn's text, and the text is cut
+there:
 
     … <|im_end|>\\n<|im_start|>assistant\\n ⟨number⟩ <tool_call>…</tool_call><|im_end|>\\n<|im_start|>user …
     └── gap ────┘└─── header ─────────┘          └─ the echo's calls ─┘└─ next gap …
 
-The prompt begins with the first gap; behind a gap comes the prompt to answer, as the template writes
-it, then the turn's own tokens, then the next gap from the token on that ends the turn. It is proven,
-for every turn and every request:
+The prompt is the first gap, the prompt to answer, the turn's own tokens, then the next gap from the token on
+that ends the turn. Three things are proven for every turn and request:
 
-- gap and prompt to answer, tokenised, give the very tokens that the turn was generated from (by
-  digest): so the header was told from the gap rightly, and everything before is right too;
-- nothing of the next message stands between a sentinel and the end of its turn: a second one stands in
-  the middle of that message; where it has no text, no control token stands before the end of a turn
-  without calls;
-- the gaps stand in the template's text of the conversation as it was sent, in order, the first at its
-  beginning and the last at its end: so the sentinels changed nothing else.
+- gap and prompt to answer tokenise to the tokens that the turn was generated from (by digest);
+- nothing of the next message stands between a sentinel and the end of its turn: that message has a guard in
+  its middle, or, without text, no control token precedes the end of a turn without calls;
+- the gaps stand in the template's text of the conversation as it was sent, in order, from beginning to end:
+  the sentinels changed nothing else.
 
-Where a proof fails the turn stays as the template renders it, and the reason is counted.
+A turn whose proof fails stays as the template renders it, and the reason is counted.
 """
 
 from __future__ import annotations

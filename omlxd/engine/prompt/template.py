@@ -1,14 +1,13 @@
-"""Applies a model's chat template: from a conversation to text. No tokens here.
+"""Applies a model's chat template: from a conversation to text.
 
-What the template can't take is probed at load time (template_traits.py) and written in another way
-(messages.py).
+What a template can't take (template_traits.py) is written in another way (messages.py).
 
-Sentinels keep control tokens that somebody typed from being read as such. `<|im_end|>` in a file that a
-tool has read must not end the turn: a sentinel goes behind its first letter before the template is applied,
-and the rendered text is cut there before it is tokenised, so the tokenizer never sees the token. Sentinels
-are the 32 code points from U+FDD0 on, which Unicode keeps free of characters; one is used that the prompt
-doesn't hold. Only tokens that the tokenizer calls `special` are treated so: `<think>` or `<tool_call>` may
-be text, and templates look for them in an assistant's content."""
+Sentinels keep control tokens within messages from being read as such: `<|im_end|>` in a file must not end the
+turn. A sentinel goes after the first letter of such a token before the template is applied, and the text is
+cut there before it is tokenised. Sentinels are code points from U+FDD0 on, which Unicode reserves; one is
+used that the prompt does not hold. Only `special` tokens are treated so: templates look for `<think>` or
+`<tool_call>` in an assistant's content.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +99,9 @@ class Text:
 
 
 class Renderer:
-    """One tokenizer's template. Thread-safe.
+    """Renders with one tokenizer's template. Thread-safe.
 
-    traits   what it takes
+    traits   what the template takes
     cuttable the tokenizer takes a text in pieces
     hoist    system messages before the first answer go to the head
     """
@@ -173,9 +172,9 @@ class Renderer:
         inputs: list[Any],
         applied: Callable[..., str],
     ) -> Text:
-        """The text with sentinels in the messages' control tokens, if the template lets them through.
+        """Return the text with sentinels in the messages' control tokens, if the template lets them through.
 
-        plain   as the template writes it without them; None: it refuses
+        plain   the text without sentinels; None: the template refuses
         inputs  messages, tools and arguments
         Raises InvalidRequest for a text that holds all sentinels.
         """

@@ -1,11 +1,10 @@
 """Renders chat templates in a process of its own: `python template_child.py`, frames in, frames out.
 
-A template is a program out of a model's folder, so it may loop, or ask for more memory than there is.
-Here it costs one request. The environment is transformers' own (`_compile_jinja_template`), written
-again because importing transformers takes a second and 60 MB; a test compares the two.
+A template is a program from a model's folder and may loop or take all memory; here it costs one request. The
+environment is transformers' own (`_compile_jinja_template`), copied because importing transformers takes a
+second and 60 MB; a test compares them.
 
-Frame: four bytes of length, little-endian, then MessagePack. In: (template, variables). Out: (text, "") or
-("", why not).
+Frame: four bytes of length, little-endian, then MessagePack. In: (template, variables). Out: (text, reason).
 """
 
 from __future__ import annotations

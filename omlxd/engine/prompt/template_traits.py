@@ -1,8 +1,7 @@
-"""What a model's chat template can take, found by rendering small conversations at load time.
+"""Finds what a model's chat template can take, by rendering small conversations at load time.
 
-Templates are programs that their authors tested on their own conversations. Some raise on a system
-message in the middle, some drop a role without a word. A probe says that a template takes a feature
-when it renders without an error and every word of the probe stands in the text, in order.
+Some templates raise on a system message in the middle, some drop a role. A template takes a feature if it
+renders the probe without an error and with all of its words, in order.
 """
 
 from __future__ import annotations

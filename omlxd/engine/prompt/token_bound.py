@@ -1,13 +1,10 @@
-"""The fewest tokens that a text can have, by its bytes alone: a huge text is refused before it is read.
+"""Bounds the tokens of a text from below by its bytes: a huge text is refused before it is read.
 
-A byte-level BPE drops nothing of a text, so each token stands for at most as many bytes as the
-vocabulary's longest. Runs of spaces or dashes are tokens of 128 bytes and more in many vocabularies, so
-bytes of words are counted by themselves, against the token that holds most of them. What normalises a
-text may shrink it first: NFC to a third, NFKC to a quarter. Where a tokenizer may drop text, or make one
-unknown token of much, nothing is known.
+Byte-level BPE drops nothing, so a token has at most as many bytes as the vocabulary's longest. Runs of spaces
+or dashes are long tokens in many vocabularies, so bytes of words are counted by themselves. Normalising may
+shrink a text first: NFC to a third, NFKC to a quarter. A tokenizer that may drop text has no bound.
 
-Texts are cut where no token of the vocabulary spans the cut: what BPE or a unigram model makes of the
-whole is then what it makes of the parts.
+Texts are cut where no token of the vocabulary spans the cut: the parts then have the tokens of the text.
 """
 
 from __future__ import annotations

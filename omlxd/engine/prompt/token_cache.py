@@ -1,8 +1,7 @@
-"""Tokens of a text, remembered by segment: a longer text of the same beginning tokenises only its end.
+"""Remembers tokens of a text by segment: a longer text of the same beginning tokenises only its end.
 
-A text is cut before every added token (`<|im_start|>` and its like). Hugging Face's tokenizers split
-there before they do anything else: normaliser, pre-tokenizer and model see each piece alone, so no
-merge crosses a cut and the ids of the segments are the ids of the whole. Which added tokens cut:
+A text is cut before every added token (`<|im_start|>` and its like). Hugging Face's tokenizers split there
+first, so no merge crosses a cut. Which added tokens cut:
 
 | added token                              | why                                                   |
 |------------------------------------------|-------------------------------------------------------|
@@ -11,16 +10,11 @@ merge crosses a cut and the ids of the segments are the ids of the whole. Which 
 | begins or ends with a space or a letter  | no: a neighbour's spaces, or word border, may be in it |
 | every other                              | yes, where a leftmost-longest match over all finds it |
 
-A segment begins with its token, so the text behind it stands at no text's start, as in the whole:
-some sentencepiece-like pre-tokenizers write a space before the first word of a text alone. Whether
-all of it holds for a tokenizer is probed when it is loaded; where not, texts are tokenised whole.
+A segment begins with its token, so its text is at no text's start, where some pre-tokenizers write a space.
+All of this is probed at load time; where it does not hold, texts are tokenised in one piece. A segment of
+more than `PIECE_CHARS` is cut too (token_bound.py), so that a text too long for the model is noticed early.
 
-A segment of more than `PIECE_CHARS` is tokenised in pieces as well (token_bound.py says where it may be
-cut, and each cut is tried on the text around it), so that a text too long for the model is noticed
-before all of it has been read.
-
-`tools/bench/tokenise.py` on the demo's tokenizer and 96k tokens of a recorded session tells what it
-is worth: ratios of the whole text's time.
+Figures: `tools/bench/tokenise.py`.
 """
 
 from __future__ import annotations
@@ -60,9 +54,9 @@ _PROBE_WORDS = ("", " ", "a", " b ", "\n", "word", "  x  y", "1", "é", "\u2581"
 class TokenCache:
     """Thread-safe. `tokenizer`: mlx-lm's TokenizerWrapper.
 
-    cuts    texts are cut; else each is tokenised whole
+    cuts    texts are cut
     joins   a text may be cut anywhere: the second piece gets no space of its own
-    hits, misses   tokens that were remembered, and that were not, since the start
+    hits, misses   tokens that were remembered, and not
     """
 
     def __init__(self, tokenizer: Any, max_bytes: int = CACHE_BYTES):
@@ -92,11 +86,10 @@ class TokenCache:
         return self._segments.cost
 
     def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
-        """The ids of `text`: those of transformers' own `encode`, to the last one.
+        """Return the ids of `text`, as transformers' own `encode` gives them.
 
         special  add what the tokenizer puts around a text
-        most     raise PromptTooLong as soon as there are twice as many ids: clients shorten a prompt by
-                 the figure that they get, so a smaller excess is counted to its end
+        most     raise PromptTooLong at twice as many ids; a smaller excess is counted to its end, for clients
         Raises InvalidRequest for a text that the tokenizer can't read, or not at one go.
         """
         around = self._around if special else ([], [])

@@ -1,21 +1,18 @@
 """Keeps assistant turns as they were generated, for clients that echo them in another shape.
 
-A client sends an assistant's turn back without its thinking, or with its calls' arguments written anew; a
-template may strip old thinking itself. Rendered from that, the turn has other tokens than those that were
-generated, and the cached prefix ends there. So the generated tokens are spliced into the prompt
-(engine/prompt/splice.py) where all of this holds:
+A client drops a turn's thinking or writes its calls anew, and a template may strip old thinking. The turn
+then has other tokens than it was generated with, and the cached prefix ends there. So the generated tokens
+are spliced into the prompt (engine/prompt/splice.py) where all of this holds:
 
-- the same scope (session and cache salt), the same canonical conversation before it;
+- the scope (session and cache salt) and the canonical conversation before it are the same;
 - the echo's text and calls are those that the client was sent; its thinking too, if it has any;
 - the prompt that the turn was generated from is, token for token, the prompt that is being built.
 
-The model sees nothing that it did not write itself or that the client did not send; a turn that the client
-has edited is rendered as sent. Remembered are turns that ended by themselves and answers that a limit of
-tokens cut; not those cut within thinking or a call, nor by a stop string, by time or by a client that left.
+A turn that the client edited is rendered as sent. Not remembered are turns cut within thinking or a call, by
+a stop string, by time or by a client that left.
 
-The entry of a place is also written beside the KV (engine/prompt/turn_store.py), so that a session outlives
-its engine. The file of a place is removed before an answer there begins and written again with the answer: no
-crash leaves a file that an answer has overtaken.
+A place's entry is also a file (engine/prompt/turn_store.py), so that a session outlives its engine. The file
+is removed before an answer begins there and written again after it: no crash leaves an outdated file.
 """
 
 from __future__ import annotations
@@ -65,9 +62,8 @@ Said = tuple[Digest, Digest | None]
 class Turn:
     """A turn that the model wrote.
 
-    prompt         digest of the tokens it was generated from, `prompt_length` of them
-    tokens         what was generated, without the token that ended the turn
-    prompt_and_turn  digest of both
+    prompt           digest of the `prompt_length` tokens it was generated from; prompt_and_turn: of both
+    tokens           what was generated, without the token that ended the turn
     """
 
     prompt: Digest
@@ -111,9 +107,8 @@ REASONS = ("edited", "thinking_edited", "ambiguous", "prefix", "template", "too_
 """Why a turn is rendered as the client sent it, though one was generated at its place:
 
 edited, thinking_edited  the client changed its text or calls, or its thinking
-ambiguous                two conversations without a name look the same, and theirs differed; the client
-                         sent no thinking that tells them apart
-prefix                   what stands before it has other tokens than it was generated from
+ambiguous                two conversations without a name look the same, and their turns differ
+prefix                   the tokens before it differ from those that it was generated from
 template                 the template's text can't be told apart around it
 too_long                 the prompt would no longer fit
 """
@@ -145,12 +140,11 @@ class Files(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What is known of one place.
+    """The turns of one place.
 
-    turns      by what was sent, the newest last; None: two conversations without a name were sent the same
-               there, and it was not generated alike
-    begun      answers that were begun there, one if its file was found; answering: that have not ended
-    on_disk    its file is in place, and holds `turns`; unsaved: it is to be written; writing: it is being
+    turns      by what was sent, the newest last; None: two conversations look alike, and their turns differ
+    begun      answers that were begun there; answering: that have not ended
+    on_disk    its file is in place, and holds `turns`; unsaved: it must be written; writing: it is being
     """
 
     turns: dict[Said, Turn | None] = field(default_factory=dict)

@@ -1,14 +1,10 @@
-"""Remembered turns on disk, so that a session goes on after its engine or the daemon has died.
+"""Keeps remembered turns on disk, so that a session goes on after its engine or the daemon has died.
 
-One record (kv/files/record_file.py) a place, beside the KV that it is good for: token ids and digests, no
-text. Its name is a digest of all that a place is, so that nothing is looked for and nothing is listed:
-session, cache salt, the conversation before it, and the tokenizer, without which token ids mean nothing. What
-else decides their meaning, the namespace stands for, in whose folder it lies.
+One record (kv/files/record_file.py) a place, beside its KV: token ids and digests, no text. Its name is a
+digest of the place and the tokenizer, so nothing is searched; the namespace's folder stands for the rest.
 
-A record takes a page of the cold tier's cap, that of a long answer more, and `MOST_BYTES` at most. Writing
-is the block writers' work, which nobody waits for: what the queue, the disk or the cap refuses is not
-written, and counted. A record that is missing, damaged, of another version or of nonsense is no record: the
-turn is then rendered as the client sent it.
+The block writers write it, and nobody waits: what the queue, the disk or the cap refuses is counted. A record
+that is missing or fails a check is no record: the turn is rendered as the client sent it.
 """
 
 from __future__ import annotations
