@@ -45,6 +45,9 @@ starts, and `omlxd cache clear` holds the folder while it removes files."""
 RETRY_S = 0.05
 
 
+LOOK_S = 10.0
+"""How often somebody looks whether the folder is still there."""
+
 LEASE_SHARE = 64
 """What is more than one part in so many of the cap is granted a file at a time: a lease evicts others before
 it is used.
@@ -73,6 +76,7 @@ class ColdLedger:
         self._opening: asyncio.Future[str] | None = None
         self._awaited = threading.Event()
         self._closing = False
+        self._looking: asyncio.Task[None] | None = None
 
     async def claim(self) -> LedgerBusy | OSError | None:
         """Lock the folder; None, or why that can't be. Called again, it gives the same answer."""
@@ -126,10 +130,16 @@ class ColdLedger:
         else:
             # Before anything that an engine will say, as none was told of the folder yet.
             self._thread.submit(self._take_stock_here, self._ledger)
+            self._looking = asyncio.create_task(self._look(), name="cold-ledger-look")
             return str(self._root)
         log.warning("serving without the SSD cache: %s can't be used: %s", self._root, reason)
         self._ledger = None
         return ""
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.submit(Ledger.check_folder)
 
     def _try_out(self, ledger: Ledger) -> None:
         try:
@@ -224,6 +234,8 @@ class ColdLedger:
         """Settle what is queued, then give up the lock."""
         self._closing = True
         self.hurry()
+        if self._looking is not None:
+            self._looking.cancel()
         if self._ledger is not None:
             await self._call(self._ledger.close)
         self._thread.shutdown(wait=False)

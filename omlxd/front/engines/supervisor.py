@@ -173,6 +173,7 @@ class Supervisor:
         self._lives: asyncio.Task[None] | None = None
         self._spawning: asyncio.Task[wire.Load] | None = None
         self._gone: asyncio.Future[None] | None = None
+        self._reaping: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> State:
@@ -263,6 +264,8 @@ class Supervisor:
             self._lives.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._lives
+        if self._reaping is not None:
+            await self._reaping
         self._settle_gone()
 
     def _settle_gone(self) -> None:
@@ -360,9 +363,7 @@ class Supervisor:
             for task in (watching, life.admission):
                 if task is not None:
                     task.cancel()
-            if life.account is not None:
-                life.account.process_ended()
-            in_background(link.close())  # Requests in flight fail now, before the process is reaped.
+            self._reaping = in_background(_reap(life))  # Requests in flight fail now, before that.
             self.link = None
         self.restarts.stalls = min(self.restarts.stalls + 1, MOST_STALLS) if life.stalled else 0
         if life.refused is not None:
@@ -463,3 +464,10 @@ def _quoted(words: str) -> str:
     """The engine's last line, for an error that a client sees; the log has all lines."""
     lines = [line for line in words.splitlines() if line.strip()]
     return f"; its last words were: {lines[-1].strip()[:300]}" if lines else ""
+
+
+async def _reap(life: _Life) -> None:
+    """End the process, then take back what it was granted: until then it may write."""
+    await life.link.close()
+    if life.account is not None:
+        life.account.process_ended()

@@ -188,10 +188,12 @@ class Ledger:
             log.warning("SSD cache on: the folder %s is back", self.root)
         return not self._away
 
-    def check_folder(self) -> None:
-        """Notice that the folder is away, or back, and count what engines left that could not be counted."""
-        if (self._has_stock or self._away) and self._is_here():
+    def check_folder(self) -> bool:
+        """Notice that the folder is away or back, and count what dead engines left. False: not usable."""
+        usable = (self._has_stock or self._away) and self._is_here()
+        if usable:
             self._settle_gone()
+        return usable
 
     def close(self) -> None:
         """Give up the lock."""
@@ -268,9 +270,8 @@ class Ledger:
 
     def reserve(self, nbytes: int) -> int:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
-        if nbytes <= 0 or not (self._has_stock or self._away) or not self._is_here():
+        if nbytes <= 0 or not self.check_folder():
             return 0
-        self._settle_gone()
         if self._reserved + nbytes > self.cap:
             return 0  # What others were granted can't be evicted.
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.

@@ -111,6 +111,30 @@ async def test_a_walk_rests_until_somebody_waits_for_it(tmp_path: Path, monkeypa
     Ledger(tmp_path, CAP).lock()
 
 
+async def test_a_folder_that_goes_and_comes_back_is_noticed_while_nobody_asks_for_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cold_ledger, "LOOK_S", 0.01)
+    root, aside, looked = tmp_path / "cache", tmp_path / "aside", list[str]()
+    cold = ColdLedger(root, CAP)
+    assert await cold.open() == str(root)
+    stat = os.stat
+
+    def noted(path: str, *args: object, **named: bool) -> os.stat_result:
+        if str(path).startswith(str(root)):
+            looked.append(threading.current_thread().name)
+        return stat(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", noted)
+    for away in (1, 0):
+        root.rename(aside) if away else aside.rename(root)
+        async with asyncio.timeout(60):
+            while (stats := cold.peek()) is None or stats.folder_away != away:
+                await asyncio.sleep(0.01)
+    assert looked and all(thread.startswith("cold-ledger") for thread in looked), "not on the event loop"
+    await cold.close()
+
+
 def test_a_lock_alone_grants_nothing(tmp_path: Path):
     ledger = Ledger(tmp_path, CAP)
     ledger.lock()

@@ -132,6 +132,30 @@ class FakeLink:
         self.kill()
 
 
+class FakeAccount:
+    """Of one engine's grants, which it may use while its process lives."""
+
+    def __init__(self, machine: Machine):
+        self.machine, self.link, self.is_settled = machine, machine.links[-1], False
+        machine.accounts.append(self)
+
+    def model_loaded(self, namespace: str, model_path: str) -> None:
+        pass
+
+    def process_ended(self) -> None:
+        if self.is_settled or not self.link.ended.is_set():
+            self.machine.errors.append("a grant came back twice, or while its engine may write")
+        self.is_settled = True
+
+
+class FakeCold:
+    def __init__(self, machine: Machine):
+        self.machine = machine
+
+    def account(self, reply: Any, pid: int) -> FakeAccount:
+        return FakeAccount(self.machine)
+
+
 class Machine(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, 8))
     def begin(self, slots: int) -> None:
@@ -140,6 +164,7 @@ class Machine(RuleBasedStateMachine):
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.asked: dict[int, Asked] = {}
         self.links: list[FakeLink] = []
+        self.accounts: list[FakeAccount] = []
         self.refusal: Exception | None = None
         self.may_spawn = asyncio.Event()
         self.loads: list[asyncio.Task[None]] = []
@@ -147,8 +172,9 @@ class Machine(RuleBasedStateMachine):
         self.run(self.make(slots))
 
     async def make(self, slots: int) -> None:
+        cold: Any = FakeCold(self)
         self.made = EngineProcess(
-            "m", self.spawn, max_concurrent=slots, backoff_s=(0.0,), hold_s=0.0, stall_s=0.0
+            "m", self.spawn, max_concurrent=slots, backoff_s=(0.0,), hold_s=0.0, stall_s=0.0, cold=cold
         )
 
     async def spawn(self) -> tuple[FakeLink, wire.Load]:
@@ -334,6 +360,14 @@ class Machine(RuleBasedStateMachine):
         self.ticks(ticks)
 
     @precondition(lambda self: self.link)
+    @rule(ticks=TICKS)
+    def closes_its_socket(self, ticks: int) -> None:
+        """And runs on."""
+        assert self.link is not None
+        self.link.inbox.put_nowait(None)
+        self.ticks(ticks)
+
+    @precondition(lambda self: self.link)
     @rule()
     def freezes(self) -> None:
         assert self.link is not None
@@ -395,6 +429,7 @@ class Machine(RuleBasedStateMachine):
             with contextlib.suppress(OmlxdError):
                 task.result()
         assert all(link.ended.is_set() for link in self.links), "an orphan"
+        assert all(account.is_settled for account in self.accounts), "a grant leaked"
         assert not self.errors, self.errors
         self.loop.close()
 
