@@ -80,6 +80,7 @@ class Budget(Struct, frozen=True, tag="budget"):
     most    as `live`, if no other engine were there
     freed   of freed arrays that MLX keeps for reuse
     ticket  of the `Wants` that it answers; 0: none
+    float32 at its load: on a CPU, weights may be made float32
     """
 
     hot: int | None = None
@@ -87,6 +88,7 @@ class Budget(Struct, frozen=True, tag="budget"):
     most: int | None = None
     freed: int | None = None
     ticket: int = 0
+    float32: bool = False
 
 
 class Load(Struct, frozen=True, tag="load"):
@@ -258,6 +260,7 @@ class ModelInfo(Struct, frozen=True):
     supports_thinking: bool = False
     note: str = ""
     token_bytes: TokenBytes = TokenBytes()
+    speed: str = ""
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

@@ -18,6 +18,7 @@ from .values import Bytes, FileBytes, Limit, Seconds, Stay, expected
 BlockSize = Literal[16, 32, 64, 128, 256, 512, 1024]
 KvBits = Literal[0, 4, 8]
 KvGroup = Literal[32, 64, 128]
+CpuWeights = Literal["auto", "as-stored"]
 Hoist = Literal["auto", "always", "never"]
 """What becomes of system messages before the first assistant's turn."""
 Slots = Annotated[int, Meta(ge=1, le=1024)]
@@ -58,6 +59,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: BlockSize | None = None
     kv_bits: KvBits | None = None
     kv_group_size: KvGroup | None = None
+    cpu_weights: CpuWeights | None = None
     no_cache: bool | None = None
     max_concurrent_requests: Slots | None = None
     healing: bool | None = None
@@ -107,6 +109,10 @@ _HELP = {
     "that 16 does, 4 about a quarter, and answers change; 0: as the model computes "
     "it",
     "kv_group_size": "numbers that share a scale with --kv-bits; must divide the width of the model's heads",
+    "cpu_weights": "on a CPU: auto makes weights float32, which is many times faster, when they take "
+    "at most half of the free memory; as-stored: never",
+    "cpu_blas": "on a Linux CPU: auto has OpenBLAS compute matrix products, if it is installed; "
+    "off: MLX's own BLAS, which is slow",
     "no_cache": "compute every prompt from its first token: no RAM cache, no SSD cache",
     "max_concurrent_requests": "requests that decode at the same time; more wait their turn",
     "request_timeout": "longest that a request may take, as 600 (seconds) or 1h; its answer then ends "
@@ -193,6 +199,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[BlockSize, _option("block_size", "N=64")]
     kv_bits: Annotated[KvBits, _option("kv_bits", "N=0")]
     kv_group_size: Annotated[KvGroup, _option("kv_group_size", "N=64")]
+    cpu_weights: Annotated[CpuWeights, _option("cpu_weights", "WHAT=auto")]
+    cpu_blas: Annotated[Literal["auto", "off"], _option("cpu_blas", "WHAT=auto")]
     no_cache: Annotated[bool, _option("no_cache", "")]
     max_concurrent_requests: Annotated[int, Meta(ge=1, le=1024), _option("max_concurrent_requests", "N=8")]
     request_timeout: Annotated[Limit, _option("request_timeout", "TIME=1h")]

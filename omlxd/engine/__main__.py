@@ -35,6 +35,7 @@ import tempfile
 import threading
 
 from ..common.private_trace import LineFormatter
+from . import blas
 
 DEFAULTS = {"MLX_CUDA_GRAPH_CACHE_SIZE": "4000", "MLX_ENABLE_TF32": "0"}
 
@@ -65,12 +66,16 @@ def use_own_temporary_folder() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
-    fd = parser.parse_args().fd
+    parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
+    args = parser.parse_args()
+    fd = args.fd
     _log_to_stderr()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
     use_own_temporary_folder()
     _die_with_parent()
     set_backend_defaults()
+    if not args.mlx_blas:
+        blas.put_first()
     # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=fd)

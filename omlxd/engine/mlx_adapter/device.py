@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import blas
+
 SAFETENSORS_DTYPE = {
     mx.float32: "F32",
     mx.float16: "F16",
@@ -31,8 +33,11 @@ def compute_dtype(dtype: str) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """What computes the KV: part of the namespace, since a release may mend a model."""
-    return {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "backend": backend()}
+    """What computes the KV: part of the namespace, since a release may mend a model, and a BLAS may round
+    otherwise than another one."""
+    kind = backend()
+    computes = f"{kind} {blas.name()}" if kind == "cpu" and blas.name() else kind
+    return {"mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "backend": computes}
 
 
 def backend() -> str:

@@ -63,6 +63,7 @@ class LoadedModel:
     """A model ready to run.
 
     hook     runs between its layers
+    float32  its weights are float32, and are not so in its files
     layout   its per-token KV; without groups when it keeps none
     states   its state that exists only at a position; without tensors when it keeps none
     Both None: its KV can't be reused, and `kv_reuse` says why.
@@ -79,22 +80,24 @@ class LoadedModel:
     kv_reuse: str
     batchable: bool
     hook: LayerHook = field(default_factory=LayerHook)
+    float32: bool = False
 
     @property
     def model_type(self) -> str:
         return str(self.config.get("model_type", "unknown"))
 
 
-def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
+def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
-    kv  keep per-token KV so; None: in the model's own type
+    kv       keep per-token KV so; None: in the model's own type
+    float32  make the weights float32
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not
     possible, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model, tokenizer, config = _read(path)
+    model, tokenizer, config, converted = _read(path, float32)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -113,21 +116,47 @@ def load(path: Path, kv: Quantisation | None = None) -> LoadedModel:
         kv_reuse=obstacle,
         batchable=is_batchable(cache),
         hook=LayerHook(model),
+        float32=converted,
     )
 
 
-def _read(path: Path) -> tuple[Any, TokenizerWrapper, dict[str, Any]]:
-    """Model, tokenizer and config, as mlx-lm's own `load` gives them.
+def _read(path: Path, float32: bool) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
+    """Model, tokenizer and config, as mlx-lm's own `load` gives them; whether weights became float32.
 
     The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
     computes without Python's lock. Modules of models are imported by this thread, before: they may
     hold arrays, and MLX's streams are a thread's own.
     """
     model, config = mlx_load_model(path, lazy=True)
+    converted = float32 and make_float32(model)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:
         tokenizer = aside.submit(mlx_load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))
         mx.eval(model.parameters())
-        return model, tokenizer.result(), config
+        return model, tokenizer.result(), config, converted
+
+
+def make_float32(model: Any) -> bool:
+    """Make the weights of `model` float32, lazily; whether that changes any. Quantised experts stay packed.
+
+    A CPU's quantised and 16-bit products use no BLAS. SmolLM2-135M, prefill in chunks of 64 with OpenBLAS,
+    two virtual CPUs that others use as well, tokens a second: float32 36, float16 5, 4 bits 2.
+    """
+    plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
+    before = tree_bytes(model.parameters())
+    for _, module in model.named_modules():
+        if (kind := plain.get(type(module))) is None:
+            continue
+        packed = [module.pop(name, None) for name in ("weight", "scales", "biases")]
+        # Affine scales are floats, and a product in their 16 bits would round; others are bytes.
+        packed[1:] = [
+            a.astype(mx.float32) if a is not None and a.dtype != mx.uint8 else a for a in packed[1:]
+        ]
+        module.weight = mx.dequantize(
+            *packed, group_size=module.group_size, bits=module.bits, mode=module.mode
+        )
+        module.__class__ = kind
+    model.set_dtype(mx.float32)
+    return tree_bytes(model.parameters()) != before
 
 
 def load_tokenizer(path: Path) -> TokenizerWrapper:

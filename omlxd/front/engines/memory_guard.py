@@ -86,6 +86,8 @@ LOOK_S = 2.0
 """Seconds between two looks at what engines hold, while they work."""
 QUIET_S = 10.0
 """Seconds without a request after which an engine's allocation no longer changes."""
+FLOAT32_FRACTION = 0.5
+"""Of the memory that is free: a CPU's weights are made float32 if they take no more. The rest is for KV."""
 SHRINK_TRIES = 5
 SHRINK_S = 0.2
 UNGUARDED = 1 << 62
@@ -150,10 +152,12 @@ class MemoryGuard:
         self._device = device
         for of_the_last_process in (self._claims, self._allocations, self._sent):
             of_the_last_process.pop(engine.model_id, None)
+        engine.float32 = False
         self.check_ever(engine)
+        engine.float32 = await self._has_room_for_float32(engine, device)
         prints = engine.footprint
         if self.memory_limit_bytes == 0 or prints is None:
-            return Budget()
+            return Budget(float32=engine.float32)
         need = self.need(engine.model_id, prints)
         deadline = time.monotonic() + self._wait_s
         shrunk = 0
@@ -173,9 +177,10 @@ class MemoryGuard:
                 else:
                     self._claims[engine.model_id] = need
                     if not self._divides(len(self._pool.others(None))):
-                        return Budget()
+                        return Budget(float32=engine.float32)
                     most = self._most(device) - PROCESS_BYTES
-                    budget = Budget(live=max(0, min(most, free - PROCESS_BYTES)), most=most)
+                    live = max(0, min(most, free - PROCESS_BYTES))
+                    budget = Budget(live=live, most=most, float32=engine.float32)
                     self._sent[engine.model_id] = budget
                     return budget
             # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
@@ -188,6 +193,12 @@ class MemoryGuard:
                     retry_after=15,
                 )
             await asyncio.sleep(SHRINK_S)
+
+    async def _has_room_for_float32(self, engine: ModelEngine, device: Device) -> bool:
+        if device.backend != "cpu" or (prints := engine.float32_footprint) is None:
+            return False
+        need = self.need(engine.model_id, prints)
+        return need <= (await self._room(engine)).free * FLOAT32_FRACTION
 
     def check_ever(self, engine: ModelEngine) -> None:
         """Raises InvalidRequest if the model can never fit on the device, once an engine has named that."""

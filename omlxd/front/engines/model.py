@@ -74,6 +74,8 @@ class ModelEngine:
     by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
     leaving     the owner said that it goes once its requests have ended, pinned or not
     admitted    it may load, or is loaded: it counts against what may be loaded at once
+    cpu_weights `auto`, or `as-stored`: never made float32
+    float32     its weights are made float32, where MLX computes on a CPU
     """
 
     def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):
@@ -90,7 +92,9 @@ class ModelEngine:
         self.default_ttl = math.inf
         self._may_load = may_load
         self._context: int | None = None
-        self._footprint: Footprint | None = None
+        self.cpu_weights = "auto"
+        self.float32 = False
+        self._footprints: tuple[Footprint, Footprint] | None = None
 
     @property
     def model_id(self) -> str:
@@ -133,12 +137,17 @@ class ModelEngine:
     @property
     def footprint(self) -> Footprint | None:
         """What its files say that it takes; None while they are not there, or were not read."""
-        return self._footprint
+        return self._footprints[self.float32] if self._footprints else None
+
+    @property
+    def float32_footprint(self) -> Footprint | None:
+        """As `footprint`, if its weights are made float32; None also where the owner wants them as stored."""
+        return self._footprints[True] if self._footprints and self.cpu_weights == "auto" else None
 
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
         if self.folder is not None:
-            self._footprint = footprint(self.folder)
+            self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
 
     @property
     def memory_bytes(self) -> int | None:

@@ -338,7 +338,8 @@ class EnginePool:
 
     async def _spawn(self, engine: ModelEngine) -> tuple[EngineLink, Load]:
         load = await self._prepare(engine)
-        return await EngineLink.spawn(self._command), load
+        plain = ("--mlx-blas",) if self._settings.cpu_blas == "off" else ()
+        return await EngineLink.spawn((*self._command, *plain)), load
 
     async def _prepare(self, engine: ModelEngine) -> Load:
         # A disk may take long to show that it can be written: meanwhile the engine starts
@@ -350,6 +351,7 @@ class EnginePool:
         await self._make_room(engine)
         settings, own = self._settings, engine.settings
         engine.loaded_with = own
+        engine.cpu_weights = own.cpu_weights or settings.cpu_weights
         no_cache = settings.no_cache if own.no_cache is None else own.no_cache
         slots = own.max_concurrent_requests or settings.max_concurrent_requests
         return Load(

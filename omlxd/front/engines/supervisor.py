@@ -423,7 +423,7 @@ class Supervisor:
             log.exception("the memory guard failed")
         link.send(load)
         loads = lambda: self.link is link and self.state in ("loading", "restarting")  # noqa: E731
-        if problem := await watch.overgrown(link.pid, Path(load.model_path), loads):
+        if problem := await watch.overgrown(link.pid, Path(load.model_path), loads, load.budget.float32):
             life.failed = problem
             link.kill()
 
@@ -453,7 +453,8 @@ class Supervisor:
         if self._log_level:  # It may have changed since the Load was made.
             self.send(wire.LogLevel(level=self._log_level))
         reuse = f"prefixes are not reused: {info.kv_reuse}" if info.kv_reuse else "prefixes are reused"
-        what = f"({info.model_type}, {info.backend}): context {info.context_length} tokens, {reuse}"
+        backend = f"{info.backend}: {info.speed}" if info.speed else info.backend
+        what = f"({info.model_type}, {backend}): context {info.context_length} tokens, {reuse}"
         log.info("loaded %s %s", info.model_id, what)
         if info.note:
             log.warning("%s: %s", info.model_id, info.note)

