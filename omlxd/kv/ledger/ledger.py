@@ -353,9 +353,10 @@ class Ledger:
 
     def _settle_gone(self) -> None:
         """Try to settle each engine that is gone, but for those that were tried a moment ago."""
+        if not self._gone or not self._is_here():
+            return
         now = time.monotonic()
-        due = [gone for gone in self._gone if now - gone.tried_at >= JUDGE_S]
-        for gone in due if due and self._is_here() else ():
+        for gone in [gone for gone in self._gone if now - gone.tried_at >= JUDGE_S]:
             gone.tried_at = now
             try:
                 self._adopt(gone)

@@ -93,6 +93,17 @@ def test_a_grant_that_is_out_counts_when_the_folder_is_back(ledger: Ledger):
     fits(ledger, 6 * PAGE)
 
 
+def test_an_engine_dies_just_as_the_folder_is_back(ledger: Ledger):
+    aside = ledger.root.with_name(f"{ledger.root.name}-aside")
+    assert ledger.reserve(3 * PAGE)
+    ledger.root.rename(aside)
+    ledger.check_folder()
+    aside.rename(ledger.root)
+    write(ledger, 1)
+    ledger.engine_gone(3 * PAGE, 77)
+    assert (ledger.stats().bytes_used, ledger.stats().reserved) == (PAGE, 0)
+
+
 @pytest.mark.parametrize("noticed", [False, True])
 def test_what_an_engine_says_of_a_folder_that_is_away_is_no_loss(ledger: Ledger, noticed: bool):
     """It dies, or drops a file; nobody can look whether its files are there, and then they are."""
