@@ -83,7 +83,7 @@ class EngineHost:
                 pair=prints.pair,
                 chunk=self.scheduler.prefill_budget.largest,
             )
-            self.scheduler.memory.take(load.budget)
+            self.scheduler.memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
             if self.scheduler.memory is not None:
@@ -273,7 +273,7 @@ class EngineHost:
 
         def take() -> None:
             if self.scheduler.memory is not None:
-                self.scheduler.memory.take(budget)
+                self.scheduler.memory.take_budget(budget)
             self._store.share_hot(budget.hot)
             mlx_adapter.keep_at_most(self.loaded.weight_bytes, budget.freed)
 

@@ -253,7 +253,7 @@ class GPUBench(Bench):
                     best = best_batch(batches, sequence, self.loaded) if chosen else next(iter(batches), None)
                     if best is None:
                         batches.append(best := DecodeBatch(self.model))
-                    best.join(sequence)
+                    best.add_row(sequence)
                 count = count or len(batches)
 
                 def step(batches: list[DecodeBatch] = batches) -> None:

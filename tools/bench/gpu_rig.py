@@ -134,7 +134,7 @@ class Bench:
     def _batch(self, rows: int, length: int, factory: Callable[[Any], DecodeBatch] = DecodeBatch) -> Any:
         batch = factory(self.model)
         for index in range(rows):
-            batch.join(self._decoding(length, index))
+            batch.add_row(self._decoding(length, index))
             mx.eval(batch._inputs, [layer.state[:2] for layer in batch._cache])
         return batch
 

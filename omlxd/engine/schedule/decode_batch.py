@@ -39,7 +39,7 @@ class DecodeBatch:
 
     # ----------------------------------------------------------------- joining and leaving
 
-    def join(self, row: Sequence) -> None:
+    def add_row(self, row: Sequence) -> None:
         """Add a prefilled row whose first token has been sampled, read and reported."""
         if not self.rows:
             self._cache, self._merged = row.take_cache(), False
@@ -54,9 +54,9 @@ class DecodeBatch:
         self.rows.append(row)
         self._sampler = None
 
-    def leave(self, leaving: Seq[Sequence]) -> None:
-        """Remove rows. What they need of the cache must have been copied before."""
-        keep = [i for i, row in enumerate(self.rows) if row not in leaving]
+    def remove_rows(self, rows: Seq[Sequence]) -> None:
+        """Remove `rows`. What they need of the cache must have been copied before."""
+        keep = [i for i, row in enumerate(self.rows) if row not in rows]
         self.rows = [self.rows[i] for i in keep]
         self._unread = [self._unread[i] for i in keep]
         self._sampler = None
@@ -95,21 +95,21 @@ class DecodeBatch:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
             mx.async_eval(logits)
-            emitted = self._read(inputs, unread)
-            for row, token in emitted:
+            sampled = self._read(inputs, unread)
+            for row, token in sampled:
                 _advance(row, token)
         else:
-            emitted = None
+            sampled = None
         self._inputs = self._sampler(logits)
         likelihoods = self._sampler.logprobs
         mx.async_eval(self._inputs, *(likelihoods or ()))
         self._unread = [True] * len(self.rows)
         for row in self.rows:
             row.kv_length += 1
-        if emitted is None:
-            emitted = self._read(inputs, unread)
+        if sampled is None:
+            sampled = self._read(inputs, unread)
         self._logprobs = self._sampler.rows, likelihoods
-        return emitted
+        return sampled
 
     def wait(self) -> None:
         """Until the step that was started last has been computed."""

@@ -11,8 +11,7 @@ the next prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from enum import Enum, auto
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -40,18 +39,13 @@ RESERVE_FRACTION = 0.02
 """Of the memory, left free."""
 
 
-class Verdict(Enum):
-    FITS = auto()
-    WAIT = auto()
-
-
 class MemoryAdmission:
     """`working`: bytes that computing `PREFILL_CHUNK` tokens is thought to take, until it has been measured.
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
     `chunk`: tokens that are computed in one pass at most.
 
     store  whose hot tier gives way to prompts; None: there is none
-    want   asks the front for memory; answered by `take`
+    want   asks the front for memory; answered by `take_budget`
     """
 
     def __init__(
@@ -92,14 +86,13 @@ class MemoryAdmission:
 
     # ----------------------------------------------------------------- deciding
 
-    def decide(
-        self, sequence: Sequence, active: Iterable[Sequence], stuck: Sequence | None = None
-    ) -> Verdict:
-        """Whether `sequence` may begin beside `active`. Raises OmlxdError when it is refused.
+    def has_room_for(
+        self, sequence: Sequence, running: list[Sequence], stuck: Sequence | None = None
+    ) -> bool:
+        """Whether `sequence` may begin beside `running`; else it waits. Raises OmlxdError to refuse it.
 
-        stuck  who waits for memory before it: then it is not refused, nor is the front asked for it
+        stuck  the one that waits for memory before it: then it is not refused, nor is the front asked for it
         """
-        running = list(active)
         need = self.need(sequence)
         total, room = self._room(running)
         hot: list[Block] = []
@@ -111,10 +104,10 @@ class MemoryAdmission:
                 self._asked = None
             there = sum(block.payload.nbytes for block in hot if block.payload is not None)
             self._clear_the_way(need - there, running, hot)
-            return Verdict.FITS
+            return True
         never = need > self._most(total)
         if stuck or (not never and (running or self._may_hope(sequence, need - room))):
-            return Verdict.WAIT
+            return False
         self._asked = None
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
 
@@ -217,7 +210,7 @@ class MemoryAdmission:
             return True
         return not self._answered and self._clock() - self._asked_at < ANSWER_S
 
-    def take(self, budget: Budget) -> None:
+    def take_budget(self, budget: Budget) -> None:
         """The front's word: what this engine may hold from now on."""
         self.live, self.most = budget.live, budget.most
         if budget.ticket == self._ticket:

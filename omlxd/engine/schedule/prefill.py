@@ -48,16 +48,16 @@ class PrefillBudget:
         self.largest = max(block_size, CPU_PREFILL_CHUNK if self._backend == "cpu" else PREFILL_CHUNK)
         self.rate = 0.0
 
-    def pick(self, ready: Seq[Sequence]) -> Sequence:
+    def pick_sequence(self, sequences: Seq[Sequence]) -> Sequence:
         """The one that has begun, else the first come; a much shorter one goes before either."""
-        current = min(ready, key=lambda s: (s.kv_length == 0, s.arrival))
-        shortest = min(ready, key=lambda s: s.remaining_prefill)
-        short = shortest.remaining_prefill * OVERTAKE <= current.remaining_prefill
-        if short and current.overtaken < PATIENCE:
-            current.overtaken += 1
+        sequence = min(sequences, key=lambda sequence: (sequence.kv_length == 0, sequence.arrival))
+        shortest = min(sequences, key=lambda sequence: sequence.remaining_prefill)
+        short = shortest.remaining_prefill * OVERTAKE <= sequence.remaining_prefill
+        if short and sequence.overtaken < PATIENCE:
+            sequence.overtaken += 1
             return shortest
-        current.overtaken = 0
-        return current
+        sequence.overtaken = 0
+        return sequence
 
     def next_stop(self, sequence: Sequence) -> int:
         """Where the next pass of `sequence` ends. The last one begins at its last boundary, or past it."""
@@ -84,7 +84,7 @@ class PrefillBudget:
         """How long a pass of `tokens` is thought to take; infinite before the first."""
         return tokens / self.rate if self.rate else float("inf")
 
-    def note(self, tokens: int, seconds: float) -> None:
+    def record_pass(self, tokens: int, seconds: float) -> None:
         """A pass of `tokens` took `seconds`."""
         rate = tokens / max(seconds, 1e-6)
         self.rate = max(rate, (1 - SMOOTHING) * self.rate + SMOOTHING * rate)

@@ -27,10 +27,9 @@ from ..kvio.bridge import KVBridge, last_token_alone
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, Sequence, State, capacity_for
 from .decode_batch import DecodeBatch, best_batch
-from .inbox import Inbox
-from .memory_admission import MemoryAdmission, Verdict
+from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, compute_chunk, slice_seconds
-from .queue import RequestQueue, Watchdog
+from .queue import Inbox, RequestQueue, Watchdog
 from .sampling import NO_TOKEN, sample_one
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Scheduler:
         self._block = block_size
         self._inbox = Inbox()
         self._waiting = RequestQueue()
-        self._active: list[Sequence] = []
+        self._running: list[Sequence] = []
         self._batches: list[DecodeBatch] = []
         self._last_alone = last_token_alone()
         self.prefill_budget = PrefillBudget(block_size)
@@ -113,7 +112,7 @@ class Scheduler:
     def turn(self) -> None:
         """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
         self._drain(block=not self._busy())
-        self.watchdog.check((*self._waiting, *self._active))
+        self.watchdog.check((*self._waiting, *self._running))
         self._admit()
         prefilling = self._prefill_one()
         if not prefilling or self._step_due():
@@ -122,8 +121,8 @@ class Scheduler:
     def _busy(self) -> bool:
         return (
             bool(self._batches)
-            or any(s.state is State.PREFILLING for s in self._active)
-            or bool(self._waiting and not self._short and len(self._active) < self._slots)
+            or any(sequence.state is State.PREFILLING for sequence in self._running)
+            or bool(self._waiting and not self._short and len(self._running) < self._slots)
         )
 
     def _drain(self, block: bool) -> None:
@@ -141,18 +140,18 @@ class Scheduler:
     def _stop(self) -> None:
         self._stopping = True
         error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
-        for sequence in [*self._waiting, *self._active]:
+        for sequence in [*self._waiting, *self._running]:
             self._fail(sequence, error)
 
     @property
     def active_sequences(self) -> int:
         """Sequences that wait for a slot or hold one. Any thread."""
-        return len(self._active) + len(self._waiting) + len(self._inbox)
+        return len(self._running) + len(self._waiting) + len(self._inbox)
 
     def load_metrics(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
         return {
-            "num_requests_running": len(self._active),
+            "num_requests_running": len(self._running),
             "num_requests_waiting": len(self._waiting),
             "prefill_tokens_per_s": self.prefill_budget.rate,
         }
@@ -161,29 +160,25 @@ class Scheduler:
 
     def _admit(self) -> None:
         stuck: Sequence | None = None
-        while len(self._active) < self._slots:
-            sequence = self._waiting.next_request(self._active, stuck)
+        while len(self._running) < self._slots:
+            sequence = self._waiting.next_request(self._running, stuck)
             if sequence is None:
                 break
             try:
-                if self.memory and self.memory.decide(sequence, self._active, stuck) is Verdict.WAIT:
+                if self.memory and not self.memory.has_room_for(sequence, self._running, stuck):
                     if stuck is not None:
                         break  # Nor is there memory for the shortest.
                     stuck = sequence
                     continue
                 self._waiting.take_request(sequence)
-                self._active.append(sequence)
-                self._begin(sequence)
+                self._running.append(sequence)
+                sequence.state = State.PREFILLING
+                self._match(sequence)
             except Exception as error:
                 if not isinstance(error, OmlxdError):
                     log.exception("admission failed")
                 self._fail(sequence, _internal(error))
         self._short = stuck is not None
-
-    def _begin(self, sequence: Sequence) -> None:
-        """Give an admitted sequence its cached prefix, from disk if need be."""
-        sequence.state = State.PREFILLING
-        self._match(sequence)
 
     def _match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
@@ -203,10 +198,10 @@ class Scheduler:
 
     def _prefill_one(self) -> bool:
         """One pass of one sequence. False: none is prefilling."""
-        ready = [s for s in self._active if s.state is State.PREFILLING]
-        if not ready:
+        sequences = [sequence for sequence in self._running if sequence.state is State.PREFILLING]
+        if not sequences:
             return False
-        sequence = self.prefill_budget.pick(ready)
+        sequence = self.prefill_budget.pick_sequence(sequences)
         try:
             self._prefill(sequence)
         except Interrupted:
@@ -233,7 +228,9 @@ class Scheduler:
         began, decoded = time.perf_counter(), self._decode_s
         logits = self._compute(sequence, stop)
         if stop < length:
-            self.prefill_budget.note(stop - start, time.perf_counter() - began - (self._decode_s - decoded))
+            self.prefill_budget.record_pass(
+                stop - start, time.perf_counter() - began - (self._decode_s - decoded)
+            )
             if self.memory is not None and decoded == self._decode_s:
                 self.memory.end_chunk(start, stop)
         self.steps += 1
@@ -264,7 +261,7 @@ class Scheduler:
         self._layer_s = time.perf_counter() - self._looked_at
         self.steps += 1
         self._drain(block=False)
-        self.watchdog.check((*self._waiting, *self._active))
+        self.watchdog.check((*self._waiting, *self._running))
         if sequence.cancelled:
             raise Interrupted
         if self._step_due():
@@ -283,7 +280,7 @@ class Scheduler:
             # The token is out; now there is time to store the last blocks.
             self._offer(sequence)
             sequence.state = State.DECODING
-            self._batch_for(sequence).join(sequence)
+            self._batch_for(sequence).add_row(sequence)
         else:
             self._release(sequence)
 
@@ -320,10 +317,9 @@ class Scheduler:
         rows = list(batch.rows)
         try:
             self.steps += 1
-            emitted = batch.step()
-            leaving = [s for s, token in emitted if not self._accept(s, token)]
-            self.decoded_tokens += len(emitted)
-            self._leave(batch, leaving)
+            sampled = batch.step()
+            self.decoded_tokens += len(sampled)
+            self._leave(batch, [row for row, token in sampled if not self._accept(row, token)])
             for sequence in batch.rows:
                 self._offer(sequence, batch)
         except Exception as error:
@@ -332,15 +328,15 @@ class Scheduler:
             for sequence in rows:
                 self._fail(sequence, _internal(error))
 
-    def _leave(self, batch: DecodeBatch, leaving: list[Sequence]) -> None:
-        if not leaving:
+    def _leave(self, batch: DecodeBatch, rows: list[Sequence]) -> None:
+        if not rows:
             return
-        for sequence in leaving:
+        for sequence in rows:
             self._finish(sequence, batch)
-        batch.leave(leaving)
+        batch.remove_rows(rows)
         if not batch.rows:
             self._batches.remove(batch)
-        for sequence in leaving:
+        for sequence in rows:
             self._over(sequence)
 
     def _offer(self, sequence: Sequence, batch: DecodeBatch | None = None) -> None:
@@ -415,8 +411,8 @@ class Scheduler:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
         sequence.cache = sequence.last_checkpoint = sequence.sink = None
         sequence.state = State.DONE
-        if sequence in self._active:
-            self._active.remove(sequence)
+        if sequence in self._running:
+            self._running.remove(sequence)
 
 
 def _internal(error: Exception) -> OmlxdError:

@@ -315,7 +315,7 @@ def test_with_nothing_else_running_the_front_is_asked_and_its_word_is_final(rig:
     memory = Memory(rig, RESERVE)
 
     def answer(wants: Wants) -> None:
-        rig.scheduler.post(lambda: memory.admission.take(Budget(ticket=wants.ticket)))
+        rig.scheduler.post(lambda: memory.admission.take_budget(Budget(ticket=wants.ticket)))
 
     memory.on_want = answer
     with pytest.raises(Unavailable, match="are free now"):
@@ -354,7 +354,7 @@ def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
     need = kv(rig, 600 + 4) + kv(rig, cached) + (len(PROMPT) - cached) * MB
     own = rig.loaded.layout.nbytes(cached)
     memory.available = RESERVE + need - own - younger // 2
-    memory.admission.take(Budget(most=rig.loaded.weight_bytes + need))
+    memory.admission.take_budget(Budget(most=rig.loaded.weight_bytes + need))
     again = rig.run(PROMPT, 4)
     assert len(again.got) == 4 and again.sequence.restored_hot == cached
     with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
@@ -420,7 +420,7 @@ def test_a_guess_from_short_contexts_refuses_no_long_one_where_attention_is_fuse
 def test_the_first_long_prompt_is_weighed_with_its_scores_where_attention_is_not_fused(rig: Rig):
     memory = Memory(rig, 10**9)
     memory.admission._fused, memory.admission._pair = False, 10_000.0
-    memory.admission.take(Budget(most=rig.loaded.weight_bytes + 10**9))
+    memory.admission.take_budget(Budget(most=rig.loaded.weight_bytes + 10**9))
     assert len(rig.run(PROMPT[:100], 2).got) == 2  # 100 MB
     with pytest.raises(InvalidRequest, match=r"at most .* can be had"):
         rig.start(PROMPT, 2).tokens()  # 3.6 GB

@@ -17,7 +17,7 @@ def test_short_prompts_go_first_and_starve_no_long_one():
     budget = PrefillBudget(64)
     long = waiting(9000)
     long.kv_length = 2048
-    picked = [budget.pick([long, waiting(100)]) for _ in range(5 * (PATIENCE + 1))]
+    picked = [budget.pick_sequence([long, waiting(100)]) for _ in range(5 * (PATIENCE + 1))]
     assert picked[0] is not long
     assert sum(sequence is long for sequence in picked) == 5
-    assert budget.pick([long, waiting(5000)]) is long, "one that is not much shorter waits"
+    assert budget.pick_sequence([long, waiting(5000)]) is long, "one that is not much shorter waits"

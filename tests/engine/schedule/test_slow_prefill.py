@@ -121,7 +121,7 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
 
         rig.scheduler._between_layers = cut
         rig.scheduler.prefill_budget.rate = 0.001
-        rig.scheduler.prefill_budget.note = lambda tokens, seconds: None
+        rig.scheduler.prefill_budget.record_pass = lambda tokens, seconds: None
         rig.start(prompt(500), 4, output=output)
         rig.settle()
         assert output.sequence.cancelled and not output.got
@@ -194,8 +194,8 @@ def test_sizes_of_passes(monkeypatch: pytest.MonkeyPatch):
 def test_the_rate_follows_a_slower_machine_and_leaps_with_a_faster_one():
     budget = PrefillBudget(64)
     assert budget.seconds(64) == float("inf")
-    budget.note(64, 1.0)  # Kernels were compiled meanwhile.
-    budget.note(64, 0.064)
+    budget.record_pass(64, 1.0)  # Kernels were compiled meanwhile.
+    budget.record_pass(64, 0.064)
     assert budget.rate == pytest.approx(1000)
-    budget.note(500, 1.0)
+    budget.record_pass(500, 1.0)
     assert 500 < budget.rate < 1000
