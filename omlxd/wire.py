@@ -20,7 +20,7 @@ Life of an engine, as the front sees it:
 | `Quit`           | flushes stores, then exits 0     |
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
-`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger/ledger.py). `Alive` tells that
+`Stored` and `Dropped` settle the account, `Touched` keeps recency (kv/ledger/ledger.py). `Alive` says that
 work gets done, for as long as it does.
 """
 
@@ -285,7 +285,7 @@ class Counted(Struct, frozen=True, tag="counted"):
 class OtherNamespace(Struct, frozen=True):
     """KV of the same model that was made otherwise: it holds `tokens` of the prompt.
 
-    differs  what is not the same: weights, block size, versions, …; empty where it isn't known
+    differs  what is not the same: weights, block size, versions, …; empty where nobody knows
     """
 
     name: str
@@ -302,7 +302,7 @@ class Explanation(Struct, frozen=True):
                   never_stored     no other text stands there either
                   other_namespace  it is there, but made otherwise: `elsewhere`
                   no_checkpoint    the blocks are there, the state that stands only at a position is not
-                  evicted, damaged, cleared  the file was there and is gone (told by the front)
+                  evicted, damaged, cleared  the file was there and is gone (the front fills this in)
     chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
     position      of the first token that differs, else of the first missing block
     missing       path of that block's file, relative to the cache dir

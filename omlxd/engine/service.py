@@ -7,7 +7,7 @@
 | request  | (two, and two for large ones) render, tokenise, hash prompts  |
 | stats    | says what the engine holds                                    |
 | output   | detokenises, parses, sends events                             |
-| pulse    | tells the front that work gets done, while it does            |
+| pulse    | reports to the front that work gets done            |
 | kv-…     | read and write block files                                    |
 
 When the front's end of the socket closes, whatever the reason, the engine flushes for a moment and

@@ -68,7 +68,7 @@ class _ModelState(msgspec.Struct):
 
 
 class _Health(msgspec.Struct):
-    """`status` tells of this process: it answers. `models` tells of the engines."""
+    """`status`: this process answers. `models`: the state of the engines."""
 
     version: str
     models: list[_ModelState]

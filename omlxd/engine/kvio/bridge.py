@@ -356,7 +356,7 @@ class KVBridge:
     def _catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
 
-        Blocks that another request has computed meanwhile are found here too.
+        This includes blocks that another request has computed meanwhile.
         """
         table = sequence.table
         if self.states is not None:

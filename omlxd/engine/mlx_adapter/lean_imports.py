@@ -96,7 +96,7 @@ def read_models_later(import_utils: Any) -> None:
 
 
 def _joined(part: _Part) -> _Structure:
-    """The whole structure, with the modules that transformers itself put into `part`."""
+    """The structure, with the modules that transformers itself put into `part`."""
     complete = part.complete()
     for backends, modules in part.items():
         complete.setdefault(backends, {}).update(modules)

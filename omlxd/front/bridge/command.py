@@ -1,7 +1,7 @@
 """`omlxd engine`: the program. Only lines of the protocol ever stand on standard output.
 
-It ends, with status 0 and all that was computed stored, when it is told to `quit`, by SIGTERM or ^C
-(answers under way then have some seconds to end), when its input ends (they are all given first), or
+It ends, with status 0 and all that was computed stored, by `quit`, SIGTERM or ^C
+(answers under way then have some seconds to end), when its input ends (all answers come first), or
 when nobody reads its output (they are cancelled; status 1 if that is no closed pipe but a full disk).
 A second signal ends it at once.
 """

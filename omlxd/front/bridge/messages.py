@@ -135,7 +135,7 @@ class Loaded(Line, frozen=True, tag="loaded"):
 
 
 class Progress(Line, frozen=True, tag="progress"):
-    """`prefilled` of `total` prompt tokens stand; the first one tells what the cache had."""
+    """`prefilled` of `total` prompt tokens stand; the first one says what the cache had."""
 
     prefilled: int
     total: int
@@ -150,7 +150,7 @@ class Delta(Line, frozen=True, tag="delta"):
 
 
 class ToolCall(Line, frozen=True, tag="tool_call"):
-    """`arguments`: JSON text of an object. `cut`: the call never became whole, these are those that did."""
+    """`arguments`: JSON text of an object. `cut`: it was cut off; these are the complete ones."""
 
     call_id: str
     name: str

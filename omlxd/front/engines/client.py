@@ -119,7 +119,7 @@ class EngineProcess:
         return await self._requests.question(id, lambda: link.send(wire.GetStats(id=id)), STATS_TIMEOUT_S)
 
     def cancel_request(self, id: int) -> None:
-        """Nobody wants the answer to `id` any more; the engine is told if it is still at work."""
+        """Drop request `id`, and have the engine stop if it is still at work on it."""
         request = self._requests.drop_request(id)
         if request is not None and request.life:
             self.supervisor.send(wire.Cancel(id=id))
@@ -158,7 +158,7 @@ class EngineProcess:
         return begun
 
     def give_up_load(self) -> None:
-        """Whoever waits for a load under way is told that the owner ends it."""
+        """Fail whoever waits for a load under way, which the owner ends."""
         if self.state in ("loading", "restarting"):
             name = self.supervisor.model_id
             self._fail_all(NotNow(f"{name} was unloaded before it was loaded.", retry_after=5).as_event())
@@ -227,7 +227,7 @@ class EngineProcess:
         self._requests.fail(failed)
         settle(self._load_waiters, failed)
 
-    # ----------------------------------------------------------------- what the supervisor tells
+    # ----------------------------------------------------------------- what the supervisor calls
 
     def _on_ready(self) -> None:
         self.used_at = time.monotonic()

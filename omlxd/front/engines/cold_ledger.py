@@ -101,11 +101,11 @@ class ColdLedger:
 
     @property
     def folder(self) -> str:
-        """The cache dir, unless there is to be none or it is known that it can't be used; then ""."""
+        """The cache dir; "" if there is to be none, or it can't be used."""
         return str(self._root) if self._ledger is not None else ""
 
     async def open(self) -> str:
-        """The cache dir once it is locked and found writable; "" if it can't be used.
+        """The cache dir once it is locked and was written to; "" if it can't be used.
 
         Called again, it gives the same answer without opening twice.
         """
@@ -128,7 +128,7 @@ class ColdLedger:
         except OSError as error:
             reason = error.strerror or str(error)
         else:
-            # Before anything that an engine will say, as none was told of the folder yet.
+            # Before anything that an engine will say, as none has the folder yet.
             self._thread.submit(self._take_stock_here, self._ledger)
             self._looking = asyncio.create_task(self._look(), name="cold-ledger-look")
             return str(self._root)
@@ -188,7 +188,7 @@ class ColdLedger:
         return rest
 
     def _probe(self) -> None:
-        """Write and remove a file, so that a read-only or full disk is known before it matters."""
+        """Write and remove a file, so that a read-only or full disk shows before it matters."""
         probe = self._root / ".probe"
         try:
             with probe.open("wb") as file:
@@ -219,7 +219,7 @@ class ColdLedger:
         return None if ledger is None else await self._call(ledger.forget, paths, remove)
 
     def removal(self, path: str) -> Removal | None:
-        """What became of a file that is gone, if that is known."""
+        """What became of a file that is gone; None: nobody knows."""
         return None if self._ledger is None else self._ledger.evicted_log.of(path)
 
     def peek(self) -> LedgerStats | None:

@@ -1,7 +1,7 @@
 """One engine process and the socketpair that joins it to the front: spawn, frames, end.
 
-This file knows nothing of requests. It sends what it is given, hands on what it receives, and
-says when and how the process ended (`EngineLink.ended`); front/engines/supervisor.py decides what that means.
+This file has no notion of requests. It sends and receives frames, and says when and how the process ended
+(`receive`); front/engines/supervisor.py decides what that means.
 
 The engine gets its own session, so that ^C in a terminal reaches the front alone, which then
 stops the engine in order. It exits when its end of the socketpair closes, so a killed front
@@ -133,7 +133,7 @@ class EngineLink:
             problem = f"it sent a frame that makes no sense ({error})"
             self.kill()
         except OSError:
-            pass  # It ended with something of ours unread; how it ended tells more.
+            pass  # It ended with something of ours unread; how it ended says more.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), _REAP_S)
             # What it printed last is often the reason; it is in the pipe, but maybe not read yet.

@@ -28,7 +28,7 @@ Prompt = Conversation | RawPrompt
 
 
 def settings_of(model_id: str, settings: Settings) -> ModelSettings:
-    """The settings of `model_id`: those under its whole id, else under its last part, else the defaults."""
+    """The settings of `model_id`: those under its full id, else under its last part, else the defaults."""
     tables = settings.models
     return tables.get(model_id) or tables.get(basename(model_id)) or settings.defaults
 

@@ -49,7 +49,7 @@ class ModelBook:
         return self._book.factors.get(model_id, 1.0)
 
     def set_factor(self, model_id: str, factor: float) -> None:
-        """Kept when it tells something new: the file is not written for a hundredth."""
+        """Keep a factor that differs by more than a hundredth."""
         if abs(factor - self.factor(model_id)) > 0.02:
             self._book.factors[model_id] = round(factor, 3)
             self._write()

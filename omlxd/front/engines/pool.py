@@ -32,7 +32,7 @@ from .protocol import basename, resolve_name
 log = logging.getLogger(__name__)
 
 DRAIN_S = 10.0
-"""How long answers under way may take to end once the daemon was told to stop."""
+"""How long answers under way may take to end once the daemon is to stop."""
 FLUSH_S = 5.0
 """How long an engine may then write blocks that are still in memory."""
 LOOK_S = 2.0
@@ -139,7 +139,7 @@ class EnginePool:
         return any(e.state == "ready" and e.in_flight and e.model_id != model_id for e in engines)
 
     def aliases(self) -> dict[str, str]:
-        """Alias → model id, of models that are there; the configuration file's before those given later."""
+        """Alias → model id, of models that are there; the configuration file's go before the owner's."""
         aliases = dict(self.book.aliases)
         for engine in self._engines.values():
             aliases |= dict.fromkeys(engine.settings.aliases, engine.model_id)
@@ -163,7 +163,7 @@ class EnginePool:
         return self._meant(model_name, self.models())
 
     async def find_engine(self, model_name: str) -> ModelEngine:
-        """As `resolve`, but a model that has come this moment is found as well."""
+        """As `resolve`, but looks at the folders again for a model that is not there."""
         if self.catalog.is_old:
             in_background(self.look_for_models())
         try:
@@ -384,7 +384,7 @@ class EnginePool:
         await self.cold.open()
 
     async def _folder(self, engine: ModelEngine):
-        """Found, built or downloaded. What was found once is not asked of the hub again."""
+        """Resolve, build or download the model; the hub is asked once."""
         if engine.process.supervisor.loads and engine.folder is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(check_folder, engine.folder)

@@ -26,7 +26,7 @@ class Engine(Protocol):
     deaths          of these, ended by themselves
     pid             of the engine process; None without one
     in_flight       requests running or waiting
-    trouble         a sentence on why it can't serve; "" if it can, or nothing is known
+    trouble         a sentence on why it can't serve; "" if it can, or nobody knows why
     is_refused      a request for it would be refused, since it is not loaded and none loads it
     """
 
@@ -79,7 +79,7 @@ class Engines(Protocol):
         ...
 
     async def look_for_models(self) -> None:
-        """Take up models that have come or gone, before a list of them is given."""
+        """Take up models that have come or gone, before they are listed."""
         ...
 
     def models(self) -> Sequence[Engine]: ...
@@ -94,7 +94,7 @@ class Engines(Protocol):
         ...
 
     def cold_removal(self, path: str) -> Removal | None:
-        """What became of a file of the SSD cache that is gone, if that is known."""
+        """What became of a file of the SSD cache that is gone; None: nobody knows."""
         ...
 
     def cold_stats(self) -> LedgerStats | None:

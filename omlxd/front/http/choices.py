@@ -1,4 +1,4 @@
-"""One request for several answers (`n`, and prompts in one list): as many requests of the engine, told
+"""One request for several answers (`n`, and prompts in one list): as many requests of the engine, answered
 as one.
 
 The others of a prompt start once its first has said something: the prompt is then in the store, so
@@ -129,7 +129,7 @@ async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> A
 
 
 def _sum(usages: list[Usage], n: int) -> Usage:
-    """A prompt counts once, as its first choice found it."""
+    """A prompt counts once, with its first choice's figures."""
     firsts = usages[::n]
     return replace(
         usages[0],

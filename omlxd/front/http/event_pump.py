@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 UNREAD_BYTES = 4 << 20
 """Of one request: some 25,000 tokens that nobody has read."""
 BATCH = 256
-"""Events given out at once: what is made of them is held until the client has read it."""
+"""Events handed out at once: what is made of them is held until the client has read it."""
 _EVENT_BYTES = 160
 _LOGPROB_BYTES = 250
 
@@ -73,7 +73,7 @@ class EventPump:
         return events
 
     def error(self, failed: Failed) -> OmlxdError:
-        """The error behind `failed`: the one that was raised, if one was, as it tells more."""
+        """The error behind `failed`: the one that was raised, if one was, as it says more."""
         return self._error or OmlxdError.from_event(failed)
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One protocol: how to read a body, and how to tell events."""
+    """One protocol: how to read a body, and how to write events."""
 
     parse: Parse
     encoder: Callable[[ParsedRequest, str], StreamEncoder]

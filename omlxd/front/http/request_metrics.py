@@ -91,7 +91,7 @@ class Requests:
         model, usage = watch.model_id, event.usage
         first = watch.first
         if first is None and usage.completion_tokens:
-            # A call is told whole, at its end: its first token is known to the engine alone.
+            # A call comes at its end: only the engine saw its first token.
             first = min(now, watch.began + usage.ttft_s)
             self._ttft.labels(model).observe(first - watch.began)
         if first is not None and usage.completion_tokens > 1:

@@ -61,7 +61,7 @@ class ResponseStore:
         return len(self._kept)
 
     def keep(self, id: str, messages: tuple[Message, ...], response: bytes = b"{}") -> None:
-        """One that is larger than the whole store is not kept."""
+        """One that is larger than the store is not kept."""
         stored = StoredResponse(msgspec.msgpack.encode(messages), response)
         if stored.size <= self._kept.max_cost:
             with self._lock:
@@ -121,7 +121,7 @@ class StoredResponses:
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
-            raise bad_field("stream", "a stored response is told whole; leave stream out")
+            raise bad_field("stream", "a stored response is not streamed; leave stream out")
         return _json(self._find(request).response)
 
     async def delete(self, request: Request) -> Response:

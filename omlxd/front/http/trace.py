@@ -1,4 +1,4 @@
-"""What the access log tells of a request: no text of prompts or answers, but for bodies at debug."""
+"""What the access log says of a request: no text of prompts or answers, but for bodies at debug."""
 
 from __future__ import annotations
 

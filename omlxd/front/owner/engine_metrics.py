@@ -1,7 +1,7 @@
 """What engines say of themselves, kept so that whoever looks is answered at once.
 
 An engine is asked with a short timeout; one that is loading, dead or slow costs a look nothing but
-that. Of a slow engine the last known values stand; of one that doesn't run, its counters alone.
+that. Of a slow engine the last values stand; of one that doesn't run, its counters alone.
 
 An engine's counters begin at nothing with its process. Here they go on: a counter never goes down.
 What an engine counted between the last look and its death is lost.

@@ -56,7 +56,7 @@ HELP = {
     "kv_hot_budget_bytes": "Bytes that the hot tier may hold now.",
     "kv_corrupt_files_total": "Block files that failed their check, and were removed.",
     "kv_lost_files_total": "Block files that could not be read.",
-    "kv_files_restored_total": "Block files read and found good.",
+    "kv_files_restored_total": "Block files that were read and passed their check.",
     "kv_bytes_restored_total": "Payload bytes read from block files.",
     "kv_blocks_put_total": "Blocks offered to the tiers.",
     "kv_blocks_not_kept_total": "Blocks that neither tier had room for.",
@@ -74,10 +74,10 @@ HELP = {
     "prompt_tokens_remembered_total": "Prompt tokens that needed no tokenising again.",
     "prompt_tokens_tokenised_total": "Prompt tokens that were tokenised.",
     "prompt_turns_healed_total": "Earlier answers put back into a prompt as they were generated.",
-    "prompt_turns_unknown_total": "Earlier answers of which nothing is known: rendered as they were sent.",
+    "prompt_turns_unknown_total": "Earlier answers without a record: rendered as they were sent.",
     "prompt_turn_records_written_total": "Answers written beside the KV, as they were generated.",
     "prompt_turn_records_dropped_total": "Answers that were not: queue full, no space granted, or failed.",
-    "prompt_turn_records_found_total": "Records of answers read and found good.",
+    "prompt_turn_records_found_total": "Records of answers that were read and passed their check.",
     "prompt_turn_records_bad_total": "Records of answers that failed their check, and were removed.",
     "requests_timed_out_total": "Requests that took longer than their time limit.",
 }
@@ -144,7 +144,7 @@ class _Polled(Collector):
 
     def _daemon(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("omlxd_start_time_seconds", "When the daemon began, since 1970.", self._began)
-        build = GaugeMetricFamily("omlxd_build_info", "Always 1; its labels tell.", labels=["version", "pid"])
+        build = GaugeMetricFamily("omlxd_build_info", "Always 1; see its labels.", labels=["version", "pid"])
         build.add_metric([__version__, str(os.getpid())], 1)
         yield build
         state = GaugeMetricFamily("omlxd_model_state", "1 for the model's state.", labels=[MODEL, "state"])

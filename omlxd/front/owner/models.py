@@ -34,7 +34,7 @@ from ..engines.pool import EnginePool
 
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
-    """What is known of `engine` without asking it."""
+    """The status of `engine`, without asking its process."""
     idle, prints = engine.idle_s, engine.footprint
     return InstalledStatus(
         id=engine.model_id,

@@ -1,4 +1,4 @@
-"""What the daemon tells its owner: `GET /omlxd/status`, for `omlxd status`, and `GET /ready`.
+"""The daemon's own account: `GET /omlxd/status`, for `omlxd status`, and `GET /ready`.
 
 Each model's engine values stand there as the engine names them, so that a new one needs no field here.
 """
@@ -20,7 +20,7 @@ _SOON = frozenset({"loading", "restarting"})
 
 
 class Admin:
-    """The daemon's own account of itself."""
+    """Makes both from figures of the engines and the ledger."""
 
     def __init__(self, engines: Engines, metrics: MetricsOf):
         self._engines = engines

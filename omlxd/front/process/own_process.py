@@ -28,8 +28,8 @@ WARN_AGAIN_S = 60.0
 
 
 def make_private(folder: Path) -> None:
-    """What lies in it tells what was asked: it is nobody else's. One that was there stays as it is."""
-    with contextlib.suppress(OSError):  # Told where something is first written.
+    """Make a folder that its owner alone can read: its files show what was asked. One that is there stays."""
+    with contextlib.suppress(OSError):  # Reported where something is first written.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -59,7 +59,7 @@ class LogUnexpected:
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
         if isinstance(error, asyncio.CancelledError):
-            return  # Python 3.11's streams tell of every connection that we end.
+            return  # Python 3.11's streams report every connection that we end.
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             if loop.time() - self._warned_of_files_at > WARN_AGAIN_S:
                 self._warned_of_files_at = loop.time()

@@ -41,7 +41,7 @@ class Reloader:
 
     read      the configuration as it is now; raises ConfigError
     loopback  whether only this machine can reach the daemon
-    pool      told of the new settings
+    pool      gets the new settings
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Reloader:
         fields |= {name: name for name in ("models", "defaults")}
         names = [name for name, field in fields.items() if getattr(old, field) != getattr(new, field)]
         later = [name for name in names if name not in LIVE | FROM_THE_NEXT_LOAD]
-        # What waits must still be known as a change at the next SIGHUP.
+        # What waits must still count as a change at the next SIGHUP.
         self.settings = msgspec.structs.replace(
             new, **{fields[name]: getattr(old, fields[name]) for name in later}
         )

@@ -1,6 +1,6 @@
 """`omlxd serve`: bind, serve, stop in order.
 
-The sockets listen before anything else is imported, so that a port in use is known at once and
+The sockets listen before anything else is imported, so that a port in use shows at once and
 connections are taken from the first moment; the model loads behind them. A service manager may
 have opened them already (front/process/sockets.py).
 
@@ -42,7 +42,7 @@ END_S = 3.0
 
 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
-    """Serve until told to stop, and end the process; returns its exit status (1) if it can't listen.
+    """Serve until it is to stop, and end the process; returns its exit status (1) if it can't listen.
 
     Raises ConfigError for what can't be right.
 

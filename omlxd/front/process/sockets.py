@@ -143,7 +143,7 @@ class Listening(socket.socket):
         super().listen(BACKLOG)
 
     def accept(self):
-        probe = os.dup(self.fileno())  # The lowest free number tells how many are taken.
+        probe = os.dup(self.fileno())  # The lowest free number is how many are taken.
         os.close(probe)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit != resource.RLIM_INFINITY and probe >= limit - min(RESERVE, limit // 2):
