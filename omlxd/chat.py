@@ -1,8 +1,7 @@
-"""The conversation form and the event stream: the two things that cross between front and engine.
+"""The conversation form and the event stream: what crosses between front and engine.
 
-Each HTTP protocol is a translation into `GenerateRequest` and out of `Event`; the engine knows
-no protocol and a protocol knows no model. Everything here is a `msgspec.Struct`, so that the same
-types are the wire format (msgpack frames, see `wire.py`) and the JSON Lines of the stdin bridge.
+Each HTTP protocol translates into `GenerateRequest` and out of `Event`; the engine knows no protocol and a
+protocol no model. The structs are also the wire format (`wire.py`) and the bridge's JSON Lines.
 """
 
 from __future__ import annotations
@@ -60,10 +59,9 @@ Part = Union[TextPart, ThinkingPart, ImagePart, ToolCallPart, ToolResultPart]
 
 
 class Message(Struct, frozen=True):
-    """One message, its parts in the order in which the client gave them.
+    """One message, its parts in the client's order.
 
-    `system` may stand anywhere in a conversation (Claude Code sends it after user turns); the
-    prompt pipeline decides how a template that can't express that gets it.
+    `system` may stand anywhere (Claude Code sends it after user turns); the prompt pipeline adapts it.
     """
 
     role: Role
@@ -73,8 +71,8 @@ class Message(Struct, frozen=True):
 class Tool(Struct, frozen=True):
     """A tool that the model may call. `parameters` is a JSON schema.
 
-    strict  a call's arguments must be as the schema says, or the request is refused
-    input_grammar  of the text that is its one parameter, `input`, in Lark's syntax; "": any text
+    strict         a call's arguments follow the schema, or the request is refused
+    input_grammar  of its one parameter, the text `input`, in Lark's syntax; "": any text
     """
 
     name: str
@@ -90,11 +88,10 @@ class Tool(Struct, frozen=True):
 class AnswerFormat(Struct, frozen=True):
     """What the answer must be, enforced while it is generated. Thinking before it is free.
 
-    json    `schema` is a JSON schema
-    regex   `text` is a regular expression that the whole answer matches
+    json    `schema` is a JSON schema; choice: one of `choices`
+    regex   `text` matches the answer
     lark    `text` is a grammar, with a rule `start`
-    choice  the answer is one of `choices`
-    param   the request's field that asks for it; errors name it
+    param   the request's field that asks for it
     """
 
     kind: Literal["json", "regex", "lark", "choice"]
@@ -175,16 +172,15 @@ class RawPrompt(Struct, frozen=True, tag="raw"):
 class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
-    parent_agent  the agent that started this one; "" is the session's own. Agents: `session` is
-        `name/agent` for one
-    session     names the client's conversation, for affinity and diagnostics; never part of a key
+    parent_agent  the agent that started this one; "" is the session's own. An agent's `session` is `name/agent`
+    session     the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
-    timeout_s   wall-clock limit, in seconds from receipt, below the engine's own; 0: the engine's own
-    context_limit  tokens of prompt and answer at most, below the model's own; 0: the model's own
+    timeout_s   seconds from receipt, below the engine's own; 0: the engine's own
+    context_limit  tokens of prompt and answer at most; 0: the model's own
     format      what the answer must be; None: anything
-    forced      the answer itself, to be told how likely its tokens are; "": the model's own
-    collected   the client reads nothing before the end, so after an engine's death the answer may begin
-        anew, with `Restarted`; for the front alone
+    forced      the answer itself, whose likelihood is asked for; "": the model's own
+    collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
+                with `Restarted`; for the front alone
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -212,13 +208,12 @@ def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:
 
 
 class Usage(Struct, frozen=True):
-    """Token counts of one request; every count is in the model's own tokens.
+    """Token counts of one request, in the model's own tokens.
 
-    prompt_tokens      whole prompt
-    cached_hot/_cold   of these, restored from RAM / from SSD; the rest was computed
-    completion_tokens  generated, the end-of-turn token not counted
+    cached_hot/_cold   of the prompt, restored from RAM / from SSD; the rest was computed
+    completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
-    ttft_s             from the engine's receipt to the first token, seconds
+    ttft_s             seconds from the engine's receipt to the first token
     """
 
     prompt_tokens: int = 0
@@ -236,11 +231,9 @@ class Usage(Struct, frozen=True):
 class TokenLogprob(Struct, frozen=True):
     """A token of the answer: log-softmax of the model's raw logits, before temperature and filters.
 
-    token    its text; U+FFFD for bytes that are no whole character
-    raw      its bytes where `token` can't tell them, else empty
+    token    its text; U+FFFD for bytes that are no complete character: `raw` has them then
     at       characters of the answer before it
-    top      the likeliest tokens and their values, best first
-    top_raw  of each in `top`, as `raw`; empty where all are
+    top      the likeliest tokens and their values, best first; top_raw: of each, as `raw`
     """
 
     token: str
@@ -272,8 +265,8 @@ class TextDelta(Struct, frozen=True, tag="text"):
 class ToolCallDelta(Struct, frozen=True, tag="tool_call_delta"):
     """A piece of a call's arguments, while the model still writes them.
 
-    The pieces of a call, joined, are the beginning of the `arguments` of the ToolCall or ToolCallCut
-    with the same id, which follows in any case, and before anything else but pieces of the same call.
+    Pieces joined are the beginning of the `arguments` of the ToolCall or ToolCallCut with the same id. That
+    follows in any case, and nothing else before it.
     """
 
     id: str

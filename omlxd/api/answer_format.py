@@ -1,14 +1,9 @@
-"""What the answer must be, in each spelling: OpenAI's, Anthropic's, vLLM's extra fields.
+"""Reads what the answer must be: OpenAI's, Anthropic's and vLLM's fields.
 
-| field                                   | of                         | becomes          |
-|-----------------------------------------|----------------------------|------------------|
-| `response_format`                       | chat, completions          | JSON             |
-| `text.format`                           | Responses                  | JSON             |
-| `output_config.format`, `output_format` | Messages                   | JSON             |
-| `guided_json`, `guided_regex`, `guided_choice`, `guided_grammar` | all of OpenAI's | the same |
-| `structured_outputs`                    | all of OpenAI's            | the same         |
+JSON: `response_format` (chat, completions), `text.format` (Responses), `output_config.format` and
+`output_format` (Messages). vLLM's `guided_…` and `structured_outputs` belong to all of OpenAI's protocols.
 
-One at most. Whether it can be enforced is known to the engine alone, which refuses it if not.
+A request has one at most. Whether it can be enforced the engine decides.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Request bodies: bytes into typed structs, with errors that name the field at fault.
-
-Every protocol decodes with `decode`, which raises InvalidRequest for any bytes that are not its type.
-Errors name fields by dotted paths (`messages.0.role`).
+"""Request bodies: bytes into typed structs, with errors that name the field at fault (`messages.0.role`).
 
 `check_shape` bounds the JSON of a body before anything is built: a megabyte of `[],[],…` becomes 30 MB of
-lists, and 32 of those kept this process busy for half a minute. Coding agents send 3 objects or lists a
-kilobyte.
-
-`keep_alive` is Ollama's field for how long a model stays loaded; every generating body may carry it.
+lists, and 32 of those kept this process busy for half a minute.
 """
 
 from __future__ import annotations
@@ -78,10 +72,10 @@ T = TypeVar("T")
 class ParsedRequest(Struct, frozen=True):
     """What a protocol made of a body.
 
-    model          as the client spelled it; "" when absent
-    n              answers wanted to each prompt
+    model          as the client spelled it, or ""
+    n              answers to each prompt
     more_prompts   answered side by side with that of `generate`, all else being the same
-    include_usage  an OpenAI stream ends with a chunk of usage (other protocols always tell it)
+    include_usage  an OpenAI stream ends with a chunk of usage (other protocols always have it)
     keep_alive     seconds that the model stays loaded after it (`keep_alive_of`); None: not said
     """
 
@@ -166,11 +160,10 @@ def _dotted(path: str) -> str:
 
 
 def free_json(value: Any, param: str) -> dict[str, Any]:
-    """A JSON object of any content, fit for msgpack.
+    """Return a JSON object of any content, fit for msgpack.
 
-    Whole numbers past 64 bits become floats: a model may have written one into an earlier call,
-    and refusing it would end that conversation for good. Raises InvalidRequest when `value` is no
-    object or nested deeper than MAX_DEPTH.
+    Integers past 64 bits become floats: a model may have written one into an earlier call, and refusing it
+    would end that conversation. Raises InvalidRequest for no object, or one nested deeper than MAX_DEPTH.
     """
     if not isinstance(value, dict):
         raise bad_field(param, "a JSON object is needed")
@@ -212,10 +205,9 @@ RAW_INPUT = "input"
 
 
 def lenient_arguments(text: str, param: str) -> dict[str, Any]:
-    """A call's arguments from JSON text, of whatever quality.
+    """Return a call's arguments from JSON text, which may be broken or cut off.
 
-    A model may have written a broken call, or the limit of tokens cut one off; refusing it would end
-    that conversation for good.
+    Refusing it would end that conversation.
     """
     try:
         return json_object(text, param)
@@ -336,10 +328,10 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def keep_alive_of(body: bytes) -> float | None:
-    """Seconds that the model stays loaded after this request; infinite: for good; None: not said.
+    """Return the seconds that the model stays loaded after this request; infinite: for good; None: not said.
 
-    Spelled as Ollama does: `"5m"`, `300`, `0` (it goes when the request has ended), `-1` (it stays).
-    Raises InvalidRequest.
+    As Ollama has it: `"5m"`, `300`, `0` (until the request has ended), `-1` (for good). Raises
+    InvalidRequest.
     """
     if b'"keep_alive"' not in body:
         return None

@@ -1,7 +1,7 @@
-"""What every protocol's conversation is made with: no transport noise, and one spelling of each tool.
+"""Makes every protocol's conversation: no transport noise, and one spelling of each tool.
 
-Noise carries no meaning for the model, and changes from request to request, so that it would break a prefix:
-Claude Code's billing line at the head of a system message, and the order of keys in a tool's schema.
+Noise changes from request to request and would break a prefix: Claude Code's billing line in a system
+message, the order of keys in a tool's schema.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _without_billing(message: Message) -> Message | None:
 
 
 def one_spelling(schema: dict[str, Any]) -> dict[str, Any]:
-    """`schema` with its keys in one order, whatever theirs is.
+    """Return `schema` with its keys in one order.
 
-    Properties come as `required` lists them, then by the alphabet: a list keeps its order on every road, and
-    a model writes a call's arguments in the order of the schema.
+    Properties come as `required` lists them, then by the alphabet: a model writes arguments in the schema's
+    order.
     """
     ordered: dict[str, Any] = {}
     for key in sorted(schema, key=lambda key: (_RANK.get(key, len(_RANK)), key)):

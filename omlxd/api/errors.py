@@ -1,24 +1,9 @@
-"""The one place that turns errors into HTTP, in each protocol's own shape.
-
-| code              | status    | Anthropic type        | OpenAI type           | OpenAI code             |
-|-------------------|-----------|-----------------------|-----------------------|-------------------------|
-| invalid_request   | 400       | invalid_request_error | invalid_request_error |                         |
-| prompt_too_long   | 400       | invalid_request_error | invalid_request_error | context_length_exceeded |
-| authentication    | 401       | authentication_error  | invalid_request_error | invalid_api_key         |
-| not_found         | 404       | not_found_error       | invalid_request_error | see below               |
-| request_too_large | 413       | request_too_large     | invalid_request_error | request_too_large       |
-| overloaded        | 503 (529) | overloaded_error      | server_error          | overloaded              |
-| unavailable       | 503       | overloaded_error      | server_error          | unavailable             |
-| internal          | 500       | api_error             | server_error          | internal_error          |
-
-A model that is not found has the OpenAI code `model_not_found`, a `previous_response_id`
-`previous_response_not_found`, anything else (a path, say) none.
+"""Turns errors into HTTP, in each protocol's own shape (`_TABLE`). Anthropic's status for `overloaded` is
+529.
 
 Clients read the sentences too (LiteLLM, LangChain, Claude Code): a prompt that is too long and a wrong key
-have the words that the protocol's own server has for them.
-
-`unavailable` is an `overloaded_error` to Anthropic clients because Claude Code then retries as a
-stream, which is pinged; after an `api_error` it retries without streaming, which can't be.
+have the words of the protocol's own server. `unavailable` is an `overloaded_error` to Anthropic clients:
+Claude Code then retries as a stream, which is pinged; after an `api_error` it retries without.
 """
 
 from __future__ import annotations
@@ -97,10 +82,9 @@ _OPENAI = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
 def protocol_of(path: str, versioned: bool = False) -> Protocol:
-    """Whose error shape a path answers in, also where there is no such route.
+    """Return whose error shape a path answers in, also where there is no such route.
 
-    versioned  the request has an `anthropic-version`, as every client of that API sends; it decides where
-               both have the path (models, files) or neither
+    versioned  the request has an `anthropic-version`: decides where both protocols have the path, or neither
     """
     if _under(path, _ANTHROPIC):
         return "anthropic"

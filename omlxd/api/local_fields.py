@@ -1,18 +1,9 @@
-"""Fields by which clients say, each in its own words, whether to think and which conversation this is.
+"""Fields by which clients say whether to think and which conversation this is.
 
-Looked at in this order, the first that says anything counts: the body's own fields, then the same names
-under `metadata`, then under `extra_body` (what some clients send instead of spreading it).
-
-| thinking         | as                                                                   |
-|------------------|----------------------------------------------------------------------|
-| enable_thinking  | true, false                                                          |
-| think            | true, false, `low`, …, as Ollama has it                              |
-| thinking         | true, `off`, `high`, …; `{type: enabled}`, as Anthropic has it       |
-| reasoning_effort | `none`, `low`, …                                                     |
-| reasoning        | `low`, …; an object with `enabled`, `effort`, `level` or `type`      |
-
-Conversation: session_id, conversation_id, thread_id, chat_id, conversation, session. Words that mean
-nothing here are passed over: these fields are nobody's standard, and no reason to refuse a request.
+The first that says anything counts: the body's own fields, then those under `metadata`, then `extra_body`.
+Thinking: `enable_thinking`, `think` (Ollama), `thinking` (also `{type: enabled}`), `reasoning_effort`,
+`reasoning` (also an object). Conversation: `session_id`, `conversation_id`, `thread_id`, `chat_id`,
+`conversation`, `session`. Other words are ignored: these fields are nobody's standard.
 """
 
 from __future__ import annotations

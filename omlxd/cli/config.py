@@ -23,8 +23,7 @@ _TIMES = ("model_ttl", "stall_timeout", "request_timeout", "ttl")
 class Shown(msgspec.Struct):
     """One setting. `value`: as it is in force, sizes in bytes; a key is never shown.
 
-    name    an option's, or `models."org/name".temperature` for one of a single model
-    source  `default`, a flag, a variable, or a line of the file
+    name    an option's, or `models."org/name".temperature`; source: `default`, a flag, a variable, or a line
     """
 
     name: str

@@ -1,9 +1,7 @@
-"""SIGTERM and ^C while `omlxd serve` or `omlxd engine` imports itself: status 0 at once, no traceback.
+"""Ends `omlxd serve` and `omlxd engine` with status 0 at SIGTERM or ^C while they import themselves.
 
-Nothing is started then and nothing can be lost. Importing this module installs the handlers, if the
-command is one of them; it comes before all else that takes time. They stay until the event loop puts its
-own in their place (front/process/own_process.py), before the first thing that needs an end in order. A start
-that is refused ends as Python ends, with the status that it has by then.
+Importing this module installs the handlers, before anything that takes time; the event loop replaces them
+(front/process/own_process.py). A start that is refused ends as Python ends, with the status that it has.
 """
 
 import os

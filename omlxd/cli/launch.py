@@ -1,7 +1,6 @@
-"""`omlxd launch`: a coding agent with the settings that point it at this daemon, and at nothing else.
+"""`omlxd launch`: a coding agent with the settings that point it at this daemon.
 
-Everything goes through the agent's environment and flags; none of its files are read or written,
-so the agent started without this command is as it was.
+Only the agent's environment and flags are set; none of its files are read or written.
 """
 
 from __future__ import annotations

@@ -15,10 +15,9 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 class InstalledStatus(msgspec.Struct, kw_only=True):
     """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
 
-    state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed` when no
-                  daemon was asked
+    state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; without a daemon `installed`
     source        `folder` (--model), `model-dir`, `hub` or `demo`
-    load_bytes    what loading it is thought to need
+    load_bytes    what loading it may need
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not
     trouble       why it can't serve, a sentence
@@ -78,12 +77,11 @@ class NameModel(msgspec.Struct):
 
 
 class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One model. Bytes, tokens and seconds; 0 where there is nothing to say.
+    """One model. Bytes, tokens and seconds; 0: nothing to say.
 
     trouble   why it can't serve, a sentence
     resident  bytes of the engine process
-    values    the engine's counters and gauges, counters over all its processes
-    values_age_s  how old they are: the engine is too busy to answer at once; 0: they are of this moment
+    values    the engine's counters and gauges, counters over all its processes; values_age_s: how old they are
     """
 
     id: str

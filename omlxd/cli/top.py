@@ -1,7 +1,7 @@
 """`omlxd top`: the running daemon, live. ^C ends it.
 
-IN/S are prompt tokens computed a second, HIT/S restored, OUT/S generated: between two looks, so the
-first look has none. HITS is the part of all prompt tokens that was restored.
+IN/S are prompt tokens computed a second, HIT/S restored, OUT/S generated, since the look before. HITS is the
+restored part of all prompt tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Settings of `omlxd serve`, and where each value came from.
 
-Order: flag, then environment (`OMLXD_` and the flag's name in upper snake case), then the TOML
-file's `[serve]` table, then the default. The fields of `Settings` drive all four, so that a name
-is spelled the same everywhere, and one conversion (values.py) refuses a flag, a variable and a line
-of the file for the same reasons, each by its own name. The file alone may also hold settings of
-single models, under `[models."org/name"]`, and sampling for all of them, under `[defaults]`.
+Order: flag, then environment (`OMLXD_PORT`), then the TOML file's `[serve]` table, then the default. The
+fields of `Settings` drive all four, and one conversion (values.py) checks them. The file may also have
+settings of single models, under `[models."org/name"]`, and sampling for all of them, under `[defaults]`.
 """
 
 from .reading import load_settings, settings_of

@@ -1,10 +1,7 @@
 """API keys with names, in one private file under the base path.
 
-A key is 256 random bits, so its SHA-256 needs no slow hash: scrypt protects words that people choose, and
-costs tens of milliseconds a request. Keys that owners choose (--api-key) are never stored.
-
-Writers replace the file atomically, under a lock on its folder; a running daemon reads the new file at its
-next request.
+A key is 256 random bits, so SHA-256 is enough. Keys that owners choose (--api-key) are never stored. Writers
+replace the file under a lock; a running daemon reads the new one at its next request.
 """
 
 from __future__ import annotations

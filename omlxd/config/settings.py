@@ -36,8 +36,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What the file says of one model; None: nothing.
 
     thinking        whether the model thinks, where the request leaves it open
-    template_args   arguments of the chat template; a request's own go first
-    context_limit   tokens of prompt and answer at most, below what the model could
+    template_args   arguments of the chat template, below a request's own
+    context_limit   tokens of prompt and answer at most
     ttl             seconds that it stays loaded without a request; infinite: for good
     healing         earlier turns are put back as they were generated
     request_timeout seconds that a request may take; 0: no limit
@@ -136,17 +136,13 @@ _HELP = {
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What `omlxd serve` is told. Sizes in bytes; an empty `model` is the embedded demo model.
+    """Settings of `omlxd serve`. Sizes in bytes, times in seconds; an empty `model` is the demo model.
 
     hot_cache_bytes     None: grows up to what memory safely allows; 0: no hot tier
-    model_ttl           seconds that a model loaded on demand stays after its last request
     memory_limit_bytes  None: what the machine has; 0: nothing is guarded
-    request_timeout     seconds; 0: no limit
-    config    the file that was read; None: none
-    models    what the file says under `[models."id"]`, by the id, or alias, as written there
-    defaults  what it says under `[defaults]`; `models` has it too
-    sources   option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`;
-              settings of models by their `full_name`
+    models    of single models, by the id or alias in the file; each has `defaults` too
+    sources   option name → `--port`, `OMLXD_PORT`, `…/omlxd.toml line 3` or `default`; settings of models by
+              their `full_name`
     """
 
     model: Annotated[str, _option("model", "MODEL")]

@@ -1,7 +1,6 @@
-"""Which models are installed: the one that `--model` names, those under `--model-dir`, the hub's cache.
+"""Lists the installed models: that of `--model`, those under `--model-dir`, the hub's cache.
 
-Only names and a few kilobytes are read. A client's model name is compared with this list and never
-joined to a path, so that no name leads out of these folders.
+A client's model name is compared with this list and never joined to a path.
 """
 
 from __future__ import annotations

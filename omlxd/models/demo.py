@@ -1,12 +1,9 @@
-"""The embedded demo model: Qwen3 architecture, tiny, random weights, built locally with no network.
+"""The demo model: Qwen3 architecture, tiny, random weights, built locally with no network.
 
-`python -m omlxd.models.demo PATH` builds it. The same version of this file gives the same bytes on
-every machine: the weights come from PCG64's raw output (a stream that NumPy keeps stable) by exact
-arithmetic, so a rebuilt demo keeps its KV namespace.
-
-Its words mean nothing. Two things are tuned all the same, so that it behaves like a model: the
-thinking block ends after some tens of tokens and the turn after some hundreds (`_ROW_SCALE`), and
-what it says depends on the whole prompt (`_QK_NORM`).
+`python -m omlxd.models.demo PATH` builds it, with the same bytes on every machine: weights come from PCG64's
+raw output by exact arithmetic, so a rebuilt demo keeps its KV namespace. Its words mean nothing, but the
+thinking block ends after some tens of tokens and the turn after some hundreds (`_ROW_SCALE`), and what it
+says depends on the prompt (`_QK_NORM`).
 """
 
 from __future__ import annotations
@@ -117,8 +114,8 @@ def is_demo(folder: Path) -> bool:
 def build_demo(folder: Path | str) -> Path:
     """Build the demo model in `folder`, unless this version is there already; returns `folder`.
 
-    Atomic: built beside `folder` and renamed into place, so that a half-written model is never seen.
-    An older demo there is replaced; any other content is not. Raises ModelError.
+    It is built beside `folder` and renamed. An older demo is replaced, other content is not. Raises
+    ModelError.
     """
     folder = Path(folder).expanduser()
     if is_demo(folder):
@@ -244,11 +241,7 @@ def _ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def unit_noise(bits: np.random.PCG64, *shape: int) -> np.ndarray:
-    """float32 uniform noise of mean 0 and variance 1.
-
-    Uniform and not normal: 24 raw bits and one multiplication give the same bits everywhere,
-    while a normal's transformation may change with NumPy's version or the C library's.
-    """
+    """Return float32 uniform noise of mean 0 and variance 1: the same bits with every NumPy and C library."""
     raw = bits.random_raw(int(np.prod(shape))) >> np.uint64(40)
     return ((raw.astype(np.float32) / np.float32(2**23) - 1) * np.float32(3**0.5)).reshape(shape)
 

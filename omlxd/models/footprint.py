@@ -1,7 +1,6 @@
-"""What a model will take, told from its own files: config.json and the headers of its weights.
+"""Estimates what a model takes, from config.json and the headers of its weights.
 
-An estimate, made before anything is loaded. The engine knows better afterwards; what it then sees is
-kept as a factor a model (front/engines/model_book.py).
+Once it runs, front/engines/model_book.py keeps a factor for it.
 """
 
 from __future__ import annotations

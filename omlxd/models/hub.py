@@ -1,8 +1,7 @@
-"""`python -m omlxd.models.hub ORG/NAME`: fetch a model from the hub into its client's own cache.
+"""`python -m omlxd.models.hub ORG/NAME`: fetches a model from the hub into its client's own cache.
 
-Prints the folder; progress bars go to standard error. Ends with status 1 and one line on standard
-output when it can't. A download that was interrupted goes on where it stopped. A program of its
-own, so that the front never holds the hub's client in memory.
+Prints the folder, or with status 1 why not; progress goes to standard error. A download goes on where it
+stopped. It is a program of its own so that the front never imports the hub's client.
 """
 
 from __future__ import annotations

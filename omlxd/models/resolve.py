@@ -1,9 +1,7 @@
 """From what `--model` says to a folder that can be loaded: a local one, a hub id, or the demo model.
 
-The front calls this, so nothing heavy is imported here: the hub's client and the demo's builder
-run as programs of their own (models/hub.py, models/demo.py), and a local folder is checked by
-reading a few kilobytes. Weights are looked at as far as their headers, which is enough to know a
-folder that was half copied or half downloaded.
+The front calls this, so nothing heavy is imported: hub.py and demo.py run as programs of their own, and a
+local folder is checked by a few kilobytes, weights by their headers.
 """
 
 from __future__ import annotations
@@ -101,8 +99,8 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
 async def _run_builder(module: str, *arguments: str) -> Path:
     """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
 
-    Its standard error is the terminal's, for progress bars; its standard output is ours. Its
-    standard input stays open as long as we live, so that a download can't outlive a killed front.
+    Its standard error is ours, for progress bars. Its standard input closes when we die, which ends a
+    download.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,

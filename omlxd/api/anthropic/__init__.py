@@ -1,5 +1,1 @@
-"""Anthropic's Messages API.
-
-Rule: request.py reads a body into `chat`, answer.py writes `chat` events as the protocol's; the rest helps
-these two.
-"""
+"""Anthropic's Messages API. Rule: request.py reads a body into `chat`, answer.py writes `chat` events."""

@@ -1,8 +1,7 @@
-"""Anthropic's Messages API: events into a stream or a message. Requests: api/anthropic/request.py.
+"""Anthropic's Messages API: events into a stream or a message.
 
-A stream is `message_start`, content blocks one after another, `message_delta`, `message_stop`.
-The message of a non-streaming answer holds the same blocks. `input_tokens` is what was computed:
-with `cache_read_input_tokens` it adds up to the prompt.
+A stream is `message_start`, content blocks, `message_delta`, `message_stop`. `input_tokens` are those that
+were computed: with `cache_read_input_tokens` they make the prompt.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class _Signature:
 class AnthropicStream:
     """`sse.StreamEncoder` of one message.
 
-    `message_start` waits for the first event: that is Progress as soon as the cache was looked up, and some
-    clients read the tokens of a prompt nowhere else.
+    `message_start` waits for the first event, which says what the cache had: some clients read it only there.
     """
 
     def __init__(self, id: str, model: str, request_id: str):

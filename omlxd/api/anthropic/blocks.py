@@ -1,8 +1,7 @@
-"""The blocks of Anthropic's messages, as they come over the wire; api/anthropic/request.py translates them.
+"""The blocks of Anthropic's messages; api/anthropic/request.py translates them.
 
-Fields that are not here are not read: `cache_control`, `citations`, `caller`, `toolset_name` and future
-ones never reach the prompt. Blocks of tools that ran at Anthropic, in a session that began there, are left
-out of the prompt: the model's text holds what it made of them.
+Other fields (`cache_control`, `citations`, `caller`) never reach the prompt, nor do blocks of tools that ran
+at Anthropic: the model's text holds what it made of them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""Documents and search results into text: in tags, as Anthropic's own advice for long prompts has it.
+"""Documents and search results into text, in tags, as Anthropic advises for long prompts:
 
     <document>
     <title>Kettles</title>
-    <context>From the manual of 1931.</context>
     <document_content>
     …
     </document_content>
     </document>
 
-The same block is always the same text, so that it is a prefix of the next turn's prompt. The text itself
-is left as it is. Answers cite nothing: `citations` changes no token.
+The same block always gives the same text, so prefixes hold. Answers cite nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Anthropic's Messages API: a body into a `GenerateRequest`. Answers: api/anthropic/answer.py.
+"""Anthropic's Messages API: a body into a `GenerateRequest`.
 
-Lenient where Claude Code needs it and where leniency can't mislead: unknown fields are ignored,
-`system` may stand inside `messages`, consecutive messages of one role stay as they are. `cache_control`
-and redacted thinking carry no meaning for the model and are dropped. A field that would change what the
-model knows, and can't be served, is refused by name.
+Unknown fields are ignored, `system` may stand inside `messages`, and messages of one role in a row stay as
+they are. `cache_control` and redacted thinking are dropped. A field that would change what the model reads,
+and can't be served, is refused by name.
 """
 
 from __future__ import annotations

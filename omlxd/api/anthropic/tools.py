@@ -1,8 +1,7 @@
 """The tools of an Anthropic request: those that the prompt lists, and those that come up later in it.
 
-Of the tools that Anthropic defines and the client runs (`bash_…`, `text_editor_…`, `memory_…`) a client
-sends the type alone, as Claude knows their arguments. Other models get the arguments that the client's code
-reads: those of the SDK's types for the memory tool, and of Anthropic's documentation for the others.
+For tools that Anthropic defines and the client runs (`bash_…`, `text_editor_…`, `memory_…`) a client sends
+the type alone. Here they get their arguments: those of the SDK's types, or of Anthropic's documentation.
 """
 
 from __future__ import annotations
@@ -106,11 +105,10 @@ class ToolChoice(msgspec.Struct):
 
 
 class Tools:
-    """Listed are those that the model has from the beginning, as listing another changes the prompt's head.
+    """Lists the tools that the model has from the beginning: listing another changes the prompt's head.
 
-    A deferred tool enters the list of the *request* when the model has searched for it, or a system message
-    adds it; what it is, is told in that place. Server-side tools (no `input_schema`, and not run by the
-    client) run at Anthropic; there is nothing to call here.
+    A deferred tool counts once the model has searched for it, or a system message adds it; it is described in
+    that place. Server-side tools run at Anthropic; there is nothing to call here.
     """
 
     def __init__(self, given: list[ToolParam], changes: Iterable[ToolChange] = ()):

@@ -1,7 +1,6 @@
-"""OpenAI's chat completions: a body into a `GenerateRequest`. Answers: api/openai/chat_answer.py.
+"""OpenAI's chat completions: a body into a `GenerateRequest`.
 
-What the engine can't honour and what would change the answer (audio) is refused,
-never ignored; unknown fields are ignored, as every OpenAI-compatible server does.
+What can't be honoured and would change the answer (audio) is refused; unknown fields are ignored.
 """
 
 from __future__ import annotations

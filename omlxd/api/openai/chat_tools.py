@@ -46,7 +46,7 @@ ChatTool = Union[_FunctionTool, _CustomTool]
 
 
 class CallShape(Struct, frozen=True):
-    """How calls are told to the client.
+    """How the client gets calls.
 
     custom    names of custom tools
     obsolete  the request has `functions`: a call is the message's `function_call`

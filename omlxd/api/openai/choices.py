@@ -1,7 +1,7 @@
-"""What chat and text completions share: one answer or several side by side, streamed or whole.
+"""Streams and collects one answer or several, of chats and texts.
 
-A request of n > 1 gives each choice's events as a `ChoiceEvent`, each choice's own Finished among them,
-and at the end one Finished of all. With one choice there is only that.
+With n > 1 each choice's events are `ChoiceEvent`s, its own Finished among them; one Finished of all ends
+them.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class Collected(Protocol[ToldT_co]):
 class ChoicesCollector(Generic[ToldT_co]):
     """`sse.Collector` of a completion.
 
-    answer  its struct: (id, created, model, choices, usage)
-    choice  makes one of its `n` choices
+    answer  its struct: (id, created, model, choices, usage); choice: makes one of its `n` choices
     """
 
     def __init__(

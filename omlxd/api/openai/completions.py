@@ -1,7 +1,7 @@
 """OpenAI's legacy completions: a body into a `GenerateRequest`, events into chunks or a completion.
 
-The prompt goes to the model as it is, with no template. Token ids are accepted in place of text, and
-several prompts in place of one: the choices of the first come first.
+The prompt goes to the model without a template, as text or token ids. Of several, the first one's choices
+come first.
 """
 
 from __future__ import annotations

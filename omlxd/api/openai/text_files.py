@@ -15,10 +15,9 @@ _NO_NAME = re.compile(r'[\x00-\x1f\x7f"<>]')
 
 
 def text_file(data: str | None, name: str | None, file_id: str | None, url: object, param: str) -> TextPart:
-    """The text of a file, between tags that tell its name.
+    """Return the text of a file, between tags with its name.
 
     data  base64, with or without `data:…;base64,` before it
-
     Raises InvalidRequest for what is not sent here, is too large, or is no text in UTF-8.
     """
     if url is not None:

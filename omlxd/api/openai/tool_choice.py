@@ -1,13 +1,7 @@
 """`tool_choice` of OpenAI's two chat protocols, `allowed_tools` included, and custom tools.
 
-| given                                   | becomes                                                 |
-|-----------------------------------------|---------------------------------------------------------|
-| `auto`, `none`, `required`              | the same                                                |
-| a function or custom tool of the request | a call of it                                           |
-| `allowed_tools`                         | its mode, and the names that may be called              |
-
-All tools of the request stay in the prompt whatever is allowed, so that a cached prefix holds. A custom
-tool has one argument, a text, which may have to follow a grammar.
+All tools stay in the prompt whatever is allowed, so that a cached prefix holds. A custom tool has one
+argument, a text, which may have a grammar.
 """
 
 from __future__ import annotations
@@ -136,10 +130,9 @@ class _Format(msgspec.Struct):
 
 
 def custom_tool(name: str, description: str, given: dict[str, Any] | None, param: str) -> Tool:
-    """A function with one text, `input`: the model is told of its format, and held to it.
+    """Return a function with one text, `input`, that follows the given format.
 
     given  the format as Responses spells it: `type`, `syntax`, `definition`
-
     Raises InvalidRequest naming `param`, the field of the format.
     """
     try:

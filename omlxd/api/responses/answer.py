@@ -1,9 +1,8 @@
-"""OpenAI's Responses API: events into a stream or a response object. Requests: api/responses/request.py.
+"""OpenAI's Responses API: events into a stream or a response object.
 
-A stream is `response.created`, `response.in_progress`, output items one after another, and one of
-`response.completed`, `response.incomplete` (the limit of tokens) and `response.failed`. Each item
-is `output_item.added`, its content, `output_item.done`. Events are numbered from 0. The response
-object of a non-streaming answer is the one that the stream's last event carries.
+A stream is `response.created`, `response.in_progress`, output items, and one of `response.completed`,
+`response.incomplete` (the limit of tokens) and `response.failed`. An item is `output_item.added`, its
+content, `output_item.done`. The last event has the object of an answer that is not streamed.
 """
 
 from __future__ import annotations

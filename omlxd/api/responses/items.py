@@ -1,4 +1,4 @@
-"""The input items of /v1/responses, as messages of the conversation form.
+"""The input items of /v1/responses, as messages.
 
 | item                                        | becomes                                          |
 |---------------------------------------------|--------------------------------------------------|
@@ -7,13 +7,11 @@
 | `function_call`, `custom_tool_call`, `…_call` with a call id | a call of the assistant         |
 | `function_call_output`, `…_output` with a call id | a tool result                              |
 | `additional_tools`                          | more tools                                       |
-| `tool_search_output` with a call id         | a tool result that tells of the tools found      |
-| `item_reference`                            | what it stands for (api/responses/request.py)        |
+| `tool_search_output` with a call id         | a tool result that describes the tools           |
+| `item_reference`                            | an earlier item (api/responses/request.py)       |
 | any other                                   | nothing: it was for OpenAI's own side            |
 
-Only references read the ids of items: those change from session to session, and tell which response an item
-is of. Neighbouring items of the assistant make one message, and so do neighbouring results, as a turn is
-one message to a template.
+Items in a row of the assistant make one message, and so do results. Only references read the ids of items.
 """
 
 from __future__ import annotations

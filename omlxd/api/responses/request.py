@@ -1,10 +1,7 @@
-"""OpenAI's Responses API: a body into a `GenerateRequest`. Answers: api/responses/answer.py.
+"""OpenAI's Responses API: a body into a `GenerateRequest`.
 
-Fields that would change the answer and can't be honoured are refused; unknown fields are ignored. Tools
-that run at OpenAI are left out: Codex always offers one.
-
-An `item_reference` names an item of an earlier response's output by its id: Vercel's AI SDK sends earlier
-turns so, unless told not to store them.
+Fields that would change the answer and can't be honoured are refused; unknown fields, and tools that run at
+OpenAI, are ignored. An `item_reference` names an item of an earlier response: Vercel's AI SDK sends such.
 """
 
 from __future__ import annotations

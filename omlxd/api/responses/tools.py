@@ -1,4 +1,4 @@
-"""The tools of a /v1/responses request: what the model sees, and how its calls are told.
+"""The tools of a /v1/responses request: what the model sees, and how the client gets its calls.
 
 | given            | the model sees                             | its call comes back as                |
 |------------------|--------------------------------------------|---------------------------------------|
@@ -7,7 +7,7 @@
 | `namespace`      | its tools, each named `<namespace>__<tool>` | the above, with `namespace` and `name` |
 | any other (web_search, mcp, …) | nothing: those run on OpenAI's side | –                            |
 
-One that names an address for us to ask (`server_url`) is refused.
+One that names an address to ask (`server_url`) is refused.
 """
 
 from __future__ import annotations

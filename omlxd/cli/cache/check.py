@@ -1,9 +1,7 @@
-"""`omlxd cache check`: verify files, list the bad ones, remove them only if told to.
+"""`omlxd cache check`: verifies files, lists the bad ones, removes them only if asked to.
 
-Beside a running daemon this is safe. A file that a daemon evicts meanwhile is neither good nor bad.
-Removing a bad one under a daemon is what the daemon itself would do on its next read, and a file
-that is gone is a miss to it. Only its account then counts bytes that are free: until the file's turn
-to be evicted comes, the block is written anew, or the daemon restarts. The cap holds all the while.
+It is safe beside a running daemon. A file that is evicted meanwhile is neither good nor bad. A bad file that
+is removed is a miss to the daemon, whose account counts its bytes until it hears of it.
 """
 
 from __future__ import annotations

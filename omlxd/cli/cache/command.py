@@ -1,7 +1,7 @@
-"""The command line of `omlxd cache`, and its exit statuses.
+"""The command line of `omlxd cache`.
 
-0: done, and all is well. 1: a check found something bad, a daemon was in the way, or files could not
-be read or removed. 2: an argument makes no sense.
+Exit status 0: all is well. 1: something is bad, a daemon was in the way, or files could not be read or
+removed. 2: an argument makes no sense.
 """
 
 from __future__ import annotations

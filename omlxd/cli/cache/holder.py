@@ -1,7 +1,7 @@
-"""Which daemon holds a cache dir, and what only that daemon can do: it keeps the account of the folder.
+"""Finds the daemon that holds a cache dir, and asks it for what only it can do: it keeps the folder's
+account.
 
-Verbs that only look read the process id in the lock file and ask the system about it. They take no lock: a
-daemon that starts at that moment would believe that another one holds the folder.
+Verbs that only look take no lock: a daemon that starts then would believe that another one holds the folder.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class DaemonRuns(OmlxdError):
 
 
 def holder(root: Path) -> int | None:
-    """Process id of the daemon that holds the folder; 0: one of unknown number; None: nobody.
+    """Return the process id of the daemon that holds the folder; 0: unknown; None: nobody.
 
-    Where the system doesn't list locks (macOS), a living process of the number that the last daemon
-    left counts as that daemon.
+    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts as that
+    daemon.
     """
     path = root / LOCK_NAME
     try:

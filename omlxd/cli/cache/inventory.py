@@ -1,7 +1,6 @@
-"""What lies in a cache dir, by name, size and time alone; no file is opened.
+"""Lists a cache dir by name, size and time; opens no file.
 
-Only folders that are named as namespaces are (32 hex digits) are entered: a cache dir that somebody
-put among other files must never cost a file that omlxd did not write.
+Only folders named as namespaces are (32 hex digits) are entered: other files are never touched.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from ...kv.files.paths import (
 )
 
 Kind = Literal["block", "record", "temporary", "misplaced", "stranger"]
-"""block       a file where a block's file lies, of a name that a block's file has
-record      likewise, of a record (kv/files/record_file.py)
-temporary   left by a crash, or being written by a daemon
-misplaced   of such a suffix, but no file that a store would look for: elsewhere, a link, a folder
-stranger    anything else; never removed
+"""block, record  a file whose place and name are those of a block or record
+temporary      left by a crash, or being written by a daemon
+misplaced      of such a suffix, but no file that a store would look for: elsewhere, a link, a folder
+stranger       anything else; never removed
 """
 
 

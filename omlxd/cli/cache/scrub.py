@@ -1,7 +1,6 @@
-"""`omlxd cache scrub`: what a check finds, and what crashes and removed models leave, put in order.
+"""`omlxd cache scrub`: a check, and removal of what crashes and removed models leave.
 
-The check runs without the lock, since it may take long and a daemon must be able to start meanwhile;
-only what a daemon could be in the midst of (temporary files, empty folders) is removed under it.
+The check may take long and needs no lock; temporary files and empty folders are removed under it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ def scrub(
     """Check and remove; `orphans`: also the KV of models whose folder is gone. True: nothing was bad.
 
     daemon  the one that holds the folder: it hears what is gone, and removes orphans itself
-
     Raises FileNotFoundError without a cache dir, OSError where a folder can't be read.
     """
     outcome = check(root, delete_bad=True, say=say)

@@ -1,7 +1,6 @@
 """`omlxd cache stats`: what each model's KV takes on disk, from names, sizes and times.
 
-One file of each size in a namespace is opened, for its kind; the others of that size are taken to be
-of the same kind, so that a hundred thousand files cost as many `stat` calls and a few reads.
+One file of each size in a namespace is opened for its kind; the others of that size count as the same kind.
 """
 
 from __future__ import annotations
@@ -48,12 +47,11 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
 
 
 class CacheStats(msgspec.Struct, kw_only=True):
-    """Of a whole cache dir.
+    """The statistics of a cache dir.
 
     cap_bytes   of the daemon that holds the folder, if it answers; else of this command's settings
-    cap_source  where the cap stands: `the daemon's`, `default`, a flag, a variable, a line of the file
-    daemon      whether one holds the lock; daemon_pid its process, None where it isn't known
-    live        what the daemon says of itself, if it answers
+    cap_source  `the daemon's`, `default`, a flag, a variable, or a line of the file
+    daemon_pid  None where it isn't known
     temporary   files being written, or left by a crash; misplaced, strangers: see `cache check`
     """
 

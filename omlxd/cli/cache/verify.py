@@ -1,14 +1,11 @@
-"""Is a block's file what its path says? Every check of the store's, without the model.
+"""Verifies block files as the store does, without the model.
 
-A store knows the header that it expects and compares bytes. Here the header's own claims are read
-first; then the header that the store would have written for them is built, and compared, and the
-payload digested, by the store's own code (`BlockFormat.read`). So the two can't drift apart.
+A store compares a file with the header that it expects. Here that header is made from the file's own claims,
+and the store's own code (`BlockFormat.read`) compares it and digests the payload.
 
-Of the tensors' names and types only the model knows which are right. But they are part of the
-namespace, so all files of one agree in them: `Verdict.tensors` lets a caller find the odd ones out.
-
-What ties the tokens to the name is the chain hash. A file doesn't carry the extra keys of a block
-(images), so a token block that had any would be called bad; no model that takes them is stored yet.
+Only the model knows the right names and types of tensors, but all files of a namespace have the same:
+`Verdict.tensors` shows the odd ones. A block with extra keys (images) would be called bad; none is stored
+yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`omlxd cache why-miss`: where a prompt's cached prefix ends, and why.
 
-The running daemon is asked, as only it knows what lies in RAM and what it has evicted. Without one,
-a request from a file is explained by what lies on disk: tokenizer and template are loaded by a
-program of their own, never by this one.
+The running daemon knows what lies in RAM and what it evicted. Without one, a request from a file is explained
+by what lies on disk; another program loads tokenizer and template.
 """
 
 from __future__ import annotations

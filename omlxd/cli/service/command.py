@@ -1,7 +1,7 @@
-"""The command line of `omlxd service`, and its exit statuses.
+"""The command line of `omlxd service`.
 
-0: done; for `status`: running, or waiting for its first connection. 1: the service manager refused.
-2: an argument makes no sense. `status` also ends with 3 (stopped or failed) and 4 (not installed).
+Exit status 0: done; for `status`: running or waiting. 1: the service manager refused. 2: an argument makes no
+sense. `status` also ends with 3 (stopped or failed) and 4 (not installed).
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """launchd: a LaunchAgent of the user, through `launchctl bootstrap, bootout, kickstart, print`.
 
-Two ways to run, as launchd.plist(5) has it:
+- on demand (the default): `Sockets` and no `KeepAlive`: the first connection starts the daemon, also after a
+  failure.
+- at login: `KeepAlive: {SuccessfulExit: false}` as well: started at once, and again after a failure.
 
-- on demand (the default): `Sockets` and no `KeepAlive`, so that launchd listens from login on and
-  the first connection starts the daemon; one that failed is started by the next connection.
-- at login: `KeepAlive: {SuccessfulExit: false}` as well, which implies RunAtLoad: started at once,
-  and again after a failure, but not after a clean end. launchd still holds the port.
-
-Exit statuses of launchctl are errnos, mostly; those below were collected from what others met. None
-of this has run on a Mac by us: tests play launchctl's part.
+Exit statuses below are those that others met. None of this has run on a Mac: tests play launchctl's part.
 """
 
 from __future__ import annotations

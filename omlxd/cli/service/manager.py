@@ -118,8 +118,8 @@ def read_ours(path: Path, mark: str) -> bytes | None:
 def addresses(host: str) -> list[tuple[str, bool]]:
     """Return (address, is IPv6) of each address that the manager listens on for `host`.
 
-    `localhost` means ::1 to some clients, so 127.0.0.1 has it beside itself where this machine has IPv6.
-    Raises ServiceError.
+    127.0.0.1 has ::1 beside it where there is IPv6: `localhost` means that to some clients. Raises
+    ServiceError.
     """
     try:
         result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

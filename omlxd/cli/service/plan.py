@@ -49,10 +49,10 @@ def make_plan(
     at_login: bool,
     environ: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan for `omlxd serve` with `flags` (option name → text), checked as `serve` would.
+    """Return the plan for `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve`
+    would.
 
     log_file  where to log when the flags and the file say nothing
-    Raises ConfigError: better here than in a log, again and again.
     """
     environ = os.environ if environ is None else environ
     if "api_key" in flags:

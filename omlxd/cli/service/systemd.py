@@ -1,7 +1,7 @@
 """systemd: a unit and a socket unit of the user, through `systemctl --user` and `journalctl --user`.
 
-The socket unit listens from login on (from boot on, with `loginctl enable-linger`); the first
-connection starts the daemon. With `at_login` the service unit is enabled as well.
+The socket unit listens from login on (with `loginctl enable-linger`, from boot on) and starts the daemon at
+the first connection. With `at_login` the service unit is enabled as well.
 """
 
 from __future__ import annotations
