@@ -172,7 +172,7 @@ class RawPrompt(Struct, frozen=True, tag="raw"):
 class GenerateRequest(Struct, frozen=True):
     """What the front asks of an engine.
 
-    parent_agent  the agent that started this one; "" is the session's own. An agent's `session` is `name/agent`
+    parent_agent  the agent that started this one; "" is the session's own. Its `session` is `name/agent`
     session     the client's conversation, for affinity and diagnostics; never part of a key
     cache_salt  keeps this request's KV apart from everybody else's: part of the chain hash
     timeout_s   seconds from receipt, below the engine's own; 0: the engine's own
@@ -281,18 +281,22 @@ class ToolCall(Struct, frozen=True, tag="tool_call"):
     name: str
     arguments: str
 
+    @property
+    def valid_arguments(self) -> str:
+        return self.arguments
+
 
 class ToolCallCut(Struct, frozen=True, tag="tool_call_cut"):
     """A call that never became whole though pieces of it were sent: cut off, or broken off by the model.
 
     arguments  as far as they go: the beginning of a JSON object
-    whole      the members that are whole, as JSON text of an object
+    valid_arguments  its complete members, as JSON text of an object
     """
 
     id: str
     name: str
     arguments: str
-    whole: str
+    valid_arguments: str
 
 
 class Restarted(Struct, frozen=True, tag="restarted"):

@@ -92,9 +92,9 @@ def guided(body: GuidedFields) -> AnswerFormat | None:
     return only(*result)
 
 
-def only(*found: AnswerFormat | None) -> AnswerFormat | None:
+def only(*formats: AnswerFormat | None) -> AnswerFormat | None:
     """The one that is there. Raises InvalidRequest for more than one."""
-    given = [format for format in found if format is not None]
+    given = [format for format in formats if format is not None]
     if len(given) > 1:
         raise InvalidRequest(
             f"{given[1].param}: the answer's format is given by {given[0].param} already; send one of them",

@@ -19,7 +19,7 @@ from ..errors import OmlxdError
 Protocol = Literal["anthropic", "openai"]
 
 MAX_RETRY_AFTER = 60
-"""Seconds. Claude Code gives up at once when it is told to wait longer."""
+"""Seconds. Claude Code gives up at once if it has to wait longer."""
 
 _DEFAULT_RETRY_AFTER: dict[ErrorCode, int] = {"overloaded": 2, "unavailable": 2}
 
@@ -119,10 +119,10 @@ def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> Anthro
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     if protocol == "openai":
         return OpenAIError(openai_detail(error))
-    told = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
+    code = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
     message = message_of(error, protocol)
     return AnthropicError(
-        _AnthropicDetail(_TABLE[error.code][1], message, _Details(told) if told else None), request_id
+        _AnthropicDetail(_TABLE[error.code][1], message, _Details(code) if code else None), request_id
     )
 
 

@@ -47,23 +47,23 @@ class DialectFields(GuidedFields, kw_only=True):
 def thinking_of(body: Any) -> bool | None:
     """Whether `body` (a struct, or an object nested in one) asks to think; None: it says nothing."""
     for name in _THINKING:
-        if (told := _told(_field(body, name))) is not None:
-            return told
+        if (asked := _asked(_field(body, name))) is not None:
+            return asked
     template = _field(body, "chat_template_kwargs")
     if isinstance(template, dict) and isinstance(template.get("enable_thinking"), bool):
         return template["enable_thinking"]
     for name in _NESTED:
         nested = _nested(body, name)
-        if nested and (told := thinking_of(nested)) is not None:
-            return told
+        if nested and (asked := thinking_of(nested)) is not None:
+            return asked
     return None
 
 
-def _told(value: Any) -> bool | None:
+def _asked(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     if isinstance(value, dict | msgspec.Struct):
-        return next((told for name in _WITHIN if (told := _told(_field(value, name))) is not None), None)
+        return next((asked for name in _WITHIN if (asked := _asked(_field(value, name))) is not None), None)
     word = _word(value).lower()
     return False if word in _OFF else True if word in _ON else None
 
@@ -102,8 +102,8 @@ def _word(value: Any) -> str:
     """`value` as a word, "" for what is none: Python refuses to spell a number of 5,000 digits."""
     if isinstance(value, str):
         return value.strip()
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    return str(value) if whole and abs(value) < 2**63 else ""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_integer and abs(value) < 2**63 else ""
 
 
 def _nested(body: Any, name: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def _plain(name: str, value: object) -> str | int | float | bool | list[str] | N
 
 def as_text(rows: Sequence[Shown]) -> str:
     lines = [("SETTING", "VALUE", "FROM")]
-    lines += [(_called(row.name), _told(row), _place(row.source)) for row in rows]
+    lines += [(_called(row.name), _value(row), _place(row.source)) for row in rows]
     return "\n".join(table(lines))
 
 
@@ -84,7 +84,7 @@ def _called(name: str) -> str:
     return name if "." in name else "--" + name.replace("_", "-")
 
 
-def _told(row: Shown) -> str:
+def _value(row: Shown) -> str:
     value, field = row.value, row.name.rsplit(".", 1)[-1].replace("-", "_")
     if isinstance(value, bool):
         return "true" if value else "false"

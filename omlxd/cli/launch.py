@@ -161,7 +161,7 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     Waits while the model loads for the first time, as its context is not known before.
     """
     deadline = time.monotonic() + LOADING_S
-    told = False
+    announced = False
     while True:
         models = fetch(url, key, "/v1/models", _Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
@@ -169,9 +169,9 @@ def find_target(url: str, key: str, name: str | None) -> Target:
             return Target(url, key, model.id, model.max_input_tokens)
         if time.monotonic() > deadline:
             raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")
-        if not told:
+        if not announced:
             print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
-            told = True
+            announced = True
         time.sleep(0.5)
 
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         raise ConfigError(f"{unknown[0]} is not a flag of `omlxd launch`; flags of {args.agent} go after --.")
     agent = AGENTS[args.agent]
     url, key = address(args.url)
-    path = None if args.print_env else _found(agent)
+    path = None if args.print_env else _program(agent)
     target = find_target(url, key, args.model)
     if warning := too_small(agent, target):
         print(f"omlxd: {warning}", file=sys.stderr)
@@ -244,12 +244,13 @@ def too_small(agent: Agent, target: Target) -> str:
 
 def environment(environ: Mapping[str, str], start: Start, url: str) -> dict[str, str]:
     """`environ` as the agent gets it."""
-    whole = {name: value for name, value in environ.items() if name not in start.dropped} | start.variables
+    variables = {name: value for name, value in environ.items() if name not in start.dropped}
+    variables |= start.variables
     host = urlsplit(url).hostname or ""
     if is_loopback(host) and any(name.lower().endswith("_proxy") for name in environ):
         for name in ("NO_PROXY", "no_proxy"):
-            whole[name] = ",".join(filter(None, (environ.get(name, ""), host)))
-    return whole
+            variables[name] = ",".join(filter(None, (environ.get(name, ""), host)))
+    return variables
 
 
 def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
@@ -265,7 +266,7 @@ def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _found(agent: Agent) -> str:
+def _program(agent: Agent) -> str:
     path = shutil.which(agent.program)
     if path is None:
         raise LaunchError(

@@ -15,7 +15,8 @@ Name = Annotated[str, msgspec.Meta(min_length=1)]
 class InstalledStatus(msgspec.Struct, kw_only=True):
     """One model. Bytes; seconds; `context_length` in tokens. Null: not known, or does not apply.
 
-    state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; without a daemon `installed`
+    state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed`
+                  without a daemon
     source        `folder` (--model), `model-dir`, `hub` or `demo`
     load_bytes    what loading it may need
     idle_s        how long it stays without a request; null: for good
@@ -81,7 +82,8 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     trouble   why it can't serve, a sentence
     resident  bytes of the engine process
-    values    the engine's counters and gauges, counters over all its processes; values_age_s: how old they are
+    values    the engine's counters and gauges, counters over all its processes
+    values_age_s  how old they are
     """
 
     id: str

@@ -60,8 +60,8 @@ def merged(events: list[Event]) -> list[tuple[str, ...]]:
             out.append(("call", event.name, event.arguments))
             continue
         if isinstance(event, ToolCallCut):
-            assert isinstance(json.loads(event.whole), dict)
-            out.append(("cut", event.name, event.arguments, event.whole))
+            assert isinstance(json.loads(event.valid_arguments), dict)
+            out.append(("cut", event.name, event.arguments, event.valid_arguments))
             continue
         assert isinstance(event, TextDelta | ReasoningDelta) and event.text
         kind = "text" if isinstance(event, TextDelta) else "reasoning"

@@ -181,7 +181,7 @@ class AnthropicStream:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
 
     def event(self, event: Event) -> bytes:
-        return self._begun(event) + self._told(event)
+        return self._begun(event) + self._encoded(event)
 
     def _begun(self, event: Event) -> bytes:
         """`message_start`, before anything else."""
@@ -195,7 +195,7 @@ class AnthropicStream:
         message = MessageAnswer(self._id, self._model, [], None, None, start)
         return named_event(b"message_start", _MessageStart(message))
 
-    def _told(self, event: Event) -> bytes:
+    def _encoded(self, event: Event) -> bytes:
         if isinstance(event, TextDelta):
             return self._text(event.text) if event.text else b""
         if isinstance(event, ReasoningDelta):
@@ -283,10 +283,8 @@ class AnthropicCollector:
 
 
 def _block(run: tuple[type, list[str]] | ToolCall | ToolCallCut) -> _Text | _Thinking | _ToolUse:
-    if isinstance(run, ToolCallCut):  # As Anthropic's SDKs read a stream that is cut off.
-        return _ToolUse(run.id, run.name, msgspec.Raw(run.whole.encode()))
-    if isinstance(run, ToolCall):
-        return _ToolUse(run.id, run.name, msgspec.Raw(run.arguments.encode()))
+    if isinstance(run, (ToolCall, ToolCallCut)):  # As Anthropic's SDKs read a stream that is cut off.
+        return _ToolUse(run.id, run.name, msgspec.Raw(run.valid_arguments.encode()))
     text = "".join(run[1])
     if run[0] is TextDelta:
         return _Text(text)

@@ -50,8 +50,8 @@ def browser_state_text(block: BrowserState, param: str) -> str:
     state = {"tabs": block.tabs}
     if block.state_changes:
         state["state_changes"] = block.state_changes
-    told = msgspec.json.encode(free_json(state, param)).decode()
-    return f"<browser_state>\n{told}\n</browser_state>"
+    text = msgspec.json.encode(free_json(state, param)).decode()
+    return f"<browser_state>\n{text}\n</browser_state>"
 
 
 def _framed(tag: str, about: list[tuple[str, str | None]], content: str, body: str) -> str:

@@ -341,7 +341,7 @@ def _parts(block: AnyBlock, tools: Tools, param: str) -> list[Part]:
 
 
 def _text(block: AnyBlock | ToolReference | BrowserState, tools: Tools, param: str) -> str:
-    """What the model reads of a block that is told as text; "" for one that it is not shown."""
+    """Return the text that the model reads of a block; "": the model does not see it."""
     if isinstance(block, Text):
         return block.text
     if isinstance(block, Document):
@@ -364,8 +364,8 @@ def _text(block: AnyBlock | ToolReference | BrowserState, tools: Tools, param: s
 def _summary(block: Compaction, tools: Tools) -> str:
     if not block.content:
         return ""
-    told = f"This is a summary of the conversation so far:\n<summary>\n{block.content}\n</summary>"
-    return "\n".join([told, *filter(None, map(tools.change, block.tool_changes or ()))])
+    summary = f"This is a summary of the conversation so far:\n<summary>\n{block.content}\n</summary>"
+    return "\n".join([summary, *filter(None, map(tools.change, block.tool_changes or ()))])
 
 
 def _image(block: Image, param: str) -> ImagePart:

@@ -114,7 +114,7 @@ class Tools:
     def __init__(self, given: list[ToolParam], changes: Iterable[ToolChange] = ()):
         changes = list(changes)
         later = _added_later(changes)
-        self._known: dict[str, Tool] = {}
+        self._tools_by_name: dict[str, Tool] = {}
         self._names: set[str] = set()
         self._at_server: set[str] = set()
         listed = []
@@ -124,7 +124,7 @@ class Tools:
             if tool is None:
                 self._at_server.add(param.name or "")
                 continue
-            self._known[tool.name] = tool
+            self._tools_by_name[tool.name] = tool
             if not param.defer_loading and tool.name not in later:
                 listed.append(tool)
         self.listed = tuple(listed)
@@ -136,7 +136,7 @@ class Tools:
         for change in changes:
             name, made = _changed(change)
             if made is not None:
-                self._known[name] = made
+                self._tools_by_name[name] = made
             self._names.add(name)
             if isinstance(change, ToolRemoval):
                 self._removed.add(name)
@@ -145,7 +145,7 @@ class Tools:
 
     def described(self, name: str) -> str:
         """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
-        tool = self._known.get(name, Tool(name))
+        tool = self._tools_by_name.get(name, Tool(name))
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         told = stable_json({"type": "function", "function": function})
         self._room -= len(told)

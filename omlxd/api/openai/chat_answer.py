@@ -170,18 +170,16 @@ class _Progress:
         text = self._open.take(event)
         if not begins and not text:
             return None
-        told = _Function(event.name, text) if begins else _Arguments(text)
+        call = _Function(event.name, text) if begins else _Arguments(text)
         if self._shape.obsolete:
-            return _Delta(function_call=told)
-        if isinstance(told, _Function):
-            return _Delta(tool_calls=[_CallDelta(id=event.id, function=told, index=index)])
-        return _Delta(tool_calls=[_ArgumentsDelta(index, told)])
+            return _Delta(function_call=call)
+        if isinstance(call, _Function):
+            return _Delta(tool_calls=[_CallDelta(id=event.id, function=call, index=index)])
+        return _Delta(tool_calls=[_ArgumentsDelta(index, call)])
 
 
 def _custom(event: ToolCall | ToolCallCut) -> _Custom:
-    return _Custom(
-        event.name, custom_input(event.whole if isinstance(event, ToolCallCut) else event.arguments)
-    )
+    return _Custom(event.name, custom_input(event.valid_arguments))
 
 
 def _finish_reason(finished: Finished, shape: CallShape) -> str:
@@ -237,7 +235,7 @@ class _Collected:
         elif isinstance(event, Finished):
             self._finished = event
 
-    def told(self, index: int) -> _Choice:
+    def choice(self, index: int) -> _Choice:
         assert self._finished is not None, "response before Finished"
         text = "".join(self._text)
         message = _Message(

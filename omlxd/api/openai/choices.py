@@ -60,17 +60,17 @@ class ChoicesStream(ABC):
         return data_event(type(self)._chunk_type(self._id, self._created, self._model, choices, usage))
 
 
-ToldT_co = TypeVar("ToldT_co", covariant=True)
+ChoiceT_co = TypeVar("ChoiceT_co", covariant=True)
 
 
-class Collected(Protocol[ToldT_co]):
+class Collected(Protocol[ChoiceT_co]):
     """One choice of an answer: its events, and then what it has become."""
 
     def event(self, event: Event) -> None: ...
-    def told(self, index: int) -> ToldT_co: ...
+    def choice(self, index: int) -> ChoiceT_co: ...
 
 
-class ChoicesCollector(Generic[ToldT_co]):
+class ChoicesCollector(Generic[ChoiceT_co]):
     """`sse.Collector` of a completion.
 
     answer  its struct: (id, created, model, choices, usage); choice: makes one of its `n` choices
@@ -79,7 +79,7 @@ class ChoicesCollector(Generic[ToldT_co]):
     def __init__(
         self,
         answer: Callable[..., Any],
-        choice: Callable[[], Collected[ToldT_co]],
+        choice: Callable[[], Collected[ChoiceT_co]],
         id: str,
         model: str,
         created: int,
@@ -106,6 +106,6 @@ class ChoicesCollector(Generic[ToldT_co]):
 
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
-        choices = [choice.told(index) for index, choice in enumerate(self._choices)]
+        choices = [choice.choice(index) for index, choice in enumerate(self._choices)]
         usage = usage_body(self._finished.usage)
         return msgspec.json.encode(self._answer(self._id, self._created, self._model, choices, usage))

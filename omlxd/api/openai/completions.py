@@ -196,7 +196,7 @@ class _Collected:
         if isinstance(event, (Finished, Failed)):
             self._finished = event
 
-    def told(self, index: int) -> _Choice:
+    def choice(self, index: int) -> _Choice:
         assert self._finished is not None, "response before Finished"
         if isinstance(self._finished, Failed):
             return _failed(self._finished, index)

@@ -36,8 +36,8 @@ def text_file(data: str | None, name: str | None, file_id: str | None, url: obje
     except ValueError:
         raise bad_field(where, "this is not valid base64, which is needed as URLs are not fetched") from None
     text = _text_of(raw, match[1] if match else "", name or "", where)
-    told = f' name="{_NO_NAME.sub("_", name)[:200]}"' if name else ""
-    return TextPart(f"<file{told}>\n{text}{'' if text.endswith(chr(10)) else chr(10)}</file>")
+    attribute = f' name="{_NO_NAME.sub("_", name)[:200]}"' if name else ""
+    return TextPart(f"<file{attribute}>\n{text}{'' if text.endswith(chr(10)) else chr(10)}</file>")
 
 
 def _text_of(raw: bytes, media_type: str, name: str, param: str) -> str:

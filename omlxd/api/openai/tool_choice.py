@@ -76,7 +76,7 @@ def tool_choice(given: Any, listed: set[str], names: Names) -> tuple[str, tuple[
             f"{choice.type[:40]!r} can't be enforced by this server; auto, none, required, allowed_tools and "
             "a function or custom tool of the request can"
         )
-    name = _known(choice, names)[0]
+    name = _called(choice, names)[0]
     if name not in listed:
         raise _refused(f"{choice.called[:100]!r} is not among the tools that the model is told of at first")
     return f"named:{name}", ()
@@ -91,7 +91,7 @@ def _allowed(
     for tool in given:
         # Tools that run on OpenAI's side are left out of the prompt too.
         if tool.type in ("function", "custom", "namespace"):
-            result.update(dict.fromkeys(_known(tool, names)))
+            result.update(dict.fromkeys(_called(tool, names)))
     allowed = tuple(name for name in result if name in listed)
     if allowed:
         return mode, allowed
@@ -100,7 +100,7 @@ def _allowed(
     return "none", ()
 
 
-def _known(tool: ToolGiven, names: Names) -> list[str]:
+def _called(tool: ToolGiven, names: Names) -> list[str]:
     result = names(tool)
     if not result:
         raise _refused(f"there is no tool {tool.called[:100]!r}")

@@ -37,7 +37,7 @@ from ..sse import OpenCall, named_event, usage_extension
 from . import objects as body
 from .items import item_id, sealed
 from .request import ResponsesRequest
-from .tools import ToolName, told_name
+from .tools import ToolName, tool_name
 
 Keep = Callable[[str, tuple[Message, ...], bytes], None]
 """(response id, the conversation with this answer at its end, the response as JSON):
@@ -165,7 +165,7 @@ class _Answer:
     # ----------------------------------------------------------------- calls
 
     def _call(self, call: ToolCallDelta | ToolCall | ToolCallCut) -> list[body.Event]:
-        told = told_name(self._request.names, call.name)
+        told = tool_name(self._request.names, call.name)
         if not told.custom:
             return self._function_call(call, told)
         # What a custom tool is given is text out of the JSON: it can't be sent before that is whole.
@@ -173,8 +173,8 @@ class _Answer:
 
     def _keep_call(self, call: ToolCall | ToolCallCut) -> body.Status:
         cut = isinstance(call, ToolCallCut)
-        arguments = call.whole if cut else call.arguments
-        self._parts.append(ToolCallPart(call.id, call.name, lenient_arguments(arguments, "arguments")))
+        arguments = lenient_arguments(call.valid_arguments, "arguments")
+        self._parts.append(ToolCallPart(call.id, call.name, arguments))
         return "incomplete" if cut else "completed"
 
     def _function_call(
@@ -202,7 +202,7 @@ class _Answer:
     def _custom_call(self, call: ToolCall | ToolCallCut, told: ToolName) -> list[body.Event]:
         index, id = self._index, self._item_id("ctc")
         namespace = told.namespace or msgspec.UNSET
-        text = custom_input(call.whole if isinstance(call, ToolCallCut) else call.arguments)
+        text = custom_input(call.valid_arguments)
         status = self._keep_call(call)
         item = body.CustomCall(id, call.id, told.name, text, namespace, status)
         empty = body.CustomCall(id, call.id, told.name, "", namespace, "in_progress")

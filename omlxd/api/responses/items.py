@@ -96,10 +96,10 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
                 tools.add(tool, f"input.{index}.tools.{at}", result)
     runs: list[tuple[Role, list[Part]]] = []
     for index, item in enumerate(items):
-        told = _told(item, tools, f"input.{index}")
-        if told is None:
+        message = _message_of(item, tools, f"input.{index}")
+        if message is None:
             continue
-        role, parts = told
+        role, parts = message
         if role in ("assistant", "tool") and runs and runs[-1][0] == role:
             runs[-1][1].extend(parts)
         else:
@@ -107,7 +107,7 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
     return tuple(Message(role, tuple(parts)) for role, parts in runs)
 
 
-def _told(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part]] | None:
+def _message_of(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part]] | None:
     kind = item.type or ("message" if item.role else "")
     if kind == "message":
         return _message(item, param)

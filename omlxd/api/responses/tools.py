@@ -61,14 +61,14 @@ class ResponseTools:
     def listed(self) -> tuple[Tool, ...]:
         return tuple(self._listed.values())
 
-    def add(self, given: Any, param: str, found: bool = False) -> None:
+    def add(self, given: Any, param: str, searched: bool = False) -> None:
         """Take a tool, of any kind. Raises InvalidRequest naming the field.
 
-        found  it stands in the result of a search, which tells the model of it
+        searched  it stands in the result of a search, which describes it
         """
         fields = free_json(given, param)
         self.echo.append(fields)
-        self._add(fields, "", param, found)
+        self._add(fields, "", param, searched)
 
     def flat_name(self, namespace: str, name: str) -> str:
         """What the model calls a tool, also one that this request doesn't offer."""
@@ -81,7 +81,7 @@ class ResponseTools:
         flat = self.flat_name(given.namespace or "", given.called)
         return [flat] if flat in self.names else None
 
-    def _add(self, fields: dict[str, Any], namespace: str, param: str, found: bool) -> None:
+    def _add(self, fields: dict[str, Any], namespace: str, param: str, searched: bool) -> None:
         if isinstance(kind := fields.get("type"), str) and kind not in ("function", "custom", "namespace"):
             _refuse_addresses(fields, param)
             return
@@ -95,12 +95,12 @@ class ResponseTools:
             raise bad_field(f"{param}.name", f"longer than {MAX_NAME_CHARS} characters")
         if tool.type == "namespace":
             for index, inner in enumerate(tool.tools or []):
-                self._add(inner, tool.name, f"{param}.tools.{index}", found)
+                self._add(inner, tool.name, f"{param}.tools.{index}", searched)
             return
         told = ToolName(tool.name, namespace, tool.type == "custom")
         flat = self._name_for(namespace, tool.name)
         self.names[flat] = told
-        if found or tool.defer_loading:  # listing it later would change the prompt's head
+        if searched or tool.defer_loading:  # listing it later would change the prompt's head
             return
         self._listed[flat] = _custom(flat, tool, param) if told.custom else _function(flat, tool)
 
@@ -117,7 +117,7 @@ class ResponseTools:
         return flat
 
 
-def told_name(names: dict[str, ToolName], called: str) -> ToolName:
+def tool_name(names: dict[str, ToolName], called: str) -> ToolName:
     """How a call of `called` is told. A model that leaves a namespace out means the only such tool."""
     if (entry := names.get(called)) is not None:
         return entry

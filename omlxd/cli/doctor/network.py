@@ -62,8 +62,8 @@ def check_port(settings: Settings) -> Finding:
     daemon = f"omlxd {status.version} (process {status.pid})"
     # The daemon looks when it writes; this machine's owner asks now.
     if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
-        told = f"{daemon} has no SSD cache: its folder {cold.dir} is away"
-        return bad("port", told, "Put the folder back, or restart omlxd.")
+        facts = f"{daemon} has no SSD cache: its folder {cold.dir} is away"
+        return bad("port", facts, "Put the folder back, or restart omlxd.")
     return ok("port", f"{daemon} listens on {url}")
 
 

@@ -30,7 +30,7 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...api.body import decode
 from ...api.openai.fields import ChatLogprob, chat_logprobs
-from ...api.sse import usage_extension
+from ...api.sse import UsageExtension, usage_extension
 from ...chat import ErrorCode, FinishReason
 from ...cli.owner_api import ColdStatus, ModelStatus
 from ...errors import InvalidRequest, OmlxdError
@@ -158,16 +158,12 @@ class ToolCall(Line, frozen=True, tag="tool_call"):
     cut: bool = False
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(UsageExtension, frozen=True):
     """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
 
     prompt_tokens: int
-    cached_hot: int
-    cached_cold: int
-    computed: int
     completion_tokens: int
     reasoning_tokens: int
-    ttft_s: float
 
 
 class Done(Line, frozen=True, tag="done"):
@@ -239,10 +235,9 @@ def line_of(id: Id, event: chat.Event) -> Line | None:
             return Delta(id, reasoning=event.text)
         case chat.TextDelta():
             return Delta(id, event.text, logprobs=chat_logprobs(event.logprobs).content)
-        case chat.ToolCall():
-            return ToolCall(id, event.id, event.name, event.arguments)
-        case chat.ToolCallCut():
-            return ToolCall(id, event.id, event.name, event.whole, cut=True)
+        case chat.ToolCall() | chat.ToolCallCut():
+            cut = isinstance(event, chat.ToolCallCut)
+            return ToolCall(id, event.id, event.name, event.valid_arguments, cut)
         case _:
             return None
 
@@ -252,15 +247,11 @@ def done(id: Id, finished: chat.Finished) -> Done:
 
 
 def usage_of(usage: chat.Usage) -> Usage:
-    more = usage_extension(usage)
     return Usage(
+        **msgspec.structs.asdict(usage_extension(usage)),
         prompt_tokens=usage.prompt_tokens,
-        cached_hot=usage.cached_hot,
-        cached_cold=usage.cached_cold,
-        computed=more.computed,
         completion_tokens=usage.completion_tokens,
         reasoning_tokens=usage.reasoning_tokens,
-        ttft_s=more.ttft_s,
     )
 
 

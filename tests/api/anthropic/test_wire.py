@@ -181,7 +181,7 @@ def test_a_stream_is_in_order_and_says_what_the_whole_answer_says(body, script, 
             told = read.arguments.get(block["id"], "")
             if block["id"] in cut:
                 assert told == cut[block["id"]].arguments
-                block["input"] = json.loads(cut[block["id"]].whole)
+                block["input"] = json.loads(cut[block["id"]].valid_arguments)
             else:
                 block["input"] = json.loads(told)
     assert json.dumps(read.blocks) == json.dumps(message["content"])
