@@ -19,6 +19,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 
 from . import lean_imports  # noqa: F401  (before whatever imports transformers)
 from .arrays import blank_arrays, give_memory_back, keep_at_most
+from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (
     Cache,
@@ -68,6 +69,7 @@ __all__ = [
     "merge",
     "new_cache",
     "put_states",
+    "reads_own_rows",
     "reuse_obstacle",
     "round_up",
     "row_states",

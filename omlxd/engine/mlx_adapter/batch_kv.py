@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from mlx_lm.models.cache import BatchKVCache
 
+from . import attention
 from .device import backend
 
 GROW_STEP = 256
@@ -70,7 +71,10 @@ class EvenBatchKVCache(BatchKVCache):
             self._padded = any(cast(list[int], self.left_padding.tolist()))
         if N == 1 and not self._padded and not return_array and not kwargs.get("window_size"):
             return None
-        return super().make_mask(N, return_array, **kwargs)
+        mask = super().make_mask(N, return_array, **kwargs)
+        if N == 1 and not kwargs.get("window_size"):
+            attention.note_plain_mask(mask)
+        return mask
 
     def extend(self, other: Any) -> None:
         super().extend(other)

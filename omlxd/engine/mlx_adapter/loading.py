@@ -18,6 +18,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...errors import ModelError
 from ...kv.layout import KVLayout
+from . import attention
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -97,6 +98,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     possible, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    attention.install()
     model, tokenizer, config, converted = _read(path, float32)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)

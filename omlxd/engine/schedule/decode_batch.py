@@ -154,7 +154,7 @@ def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedMode
     if not loaded.batchable:
         return None
     per_token = loaded.layout.nbytes(1) if loaded.layout else 0
-    masked = MASKED_COST if mlx_adapter.backend() == "cuda" else 1.0
+    masked = MASKED_COST if mlx_adapter.backend() == "cuda" and not mlx_adapter.reads_own_rows() else 1.0
 
     def kv_cost(lengths: list[int]) -> float:
         longest = max(lengths)

@@ -1,0 +1,318 @@
+"""Attention of one new token a row on CUDA, by a kernel that reads each row's own KV and nothing else.
+
+MLX hands attention of single tokens to cuDNN. Rows of unequal length need a mask there, which costs five
+times as much (table in `SPAN`), reads the padding, and sums in another order from run to run. This kernel
+reads a row from its own first token, in spans cut at fixed positions, and merges them by log-sum-exp: an
+answer's bits do not depend on who shares the batch.
+
+`install` puts it in place of mlx-lm's `scaled_dot_product_attention`. It takes over for single tokens whose
+KV lies in a `KVCache` or an `EvenBatchKVCache`, in 16 bits, with 2 to 16 query heads a KV head, without
+window or sinks, once a check beside MLX's own passed; everything else goes on to MLX. It never runs on
+Metal or a CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from .device import backend
+
+log = logging.getLogger(__name__)
+
+SPAN = 256
+"""Tokens of a row that one block of threads reads."""
+
+WIDTHS = (64, 128, 256)
+MOST_HEADS = 16
+"""Query heads a KV head: a warp each, in one block of threads."""
+
+CLOSE = 0.02
+"""Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
+
+_HEADER = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+template <typename T> struct PairOf;
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct PairOf<__half> { using type = __half2; };
+__device__ inline float2 omlxd_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ inline float2 omlxd_floats(__half2 x) { return __half22float2(x); }
+"""
+
+_SPANS = """
+  // grid (spans, KV heads, rows); a warp for each query head of the group
+  using Pair = typename PairOf<T>::type;
+  constexpr int PARTS = D / 8, EACH = D / 32, TILE = D > 128 ? 32 : 64, TURNS = TILE / 32;
+  struct alignas(EACH * 2) Lane { Pair pair[EACH / 2]; };
+  const int span = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int from = starts[row] + span * SPAN, end = ends[0], to = min(from + SPAN, end);
+  if (from >= end) return;
+  __shared__ uint4 ks[TILE * (PARTS + 1)];
+  __shared__ uint4 vs[TILE * PARTS];
+  __shared__ float qs[GROUP][D];
+  const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2];
+  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * PARTS;
+  const uint4* V = reinterpret_cast<const uint4*>(values) + head * PARTS;
+  const long query = ((long)row * KV_HEADS + kv_head) * GROUP + warp;
+  for (int d = lane; d < D; d += 32) qs[warp][d] = static_cast<float>(q[query * D + d]) * scale[0];
+  float best = -1e30f, total = 0.f, sum[EACH];
+  #pragma unroll
+  for (int e = 0; e < EACH; e++) sum[e] = 0.f;
+  __syncthreads();
+  for (int tile = from; tile < to; tile += TILE) {
+    for (int i = threadIdx.x; i < TILE * PARTS; i += 32 * GROUP) {
+      const int token = i / PARTS, part = i % PARTS;
+      const bool in = tile + token < to;
+      const uint4 zero = make_uint4(0, 0, 0, 0);
+      ks[token * (PARTS + 1) + part] = in ? K[(long)(tile + token) * PARTS + part] : zero;
+      vs[i] = in ? V[(long)(tile + token) * PARTS + part] : zero;
+    }
+    __syncthreads();
+    float score[TURNS], highest = -1e30f;
+    #pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      const int token = lane + 32 * turn;
+      float x = 0.f;
+      #pragma unroll
+      for (int part = 0; part < PARTS; part++) {
+        const uint4 bits = ks[token * (PARTS + 1) + part];
+        const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
+        #pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const float2 k = omlxd_floats(pairs[e]);
+          x += k.x * qs[warp][part * 8 + 2 * e] + k.y * qs[warp][part * 8 + 2 * e + 1];
+        }
+      }
+      score[turn] = tile + token < to ? x : -1e30f;
+      highest = fmaxf(highest, score[turn]);
+    }
+    for (int o = 16; o; o >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, o));
+    const float now = fmaxf(best, highest), shrink = __expf(best - now);
+    float mass = 0.f;
+    #pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) { score[turn] = __expf(score[turn] - now); mass += score[turn]; }
+    for (int o = 16; o; o >>= 1) mass += __shfl_xor_sync(~0u, mass, o);
+    total = total * shrink + mass;
+    best = now;
+    #pragma unroll
+    for (int e = 0; e < EACH; e++) sum[e] *= shrink;
+    const Lane* rows = reinterpret_cast<const Lane*>(vs);
+    #pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+      #pragma unroll 8
+      for (int t = 0; t < 32; t++) {
+        const float weight = __shfl_sync(~0u, score[turn], t);
+        const Lane mine = rows[(turn * 32 + t) * 32 + lane];
+        #pragma unroll
+        for (int e = 0; e < EACH / 2; e++) {
+          const float2 v = omlxd_floats(mine.pair[e]);
+          sum[2 * e] += weight * v.x;
+          sum[2 * e + 1] += weight * v.y;
+        }
+      }
+    }
+    __syncthreads();
+  }
+  const long place = query * gridDim.x + span;
+  #pragma unroll
+  for (int e = 0; e < EACH; e++) sums[place * D + lane * EACH + e] = sum[e];
+  if (lane == 0) { weights[place * 2] = best; weights[place * 2 + 1] = total; }
+"""
+
+_MERGE = """
+  // grid (query heads x rows); a thread for each dimension
+  const long head = blockIdx.x;
+  const int most = sums_shape[2], length = ends[0] - starts[head / HEADS], spans = (length + SPAN - 1) / SPAN;
+  const float* pairs = weights + head * most * 2;
+  float best = -1e30f, total = 0.f, x = 0.f;
+  for (int s = 0; s < spans; s++) best = fmaxf(best, pairs[s * 2]);
+  for (int s = 0; s < spans; s++) {
+    const float weight = __expf(pairs[s * 2] - best);
+    total += weight * pairs[s * 2 + 1];
+    x += weight * sums[(head * most + s) * D + threadIdx.x];
+  }
+  out[head * D + threadIdx.x] = static_cast<T>(x / total);
+"""
+
+
+class Kernel:
+    """The kernel for one width, group and type. Compiles at its first call. Raises what MLX raises."""
+
+    def __init__(self, width: int, group: int, dtype: Any):
+        self._width, self._group, self._dtype = width, group, dtype
+        self._spans: Any = mx.fast.cuda_kernel(
+            "omlxd_decode_spans",
+            ["q", "keys", "values", "starts", "ends", "scale"],
+            ["sums", "weights"],
+            _SPANS,
+            _HEADER,
+        )
+        self._merge: Any = mx.fast.cuda_kernel(
+            "omlxd_decode_merge", ["sums", "weights", "starts", "ends"], ["out"], _MERGE, _HEADER
+        )
+
+    def __call__(
+        self, queries: mx.array, keys: mx.array, values: mx.array, starts: mx.array, end: int, scale: float
+    ) -> mx.array:
+        """(rows, heads, 1, width). `keys`, `values`: (rows, KV heads, capacity, width); row r's KV lies in
+        columns `starts[r]` to `end`. `starts`: int32."""
+        rows, heads = queries.shape[:2]
+        spans = -(-end // SPAN)
+        ends = _constant("end", end, mx.int32)
+        sums, weights = self._spans(
+            inputs=[queries, keys, values, starts, ends, _constant("scale", scale, mx.float32)],
+            template=[
+                ("T", self._dtype),
+                ("D", self._width),
+                ("GROUP", self._group),
+                ("KV_HEADS", keys.shape[1]),
+                ("SPAN", SPAN),
+            ],
+            grid=(spans * 32 * self._group, keys.shape[1], rows),
+            threadgroup=(32 * self._group, 1, 1),
+            output_shapes=[(rows, heads, spans, self._width), (rows, heads, spans, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        return self._merge(
+            inputs=[sums, weights, starts, ends],
+            template=[("T", self._dtype), ("D", self._width), ("HEADS", heads), ("SPAN", SPAN)],
+            grid=(rows * heads * self._width, 1, 1),
+            threadgroup=(self._width, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[self._dtype],
+        )[0]
+
+
+_constants: dict[str, tuple[Any, mx.array]] = {}
+
+
+def _constant(name: str, value: Any, dtype: Any) -> mx.array:
+    """An array of one number; all layers of a step share it."""
+    known = _constants.get(name)
+    if known is None or known[0] != value:
+        known = _constants[name] = value, mx.array([value], dtype)
+    return known[1]
+
+
+_kernels: dict[tuple[int, int, Any], Kernel | None] = {}
+_mlx_own = base.scaled_dot_product_attention
+
+
+def reads_own_rows() -> bool:
+    """Whether decode reads no padding: some kernel is in use."""
+    return any(_kernels.values())
+
+
+def install() -> None:
+    """Let every model of mlx-lm attend by `attend` from now on. Does nothing but on CUDA, and once."""
+    if backend() != "cuda" or base.scaled_dot_product_attention is attend:
+        return
+    for cache in (KVCache, BatchKVCache):
+        cache.keys_and_values = _noting(cache.keys_and_values)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
+            cast(Any, module).scaled_dot_product_attention = attend
+
+
+def _noting(keys_and_values: Any) -> Any:
+    """Remember which arrays a cache gave out: attention may be asked for others, derived from them."""
+
+    def noted(self: Any) -> Any:
+        keys, values = keys_and_values(self)
+        self.given_out = weakref.ref(keys), weakref.ref(values)
+        return keys, values
+
+    return noted
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's `scaled_dot_product_attention`: by the kernel where it can, else by MLX's own."""
+    if queries.shape[2] == 1 and sinks is None and (place := _place(cache, keys, values, mask)) is not None:
+        starts, end = place
+        kernel = _kernel_for(queries, keys)
+        if kernel is not None:
+            return kernel(queries, cache.keys, cache.values, starts, end, scale)
+    return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def _place(cache: Any, keys: mx.array, values: mx.array, mask: Any) -> tuple[mx.array, int] | None:
+    """Where the rows' KV lies in `cache`'s arrays; None: not there as it is, or not all of it counts."""
+    given_out = getattr(cache, "given_out", None)
+    if given_out is None or given_out[0]() is not keys or given_out[1]() is not values:
+        return None
+    if type(cache) is KVCache and keys.shape[0] == 1 and mask is None:
+        return _constant("start", 0, mx.int32), cache.offset
+    if isinstance(cache, BatchKVCache) and (mask is None or mask is _plain_mask()):
+        return cache.left_padding, cache._idx
+    return None
+
+
+_plain_mask: Any = lambda: None  # noqa: E731  (a weak reference once there is one)
+
+
+def note_plain_mask(mask: mx.array) -> None:
+    """`mask` hides the padding of a batch and nothing else: the kernel does not need it."""
+    global _plain_mask
+    _plain_mask = weakref.ref(mask)
+
+
+def _kernel_for(queries: mx.array, keys: mx.array) -> Kernel | None:
+    width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
+    key = width, group, queries.dtype
+    if key not in _kernels:
+        fits = width in WIDTHS and 2 <= group <= MOST_HEADS and keys.dtype == queries.dtype
+        fits = fits and queries.dtype in (mx.bfloat16, mx.float16)
+        _kernels[key] = _checked(*key) if fits else None
+    return _kernels[key]
+
+
+def _checked(width: int, group: int, dtype: Any) -> Kernel | None:
+    """A kernel that computes what MLX's own does, on rows of unequal length; None, and a line in the log."""
+    kernel, rows, end = Kernel(width, group, dtype), 2, 3 * SPAN + 17
+    shape = (rows, 2, end + 15, width)
+    queries, keys, values = (
+        mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
+        for seed, size in enumerate([(rows, 2 * group, 1, width), shape, shape])
+    )
+    starts, scale = mx.array([0, SPAN + 5], mx.int32), width**-0.5
+    columns = mx.arange(end)
+    mask = (columns[None] >= starts[:, None])[:, None, None]
+    began = time.perf_counter()
+    try:
+        got = kernel(queries, keys, values, starts, end, scale)
+        exact = [x.astype(mx.float32) for x in (queries, keys[:, :, :end], values[:, :, :end])]
+        want = mx.fast.scaled_dot_product_attention(*exact, scale=scale, mask=mask)
+        far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
+    except Exception as error:
+        log.warning("decode attends by MLX's own kernels: ours does not run here (%s)", error)
+        return None
+    if not far < CLOSE:  # NaN too
+        log.warning("decode attends by MLX's own kernels: ours differs by %.3g", far)
+        return None
+    log.info(
+        "decode attends by omlxd's kernel (%s, %d wide, %d query heads a KV head): within %.4f of MLX's own, "
+        "checked in %.1f s",
+        dtype,
+        width,
+        group,
+        far,
+        time.perf_counter() - began,
+    )
+    return kernel

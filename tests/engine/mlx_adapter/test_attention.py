@@ -1,0 +1,145 @@
+"""Where decode's own kernel takes over, with a kernel of MLX's ops in its place: it runs on CUDA alone."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import FAMILIES, build_family
+from family_configs import CONFIGS
+from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import attention
+
+LENGTHS = (5, 40, 17)
+STEPS = 3
+
+
+class Reference:
+    """Attends row by row over each row's own columns. Counts its calls."""
+
+    calls = 0
+
+    def __call__(
+        self, queries: Any, keys: Any, values: Any, starts: mx.array, end: int, scale: float
+    ) -> mx.array:
+        Reference.calls += 1
+        rows = [
+            mx.fast.scaled_dot_product_attention(
+                queries[row : row + 1],
+                keys[row : row + 1, :, start:end],
+                values[row : row + 1, :, start:end],
+                scale=scale,
+            )
+            for row, start in enumerate(starts.tolist())  # type: ignore[arg-type]
+        ]
+        return mx.concatenate(rows)
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch):
+    """What `install` changes is put back after the test."""
+    for cache in (KVCache, BatchKVCache):
+        monkeypatch.setattr(cache, "keys_and_values", cache.keys_and_values)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
+            monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
+    kernel = Reference()
+    Reference.calls = 0
+
+    def install() -> None:
+        monkeypatch.setattr(attention, "backend", lambda: "cuda")
+        monkeypatch.setattr(attention, "_kernel_for", lambda queries, keys: kernel)
+        attention.install()
+
+    return install
+
+
+def decode(loaded: mlx_adapter.LoadedModel, lengths: tuple[int, ...] = LENGTHS) -> np.ndarray:
+    """Logits of some steps of rows of these lengths, (steps, rows, vocabulary)."""
+    caches = []
+    for seed, length in enumerate(lengths):
+        cache = mlx_adapter.new_cache(loaded.model, 64)
+        tokens = mx.random.randint(5, 200, (1, length), key=mx.random.key(seed))
+        mx.eval(loaded.model(tokens, cache=cache))
+        mlx_adapter.after_prefill(cache, length)
+        caches.append(cache)
+    batch = caches[0]
+    if len(caches) > 1:
+        batch = mlx_adapter.merge([batch])
+        for cache in caches[1:]:
+            mlx_adapter.extend(batch, cache)
+    rows = []
+    for step in range(STEPS):
+        tokens = mx.array([[10 + 7 * step + row] for row in range(len(lengths))])
+        rows.append(np.array(loaded.model(tokens, cache=batch)[:, -1].astype(mx.float32)))
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (33,)], ids=["unequal rows", "one row"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    want = decode(loaded, lengths)
+    reference()
+    got = decode(loaded, lengths)
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    plain = "KVCache" in CONFIGS[family].classes
+    assert (Reference.calls > 0) == (plain and family not in NOT_TAKEN), (
+        "taken where it may be, and nowhere else"
+    )
+
+
+NOT_TAKEN = ("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss")
+"""Their attention derives keys and values from what their caches keep, or has sinks."""
+
+
+def test_a_row_that_leaves_and_one_that_joins(tmp_path, reference):
+    loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
+
+    def run() -> np.ndarray:
+        caches = []
+        for seed, length in enumerate(LENGTHS):
+            cache = mlx_adapter.new_cache(loaded.model, 64)
+            mx.eval(
+                loaded.model(mx.random.randint(5, 200, (1, length), key=mx.random.key(seed)), cache=cache)
+            )
+            caches.append(cache)
+        batch = mlx_adapter.merge([caches[0]])
+        mlx_adapter.extend(batch, caches[1])
+        loaded.model(mx.array([[3], [4]]), cache=batch)
+        mlx_adapter.keep_rows(batch, [0])
+        mlx_adapter.extend(batch, caches[2])
+        return np.array(loaded.model(mx.array([[5], [6]]), cache=batch)[:, -1])
+
+    want = run()
+    reference()
+    np.testing.assert_allclose(run(), want, atol=2e-4)
+    assert Reference.calls > 0
+
+
+def test_several_tokens_windows_and_other_arrays_go_on_to_mlx(reference):
+    reference()
+    cache = mlx_adapter.EvenBatchKVCache([0, 2])
+    part, one = mx.ones((2, 1, 4, 8)), mx.ones((2, 1, 1, 8))
+    queries = mx.ones((2, 2, 1, 8))
+    keys, values = cache.update_and_fetch(part, part)
+    attention.attend(mx.ones((2, 2, 4, 8)), keys, values, cache, 1.0, "causal")
+    windowed, plain = cache.make_mask(1, window_size=2), cache.make_mask(1)
+    keys, values = cache.update_and_fetch(one, one)
+    attention.attend(queries, keys, values, cache, 1.0, windowed)
+    attention.attend(queries, keys * 2, values, cache, 1.0, plain)
+    attention.attend(queries, keys, values, cache, 1.0, plain, sinks=mx.zeros((2,)))
+    assert Reference.calls == 0
+    attention.attend(queries, keys, values, cache, 1.0, plain)
+    assert Reference.calls == 1
+
+
+def test_without_cuda_nothing_changes():
+    attention.install()
+    assert sys.modules["mlx_lm.models.base"].scaled_dot_product_attention is attention._mlx_own
+    assert not mlx_adapter.reads_own_rows()
