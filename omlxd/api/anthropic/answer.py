@@ -12,23 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from ...chat import (
-    Event,
-    Finished,
-    FinishReason,
-    Progress,
-    ReasoningDelta,
-    TextDelta,
-    ToolCall,
-    ToolCallCut,
-    ToolCallDelta,
-    Usage,
-)
+from ... import chat
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import OpenCall, UsageExtension, named_event, usage_extension
 
-_STOP_REASON: dict[FinishReason, str] = {
+_STOP_REASON: dict[chat.FinishReason, str] = {
     "stop": "end_turn",
     "stop_sequence": "stop_sequence",
     "length": "max_tokens",
@@ -49,7 +38,7 @@ class _Usage(msgspec.Struct, omit_defaults=True):
     omlxd: UsageExtension | None = None
 
 
-def _usage(usage: Usage) -> _Usage:
+def _usage(usage: chat.Usage) -> _Usage:
     return _Usage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_creation_input_tokens=0,
@@ -180,29 +169,29 @@ class AnthropicStream:
     def error(self, error: OmlxdError) -> bytes:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
 
-    def event(self, event: Event) -> bytes:
+    def event(self, event: chat.Event) -> bytes:
         return self._begun(event) + self._encoded(event)
 
-    def _begun(self, event: Event) -> bytes:
+    def _begun(self, event: chat.Event) -> bytes:
         """`message_start`, before anything else."""
         if self._started:
             return b""
         self._started = True
-        usage = event.usage if isinstance(event, Finished) else Usage()
-        if isinstance(event, Progress):
-            usage = Usage(event.total, cached_hot=event.done)
+        usage = event.usage if isinstance(event, chat.Finished) else chat.Usage()
+        if isinstance(event, chat.Progress):
+            usage = chat.Usage(event.total, cached_hot=event.done)
         start = _Usage(usage.prompt_tokens - usage.cached_tokens, 0, usage.cached_tokens, 0)
         message = MessageAnswer(self._id, self._model, [], None, None, start)
         return named_event(b"message_start", _MessageStart(message))
 
-    def _encoded(self, event: Event) -> bytes:
-        if isinstance(event, TextDelta):
+    def _encoded(self, event: chat.Event) -> bytes:
+        if isinstance(event, chat.TextDelta):
             return self._text(event.text) if event.text else b""
-        if isinstance(event, ReasoningDelta):
+        if isinstance(event, chat.ReasoningDelta):
             return self._thinking(event.text) if event.text else b""
-        if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
+        if isinstance(event, (chat.ToolCallDelta, chat.ToolCall, chat.ToolCallCut)):
             return self._tool_call(event)
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             stop = _StopDelta(_STOP_REASON[event.reason], event.stop_sequence)
             delta = named_event(b"message_delta", _MessageDelta(stop, _usage(event.usage)))
             return self._close() + delta + _STOP
@@ -220,13 +209,13 @@ class AnthropicStream:
         self._signature.update(text)
         return begin + self._delta(_ThinkingDelta(text))
 
-    def _tool_call(self, call: ToolCallDelta | ToolCall | ToolCallCut) -> bytes:
+    def _tool_call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> bytes:
         out = b""
         if not self._call.id:
             out = self._begin("call", _ToolUse(call.id, call.name, msgspec.Raw(b"{}")))
         if text := self._call.take(call):
             out += self._delta(_InputDelta(text))
-        return out if isinstance(call, ToolCallDelta) else out + self._close()
+        return out if isinstance(call, chat.ToolCallDelta) else out + self._close()
 
     def _begin(self, kind: Literal["text", "thinking", "call"], block: _Text | _Thinking | _ToolUse) -> bytes:
         closed = self._close()
@@ -251,11 +240,11 @@ class AnthropicCollector:
     def __init__(self, id: str, model: str):
         self._id = id
         self._model = model
-        self._runs: list[tuple[type, list[str]] | ToolCall | ToolCallCut] = []
-        self._finished: Finished | None = None
+        self._runs: list[tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut] = []
+        self._finished: chat.Finished | None = None
 
-    def event(self, event: Event) -> None:
-        if isinstance(event, (TextDelta, ReasoningDelta)):
+    def event(self, event: chat.Event) -> None:
+        if isinstance(event, (chat.TextDelta, chat.ReasoningDelta)):
             if not event.text:
                 return
             last = self._runs[-1] if self._runs else None
@@ -263,9 +252,9 @@ class AnthropicCollector:
                 last[1].append(event.text)
             else:
                 self._runs.append((type(event), [event.text]))
-        elif isinstance(event, (ToolCall, ToolCallCut)):
+        elif isinstance(event, (chat.ToolCall, chat.ToolCallCut)):
             self._runs.append(event)
-        elif isinstance(event, Finished):
+        elif isinstance(event, chat.Finished):
             self._finished = event
 
     def response(self) -> bytes:
@@ -282,11 +271,13 @@ class AnthropicCollector:
         )
 
 
-def _block(run: tuple[type, list[str]] | ToolCall | ToolCallCut) -> _Text | _Thinking | _ToolUse:
-    if isinstance(run, (ToolCall, ToolCallCut)):  # As Anthropic's SDKs read a stream that is cut off.
+def _block(run: tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut) -> _Text | _Thinking | _ToolUse:
+    if isinstance(
+        run, (chat.ToolCall, chat.ToolCallCut)
+    ):  # As Anthropic's SDKs read a stream that is cut off.
         return _ToolUse(run.id, run.name, msgspec.Raw(run.valid_arguments.encode()))
     text = "".join(run[1])
-    if run[0] is TextDelta:
+    if run[0] is chat.TextDelta:
         return _Text(text)
     signature = _Signature()
     signature.update(text)

@@ -16,16 +16,7 @@ import msgspec
 
 from ...errors import bad_field
 from ..body import free_json, from_base64
-from .blocks import (
-    Base64Source,
-    BrowserState,
-    ContentSource,
-    Document,
-    Image,
-    SearchResult,
-    Text,
-    TextSource,
-)
+from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
 """Of a document in base64: some two million tokens, more than a context holds."""
@@ -33,19 +24,19 @@ MAX_DOCUMENT_BYTES = 8 << 20
 _AS_TEXT = 'send its text, as {"type": "text", "media_type": "text/plain", "data": "…"}'
 
 
-def document_text(block: Document, param: str) -> str:
+def document_text(block: blocks.Document, param: str) -> str:
     """The document in its tags. Raises InvalidRequest for what is no text, and says what to send."""
     body = _body(block, f"{param}.source")
     return _framed("document", [("title", block.title), ("context", block.context)], "document_content", body)
 
 
-def search_result_text(block: SearchResult) -> str:
+def search_result_text(block: blocks.SearchResult) -> str:
     """A search result in its tags."""
     body = block.content if isinstance(block.content, str) else "\n".join(text.text for text in block.content)
     return _framed("search_result", [("source", block.source), ("title", block.title)], "content", body)
 
 
-def browser_state_text(block: BrowserState, param: str) -> str:
+def browser_state_text(block: blocks.BrowserState, param: str) -> str:
     """The tabs as JSON, in a tag."""
     state = {"tabs": block.tabs}
     if block.state_changes:
@@ -59,32 +50,32 @@ def _framed(tag: str, about: list[tuple[str, str | None]], content: str, body: s
     return "\n".join([f"<{tag}>", *lines, f"<{content}>", body, f"</{content}>", f"</{tag}>"])
 
 
-def _body(block: Document, param: str) -> str:
+def _body(block: blocks.Document, param: str) -> str:
     source = block.source
-    if isinstance(source, TextSource):
+    if isinstance(source, blocks.TextSource):
         return source.data
-    if isinstance(source, ContentSource):
+    if isinstance(source, blocks.ContentSource):
         return _content(source, f"{param}.content")
-    if isinstance(source, Base64Source):
+    if isinstance(source, blocks.Base64Source):
         return _decoded(source, param)
     kind = source.__struct_config__.tag
     why = "are not fetched" if kind == "url" else "are not kept here"
     raise bad_field(param, f"documents of type {kind!r} {why}; {_AS_TEXT}")
 
 
-def _content(source: ContentSource, param: str) -> str:
+def _content(source: blocks.ContentSource, param: str) -> str:
     if isinstance(source.content, str):
         return source.content
     for index, item in enumerate(source.content):
-        if isinstance(item, Image):
+        if isinstance(item, blocks.Image):
             raise bad_field(
                 f"{param}.{index}",
                 "an image within a document is not read; leave it out or tell what it shows",
             )
-    return "\n".join(item.text for item in source.content if isinstance(item, Text))
+    return "\n".join(item.text for item in source.content if isinstance(item, blocks.Text))
 
 
-def _decoded(source: Base64Source, param: str) -> str:
+def _decoded(source: blocks.Base64Source, param: str) -> str:
     kind = source.media_type.partition(";")[0].strip().lower()
     if kind == "application/pdf":
         raise bad_field(param, f"PDFs are not read here; {_AS_TEXT}")

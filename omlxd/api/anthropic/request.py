@@ -12,20 +12,7 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ...chat import (
-    AnswerFormat,
-    Conversation,
-    GenerateRequest,
-    ImagePart,
-    Message,
-    Part,
-    Role,
-    Sampling,
-    TextPart,
-    ThinkingPart,
-    ToolCallPart,
-    ToolResultPart,
-)
+from ... import chat
 from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of, only
 from ..body import (
@@ -44,27 +31,7 @@ from ..body import (
 from ..body import image as image_part
 from ..conversation import begun_answer, conversation
 from ..local_fields import effort_word
-from .blocks import (
-    FROM_SERVER,
-    AnyBlock,
-    Base64Source,
-    BrowserState,
-    Compaction,
-    ContainerUpload,
-    Document,
-    Image,
-    RedactedThinking,
-    SearchResult,
-    Text,
-    Thinking,
-    ToolAddition,
-    ToolChange,
-    ToolParam,
-    ToolReference,
-    ToolRemoval,
-    ToolResult,
-    ToolUse,
-)
+from . import blocks
 from .documents import browser_state_text, document_text, search_result_text
 from .tools import ToolChoice, Tools
 
@@ -75,7 +42,7 @@ class _Message(msgspec.Struct):
     """`content` may be absent from a system message that only sets something."""
 
     role: Literal["user", "assistant", "system"]
-    content: Union[str, list[AnyBlock], None] = None
+    content: Union[str, list[blocks.AnyBlock], None] = None
     clear_at: str | None = None
 
 
@@ -101,14 +68,14 @@ class Metadata(msgspec.Struct):
 class MessagesBody(msgspec.Struct):
     messages: list[_Message]
     model: str | None = None
-    system: Union[str, list[Text], None] = None
+    system: Union[str, list[blocks.Text], None] = None
     stream: bool | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
     stop_sequences: list[str] | None = None
-    tools: list[ToolParam] | None = None
+    tools: list[blocks.ToolParam] | None = None
     tool_choice: ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
     metadata: Metadata | None = None
@@ -121,7 +88,7 @@ class MessagesBody(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(MessagesBody)
-_NOTHING_BEGUN = Message("assistant", ())
+_NOTHING_BEGUN = chat.Message("assistant", ())
 """At the end of a conversation this is its last message for no reason."""
 
 
@@ -158,7 +125,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     return ParsedRequest(
         model=request.model or "",
         stream=bool(request.stream),
-        generate=GenerateRequest(
+        generate=chat.GenerateRequest(
             prompt=prompt,
             sampling=_sampling(request),
             session=session_of(headers or {}, request.metadata),
@@ -172,7 +139,7 @@ def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> Pa
     """As `parse`, for a conversation that is to be answered, not only counted."""
     parsed = parse(body, headers)
     prompt = parsed.generate.prompt
-    assert isinstance(prompt, Conversation)
+    assert isinstance(prompt, chat.Conversation)
     if not prompt.continue_final and prompt.messages and prompt.messages[-1].role == "assistant":
         raise bad_field(
             "messages",
@@ -182,9 +149,9 @@ def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> Pa
     return parsed
 
 
-def _ends_in_text(messages: tuple[Message, ...]) -> bool:
+def _ends_in_text(messages: tuple[chat.Message, ...]) -> bool:
     last = messages[-1] if messages else _NOTHING_BEGUN
-    return last.role == "assistant" and bool(last.parts) and isinstance(last.parts[-1], TextPart)
+    return last.role == "assistant" and bool(last.parts) and isinstance(last.parts[-1], chat.TextPart)
 
 
 def _refuse_server_state(request: MessagesBody) -> None:
@@ -209,7 +176,7 @@ def _refuse_server_state(request: MessagesBody) -> None:
         raise not_contacted("mcp_servers")
 
 
-def _format(request: MessagesBody) -> AnswerFormat | None:
+def _format(request: MessagesBody) -> chat.AnswerFormat | None:
     config = request.output_config
     return only(
         format_of(config.format if config else None, "output_config.format"),
@@ -217,8 +184,8 @@ def _format(request: MessagesBody) -> AnswerFormat | None:
     )
 
 
-def _sampling(request: MessagesBody) -> Sampling:
-    return Sampling(
+def _sampling(request: MessagesBody) -> chat.Sampling:
+    return chat.Sampling(
         temperature=request.temperature,
         **nucleus(request.top_p, request.top_k),
         max_tokens=None if request.max_tokens is None else min(request.max_tokens, MAX_TOKENS),
@@ -246,10 +213,10 @@ def parent_agent(headers: Mapping[str, str]) -> str:
     return session_header(headers, "x-claude-code-parent-agent-id")
 
 
-def _system(system: str | list[Text]) -> list[Message]:
+def _system(system: str | list[blocks.Text]) -> list[chat.Message]:
     texts = [system] if isinstance(system, str) else [block.text for block in system]
-    parts = tuple(TextPart(text) for text in texts if text)
-    return [Message("system", parts)] if parts else []
+    parts = tuple(chat.TextPart(text) for text in texts if text)
+    return [chat.Message("system", parts)] if parts else []
 
 
 # --------------------------------------------------------------------------- messages
@@ -275,38 +242,45 @@ def _last_compaction(messages: list[_Message]) -> tuple[int, int]:
         if isinstance(content, list):
             for place in range(len(content) - 1, -1, -1):
                 block = content[place]
-                if isinstance(block, Compaction) and block.content:
+                if isinstance(block, blocks.Compaction) and block.content:
                     return index, place
     return 0, 0
 
 
-def _changes(_index: int, skip: int, message: _Message) -> Iterator[ToolChange]:
+def _changes(_index: int, skip: int, message: _Message) -> Iterator[blocks.ToolChange]:
     for block in message.content[skip:] if isinstance(message.content, list) else ():
-        if isinstance(block, ToolAddition | ToolRemoval):
+        if isinstance(block, blocks.ToolAddition | blocks.ToolRemoval):
             yield block
-        elif isinstance(block, Compaction):
+        elif isinstance(block, blocks.Compaction):
             yield from block.tool_changes or ()
 
 
-_BOTH = (Text, Compaction, *FROM_SERVER)
+_BOTH = (blocks.Text, blocks.Compaction, *blocks.FROM_SERVER)
 _ALLOWED: dict[str, tuple[type, ...]] = {
-    "user": (*_BOTH, Image, Document, SearchResult, ToolResult, ContainerUpload),
-    "assistant": (*_BOTH, Thinking, RedactedThinking, ToolUse, ContainerUpload),
-    "system": (Text, ToolAddition, ToolRemoval),
+    "user": (
+        *_BOTH,
+        blocks.Image,
+        blocks.Document,
+        blocks.SearchResult,
+        blocks.ToolResult,
+        blocks.ContainerUpload,
+    ),
+    "assistant": (*_BOTH, blocks.Thinking, blocks.RedactedThinking, blocks.ToolUse, blocks.ContainerUpload),
+    "system": (blocks.Text, blocks.ToolAddition, blocks.ToolRemoval),
 }
 
 
-def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[Message]:
+def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[chat.Message]:
     """One message, or several: results and summaries stand in messages of their own, order kept.
 
     skip  blocks at its beginning that are not shown
     """
-    content = [Text(message.content)] if isinstance(message.content, str) else message.content
+    content = [blocks.Text(message.content)] if isinstance(message.content, str) else message.content
     if content is None:
         if message.role == "system":
             return []
         raise bad_field(f"{param}.content", "this field is required")
-    runs: list[tuple[Role, list[Part]]] = []
+    runs: list[tuple[chat.Role, list[chat.Part]]] = []
     for index, block in enumerate(content[skip:], skip):
         where = f"{param}.content.{index}"
         if not isinstance(block, _ALLOWED[message.role]):
@@ -318,70 +292,72 @@ def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[Me
         runs[-1][1].extend(_parts(block, tools, where))
     if not runs:
         runs.append((message.role, []))
-    return [Message(role, tuple(parts)) for role, parts in runs]
+    return [chat.Message(role, tuple(parts)) for role, parts in runs]
 
 
-def _role(block: AnyBlock, role: Role) -> Role:
-    if isinstance(block, ToolResult):
+def _role(block: blocks.AnyBlock, role: chat.Role) -> chat.Role:
+    if isinstance(block, blocks.ToolResult):
         return "tool"
-    return "user" if isinstance(block, Compaction) and block.content else role
+    return "user" if isinstance(block, blocks.Compaction) and block.content else role
 
 
-def _parts(block: AnyBlock, tools: Tools, param: str) -> list[Part]:
-    if isinstance(block, Thinking):
-        return [ThinkingPart(block.thinking, block.signature or "")]
-    if isinstance(block, ToolUse):
-        return [ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
-    if isinstance(block, Image):
+def _parts(block: blocks.AnyBlock, tools: Tools, param: str) -> list[chat.Part]:
+    if isinstance(block, blocks.Thinking):
+        return [chat.ThinkingPart(block.thinking, block.signature or "")]
+    if isinstance(block, blocks.ToolUse):
+        return [chat.ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
+    if isinstance(block, blocks.Image):
         return [_image(block, param)]
-    if isinstance(block, ToolResult):
+    if isinstance(block, blocks.ToolResult):
         return [_tool_result(block, tools, param)]
     text = _text(block, tools, param)
-    return [TextPart(text)] if text else []
+    return [chat.TextPart(text)] if text else []
 
 
-def _text(block: AnyBlock | ToolReference | BrowserState, tools: Tools, param: str) -> str:
+def _text(
+    block: blocks.AnyBlock | blocks.ToolReference | blocks.BrowserState, tools: Tools, param: str
+) -> str:
     """Return the text that the model reads of a block; "": the model does not see it."""
-    if isinstance(block, Text):
+    if isinstance(block, blocks.Text):
         return block.text
-    if isinstance(block, Document):
+    if isinstance(block, blocks.Document):
         return document_text(block, param)
-    if isinstance(block, SearchResult):
+    if isinstance(block, blocks.SearchResult):
         return search_result_text(block)
-    if isinstance(block, ToolReference):
+    if isinstance(block, blocks.ToolReference):
         return tools.described(block.tool_name)
-    if isinstance(block, BrowserState):
+    if isinstance(block, blocks.BrowserState):
         return browser_state_text(block, param)
-    if isinstance(block, ToolAddition | ToolRemoval):
+    if isinstance(block, blocks.ToolAddition | blocks.ToolRemoval):
         return tools.change(block)
-    if isinstance(block, Compaction):
+    if isinstance(block, blocks.Compaction):
         return _summary(block, tools)
-    if isinstance(block, ContainerUpload):
+    if isinstance(block, blocks.ContainerUpload):
         raise bad_field(param, "files are not kept here; send the file's text as a document block")
     return ""
 
 
-def _summary(block: Compaction, tools: Tools) -> str:
+def _summary(block: blocks.Compaction, tools: Tools) -> str:
     if not block.content:
         return ""
     summary = f"This is a summary of the conversation so far:\n<summary>\n{block.content}\n</summary>"
     return "\n".join([summary, *filter(None, map(tools.change, block.tool_changes or ()))])
 
 
-def _image(block: Image, param: str) -> ImagePart:
-    if not isinstance(block.source, Base64Source):
+def _image(block: blocks.Image, param: str) -> chat.ImagePart:
+    if not isinstance(block.source, blocks.Base64Source):
         kind = block.source.__struct_config__.tag
         raise bad_field(f"{param}.source", f"{NOT_FETCHED} ({kind!r}); send the image itself, as base64")
     return image_part(block.source.data, block.source.media_type, f"{param}.source")
 
 
-def _tool_result(block: ToolResult, tools: Tools, param: str) -> ToolResultPart:
-    content = [Text(block.content)] if isinstance(block.content, str) else block.content or []
+def _tool_result(block: blocks.ToolResult, tools: Tools, param: str) -> chat.ToolResultPart:
+    content = [blocks.Text(block.content)] if isinstance(block.content, str) else block.content or []
     texts, images = [], []
     for index, item in enumerate(content):
         where = f"{param}.content.{index}"
-        if isinstance(item, Image):
+        if isinstance(item, blocks.Image):
             images.append(_image(item, where))
         else:
             texts.append(_text(item, tools, where))
-    return ToolResultPart(block.tool_use_id, "\n".join(texts), bool(block.is_error), tuple(images))
+    return chat.ToolResultPart(block.tool_use_id, "\n".join(texts), bool(block.is_error), tuple(images))

@@ -10,15 +10,7 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ...chat import (
-    ImagePart,
-    Message,
-    Part,
-    TextPart,
-    ThinkingPart,
-    ToolCallPart,
-    ToolResultPart,
-)
+from ... import chat
 from ...errors import bad_field
 from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
 from ..conversation import begun_answer, conversation
@@ -191,8 +183,8 @@ def _logprobs(request: ChatBody) -> int | None:
     return None
 
 
-def _messages(given: list[_Message]) -> tuple[Message, ...]:
-    messages: list[Message] = []
+def _messages(given: list[_Message]) -> tuple[chat.Message, ...]:
+    messages: list[chat.Message] = []
     asked = ""
     """The id of the last `function_call`: those and their results have none, and come in turns."""
     for index, message in enumerate(given):
@@ -202,7 +194,7 @@ def _messages(given: list[_Message]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _message(message: _Message, asked: str, param: str) -> Message:
+def _message(message: _Message, asked: str, param: str) -> chat.Message:
     parts = _content(message, param)
     if message.role in ("tool", "function"):
         answered = message.tool_call_id if message.role == "tool" else asked or None
@@ -211,29 +203,29 @@ def _message(message: _Message, asked: str, param: str) -> Message:
             if message.role == "function":
                 where, what = f"{param}.role", "no message before this one has a function_call"
             raise bad_field(where, what)
-        text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
-        images = tuple(part for part in parts if isinstance(part, ImagePart))
-        return Message("tool", (ToolResultPart(answered, text, images=images),))
+        text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
+        images = tuple(part for part in parts if isinstance(part, chat.ImagePart))
+        return chat.Message("tool", (chat.ToolResultPart(answered, text, images=images),))
     if message.role != "assistant":
         if message.content is None:
             raise bad_field(f"{param}.content", "this field is required")
-        return Message("system" if message.role == "developer" else message.role, tuple(parts))
+        return chat.Message("system" if message.role == "developer" else message.role, tuple(parts))
     if thought := message.reasoning_content or message.reasoning:
-        parts.insert(0, ThinkingPart(thought))
+        parts.insert(0, chat.ThinkingPart(thought))
     for index, call in enumerate(message.tool_calls or []):
         parts.append(_call(call, index, f"{param}.tool_calls.{index}"))
     if message.function_call is not None:
         parts.append(_called(message.function_call, asked, f"{param}.function_call"))
-    return Message("assistant", tuple(parts))
+    return chat.Message("assistant", tuple(parts))
 
 
-def _content(message: _Message, param: str) -> list[Part]:
+def _content(message: _Message, param: str) -> list[chat.Part]:
     content = message.content
     if content is None:
         content = message.refusal or ""
     if isinstance(content, str):
-        return [TextPart(content)] if content else []
-    parts: list[Part] = []
+        return [chat.TextPart(content)] if content else []
+    parts: list[chat.Part] = []
     for index, item in enumerate(content):
         where = f"{param}.content.{index}"
         if isinstance(item, _ImageItem):
@@ -245,20 +237,20 @@ def _content(message: _Message, param: str) -> list[Part]:
             file = item.file
             parts.append(text_file(file.file_data, file.filename, file.file_id, None, f"{where}.file"))
         elif text := item.text if isinstance(item, _TextItem) else item.refusal:
-            parts.append(TextPart(text))
+            parts.append(chat.TextPart(text))
     return parts
 
 
-def _call(call: _Call, index: int, param: str) -> ToolCallPart:
+def _call(call: _Call, index: int, param: str) -> chat.ToolCallPart:
     id = call.id or f"call_{index}"
     if call.custom is not None:
-        return ToolCallPart(id, call.custom.name, {CUSTOM_INPUT: call.custom.input})
+        return chat.ToolCallPart(id, call.custom.name, {CUSTOM_INPUT: call.custom.input})
     if call.function is None:
         raise bad_field(f"{param}.{call.type or 'function'}", "this field is required")
     return _called(call.function, id, f"{param}.function")
 
 
-def _called(function: _CalledFunction, id: str, param: str) -> ToolCallPart:
+def _called(function: _CalledFunction, id: str, param: str) -> chat.ToolCallPart:
     given, where = function.arguments, f"{param}.arguments"
     arguments = free_json(given, where) if isinstance(given, dict) else lenient_arguments(given or "", where)
-    return ToolCallPart(id, function.name, arguments)
+    return chat.ToolCallPart(id, function.name, arguments)

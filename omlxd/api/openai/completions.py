@@ -12,15 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import (
-    Event,
-    Failed,
-    Finished,
-    RawPrompt,
-    ReasoningDelta,
-    TextDelta,
-    TokenLogprob,
-)
+from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
@@ -79,7 +71,7 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     )
 
 
-def _prompts(given: Any, echo: bool, n: int) -> list[RawPrompt]:
+def _prompts(given: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
     """Of a text or a list of token ids: one; of a list of texts, or of such lists: each of them."""
     several = isinstance(given, list) and given and all(isinstance(one, (str, list)) for one in given)
     prompts = given if several else [given]
@@ -95,11 +87,11 @@ def _prompts(given: Any, echo: bool, n: int) -> list[RawPrompt]:
     return [_prompt(one, echo) for one in prompts]
 
 
-def _prompt(given: Any, echo: bool) -> RawPrompt:
+def _prompt(given: Any, echo: bool) -> chat.RawPrompt:
     if isinstance(given, str):
-        return RawPrompt(text=given, echo=echo)
+        return chat.RawPrompt(text=given, echo=echo)
     if isinstance(given, list) and all(map(_is_token, given)):
-        return RawPrompt(tokens=tuple(given), echo=echo)
+        return chat.RawPrompt(tokens=tuple(given), echo=echo)
     raise bad_field("prompt", "a text or a list of token ids is needed, or a list of several of either")
 
 
@@ -117,7 +109,7 @@ class _Logprobs(msgspec.Struct):
     text_offset: list[int]
 
 
-def _logprobs(tokens: tuple[TokenLogprob, ...]) -> _Logprobs | None:
+def _logprobs(tokens: tuple[chat.TokenLogprob, ...]) -> _Logprobs | None:
     if not tokens:
         return None
     out = _Logprobs([], [], [], [])
@@ -138,7 +130,7 @@ class _Choice(msgspec.Struct):
     """With `finish_reason` "error": this prompt can't be served, and the others are."""
 
 
-def _failed(failed: Failed, index: int) -> _Choice:
+def _failed(failed: chat.Failed, index: int) -> _Choice:
     detail = openai_detail(OmlxdError.from_event(failed))
     return _Choice("", finish_reason="error", index=index, error=detail)
 
@@ -163,16 +155,16 @@ class OpenAICompletionStream(ChoicesStream):
     def ping(self) -> bytes:
         return self._chunk(_Choice(""))
 
-    def _of_choice(self, event: Event, index: int) -> bytes:
-        if isinstance(event, TextDelta):
+    def _of_choice(self, event: chat.Event, index: int) -> bytes:
+        if isinstance(event, chat.TextDelta):
             if not event.text and not event.logprobs:
                 return b""
             return self._chunk(_Choice(event.text, _logprobs(event.logprobs), index=index))
-        if isinstance(event, ReasoningDelta):
+        if isinstance(event, chat.ReasoningDelta):
             return self._chunk(_Choice(event.text, index=index)) if event.text else b""
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             return self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason], index=index))
-        if isinstance(event, Failed):
+        if isinstance(event, chat.Failed):
             return self._chunk(_failed(event, index))
         return b""
 
@@ -185,20 +177,20 @@ class _Collected:
 
     def __init__(self) -> None:
         self._text: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._finished: Finished | Failed | None = None
+        self._logprobs: list[chat.TokenLogprob] = []
+        self._finished: chat.Finished | chat.Failed | None = None
 
-    def event(self, event: Event) -> None:
-        if isinstance(event, (TextDelta, ReasoningDelta)):
+    def event(self, event: chat.Event) -> None:
+        if isinstance(event, (chat.TextDelta, chat.ReasoningDelta)):
             self._text.append(event.text)
-        if isinstance(event, TextDelta):
+        if isinstance(event, chat.TextDelta):
             self._logprobs.extend(event.logprobs)
-        if isinstance(event, (Finished, Failed)):
+        if isinstance(event, (chat.Finished, chat.Failed)):
             self._finished = event
 
     def choice(self, index: int) -> _Choice:
         assert self._finished is not None, "response before Finished"
-        if isinstance(self._finished, Failed):
+        if isinstance(self._finished, chat.Failed):
             return _failed(self._finished, index)
         return _Choice(
             text="".join(self._text),

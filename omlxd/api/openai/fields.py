@@ -7,16 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
-from ...chat import (
-    AnswerFormat,
-    Conversation,
-    FinishReason,
-    GenerateRequest,
-    RawPrompt,
-    Sampling,
-    TokenLogprob,
-    Usage,
-)
+from ... import chat
 from ...errors import bad_field
 from ..answer_format import ResponseFormat, format_of, guided, only
 from ..body import MAX_INT64, MAX_TOKENS, free_json, nucleus, refuse, session_header, stops
@@ -105,14 +96,14 @@ def parsed_fields(body: CommonBody) -> dict[str, Any]:
 
 def generate_request(
     body: CommonBody,
-    prompt: Conversation | RawPrompt,
+    prompt: chat.Conversation | chat.RawPrompt,
     max_tokens: int | None,
     logprobs: int | None,
     session: str,
-    format: AnswerFormat | None,
-) -> GenerateRequest:
+    format: chat.AnswerFormat | None,
+) -> chat.GenerateRequest:
     """Raises InvalidRequest for stop strings that are too many or too long."""
-    sampling = Sampling(
+    sampling = chat.Sampling(
         temperature=body.temperature,
         **nucleus(body.top_p, body.top_k),
         min_p=body.min_p,
@@ -125,7 +116,7 @@ def generate_request(
         stop=stops(body.stop, "stop"),
         logprobs=logprobs,
     )
-    return GenerateRequest(
+    return chat.GenerateRequest(
         prompt=prompt,
         sampling=sampling,
         session=session,
@@ -144,7 +135,7 @@ def limit_of(given: int | None, param: str) -> int | None:
 NO_MODERATION = "nothing is moderated here; leave it out"
 
 
-def answer_format(body: CommonBody, *further: AnswerFormat | None) -> AnswerFormat | None:
+def answer_format(body: CommonBody, *further: chat.AnswerFormat | None) -> chat.AnswerFormat | None:
     """What the answer must be. Raises InvalidRequest where that is given twice, or can't be."""
     refuse({"grammar": (body.grammar, "GBNF can't be enforced here; send guided_grammar, in Lark's syntax")})
     schema = None if body.json_schema is None else ResponseFormat("json_schema", schema=body.json_schema)
@@ -170,7 +161,7 @@ def session(body: CommonBody, headers: Mapping[str, str]) -> str:
 # --------------------------------------------------------------------------- answers
 
 
-FINISH_REASON: dict[FinishReason, str] = {
+FINISH_REASON: dict[chat.FinishReason, str] = {
     "stop": "stop",
     "stop_sequence": "stop",
     "length": "length",
@@ -195,7 +186,7 @@ class UsageBody(msgspec.Struct):
     omlxd: UsageExtension
 
 
-def usage_body(usage: Usage) -> UsageBody:
+def usage_body(usage: chat.Usage) -> UsageBody:
     return UsageBody(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -224,7 +215,7 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
-def top_logprobs(token: TokenLogprob) -> list[TopLogprob]:
+def top_logprobs(token: chat.TokenLogprob) -> list[TopLogprob]:
     raws = token.top_raw or (b"",) * len(token.top)
     return [
         TopLogprob(text, value, list(raw or text.encode()))
@@ -232,7 +223,7 @@ def top_logprobs(token: TokenLogprob) -> list[TopLogprob]:
     ]
 
 
-def chat_logprobs(tokens: tuple[TokenLogprob, ...]) -> ChatLogprobs:
+def chat_logprobs(tokens: tuple[chat.TokenLogprob, ...]) -> ChatLogprobs:
     return ChatLogprobs(
         [
             ChatLogprob(

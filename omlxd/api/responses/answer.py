@@ -13,21 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ...chat import (
-    Event,
-    Finished,
-    Message,
-    Part,
-    ReasoningDelta,
-    TextDelta,
-    TextPart,
-    ThinkingPart,
-    ToolCall,
-    ToolCallCut,
-    ToolCallDelta,
-    ToolCallPart,
-    Usage,
-)
+from ... import chat
 from ...errors import OmlxdError
 from ..body import lenient_arguments
 from ..errors import message_of
@@ -39,12 +25,12 @@ from .items import item_id, sealed
 from .request import ResponsesRequest
 from .tools import ToolName, tool_name
 
-Keep = Callable[[str, tuple[Message, ...], bytes], None]
+Keep = Callable[[str, tuple[chat.Message, ...], bytes], None]
 """(response id, the conversation with this answer at its end, the response as JSON):
 called once, when the answer is whole."""
 
 
-def _nowhere(id: str, messages: tuple[Message, ...], response: bytes) -> None:
+def _nowhere(id: str, messages: tuple[chat.Message, ...], response: bytes) -> None:
     pass
 
 
@@ -57,7 +43,7 @@ class _Answer:
         self._created = created
         self._keep = keep
         self._output: list[body.Item] = []
-        self._parts: list[Part] = []
+        self._parts: list[chat.Part] = []
         self._open: body.Message | body.Reasoning | None = None
         self._text: list[str] = []
         self._logprobs: list[ChatLogprob] = []
@@ -71,15 +57,15 @@ class _Answer:
     def in_progress(self) -> body.Event:
         return body.InProgress(self.response("in_progress"))
 
-    def event(self, event: Event) -> list[body.Event]:
-        if isinstance(event, TextDelta):
+    def event(self, event: chat.Event) -> list[body.Event]:
+        if isinstance(event, chat.TextDelta):
             logprobs = chat_logprobs(event.logprobs).content
             return self._delta(event.text, body.Message, logprobs) if event.text else []
-        if isinstance(event, ReasoningDelta):
+        if isinstance(event, chat.ReasoningDelta):
             return self._delta(event.text, body.Reasoning) if event.text else []
-        if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
+        if isinstance(event, (chat.ToolCallDelta, chat.ToolCall, chat.ToolCallCut)):
             return self._close("completed") + self._call(event)
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             return self._finish(event)
         return []
 
@@ -90,7 +76,7 @@ class _Answer:
     def response(
         self,
         status: body.Status,
-        usage: Usage | None = None,
+        usage: chat.Usage | None = None,
         error: body.Problem | None = None,
     ) -> body.Response:
         return msgspec.structs.replace(
@@ -105,12 +91,12 @@ class _Answer:
             usage=None if usage is None else _usage(usage),
         )
 
-    def _finish(self, finished: Finished) -> list[body.Event]:
+    def _finish(self, finished: chat.Finished) -> list[body.Event]:
         cut = finished.reason == "length"
         events = self._close("incomplete" if cut else "completed")
         response = self.response("incomplete" if cut else "completed", finished.usage)
         if self._request.response.store:
-            turn = (Message("assistant", tuple(self._parts)),) if self._parts else ()
+            turn = (chat.Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
             self._keep(self._id, conversation, msgspec.json.encode(response))
         return [*events, body.ResponseIncomplete(response) if cut else body.Completed(response)]
@@ -152,33 +138,33 @@ class _Answer:
             part = body.OutputText(text, logprobs=self._logprobs)
             done = body.Message(item.id, [part], status)
             said = body.TextDone(item.id, index, text=text, logprobs=self._logprobs)
-            self._parts.append(TextPart(text))
+            self._parts.append(chat.TextPart(text))
         else:
             part = body.ReasoningText(text)
             secret = sealed(text) if self._request.sealed else None
             done = body.Reasoning(item.id, [part], secret, status)
             said = body.ReasoningDone(item.id, index, text=text)
-            self._parts.append(ThinkingPart(text))
+            self._parts.append(chat.ThinkingPart(text))
         self._output.append(done)
         return [said, body.PartDone(item.id, index, part), body.ItemDone(index, done)]
 
     # ----------------------------------------------------------------- calls
 
-    def _call(self, call: ToolCallDelta | ToolCall | ToolCallCut) -> list[body.Event]:
+    def _call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> list[body.Event]:
         told = tool_name(self._request.names, call.name)
         if not told.custom:
             return self._function_call(call, told)
         # What a custom tool is given is text out of the JSON: it can't be sent before that is whole.
-        return [] if isinstance(call, ToolCallDelta) else self._custom_call(call, told)
+        return [] if isinstance(call, chat.ToolCallDelta) else self._custom_call(call, told)
 
-    def _keep_call(self, call: ToolCall | ToolCallCut) -> body.Status:
-        cut = isinstance(call, ToolCallCut)
+    def _keep_call(self, call: chat.ToolCall | chat.ToolCallCut) -> body.Status:
+        cut = isinstance(call, chat.ToolCallCut)
         arguments = lenient_arguments(call.valid_arguments, "arguments")
-        self._parts.append(ToolCallPart(call.id, call.name, arguments))
+        self._parts.append(chat.ToolCallPart(call.id, call.name, arguments))
         return "incomplete" if cut else "completed"
 
     def _function_call(
-        self, call: ToolCallDelta | ToolCall | ToolCallCut, told: ToolName
+        self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut, told: ToolName
     ) -> list[body.Event]:
         index, id = self._index, self._item_id("fc")
         namespace = told.namespace or msgspec.UNSET
@@ -188,7 +174,7 @@ class _Answer:
             events.append(body.ItemAdded(index, empty))
         if text := self._calling.take(call):
             events.append(body.ArgumentsDelta(id, index, text))
-        if isinstance(call, ToolCallDelta):
+        if isinstance(call, chat.ToolCallDelta):
             return events
         status = self._keep_call(call)
         item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace, status)
@@ -199,7 +185,7 @@ class _Answer:
             body.ItemDone(index, item),
         ]
 
-    def _custom_call(self, call: ToolCall | ToolCallCut, told: ToolName) -> list[body.Event]:
+    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, told: ToolName) -> list[body.Event]:
         index, id = self._index, self._item_id("ctc")
         namespace = told.namespace or msgspec.UNSET
         text = custom_input(call.valid_arguments)
@@ -237,7 +223,7 @@ class OpenAIResponsesStream:
         # A typed event: an SSE comment doesn't put Codex's idle timer off.
         return self._encoded([self._answer.in_progress()])
 
-    def event(self, event: Event) -> bytes:
+    def event(self, event: chat.Event) -> bytes:
         return self._encoded(self._answer.event(event))
 
     def error(self, error: OmlxdError) -> bytes:
@@ -259,7 +245,7 @@ class OpenAIResponsesCollector:
         self._answer = _Answer(id, request, created, keep)
         self._response: body.Response | None = None
 
-    def event(self, event: Event) -> None:
+    def event(self, event: chat.Event) -> None:
         for told in self._answer.event(event):
             if isinstance(told, (body.Completed, body.ResponseIncomplete)):
                 self._response = told.response
@@ -281,7 +267,7 @@ def _problem(error: OmlxdError) -> body.Problem:
     return body.Problem(code, message_of(error, "openai"))
 
 
-def _usage(usage: Usage) -> body.UsageBody:
+def _usage(usage: chat.Usage) -> body.UsageBody:
     return body.UsageBody(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=body.InputDetails(usage.cached_tokens),

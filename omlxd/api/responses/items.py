@@ -24,16 +24,7 @@ from typing import Any, Union
 
 import msgspec
 
-from ...chat import (
-    ImagePart,
-    Message,
-    Part,
-    Role,
-    TextPart,
-    ThinkingPart,
-    ToolCallPart,
-    ToolResultPart,
-)
+from ... import chat
 from ...errors import bad_field
 from ..body import free_json, image_url, lenient_arguments, stable_json, unsupported
 from ..openai.text_files import text_file
@@ -87,14 +78,14 @@ def sealed(text: str) -> str:
     return SEALED_PREFIX + base64.b64encode(text.encode()).decode()
 
 
-def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
+def messages_of(items: list[Item], tools: ResponseTools) -> tuple[chat.Message, ...]:
     """The conversation that `items` are. Adds to `tools` what items bring. Raises InvalidRequest."""
     for index, item in enumerate(items):
         if item.type in ("additional_tools", "tool_search_output"):
             for at, tool in enumerate(item.tools or []):
                 result = item.type == "tool_search_output" and item.call_id is not None
                 tools.add(tool, f"input.{index}.tools.{at}", result)
-    runs: list[tuple[Role, list[Part]]] = []
+    runs: list[tuple[chat.Role, list[chat.Part]]] = []
     for index, item in enumerate(items):
         message = _message_of(item, tools, f"input.{index}")
         if message is None:
@@ -104,16 +95,16 @@ def messages_of(items: list[Item], tools: ResponseTools) -> tuple[Message, ...]:
             runs[-1][1].extend(parts)
         else:
             runs.append((role, parts))
-    return tuple(Message(role, tuple(parts)) for role, parts in runs)
+    return tuple(chat.Message(role, tuple(parts)) for role, parts in runs)
 
 
-def _message_of(item: Item, tools: ResponseTools, param: str) -> tuple[Role, list[Part]] | None:
+def _message_of(item: Item, tools: ResponseTools, param: str) -> tuple[chat.Role, list[chat.Part]] | None:
     kind = item.type or ("message" if item.role else "")
     if kind == "message":
         return _message(item, param)
     if kind == "reasoning":
         text = _reasoning(item)
-        return ("assistant", [ThinkingPart(text)]) if text else None
+        return ("assistant", [chat.ThinkingPart(text)]) if text else None
     if not kind:
         raise bad_field(f"{param}.type", "this field is required")
     if kind.endswith("_output"):
@@ -130,7 +121,7 @@ def _must(item: Item, kind: str, param: str) -> str | None:
     return item.call_id
 
 
-_ROLES: dict[str, Role] = {
+_ROLES: dict[str, chat.Role] = {
     "user": "user",
     "assistant": "assistant",
     "system": "system",
@@ -138,14 +129,14 @@ _ROLES: dict[str, Role] = {
 }
 
 
-def _message(item: Item, param: str) -> tuple[Role, list[Part]]:
+def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
     role = _ROLES.get(item.role or "")
     if role is None:
         raise bad_field(f"{param}.role", "one of user, assistant, system, developer is needed")
     if item.content is None:
         raise bad_field(f"{param}.content", "this field is required")
     parts = _parts(item.content, f"{param}.content")
-    if role != "user" and any(isinstance(part, ImagePart) for part in parts):
+    if role != "user" and any(isinstance(part, chat.ImagePart) for part in parts):
         raise bad_field(f"{param}.content", f"an image can't stand in a {item.role} message")
     return role, parts
 
@@ -153,10 +144,10 @@ def _message(item: Item, param: str) -> tuple[Role, list[Part]]:
 _IMAGES = ("input_image", "computer_screenshot")
 
 
-def _parts(content: str | list[Content], param: str) -> list[Part]:
+def _parts(content: str | list[Content], param: str) -> list[chat.Part]:
     if isinstance(content, str):
-        return [TextPart(content)] if content else []
-    parts: list[Part] = []
+        return [chat.TextPart(content)] if content else []
+    parts: list[chat.Part] = []
     for index, entry in enumerate(content):
         where = f"{param}.{index}"
         if entry.type in _IMAGES or entry.image_url is not None:
@@ -166,7 +157,7 @@ def _parts(content: str | list[Content], param: str) -> list[Part]:
             parts.append(text_file(entry.file_data, entry.filename, entry.file_id, entry.file_url, where))
         elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
             if text:
-                parts.append(TextPart(text))
+                parts.append(chat.TextPart(text))
         elif entry.type != "encrypted_content":
             raise unsupported(entry.type or "none", where)
     return parts
@@ -187,7 +178,7 @@ def _reasoning(item: Item) -> str:
     return "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
 
 
-def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> ToolCallPart:
+def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> chat.ToolCallPart:
     name = tools.flat_name(item.namespace or "", item.name or kind.removesuffix("_call"))
     given = next(
         (value for value in (item.arguments, item.input, item.action, item.operation) if value is not None),
@@ -199,15 +190,15 @@ def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> ToolCallPa
         arguments = free_json({CUSTOM_INPUT: given}, param)
     else:
         arguments = lenient_arguments(given, param)
-    return ToolCallPart(item.call_id or "", name, arguments)
+    return chat.ToolCallPart(item.call_id or "", name, arguments)
 
 
-def _result(item: Item, param: str) -> ToolResultPart:
+def _result(item: Item, param: str) -> chat.ToolResultPart:
     value = item.output if item.output is not None else item.tools
     if isinstance(value, dict) and value.get("type") in _IMAGES:
         value = [value]
     if isinstance(value, str):
-        return ToolResultPart(item.call_id or "", value)
+        return chat.ToolResultPart(item.call_id or "", value)
     if isinstance(value, list) and item.output is not None:
         try:
             content = msgspec.convert(value, list[Content])
@@ -215,11 +206,11 @@ def _result(item: Item, param: str) -> ToolResultPart:
         except msgspec.ValidationError:
             pass
         else:
-            text = "\n".join(part.text for part in parts if isinstance(part, TextPart))
-            images = tuple(part for part in parts if isinstance(part, ImagePart))
-            return ToolResultPart(item.call_id or "", text, images=images)
+            text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
+            images = tuple(part for part in parts if isinstance(part, chat.ImagePart))
+            return chat.ToolResultPart(item.call_id or "", text, images=images)
     fitted = free_json({"output": value}, f"{param}.output")["output"]
-    return ToolResultPart(item.call_id or "", "" if fitted is None else stable_json(fitted))
+    return chat.ToolResultPart(item.call_id or "", "" if fitted is None else stable_json(fitted))
 
 
 _ITEM = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{2,}")

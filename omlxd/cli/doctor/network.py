@@ -17,6 +17,7 @@ import psutil
 from ...config import Settings, is_loopback
 from ...kv.files.paths import LOCK_NAME
 from ..daemon_client import DaemonError, address_of, fetch
+from ..owner_api import DaemonStatus
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
@@ -25,17 +26,6 @@ _SECONDS = 3.0
 class _Health(msgspec.Struct):
     version: str
     status: str
-
-
-class _Cold(msgspec.Struct):
-    dir: str
-    folder_away: bool = False
-
-
-class _Status(msgspec.Struct):
-    pid: int
-    version: str
-    cold: _Cold | None = None
 
 
 def check_port(settings: Settings) -> Finding:
@@ -56,7 +46,7 @@ def check_port(settings: Settings) -> Finding:
             f"Stop that program, or choose another port: `omlxd serve --port {port + 1}`.",
         )
     try:
-        status = fetch(url, key, "/omlxd/status", _Status, seconds=_SECONDS)
+        status = fetch(url, key, "/omlxd/status", DaemonStatus, seconds=_SECONDS)
     except DaemonError as error:
         return warn("port", f"omlxd {health.version} listens on {url}, but: {error.message}", error.message)
     daemon = f"omlxd {status.version} (process {status.pid})"

@@ -12,16 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...chat import (
-    Event,
-    FinishReason,
-    ReasoningDelta,
-    TextDelta,
-    Tool,
-    ToolCall,
-    ToolCallCut,
-    ToolCallDelta,
-)
+from ... import chat
 from ..constrain.call_formats import CODER, HERMES, called_tool, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
@@ -55,7 +46,7 @@ class OutputParser:
     def __init__(
         self,
         tokenizer: Any,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[chat.Tool] = (),
         starts_in_thinking: bool = False,
         stop: tuple[str, ...] = (),
         reasoning: bool = True,
@@ -97,7 +88,7 @@ class OutputParser:
     def stopped(self) -> str | None:
         return self._sink.stops.matched
 
-    def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[Event]:
+    def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[chat.Event]:
         """Events that `token` makes certain. `likelihood`: where log-probabilities are asked for."""
         if tag := self._controls.get(token):
             return self._control(token, tag)
@@ -111,7 +102,7 @@ class OutputParser:
             self.reasoning_tokens += 1
         return events
 
-    def _control(self, token: int, tag: str) -> list[Event]:
+    def _control(self, token: int, tag: str) -> list[chat.Event]:
         text = self._detokenizer.finish()
         self._sink.logprobs.add(token, text, None)
         events = self.add_text(text)
@@ -119,13 +110,13 @@ class OutputParser:
             self._splitter.control(tag)
         return events + self._sink.take()
 
-    def add_text(self, text: str) -> list[Event]:
+    def add_text(self, text: str) -> list[chat.Event]:
         """Events that `text` makes certain."""
         if text and not self.ended:
             self._splitter.feed(text)
         return self._sink.take()
 
-    def finish(self, reason: FinishReason) -> list[Event]:
+    def finish(self, reason: chat.FinishReason) -> list[chat.Event]:
         """The last events. `reason` `length` means that the text was cut off."""
         if not self.ended:
             self._sink.muted = self._must_call and reason == "length"
@@ -152,7 +143,7 @@ class _EventSink:
         self._live, self._id = LiveCall(reader.properties), ""
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
-        self._events: list[Event] = []
+        self._events: list[chat.Event] = []
         self.muted = False  # more answer text is the beginning of a call
 
     @property
@@ -170,7 +161,7 @@ class _EventSink:
     def reasoning(self, text: str) -> None:
         self.logprobs.other(self.splitter.position)
         if not self.ended and (text := self._thought.feed(text)):
-            self._events.append(ReasoningDelta(text))
+            self._events.append(chat.ReasoningDelta(text))
 
     def call_begins(self) -> None:
         self._live, self._id = LiveCall(self._reader.properties), ""
@@ -185,18 +176,18 @@ class _EventSink:
         if not self._id:
             self.boundary()
             self._id = _new_id()
-        self._events.append(ToolCallDelta(self._id, self._live.writer.name, text))
+        self._events.append(chat.ToolCallDelta(self._id, self._live.writer.name, text))
 
     def _end_whole(self) -> None:
         self._called = True
-        self._events.append(ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+        self._events.append(chat.ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
 
     def _end_live(self, truncated: bool) -> None:
         """The call under way is over, and not whole."""
         writer = self._live.writer
         self._called = True
         arguments = writer.cut() if truncated and not writer.dead else writer.arguments
-        self._events.append(ToolCallCut(self._id, writer.name, arguments, writer.members))
+        self._events.append(chat.ToolCallCut(self._id, writer.name, arguments, writer.members))
         if (writer.dead or not truncated) and (rest := writer.rest.strip()) and not self.ended:
             rest += "\n"
             self.logprobs.answer(len(rest), self.splitter.position)
@@ -237,7 +228,7 @@ class _EventSink:
         self.boundary()
         if name:
             self._called = True
-            self._events.append(ToolCallCut(_new_id(), name, self._live.cut(), "{}"))
+            self._events.append(chat.ToolCallCut(_new_id(), name, self._live.cut(), "{}"))
         return True
 
     def call(self, text: str) -> bool:
@@ -256,7 +247,7 @@ class _EventSink:
         self.boundary()
         for call in calls[:1] if self._one_call else calls:
             self._called = True
-            self._events.append(ToolCall(self._id or _new_id(), call.name, call.arguments))
+            self._events.append(chat.ToolCall(self._id or _new_id(), call.name, call.arguments))
             self._id = ""
         return True
 
@@ -276,7 +267,7 @@ class _EventSink:
             self._say(self.stops.flush())
             self._say_rest()
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[chat.Event]:
         events, self._events = self._events, []
         return events
 
@@ -290,7 +281,7 @@ class _EventSink:
             self._show(text)
 
     def _show(self, text: str) -> None:
-        self._events.append(TextDelta(text, self.logprobs.take(self._passed - self._spaces.held)))
+        self._events.append(chat.TextDelta(text, self.logprobs.take(self._passed - self._spaces.held)))
 
 
 def _new_id() -> str:

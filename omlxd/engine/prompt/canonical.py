@@ -22,15 +22,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...chat import (
-    Conversation,
-    ImagePart,
-    Message,
-    TextPart,
-    ThinkingPart,
-    ToolCallPart,
-    ToolResultPart,
-)
+from ... import chat
 
 Digest = bytes
 """16 bytes."""
@@ -111,38 +103,38 @@ def thought_digest(texts: Iterable[str]) -> Digest | None:
     return digest_of(text) if text else None
 
 
-def answer_of(message: Message) -> tuple[Digest, Digest | None]:
+def answer_of(message: chat.Message) -> tuple[Digest, Digest | None]:
     """(answer, thought) of an assistant's message as a client sent it."""
     parts = message.parts
     return (
         answer_digest(
-            (part.text for part in parts if isinstance(part, TextPart)),
-            ((part.name, part.arguments) for part in parts if isinstance(part, ToolCallPart)),
+            (part.text for part in parts if isinstance(part, chat.TextPart)),
+            ((part.name, part.arguments) for part in parts if isinstance(part, chat.ToolCallPart)),
         ),
-        thought_digest(part.text for part in parts if isinstance(part, ThinkingPart)),
+        thought_digest(part.text for part in parts if isinstance(part, chat.ThinkingPart)),
     )
 
 
-def message_digest(message: Message) -> Digest:
+def message_digest(message: chat.Message) -> Digest:
     if message.role == "assistant":
         return answer_of(message)[0]
     return digest_of(*_fields(message))
 
 
-def _fields(message: Message) -> list[str | bytes]:
+def _fields(message: chat.Message) -> list[str | bytes]:
     fields: list[str | bytes] = [message.role]
-    texts = [canonical_text(part.text) for part in message.parts if isinstance(part, TextPart)]
+    texts = [canonical_text(part.text) for part in message.parts if isinstance(part, chat.TextPart)]
     fields.append("\n".join(text for text in texts if text))
     for part in message.parts:
-        if isinstance(part, ImagePart):
+        if isinstance(part, chat.ImagePart):
             fields.append(part.data)
-        elif isinstance(part, ToolResultPart):
+        elif isinstance(part, chat.ToolResultPart):
             fields += (canonical_text(part.text), str(part.is_error))
             fields += (image.data for image in part.images)
     return fields
 
 
-def chain_of(conversation: Conversation) -> list[Digest]:
+def chain_of(conversation: chat.Conversation) -> list[Digest]:
     """Digests of every beginning of the conversation: [n] is of its tools and its first n messages."""
     tools = (
         f"{tool.name}\n{tool.description}\n{canonical_json(tool.parameters)}" for tool in conversation.tools
@@ -153,7 +145,7 @@ def chain_of(conversation: Conversation) -> list[Digest]:
     return chain
 
 
-def opening(messages: Sequence[Message]) -> int:
+def opening(messages: Sequence[chat.Message]) -> int:
     """Messages up to the first user's, that one included: what tells conversations without a name apart."""
     for index, message in enumerate(messages):
         if message.role == "user":

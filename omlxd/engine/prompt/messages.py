@@ -19,16 +19,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...chat import (
-    Conversation,
-    ImagePart,
-    Message,
-    TextPart,
-    ThinkingPart,
-    Tool,
-    ToolCallPart,
-    ToolResultPart,
-)
+from ... import chat
 from ...errors import InvalidRequest, bad_field
 from .template_traits import TemplateTraits, as_parts
 
@@ -53,7 +44,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 def template_messages(
-    conversation: Conversation, traits: TemplateTraits, *, hoist: bool = False
+    conversation: chat.Conversation, traits: TemplateTraits, *, hoist: bool = False
 ) -> tuple[list[TemplateMessage], list[TemplateMessage] | None]:
     """Messages and tools for a template with `traits`. Raises InvalidRequest.
 
@@ -79,7 +70,7 @@ def template_messages(
     return messages, tools if tools and traits.tools else None
 
 
-def openai_tools(tools: Sequence[Tool]) -> list[TemplateMessage]:
+def openai_tools(tools: Sequence[chat.Tool]) -> list[TemplateMessage]:
     """Tools in OpenAI's form, which templates and mlx-lm's tool parsers take."""
     return [
         {
@@ -110,33 +101,35 @@ def plain_text(messages: list[TemplateMessage]) -> str:
 # --------------------------------------------------------------------------- one message
 
 
-def _call_names(messages: Sequence[Message]) -> dict[str, str]:
+def _call_names(messages: Sequence[chat.Message]) -> dict[str, str]:
     """Call id → tool's name: a result knows only the id, and some templates need the name."""
     parts = (part for message in messages for part in message.parts)
-    return {part.id: part.name for part in parts if isinstance(part, ToolCallPart)}
+    return {part.id: part.name for part in parts if isinstance(part, chat.ToolCallPart)}
 
 
-def _messages_of(message: Message, names: dict[str, str], traits: TemplateTraits) -> list[TemplateMessage]:
+def _messages_of(
+    message: chat.Message, names: dict[str, str], traits: TemplateTraits
+) -> list[TemplateMessage]:
     _refuse_images(message)
     if message.role == "tool":
-        results = [part for part in message.parts if isinstance(part, ToolResultPart)]
+        results = [part for part in message.parts if isinstance(part, chat.ToolResultPart)]
         return [_result(part, names, traits) for part in results]
-    text = "\n".join(part.text for part in message.parts if isinstance(part, TextPart))
+    text = "\n".join(part.text for part in message.parts if isinstance(part, chat.TextPart))
     if message.role == "assistant":
         return [_assistant(message, text, traits)]
     return [{"role": message.role, "content": text}]
 
 
-def _refuse_images(message: Message) -> None:
+def _refuse_images(message: chat.Message) -> None:
     for part in message.parts:
-        if isinstance(part, ImagePart) or (isinstance(part, ToolResultPart) and part.images):
+        if isinstance(part, chat.ImagePart) or (isinstance(part, chat.ToolResultPart) and part.images):
             raise InvalidRequest("this model takes no images", param="messages")
 
 
-def _assistant(message: Message, text: str, traits: TemplateTraits) -> TemplateMessage:
+def _assistant(message: chat.Message, text: str, traits: TemplateTraits) -> TemplateMessage:
     converted: TemplateMessage = {"role": "assistant", "content": text}
-    thinking = "\n".join(part.text for part in message.parts if isinstance(part, ThinkingPart))
-    calls = [part for part in message.parts if isinstance(part, ToolCallPart)]
+    thinking = "\n".join(part.text for part in message.parts if isinstance(part, chat.ThinkingPart))
+    calls = [part for part in message.parts if isinstance(part, chat.ToolCallPart)]
     if thinking and traits.reasoning_key:
         if calls and text and not traits.thinking_and_text:
             converted["content"], thinking = "", f"{thinking}\n\n{text}"
@@ -152,7 +145,7 @@ def _assistant(message: Message, text: str, traits: TemplateTraits) -> TemplateM
     return converted
 
 
-def _call(part: ToolCallPart, traits: TemplateTraits) -> TemplateMessage:
+def _call(part: chat.ToolCallPart, traits: TemplateTraits) -> TemplateMessage:
     arguments = compact_json(part.arguments) if traits.arguments_text else part.arguments
     id = _call_id(part.id, traits)
     return {"id": id, "type": "function", "function": {"name": part.name, "arguments": arguments}}
@@ -163,7 +156,7 @@ def _call_id(id: str, traits: TemplateTraits) -> str:
     return id if traits.any_call_id else hashlib.blake2b(id.encode(), digest_size=8).hexdigest()[:9]
 
 
-def _result(part: ToolResultPart, names: dict[str, str], traits: TemplateTraits) -> TemplateMessage:
+def _result(part: chat.ToolResultPart, names: dict[str, str], traits: TemplateTraits) -> TemplateMessage:
     text = part.text
     if part.is_error and "error" not in text[:200].lower():
         text = f"Error: {text}"
