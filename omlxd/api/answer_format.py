@@ -19,6 +19,7 @@ from .body import free_json, json_object
 MAX_GRAMMAR_CHARS = 100_000
 MAX_CHOICES = 10_000
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_KINDS = ("json", "regex", "choice", "grammar")
 
 
 class NamedSchema(msgspec.Struct):
@@ -78,18 +79,14 @@ def format_of(given: ResponseFormat | None, param: str) -> AnswerFormat | None:
 
 def guided(body: GuidedFields) -> AnswerFormat | None:
     """What vLLM's fields ask for. Raises InvalidRequest where they ask for several things."""
-    result = [
-        _guided(kind, value, param)
-        for kind, value, param in (
-            ("json", body.guided_json, "guided_json"),
-            ("regex", body.guided_regex, "guided_regex"),
-            ("choice", body.guided_choice, "guided_choice"),
-            ("grammar", body.guided_grammar, "guided_grammar"),
-            *_structured(body.structured_outputs),
-        )
-        if value is not None
-    ]
-    return only(*result)
+    asked = [(kind, getattr(body, f"guided_{kind}"), f"guided_{kind}") for kind in _KINDS]
+    if (outputs := body.structured_outputs) is not None:
+        param = "structured_outputs"
+        if outputs.structural_tag is not None:
+            raise bad_field(f"{param}.structural_tag", "structural tags can't be enforced by this server")
+        asked += [(kind, getattr(outputs, kind), param) for kind in _KINDS]
+        asked.append(("json", ANY_OBJECT if outputs.json_object else None, param))
+    return only(*(_guided(kind, value, param) for kind, value, param in asked if value is not None))
 
 
 def only(*formats: AnswerFormat | None) -> AnswerFormat | None:
@@ -101,23 +98,6 @@ def only(*formats: AnswerFormat | None) -> AnswerFormat | None:
             param=given[1].param,
         )
     return given[0] if given else None
-
-
-def _structured(given: StructuredOutputs | None) -> list[tuple[str, Any, str]]:
-    if given is None:
-        return []
-    if given.structural_tag is not None:
-        raise bad_field(
-            "structured_outputs.structural_tag", "structural tags can't be enforced by this server"
-        )
-    fields: list[tuple[str, Any]] = [
-        ("json", given.json),
-        ("regex", given.regex),
-        ("choice", given.choice),
-        ("grammar", given.grammar),
-        ("json", ANY_OBJECT if given.json_object else None),
-    ]
-    return [(kind, value, "structured_outputs") for kind, value in fields]
 
 
 def _guided(kind: str, value: Any, param: str) -> AnswerFormat:

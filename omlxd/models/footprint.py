@@ -78,11 +78,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def context_of_folder(folder: Path) -> int | None:
-    """Tokens that the model was made for; None when its config does not say."""
-    return _context(read_config(folder))
-
-
 def weight_bytes(folder: Path) -> int:
     """Bytes of the weight files; 0 when there are none to be read."""
     try:

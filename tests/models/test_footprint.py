@@ -11,7 +11,7 @@ from daemon import family_model
 from families import FAMILIES
 
 from omlxd.common.files import SMALL
-from omlxd.models.footprint import PROCESS_BYTES, context_of_folder, footprint
+from omlxd.models.footprint import PROCESS_BYTES, footprint
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -45,7 +45,7 @@ def test_known_models(tmp_path: Path):
     for config, per_token in ((llama, 131072), (deepseek, 61 * 576 * 2), ({"text_config": llama}, 131072)):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert footprint(tmp_path).kv_per_token == per_token
-    assert context_of_folder(tmp_path) == 131072 and footprint(tmp_path).pair == 32 * 2
+    assert footprint(tmp_path).context_length == 131072 and footprint(tmp_path).pair == 32 * 2
     (tmp_path / "config.json").write_text(json.dumps({**llama, "model_type": "mamba"}))
     assert footprint(tmp_path).pair == 0
 
@@ -55,7 +55,7 @@ def test_nonsense_is_counted_as_nothing(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
     for text in ("[1]", "{", '{"num_hidden_layers": "x", "text_config": 3, "hidden_size": -1}'):
         (tmp_path / "config.json").write_text(text)
-        assert footprint(tmp_path).kv_per_token == 0 and context_of_folder(tmp_path) is None
+        assert footprint(tmp_path).kv_per_token == 0 and footprint(tmp_path).context_length is None
 
 
 def test_a_config_of_endless_layers_costs_the_front_nothing(tmp_path: Path):

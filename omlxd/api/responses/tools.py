@@ -102,7 +102,11 @@ class ResponseTools:
         self.names[flat] = told
         if searched or tool.defer_loading:  # listing it later would change the prompt's head
             return
-        self._listed[flat] = _custom(flat, tool, param) if told.custom else _function(flat, tool)
+        description = tool.description or ""
+        if told.custom:
+            self._listed[flat] = custom_tool(flat, description, tool.format, f"{param}.format")
+        else:
+            self._listed[flat] = Tool(flat, description, tool.parameters or {}, strict=bool(tool.strict))
 
     def _name_for(self, namespace: str, name: str) -> str:
         """The same tool again keeps its name (the later one stands); another gets one of its own."""
@@ -138,11 +142,3 @@ def _joined(namespace: str, name: str) -> str:
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
-
-
-def _function(flat: str, tool: _Given) -> Tool:
-    return Tool(flat, tool.description or "", tool.parameters or {}, strict=bool(tool.strict))
-
-
-def _custom(flat: str, tool: _Given, param: str) -> Tool:
-    return custom_tool(flat, tool.description or "", tool.format, f"{param}.format")

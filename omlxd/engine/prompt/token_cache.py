@@ -81,10 +81,6 @@ class TokenCache:
         """Made when the first large text comes: it looks at the whole vocabulary."""
         return TokenBound(self._backend)
 
-    @property
-    def nbytes(self) -> int:
-        return self._segments.cost
-
     def encode(self, text: str, *, special: bool = False, most: int | None = None) -> list[int]:
         """Return the ids of `text`, as transformers' own `encode` gives them.
 

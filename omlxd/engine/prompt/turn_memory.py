@@ -178,14 +178,6 @@ class TurnMemory:
         self.unknown = 0
         self.refusals: Counter[str] = Counter()
 
-    @property
-    def nbytes(self) -> int:
-        return self._places.cost
-
-    def __len__(self) -> int:
-        """Places."""
-        return len(self._places)
-
     # ----------------------------------------------------------------- before an answer
 
     def find(self, place: Place, answer: Digest, thought: Digest | None) -> Turn | str:

@@ -293,10 +293,10 @@ def test_an_answer_that_the_limit_of_tokens_cut_is_remembered(tmp_path):
             healed += rendered.spliced
             assert rendered.unknown == 0
         assert healed
-        places = len(memory)
+        places = len(memory._places)
         thinks = host.ask(chat("Think", thinking=True, temperature=0, max_tokens=4))
         assert finished(thinks).reason == "length" and not text_of(thinks)
-        assert len(memory) == places
+        assert len(memory._places) == places
     finally:
         host.close()
 

@@ -58,7 +58,7 @@ def test_a_turn_outlives_the_memory(rig: Rig):
     rig.settle()
     files = files_of(rig)
     memory = TurnMemory(files=files)
-    assert not memory.nbytes  # Nothing is read before it is asked for.
+    assert not memory._places.cost  # Nothing is read before it is asked for.
     turn = memory.find(ME, ANSWER, THOUGHT)
     assert isinstance(turn, Turn) and list(turn.tokens) == [5, 6, 7] and turn.prompt_length == 3
     assert memory.find(ME, ANSWER, b"x" * 16) == "thinking_edited"
