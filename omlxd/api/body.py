@@ -58,8 +58,7 @@ def _fits(text: bytes) -> bool:
 
 
 MAX_DEPTH = 64
-"""Levels of nesting in free-form JSON (tool schemas, arguments). msgspec's own limit is Python's
-recursion limit less the stack in use, so it would differ between this process and the engine's."""
+"""Levels of nesting in free-form JSON. msgspec's own limit depends on the stack in use."""
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1000
@@ -100,10 +99,7 @@ _LONE_SURROGATE = re.compile(
 
 
 def mended(body: bytes) -> bytes:
-    """`body` without a byte order mark, and with U+FFFD for halves of surrogate pairs.
-
-    A client that has cut a text between the halves sends it again with every turn.
-    """
+    """Return `body` without a byte order mark, and with U+FFFD for halves of surrogate pairs."""
     body = body.removeprefix(codecs.BOM_UTF8)
     if (b"\\ud" not in body and b"\\uD" not in body) or b"\0" in body:
         return body
@@ -205,10 +201,7 @@ RAW_INPUT = "input"
 
 
 def lenient_arguments(text: str, param: str) -> dict[str, Any]:
-    """Return a call's arguments from JSON text, which may be broken or cut off.
-
-    Refusing it would end that conversation.
-    """
+    """Return a call's arguments from JSON text. Broken text stays: refusing it ends the conversation."""
     try:
         return json_object(text, param)
     except InvalidRequest:

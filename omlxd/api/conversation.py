@@ -40,9 +40,8 @@ def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: A
 
 
 def begun_answer(prompt: Conversation, format: AnswerFormat | None, param: str) -> Conversation:
-    """`prompt`, its last message the beginning of the answer. Raises InvalidRequest where it can't be.
-
-    param  the field that asks for it
+    """Make the last message the beginning of the answer. Raises InvalidRequest naming `param`, which asks for
+    it.
     """
     last = prompt.messages[-1] if prompt.messages else None
     if last is None or last.role != "assistant" or not last.parts or not isinstance(last.parts[-1], TextPart):

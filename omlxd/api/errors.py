@@ -39,8 +39,7 @@ _MISSING = {"model": "model_not_found", "previous_response_id": "previous_respon
 """Parameter that names what is not found → OpenAI's code."""
 
 _DETAILS = {"thread": "thread_unsupported_request"}
-"""Parameter that is refused → Anthropic's `error_code`. Its SDK's tool runner begins with a thread, and
-goes on without one after this."""
+"""Refused parameter → Anthropic's `error_code`: its SDK's tool runner then goes on without a thread."""
 
 
 class _Details(msgspec.Struct):
@@ -143,10 +142,7 @@ def status_of(error: OmlxdError, protocol: Protocol) -> int:
 def http_error(
     error: OmlxdError, protocol: Protocol, request_id: str, *, status: int | None = None
 ) -> HttpError:
-    """The answer to a request that failed before its response began.
-
-    `status` overrides the table's where HTTP has a finer one (405).
-    """
+    """Return the answer to a request that failed before its response began. `status`: a finer one (405)."""
     headers = [("content-type", "application/json")]
     wait = error.retry_after or _DEFAULT_RETRY_AFTER.get(error.code)
     if wait is not None:

@@ -25,8 +25,9 @@ def named_event(name: bytes, data: Any) -> bytes:
 
 
 class StreamEncoder(Protocol):
-    """Events in, SSE bytes out. Order of calls: `start`, then any of `event` and `ping`, and where
-    the stream breaks, `error`. What says nothing to the client gives b""."""
+    """Events in, SSE bytes out, b"" for nothing: `start`, then any of `event` and `ping`, or `error` at the
+    end.
+    """
 
     def start(self) -> bytes: ...
     def event(self, event: Event) -> bytes: ...

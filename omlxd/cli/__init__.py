@@ -1,4 +1,3 @@
-"""Every verb of the `omlxd` command.
-
-Rule: no verb imports front/, the engine or MLX; cli/main.py alone starts the front, late.
+"""Every verb of the `omlxd` command. Rule: no verb imports front/, the engine or MLX; main.py starts the
+front.
 """

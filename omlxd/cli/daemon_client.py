@@ -1,7 +1,4 @@
-"""Asking a running daemon over HTTP, from commands: where it is, its key, and one JSON answer.
-
-A key from a settings file goes to no address but that file's own.
-"""
+"""Asks a running daemon over HTTP. A key from a settings file goes to no address but that file's own."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ class NoDaemon(DaemonError):
 
 
 def address(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """(URL, key) of the daemon: as `given` by --url, else where `omlxd serve` would listen by its settings.
-
-    Raises ConfigError.
-    """
+    """Return (URL, key) of the daemon: of --url, else of the settings. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     if given is None:
         return address_of(load_settings({}, environ))

@@ -1,7 +1,4 @@
-"""`omlxd launch`: a coding agent with the settings that point it at this daemon.
-
-Only the agent's environment and flags are set; none of its files are read or written.
-"""
+"""`omlxd launch`: a coding agent whose environment and flags point it at this daemon; its files stay."""
 
 from __future__ import annotations
 
@@ -156,9 +153,8 @@ class _Models(msgspec.Struct):
 
 
 def find_target(url: str, key: str, name: str | None) -> Target:
-    """The model called `name` (None: the first one) of the daemon at `url`. Raises LaunchError, DaemonError.
-
-    Waits while the model loads for the first time, as its context is not known before.
+    """Return the model called `name` (None: the first one) once it has loaded. Raises LaunchError,
+    DaemonError.
     """
     deadline = time.monotonic() + LOADING_S
     announced = False
@@ -197,10 +193,7 @@ def _called(url: str, key: str, name: str, models: Sequence[_Model]) -> _Model:
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Start the agent in place of this process; returns only with `--print-env` or where it can't.
-
-    Raises ConfigError for flags that make no sense, LaunchError and DaemonError.
-    """
+    """Start the agent in place of this process; returns only with `--print-env`. Raises OmlxdError."""
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:at], argv[at + 1 :]
@@ -254,10 +247,7 @@ def environment(environ: Mapping[str, str], start: Start, url: str) -> dict[str,
 
 
 def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
-    """Lines for a POSIX shell that have the same effect on an agent started there.
-
-    Flags become a function of the program's name, since no variable says what they say.
-    """
+    """Return lines for a POSIX shell with the same effect. Flags become a function of the program's name."""
     lines = [f"unset {' '.join(start.dropped)}"] if start.dropped else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in start.variables.items()]
     if start.flags or rest:

@@ -41,8 +41,7 @@ VERBS = {
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
     "top": ("cli.top", "what `omlxd status` shows, live"),
 }
-"""Every verb but `serve`: its module under omlxd, whose `main(argv, parser)` returns the exit status,
-and its help. Imported only when it is called."""
+"""Every verb but `serve`: its module, whose `main(argv, parser)` returns the exit status, and its help."""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,7 +1,4 @@
-"""`omlxd models`: what is installed and loaded, and orders about it. Exit status 0, 1 (failed) or 2 (flags).
-
-`list`, `show` and `pull` work without a daemon. Imports neither MLX nor the hub.
-"""
+"""`omlxd models`: what is installed and loaded, and orders about it. Imports neither MLX nor the hub."""
 
 from __future__ import annotations
 

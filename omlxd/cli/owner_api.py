@@ -137,8 +137,9 @@ class Readiness(msgspec.Struct, kw_only=True):
 
 
 class Forget(msgspec.Struct):
-    """`paths`: of block files and records, relative to the cache dir. `remove`: take those away that are
-    there; else only those that are gone already leave the account."""
+    """Files, relative to the cache dir, that leave the account. `remove`: those that are there, else those
+    gone.
+    """
 
     paths: list[str]
     remove: bool = False

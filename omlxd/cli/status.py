@@ -1,7 +1,4 @@
-"""`omlxd status`: the running daemon on one page, or as JSON, with rates and shares that people compare.
-
-Imports no MLX and no model, and reads no file of the cache dir.
-"""
+"""`omlxd status`: the running daemon on one page, or as JSON. Imports no MLX and reads no cache dir."""
 
 from __future__ import annotations
 

@@ -62,9 +62,8 @@ def watch(
     looks: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show what `look()` gives every `interval` seconds, `looks` times (0: until ^C).
-
-    Raises DaemonError at the first look alone; a daemon that goes away later may come back.
+    """Show `look()` every `interval` seconds, `looks` times (0: until ^C). Raises DaemonError at the first
+    look alone.
     """
     now, before, seconds, trouble = look(), None, 0.0, ""
     at, done = time.monotonic(), 1

@@ -22,9 +22,8 @@ _TABLES = ("serve", "defaults", "models")
 
 
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from `flags` (option name → text; `config` may be among them), `environ` and the file.
-
-    Raises ConfigError in one sentence that names the flag, the variable or the line at fault.
+    """Return the settings of `flags` (option name → text), `environ` and the file `config`. Raises
+    ConfigError.
     """
     environ = os.environ if environ is None else environ
     given: dict[str, tuple[Any, str]] = {}

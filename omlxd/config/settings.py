@@ -1,6 +1,5 @@
-"""What can be set: the settings of `omlxd serve`, and those of single models.
-
-A field's annotation is all there is of a setting: its type and limits (msgspec), its help, its default.
+"""The settings of `omlxd serve` and of single models. A field's annotation has its type, limits, help and
+default.
 """
 
 from __future__ import annotations

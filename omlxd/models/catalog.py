@@ -25,9 +25,8 @@ REST_S = 2.0
 
 
 class InstalledModel(msgspec.Struct, frozen=True):
-    """A model that could be loaded. `spec`: what `resolve_model` takes.
-
-    folder  None: not there yet, it will be built or downloaded when it is loaded
+    """A model that could be loaded. `spec`: what `resolve_model` takes. `folder` None: not built or
+    downloaded.
     """
 
     id: str
@@ -37,9 +36,8 @@ class InstalledModel(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """The installed models, the default one first, as of the last look at the folders.
-
-    settings  where the folders are; others may take their place at any time
+    """The installed models, the default one first, as of the last look. `settings` may be replaced at any
+    time.
     """
 
     def __init__(self, settings: Settings):

@@ -55,10 +55,7 @@ def is_gguf(spec: str) -> bool:
 
 
 async def resolve_model(spec: str, base_path: Path) -> Path:
-    """The folder of the model that `--model spec` means, built or downloaded if need be.
-
-    Raises ModelError in a sentence that names what is missing and what to do.
-    """
+    """Return the folder of `--model spec`, built or downloaded if need be. Raises ModelError."""
     if not spec:
         return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
     if not is_local(spec):

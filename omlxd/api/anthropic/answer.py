@@ -145,9 +145,8 @@ class _Signature:
 
 
 class AnthropicStream:
-    """`sse.StreamEncoder` of one message.
-
-    `message_start` waits for the first event, which says what the cache had: some clients read it only there.
+    """`sse.StreamEncoder` of one message. `message_start` waits for the first event, which has the cached
+    tokens.
     """
 
     def __init__(self, id: str, model: str, request_id: str):

@@ -223,9 +223,9 @@ def _system(system: str | list[blocks.Text]) -> list[chat.Message]:
 
 
 def _shown(messages: list[_Message]) -> Iterator[tuple[int, int, _Message]]:
-    """The messages that the model is shown: place in the request, blocks of it that are not shown, message.
+    """Yield (place in the request, blocks of it to skip, message) of each message that the model reads.
 
-    Nothing before the last summary; no system message that was to be shown for a turn that is over.
+    Left out are those before the last summary, and system messages for a turn that is over.
     """
     last_user = max((i for i, message in enumerate(messages) if message.role == "user"), default=-1)
     first, block = _last_compaction(messages)
@@ -271,9 +271,8 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 
 
 def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[chat.Message]:
-    """One message, or several: results and summaries stand in messages of their own, order kept.
-
-    skip  blocks at its beginning that are not shown
+    """Return one message or several: results and summaries are messages of their own. `skip`: blocks left
+    out.
     """
     content = [blocks.Text(message.content)] if isinstance(message.content, str) else message.content
     if content is None:

@@ -94,8 +94,7 @@ _MEMORY_ARGUMENTS: dict[str, Any] = {
 
 
 MAX_DESCRIBED = 8 << 20
-"""Characters that references to tools may become in one prompt: each is told where it is referred to, and a
-short reference may stand for a long schema."""
+"""Most characters of descriptions of tools in one prompt: a short reference may stand for a long schema."""
 
 
 class ToolChoice(msgspec.Struct):
@@ -189,10 +188,7 @@ class Tools:
 
 
 def _changed(change: ToolChange) -> tuple[str, Tool | None]:
-    """The name of the tool that comes or goes, and the tool where the change itself defines it.
-
-    The name is "" for MCP servers' tools, which are not reached from here.
-    """
+    """Return the tool's name, "" for an MCP server's, and the tool where the change itself defines it."""
     if isinstance(change.tool, ByName):
         return change.tool.name, None
     if not isinstance(change.tool, ByDefinition):

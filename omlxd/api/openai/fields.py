@@ -30,8 +30,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonBody(DialectFields, kw_only=True):
-    """Sampling and the rest that both bodies hold. top_k, min_p, repetition_penalty and cache_salt
-    are extensions, spelled as vLLM spells them; json_schema and grammar are llama.cpp's."""
+    """Fields that both bodies have; also vLLM's top_k, min_p, …, and llama.cpp's json_schema and grammar."""
 
     model: str | None = None
     stream: bool | None = None

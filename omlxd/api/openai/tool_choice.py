@@ -55,9 +55,8 @@ Names = Callable[[ToolGiven], "list[str] | None"]
 
 
 def tool_choice(given: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
-    """(Conversation.tool_choice, Conversation.allowed_tools). Raises InvalidRequest.
-
-    listed  names of the tools in the prompt
+    """Return (Conversation.tool_choice, Conversation.allowed_tools). `listed`: names of the tools in the
+    prompt.
     """
     if given is None or given in ("auto", "none"):
         return given or "auto", ()

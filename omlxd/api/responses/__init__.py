@@ -1,4 +1,1 @@
-"""OpenAI's Responses API.
-
-Rule: responses/ may use api/openai/, never the other way round.
-"""
+"""OpenAI's Responses API. Rule: responses/ may use api/openai/, never the other way round."""

@@ -26,8 +26,7 @@ from .request import ResponsesRequest
 from .tools import ToolName, tool_name
 
 Keep = Callable[[str, tuple[chat.Message, ...], bytes], None]
-"""(response id, the conversation with this answer at its end, the response as JSON):
-called once, when the answer is whole."""
+"""(response id, the conversation with this answer, the response as JSON): called once, at its end."""
 
 
 def _nowhere(id: str, messages: tuple[chat.Message, ...], response: bytes) -> None:
@@ -256,8 +255,7 @@ class OpenAIResponsesCollector:
 
 
 def _problem(error: OmlxdError) -> body.Problem:
-    """Codes as Codex reads them: it waits as long as a rate limit's message says, tries again after
-    a server error, and gives up after the others."""
+    """Return Codex's code: it waits as a rate limit says, retries a server error, gives up after others."""
     if error.code == "overloaded":
         wait = max(1, math.ceil(error.retry_after or 2))
         return body.Problem("rate_limit_exceeded", f"{error.message} Please try again in {wait}s.")

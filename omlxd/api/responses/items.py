@@ -32,8 +32,7 @@ from ..openai.tool_choice import CUSTOM_INPUT
 from .tools import ResponseTools
 
 SEALED_PREFIX = "omlxd-1:"
-"""Begins our `encrypted_content`. It is the text in base64, not encrypted: the client may read its
-own model's reasoning. Codex echoes this field and leaves a reasoning item's text out."""
+"""Begins our `encrypted_content`: the text in base64, not encrypted. Codex echoes it in place of the text."""
 
 
 class _Url(msgspec.Struct):

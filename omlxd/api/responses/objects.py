@@ -1,7 +1,4 @@
-"""What a /v1/responses answer is made of: the response object, its items, the events of a stream.
-
-Shapes as the openai SDK's types define them.
-"""
+"""The response object, its items and the events of a stream, as the openai SDK's types define them."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ def parse(
     history: History = lambda _: None,
     known: KnownItem = lambda _: None,
 ) -> ResponsesRequest:
-    """A body of /v1/responses. Raises InvalidRequest naming the field, and NotFound where `history`
-    doesn't know `previous_response_id`."""
+    """Read a body of /v1/responses. Raises InvalidRequest, and NotFound for `previous_response_id`."""
     request = decode(_decoder, body)
     _refuse(request)
     if isinstance(request.input, list):

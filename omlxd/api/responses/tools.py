@@ -44,10 +44,7 @@ class _Given(msgspec.Struct):
 
 
 class ResponseTools:
-    """The tools listed in the prompt, and the names to and fro.
-
-    Names are made from the request alone, in its order, so the same tools give the same prompt.
-    """
+    """The tools listed in the prompt, and their names. The same tools in order give the same prompt."""
 
     def __init__(self) -> None:
         self.echo: list[dict[str, Any]] = []
@@ -62,9 +59,8 @@ class ResponseTools:
         return tuple(self._listed.values())
 
     def add(self, given: Any, param: str, searched: bool = False) -> None:
-        """Take a tool, of any kind. Raises InvalidRequest naming the field.
-
-        searched  it stands in the result of a search, which describes it
+        """Take a tool. `searched`: the result of a search describes it. Raises InvalidRequest naming the
+        field.
         """
         fields = free_json(given, param)
         self.echo.append(fields)

@@ -49,9 +49,10 @@ def check(
     delete_bad: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Verify `sample[0]` of every `sample[1]` blocks and records, others each time; `say` each bad one.
+    """Verify `sample[0]` of every `sample[1]` blocks and records, and all misplaced entries; `say` each bad
+    one.
 
-    Misplaced entries are bad too, whatever the sample. Raises FileNotFoundError without a cache dir.
+    Raises FileNotFoundError without a cache dir.
     """
     outcome, chosen = Outcome(), list[Found]()
     for file in inventory.walk(root, list(inventory.namespaces(root))):

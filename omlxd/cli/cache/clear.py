@@ -84,9 +84,9 @@ def remove(root: Path, planned: Plan) -> tuple[int, int, list[str]]:
 
 
 def prune(root: Path, folder: str) -> int:
-    """Remove a namespace's empty folders, and itself with its description once it holds nothing else.
+    """Remove a namespace's empty folders, and the namespace if it holds nothing else, under the lock.
 
-    Returns folders removed. Under the lock alone: a store makes a folder and then a file in it.
+    Returns folders removed.
     """
     removed = 0
     own = root / folder

@@ -67,10 +67,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def exclusive(root: Path) -> Iterator[None]:
-    """Hold the folder: no daemon can use it meanwhile. Raises DaemonRuns, or OSError.
-
-    Keep it short: a daemon that starts now waits a moment for it, and then takes it for another daemon.
-    """
+    """Hold the folder for a moment: no daemon can use it meanwhile. Raises DaemonRuns, or OSError."""
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:

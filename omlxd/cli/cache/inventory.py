@@ -1,6 +1,5 @@
-"""Lists a cache dir by name, size and time; opens no file.
-
-Only folders named as namespaces are (32 hex digits) are entered: other files are never touched.
+"""Lists a cache dir by name, size and time. Opens no file, and enters no folder but namespaces (32 hex
+digits).
 """
 
 from __future__ import annotations

@@ -101,10 +101,7 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
 
 
 def read_request(name: str, path: str | None) -> WhyMissBody:
-    """From a file, or stdin for `-`: one JSON object, or JSON Lines, whose last line counts.
-
-    Raises ConfigError.
-    """
+    """Read a JSON object, or the last of JSON Lines, from a file or stdin (`-`). Raises ConfigError."""
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:

@@ -30,10 +30,7 @@ def main(
     platform: str = sys.platform,
     home: Path | None = None,
 ) -> int:
-    """Run `omlxd service` with `argv`. `platform` and `home` are replaced in tests.
-
-    Raises ConfigError and ServiceError.
-    """
+    """Run `omlxd service`; tests replace `platform` and `home`. Raises ConfigError and ServiceError."""
     args = _parse(list(argv), parser)
     manager: Manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
     return _run(args, manager)

@@ -101,10 +101,7 @@ def _words(name: str, text: str) -> Sequence[str]:
 
 
 def _import_path(python: str) -> dict[str, str]:
-    """PYTHONPATH for a checkout that is not installed; nothing for a package that is.
-
-    Tried, not guessed: with the little environment that a service gets, in /.
-    """
+    """Return PYTHONPATH for a checkout that is not installed, by trying with a service's environment."""
     root = str(Path(omlxd.__file__).absolute().parents[1])
     for extra in ({}, {"PYTHONPATH": root}):
         bare = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **extra}

@@ -121,10 +121,7 @@ class Systemd:
             raise ServiceError("the service is not installed; `omlxd service install` does that.")
 
     def _forget_failures(self) -> None:
-        """A client that tries again and again has a broken service started until systemd gives it up.
-
-        It then refuses to start it for a while, mended or not, and shows it after it is uninstalled.
-        """
+        """Forget failed starts: systemd refuses a service for a while after several, mended or not."""
         run("systemctl", "--user", "reset-failed", SERVICE, SOCKET)  # 1 when it knows of none.
 
     def _systemctl(self, *words: str) -> None:

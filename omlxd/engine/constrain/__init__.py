@@ -1,4 +1,1 @@
-"""What the model may say next: grammars, schemas and forced tool calls as token masks.
-
-Rule: nothing here imports MLX; a grammar that cannot be enforced is refused by name.
-"""
+"""Grammars, schemas and forced tool calls as token masks. Rule: no MLX; what can't be enforced is refused."""

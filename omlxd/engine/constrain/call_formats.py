@@ -148,9 +148,8 @@ def _loose(tag: str) -> str:
 
 @dataclass(slots=True, frozen=True)
 class ValueCalls:
-    """`before NAME`, then `KEY VALUE` parted by commas between `opens` and `closes`; calls in a section.
-
-    python  `=` stands between a key and its value
+    """`before NAME`, then `KEY VALUE` between `opens` and `closes`, in a section. `python`: `=` between the
+    two.
     """
 
     section: str
@@ -332,9 +331,9 @@ def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
 
 
 def called_tool(tag: str, text: str, names: Iterable[str]) -> str | None:
-    """The tool of the call that begins with `tag` and `text`, in any format and with any space.
+    """Return the tool of the call that begins with `tag` and `text`, in any format and with any space.
 
-    "": what may be a call was cut off before its arguments. None: it is no call of these tools.
+    "": the beginning of a call, before its arguments. None: it is no call of these tools.
     """
     tag, text = ("".join(part[:MAX_HEAD].split()) for part in (tag, tag + text))
     begins = text == tag

@@ -77,9 +77,8 @@ class CallGrammar:
         return opening_of(self._format)
 
     def rules(self, many: bool, opened: bool = False) -> str:
-        """Rule `calls`: one call, or with `many` one and more, in the spelling's way.
-
-        opened  the `opening` stands there already
+        """Return rule `calls`: one call, or with `many` one and more. `opened`: the `opening` stands there
+        already.
         """
         self._skip = len(self.opening) if opened else 0
         row, literal = self._format, self._literal

@@ -142,9 +142,10 @@ class _Facts:
 
 
 class ConstraintCompiler:
-    """Of one loaded model. `tokenizer`: mlx-lm's TokenizerWrapper; `vocab`: width of its logits.
+    """Compiles for one model. `tokenizer`: mlx-lm's TokenizerWrapper; `vocab`: width of its logits.
+    Thread-safe.
 
-    Thread-safe. The first constraint waits for a table of the tokenizer, about a second for a large one.
+    The first constraint waits for a table of the tokenizer, about a second for a large one.
     """
 
     def __init__(self, tokenizer: Any, vocab: int):
@@ -154,9 +155,8 @@ class ConstraintCompiler:
         self._made: tuple[Grammars, _Facts] | None = None
 
     def compile(self, request: GenerateRequest, *, thinking: bool) -> Constraint | None:
-        """The constraint that `request` asks for, if any. Raises InvalidRequest for one that can't be.
-
-        thinking  the prompt ends inside a thinking block
+        """Return the constraint of `request`, if any. Raises InvalidRequest. `thinking`: the prompt ends in
+        thinking.
         """
         prompt = request.prompt
         chat = prompt if isinstance(prompt, Conversation) else None
@@ -210,10 +210,7 @@ class ConstraintCompiler:
 
 
 class ForcedAnswer:
-    """A constraint that allows one token a step, the next of `tokens`: for scoring a fixed answer.
-
-    The request ends with the last of them, by its limit of tokens. `vocab`: width of the logits.
-    """
+    """Allows one token a step, the next of `tokens`, to score a fixed answer. `vocab`: width of the logits."""
 
     error: OmlxdError | None = None
 

@@ -1,7 +1,4 @@
-"""Grammars of gpt-oss's messages (harmony.py reads them). The output begins inside a header.
-
-A call ends its turn, so there is one at most, whatever `parallel_tool_calls` says.
-"""
+"""Grammars of gpt-oss's messages. The output begins inside a header, and a call ends its turn."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ _BODY = "<|message|>"
 
 
 class HarmonyGrammar:
-    """Rules of Lark. Raises InvalidRequest where there can be no such grammar.
-
-    thinking  a message of analysis may come first
-    """
+    """Writes Lark rules. Raises InvalidRequest for what has none. `thinking`: analysis may come first."""
 
     def __init__(self, tools: Sequence[Tool], literal: Literal, check: Check, thinking: bool):
         self._literal = literal

@@ -128,10 +128,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 def pythonic_calls(
     text: str, parameters: Callable[[str], Iterable[str]]
 ) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None: `text` holds something else. May raise anything at all.
-
-    parameters  a tool's name → its parameters' names, in order, for values that stand without one
-    """
+    """Return (name, arguments) of each call, or None. May raise anything. `parameters`: a tool's, in order."""
     if '"""' not in text and "'''" not in text:
         text = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), text)
     source, names = _renamed(text)

@@ -25,9 +25,8 @@ class Beginnings:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; holds back what may be the beginning of one.
-
-    matched  the stop string that was found, or None; after that nothing passes
+    """Passes text on up to the first stop string, then `matched`; holds back what may be the beginning of
+    one.
     """
 
     def __init__(self, stops: tuple[str, ...]):

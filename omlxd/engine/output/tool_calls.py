@@ -156,10 +156,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def json_text(value: Any) -> str:
-    """JSON text. Half of a surrogate pair is no UTF-8, and clients fail on its escape: it becomes U+FFFD.
-
-    Raises ValueError for NaN and the infinities.
-    """
+    """Return JSON text, U+FFFD for half of a surrogate pair. Raises ValueError for NaN and the infinities."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() else _HALF.sub("\ufffd", text)
 

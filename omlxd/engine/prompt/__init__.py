@@ -1,4 +1,1 @@
-"""From a conversation to token ids.
-
-Rule: nothing here imports MLX or knows of the scheduler; the same conversation gives the same tokens.
-"""
+"""From a conversation to token ids, always the same. Rule: no MLX, and nothing of the scheduler."""

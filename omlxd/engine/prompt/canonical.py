@@ -89,10 +89,7 @@ def digest_of(*fields: str | bytes) -> Digest:
 
 
 def answer_digest(texts: Iterable[str], calls: Iterable[tuple[str, Any]]) -> Digest:
-    """Of an assistant's turn as a client echoes it: its texts joined, its calls as (name, arguments).
-
-    Space within a text counts, space at the ends of one does not.
-    """
+    """Return the digest of an assistant's turn: its texts joined, space at their ends gone, and its calls."""
     text = "".join(text.strip() for text in texts)
     return digest_of(text, *(f"{name}\n{canonical_json(arguments)}" for name, arguments in calls))
 

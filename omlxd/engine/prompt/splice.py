@@ -196,10 +196,7 @@ def _in_order(pieces: list[str], text: str) -> bool:
 
 
 def _borders(renderer: Renderer) -> tuple[list[str], list[str]]:
-    """(prompts to answer, headers of an assistant's turn), each as the template writes it.
-
-    The longest header first: one may end with another.
-    """
+    """Return (prompts to answer, headers of an assistant's turn) of the template, the longest header first."""
     user, more = Message("user", (TextPart("falcon"),)), Message("user", (TextPart("heron"),))
     answer = Message("assistant", (TextPart("merlin"),))
     call = Message(

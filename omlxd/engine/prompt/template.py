@@ -77,15 +77,13 @@ _RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are not the template's own."""
 
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-"""Switches by which some templates keep the thinking of earlier turns: without them, each turn would
-change the prompt of the one before, and its cached prefix would end there."""
+"""Switches by which some templates keep earlier thinking; else each turn would change the prompt before it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Text:
-    """A rendered conversation. It is cut at each `sentinel` before it is tokenised.
-
-    exposed  control tokens that somebody typed stand in it, and no sentinel could be put there
+    """A rendered conversation, cut at each `sentinel`. `exposed`: a user's control tokens stand in it without
+    one.
     """
 
     text: str

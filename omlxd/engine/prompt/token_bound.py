@@ -24,16 +24,13 @@ _JOINTS = {
     r"(?<=[A-Za-z])(?=[\",:;({\[])": re.compile(r"[A-Za-z][\",:;({\[]"),
     r"(?<=\n)(?=[^\W\d_])": re.compile(r"[\nĊ](?![ĊĠĉč▁])[^\W\d_]"),
 }
-"""Where every pre-tokenizer of the field cuts → a token that would span it: between a word and the space
-before the next, between a word and what JSON or code puts behind it, and between the end of a line and a
-letter."""
+"""Where every pre-tokenizer of the field cuts → a token that would span it."""
 _SHRINKS = {"NFC": 3, "NFKC": 4, "Prepend": 1}
 
 
 class TokenBound:
-    """`backend`: a `tokenizers.Tokenizer`, or None.
-
-    joints  matches (empty) where a text may be cut
+    """Bounds for `backend`, a `tokenizers.Tokenizer`, or None. `joints`: matches (empty) where a text may be
+    cut.
     """
 
     def __init__(self, backend: Any):

@@ -78,9 +78,8 @@ class Turn:
 
 
 class Scope(NamedTuple):
-    """Whose turns: `session` as the client named it, "" where it didn't; `salt` of its cache.
-
-    A sub-agent's session is a scope of its own: `name/agent`.
+    """Whose turns: `session` as the client named it, or "" (a sub-agent's: `name/agent`); `salt` of its
+    cache.
     """
 
     session: str = ""

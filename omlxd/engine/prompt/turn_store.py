@@ -50,7 +50,7 @@ _decoder = msgspec.msgpack.Decoder(list[_Stored])
 class TurnFiles:
     """The places of one model. Thread-safe. `tokenizer`: a digest of it; `most_bytes`: of a record.
 
-    counts  of records: `written`, `dropped` (not written), `found`, `bad` (failed a check, and are gone)
+    counts  of records: `written`, `dropped`, `found`, `bad` (removed)
     """
 
     def __init__(
