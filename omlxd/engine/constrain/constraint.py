@@ -210,7 +210,7 @@ class ConstraintCompiler:
 
 
 class ForcedAnswer:
-    """Allows one token a step, the next of `tokens`, to score a fixed answer. `vocab`: width of the logits."""
+    """Allows one token a step, the next of `tokens`, for scoring one. `vocab`: width of the logits."""
 
     error: OmlxdError | None = None
 

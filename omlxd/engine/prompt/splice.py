@@ -196,7 +196,7 @@ def _in_order(pieces: list[str], text: str) -> bool:
 
 
 def _borders(renderer: Renderer) -> tuple[list[str], list[str]]:
-    """Return (prompts to answer, headers of an assistant's turn) of the template, the longest header first."""
+    """Return (prompts to answer, headers of an assistant's turn) of the template, longest header first."""
     user, more = Message("user", (TextPart("falcon"),)), Message("user", (TextPart("heron"),))
     answer = Message("assistant", (TextPart("merlin"),))
     call = Message(

@@ -77,7 +77,7 @@ _RESERVED = frozenset(
 """Arguments of `apply_chat_template` that are not the template's own."""
 
 _KEEP_THINKING = {"preserve_thinking": True, "clear_thinking": False}
-"""Switches by which some templates keep earlier thinking; else each turn would change the prompt before it."""
+"""Switches by which some templates keep earlier thinking; else each turn changes the prompt before it."""
 
 
 @dataclass(slots=True, frozen=True)
