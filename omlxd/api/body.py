@@ -323,8 +323,7 @@ _decoder = msgspec.json.Decoder(_Body)
 def keep_alive_of(body: bytes) -> float | None:
     """Return the seconds that the model stays loaded after this request; infinite: for good; None: not said.
 
-    As Ollama has it: `"5m"`, `300`, `0` (until the request has ended), `-1` (for good). Raises
-    InvalidRequest.
+    As Ollama has it: `"5m"`, `300`, `0` (until the request has ended), `-1`. Raises InvalidRequest.
     """
     if b'"keep_alive"' not in body:
         return None

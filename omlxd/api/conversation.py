@@ -66,11 +66,7 @@ def _without_billing(message: Message) -> Message | None:
 
 
 def one_spelling(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` with its keys in one order.
-
-    Properties come as `required` lists them, then by the alphabet: a model writes arguments in the schema's
-    order.
-    """
+    """Return `schema` with its keys in one order; properties as `required` lists them, then by the alphabet."""
     ordered: dict[str, Any] = {}
     for key in sorted(schema, key=lambda key: (_RANK.get(key, len(_RANK)), key)):
         value = schema[key]

@@ -1,5 +1,5 @@
-"""Turns errors into HTTP, in each protocol's own shape (`_TABLE`). Anthropic's status for `overloaded` is
-529.
+"""Turns errors into HTTP, in each protocol's own shape (`_TABLE`; Anthropic's status for `overloaded` is
+529).
 
 Clients read the sentences too (LiteLLM, LangChain, Claude Code): a prompt that is too long and a wrong key
 have the words of the protocol's own server. `unavailable` is an `overloaded_error` to Anthropic clients:

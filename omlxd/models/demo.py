@@ -114,8 +114,7 @@ def is_demo(folder: Path) -> bool:
 def build_demo(folder: Path | str) -> Path:
     """Build the demo model in `folder`, unless this version is there already; returns `folder`.
 
-    It is built beside `folder` and renamed. An older demo is replaced, other content is not. Raises
-    ModelError.
+    It is built beside `folder` and renamed. Only an older demo is replaced. Raises ModelError.
     """
     folder = Path(folder).expanduser()
     if is_demo(folder):

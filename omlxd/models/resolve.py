@@ -96,8 +96,7 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
 async def _run_builder(module: str, *arguments: str) -> Path:
     """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
 
-    Its standard error is ours, for progress bars. Its standard input closes when we die, which ends a
-    download.
+    Its standard error is ours, for progress bars. Its standard input closes when we die, which ends it.
     """
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -1,7 +1,6 @@
 """Streams and collects one answer or several, of chats and texts.
 
-With n > 1 each choice's events are `ChoiceEvent`s, its own Finished among them; one Finished of all ends
-them.
+With n > 1 each choice's events are `ChoiceEvent`s, its own Finished among them; one Finished of all follows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """OpenAI's legacy completions: a body into a `GenerateRequest`, events into chunks or a completion.
 
-The prompt goes to the model without a template, as text or token ids. Of several, the first one's choices
-come first.
+The prompt, text or token ids, goes to the model without a template. Choices come in the order of prompts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`tool_choice` of OpenAI's two chat protocols, `allowed_tools` included, and custom tools.
 
-All tools stay in the prompt whatever is allowed, so that a cached prefix holds. A custom tool has one
-argument, a text, which may have a grammar.
+All tools stay in the prompt, so that a cached prefix holds. A custom tool has one argument, a text.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
 """`omlxd cache`: looks at, verifies and clears a cache dir, with or without a daemon on it.
 
-Rule: no MLX, no model, no event loop. What changes the folder while a daemon holds it, that daemon does
-(holder.py).
+Rule: no MLX, no model, no event loop. The daemon that holds the folder changes it (holder.py).
 """

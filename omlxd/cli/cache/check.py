@@ -49,8 +49,7 @@ def check(
     delete_bad: bool = False,
     say: Callable[[str], None] = print,
 ) -> Outcome:
-    """Verify `sample[0]` of every `sample[1]` blocks and records, and all misplaced entries; `say` each bad
-    one.
+    """Verify `sample[0]` of every `sample[1]` files, and all misplaced entries; `say` each bad one.
 
     Raises FileNotFoundError without a cache dir.
     """

@@ -1,5 +1,4 @@
-"""Finds the daemon that holds a cache dir, and asks it for what only it can do: it keeps the folder's
-account.
+"""Finds the daemon that holds a cache dir, and asks it for what only it can do.
 
 Verbs that only look take no lock: a daemon that starts then would believe that another one holds the folder.
 """
@@ -36,8 +35,7 @@ class DaemonRuns(OmlxdError):
 def holder(root: Path) -> int | None:
     """Return the process id of the daemon that holds the folder; 0: unknown; None: nobody.
 
-    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts as that
-    daemon.
+    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts.
     """
     path = root / LOCK_NAME
     try:

@@ -142,8 +142,7 @@ class _Facts:
 
 
 class ConstraintCompiler:
-    """Compiles for one model. `tokenizer`: mlx-lm's TokenizerWrapper; `vocab`: width of its logits.
-    Thread-safe.
+    """Compiles for one model. `tokenizer`: mlx-lm's; `vocab`: width of its logits. Thread-safe.
 
     The first constraint waits for a table of the tokenizer, about a second for a large one.
     """

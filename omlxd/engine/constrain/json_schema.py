@@ -1,7 +1,6 @@
-"""A JSON schema as alternatives of one type each, references followed and keywords judged.
+"""Splits a JSON schema into branches of one type each, references followed and keywords checked.
 
-`branches` is what a generator of grammars needs: each branch has a `type`, or an `enum` of certain
-values, or neither (anything). What can't be enforced by writing along is told by name.
+A branch has a `type`, or an `enum` of certain values, or neither (anything).
 """
 
 from __future__ import annotations
@@ -58,10 +57,8 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
-    """Alternatives that together are `schema`, or part of what it allows.
-
-    strict  raises Unenforceable for what llguidance can enforce and `value_grammar` can't; else what can't
-            be enforced is passed over
+    """Return alternatives that together are `schema`, or part of it. `strict`: raises Unenforceable for the
+    rest.
     """
     try:
         alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))

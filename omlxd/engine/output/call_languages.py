@@ -128,7 +128,7 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
 def pythonic_calls(
     text: str, parameters: Callable[[str], Iterable[str]]
 ) -> list[tuple[str, dict[str, Any]]] | None:
-    """Return (name, arguments) of each call, or None. Raises anything. `parameters`: a tool'sin order."""
+    """Return (name, arguments) of each call, or None. Raises anything. `parameters`: a tool's, in order."""
     if '"""' not in text and "'''" not in text:
         text = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), text)
     source, names = _renamed(text)

@@ -1,7 +1,6 @@
 """A request's output side: tokens in from the engine thread, events out to the front.
 
-One thread turns the tokens of all requests into events, so the engine thread never detokenises. The events
-of one step leave in one frame.
+One thread serves all requests; the events of one step leave in one frame.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Chat templates rendered by processes whose loss costs one request (template_child.py).
+"""Renders chat templates in processes whose loss costs one request (template_child.py).
 
-transformers prepares what a template sees and would then call the template that it compiled; it gets
-one here that has the same `render`, and sends its variables to a child.
+transformers prepares the variables and calls what it takes for the compiled template, which asks a child.
 """
 
 from __future__ import annotations
