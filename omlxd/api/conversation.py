@@ -66,7 +66,7 @@ def _without_billing(message: Message) -> Message | None:
 
 
 def one_spelling(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return `schema` with its keys in one order; properties as `required` lists them, then by the alphabet."""
+    """Return `schema` with its keys in one order; properties as `required` lists them, then by name."""
     ordered: dict[str, Any] = {}
     for key in sorted(schema, key=lambda key: (_RANK.get(key, len(_RANK)), key)):
         value = schema[key]
