@@ -107,10 +107,7 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     )
 
 
-_WRONG_KEY: dict[Protocol, str] = {
-    "anthropic": "invalid x-api-key",
-    "openai": "Incorrect API key provided",
-}
+_WRONG_KEY: dict[Protocol, str] = {"anthropic": "invalid x-api-key", "openai": "Incorrect API key provided"}
 _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (.*) maximum")
 
 

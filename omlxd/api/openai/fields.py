@@ -116,11 +116,7 @@ def generate_request(
         logprobs=logprobs,
     )
     return chat.GenerateRequest(
-        prompt=prompt,
-        sampling=sampling,
-        session=session,
-        cache_salt=body.cache_salt or "",
-        format=format,
+        prompt=prompt, sampling=sampling, session=session, cache_salt=body.cache_salt or "", format=format
     )
 
 

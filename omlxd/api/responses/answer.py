@@ -73,10 +73,7 @@ class _Answer:
         return [*events, body.ResponseFailed(self.response("failed", error=_problem(error)))]
 
     def response(
-        self,
-        status: body.Status,
-        usage: chat.Usage | None = None,
-        error: body.Problem | None = None,
+        self, status: body.Status, usage: chat.Usage | None = None, error: body.Problem | None = None
     ) -> body.Response:
         return msgspec.structs.replace(
             self._request.response,
@@ -178,11 +175,7 @@ class _Answer:
         status = self._keep_call(call)
         item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace, status)
         self._output.append(item)
-        return [
-            *events,
-            body.ArgumentsDone(id, index, call.arguments, told.name),
-            body.ItemDone(index, item),
-        ]
+        return [*events, body.ArgumentsDone(id, index, call.arguments, told.name), body.ItemDone(index, item)]
 
     def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, told: ToolName) -> list[body.Event]:
         index, id = self._index, self._item_id("ctc")

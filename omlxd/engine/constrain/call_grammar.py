@@ -24,16 +24,7 @@ from .call_formats import (
     unreadable,
 )
 from .json_schema import Unenforceable, branches, closed
-from .value_grammar import (
-    Check,
-    Literal,
-    ValueRules,
-    ValueSyntax,
-    but_not,
-    plain,
-    regex_of,
-    text_regex,
-)
+from .value_grammar import Check, Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
 
 TEXT = r"TEXT: /(.|\n)*/"
 INPUT = "input"
@@ -196,13 +187,7 @@ class CallGrammar:
         return parameters
 
     def _tag_parameter(
-        self,
-        row: TagCalls,
-        rules: ValueRules,
-        key: str,
-        schema: Any,
-        root: dict[str, Any],
-        strict: bool,
+        self, row: TagCalls, rules: ValueRules, key: str, schema: Any, root: dict[str, Any], strict: bool
     ) -> str:
         """A parameter with its tags. Where text may stand, all but null is read as text."""
         try:

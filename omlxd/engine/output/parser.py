@@ -21,7 +21,7 @@ from .detokenizer import detokenizer
 from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
 from .logprobs import AnswerLogprobs
-from .splitter import CallTags, Splitter, State, Tags
+from .splitter import CallTags, Sink, Splitter, State, Tags
 from .tool_calls import ToolCallReader
 
 _HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
@@ -126,8 +126,8 @@ class OutputParser:
         return self._sink.take()
 
 
-class _EventSink:
-    """What the splitter calls, into events. A `splitter.Sink`."""
+class _EventSink(Sink):
+    """Turns what the splitter calls into events."""
 
     splitter: Splitter | HarmonySplitter
 

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -18,6 +17,7 @@ from ...chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, 
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
 from ..sequence import Likelihood, Sequence
+from .parser import OutputParser
 
 log = logging.getLogger(__name__)
 
@@ -76,25 +76,6 @@ class OutputThread:
                 self._send(((id, failed),))
 
 
-class Parser(Protocol):
-    """What output.OutputParser offers."""
-
-    reasoning_tokens: int
-
-    @property
-    def stopped(self) -> str | None: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    @property
-    def in_answer(self) -> bool: ...
-
-    def add_token(self, token: int, likelihood: Likelihood | None = None) -> list[Event]: ...
-
-    def finish(self, reason: FinishReason) -> list[Event]: ...
-
-
 class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event or `abandon`.
 
@@ -103,7 +84,7 @@ class RequestSink:
     learn()  gets what the client was sent, before the last event, if the turn may be remembered
     """
 
-    def __init__(self, id: int, output: OutputThread, parser: Parser, end: Callable[[], None]):
+    def __init__(self, id: int, output: OutputThread, parser: OutputParser, end: Callable[[], None]):
         self._id = id
         self._output = output
         self._parser = parser

@@ -20,7 +20,6 @@ from __future__ import annotations
 import enum
 import re
 from dataclasses import dataclass
-from typing import Protocol
 
 from .held_text import Beginnings
 
@@ -56,8 +55,8 @@ class Tags:
         return tuple(dict.fromkeys(tag for tag in tags if tag))
 
 
-class Sink(Protocol):
-    """What a `Splitter` calls, in the text's order.
+class Sink:
+    """What a `Splitter` calls, in the text's order; a subclass overrides what it needs.
 
     answer, reasoning  text, without space at the beginning of a block
     call_begins        what looks like a call follows, by `call_text`
@@ -74,12 +73,22 @@ class Sink(Protocol):
     def reasoning(self, text: str) -> None: ...
     def call_begins(self) -> None: ...
     def call_text(self, text: str) -> None: ...
-    def call(self, text: str) -> bool: ...
-    def call_breaks(self, tag: str, text: str, ended: bool) -> bool: ...
-    def call_holds(self) -> bool: ...
+
+    def call(self, text: str) -> bool:
+        return False
+
+    def call_breaks(self, tag: str, text: str, ended: bool) -> bool:
+        return False
+
+    def call_holds(self) -> bool:
+        return False
+
     def call_resumes(self, text: str) -> bool | None: ...
     def call_broken(self) -> None: ...
-    def is_call(self, text: str) -> bool: ...
+
+    def is_call(self, text: str) -> bool:
+        return False
+
     def boundary(self) -> None: ...
 
 
@@ -285,41 +294,22 @@ class Splitter:
         self._show(self._call_tags.start + body)
 
 
-class _LastCalls:
-    """A `Sink` that keeps the calls behind which there is no text."""
+class _LastCalls(Sink):
+    """Keeps the calls behind which there is no text."""
 
     def __init__(self, sink: Sink):
         self.calls: list[str] = []
-        self.is_call = sink.is_call
+        self._sink = sink
 
     def answer(self, text: str) -> None:
         if text.strip():
             self.calls.clear()
 
     def call(self, text: str) -> bool:
-        if self.is_call(text):
+        if self._sink.is_call(text):
             self.calls.append(text)
             return True
         return False
-
-    def reasoning(self, text: str) -> None: ...
-
-    def call_begins(self) -> None: ...
-
-    def call_text(self, text: str) -> None: ...
-
-    def call_breaks(self, tag: str, text: str, ended: bool) -> bool:
-        return False
-
-    def call_holds(self) -> bool:
-        return False
-
-    def call_resumes(self, text: str) -> bool | None:
-        return None
-
-    def call_broken(self) -> None: ...
-
-    def boundary(self) -> None: ...
 
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)

@@ -164,12 +164,7 @@ class Renderer:
             return text
         return self._with_sentinel(plain, inputs, applied) if special else Text(plain)
 
-    def _with_sentinel(
-        self,
-        plain: str | None,
-        inputs: list[Any],
-        applied: Callable[..., str],
-    ) -> Text:
+    def _with_sentinel(self, plain: str | None, inputs: list[Any], applied: Callable[..., str]) -> Text:
         """Return the text with sentinels in the messages' control tokens, if the template lets them through.
 
         plain   the text without sentinels; None: the template refuses
