@@ -33,7 +33,6 @@ stays nameless (`filling` for good) and goes back to `free`, while later request
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Protocol
 
 from .hashing import BlockHash
@@ -101,14 +100,6 @@ class FreeQueue:
 
     def __len__(self) -> int:
         return self._size
-
-    def __iter__(self) -> Iterator[Block]:
-        """Front to back. For tests and for evicting by something other than order."""
-        block = self._sentinel.next_free
-        while block is not None and block is not self._sentinel:
-            following = block.next_free
-            yield block
-            block = following
 
     def append(self, block: Block) -> None:
         """To the back: the most recently used."""

@@ -7,7 +7,7 @@ Where it differs from vLLM's: a block's payload is a copy that it owns, not a pa
 reads, so a pool of any size costs only its records, it grows on demand, and the budget is in bytes
 of payload instead of in blocks. The free queue is two: blocks with a name, in eviction order, and
 spare records, so that neither allocation nor eviction ever steps over the other's. Invariants
-(checked by `check`, and by the state machine in tests/kv/test_state_machine.py):
+(checked by the state machine in tests/kv/test_state_machine.py):
 
     in a free queue    <=>  ref_cnt == 0; in that of cached blocks <=> it also has a name
     in hash map as h   <=>  block_hash == h
@@ -159,27 +159,6 @@ class BlockPool:
         block.on_disk = False
         if block.ref_cnt == 0:
             block.num_tokens = 0
-
-    # ----------------------------------------------------------------- checking
-
-    def check(self, references: dict[int, int] | None = None) -> None:
-        """Assert every invariant, in O(blocks). `references`: block id → references held outside."""
-        cached, spare = list(self._cached), list(self._spare)
-        assert len(cached) == len(self._cached) and len(spare) == len(self._spare)
-        assert all(b.block_hash is not None for b in cached)
-        assert all(b.block_hash is None for b in spare)
-        queued = cached + spare
-        assert len(queued) == len({b.block_id for b in queued})
-        assert {b.block_id for b in queued} == {b.block_id for b in self._blocks if b.ref_cnt == 0}
-        assert all(b.block_hash == h for h, b in self._by_hash.items())
-        assert len(self._by_hash) == sum(b.block_hash is not None for b in self._blocks)
-        payloads = sum(b.payload.nbytes for b in self._blocks if b.payload is not None)
-        assert self.hot_bytes == payloads
-        assert all(b.block_hash is not None for b in self._blocks if b.payload is not None)
-        if references is not None:
-            assert {b.block_id: b.ref_cnt for b in self._blocks if b.ref_cnt} == {
-                i: n for i, n in references.items() if n
-            }
 
 
 class BlockTable:

@@ -77,7 +77,7 @@ class KVStore:
         self.cold = cold
         self.flusher = flusher
         self._lease = lease
-        self._hot_budget = hot_budget
+        self.hot_budget = hot_budget
         self._post = post
         self._reader_lock = threading.Lock()
         self._unreadable: set[BlockHash] = set()  # Files that are there, and are worth nothing.
@@ -144,7 +144,7 @@ class KVStore:
         block = self.pool.get_cached_block(block_hash)
         if block is not None and block.payload is not None:
             return False
-        if self._hot_budget() > 0:
+        if self.hot_budget() > 0:
             return True
         if self.flusher is None or block is not None or self.flusher.is_writing(block_hash):
             return False
@@ -204,7 +204,7 @@ class KVStore:
         return self.cold is not None and self._may_read(block_hash) and self.cold.has(block_hash)
 
     def make_room(self, nbytes: int) -> bool:
-        budget = self._hot_budget()
+        budget = self.hot_budget()
         if nbytes > budget:
             return False  # Evicting everything would not help.
         excess = self.pool.hot_bytes + nbytes - budget
@@ -212,13 +212,9 @@ class KVStore:
             self.pool.evict(excess)
         return self.pool.hot_bytes + nbytes <= budget
 
-    def hot_budget(self) -> int:
-        """Bytes that the hot tier may hold now."""
-        return self._hot_budget()
-
     def trim_hot(self) -> None:
         """Evict down to the budget, which may have shrunk."""
-        excess = self.pool.hot_bytes - self._hot_budget()
+        excess = self.pool.hot_bytes - self.hot_budget()
         if excess > 0:
             self.pool.evict(excess)
 

@@ -11,6 +11,7 @@ import pytest
 from cold_run import prompt
 from daemon import wait_until
 from families import build_family
+from kv_fakes import check_pool, retry_now
 from rig import BLOCK, Rig
 
 from omlxd.chat import Sampling
@@ -39,7 +40,7 @@ def nothing_is_held(rig: Rig) -> None:
     """Every slot and reference is given back."""
     rig.settle()
     assert not rig.scheduler._running and not rig.scheduler._batches
-    rig.on_engine(lambda: rig.pool.check({}))
+    rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 @pytest.mark.parametrize("family", ["model", "hybrid"])
@@ -154,7 +155,7 @@ def test_a_disk_that_fails_is_left_alone_by_checkpoints_too(recurrent: Path, tmp
         rig.store.flusher.health.read_failed(OSError(errno.EIO, "Input/output error"))
         output = rig.run(prompt(200), 5)
         assert output.cold == 0 and output.sequence.restores == 0
-        rig.store.flusher.health.retry_now()
+        retry_now(rig.store.flusher.health)
         assert rig.run(prompt(200, seed=1)[:100] + prompt(90), 5).cold == 0
 
 

@@ -23,6 +23,7 @@ import pytest
 from cold_run import Reference, outputs, prompt, same_bits
 from families import DType, build_family
 from family_configs import CONFIGS, Family
+from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 GRID = 128
@@ -309,14 +310,14 @@ def test_hot(scenario: Scenario, row: Row, hot: Rig, uncached: Reference, answer
     before, after = scenario(answer)
     serve(hot, before)
     check(hot, after, uncached, row, tier="hot")
-    hot.on_engine(lambda: hot.pool.check({}))
+    hot.on_engine(lambda: check_pool(hot.pool, {}))
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_cold(scenario: Scenario, row: Row, restarted: Rig, uncached: Reference, answer: Answer):
     _, after = scenario(answer)
     check(restarted, after, uncached, row, tier="cold")
-    restarted.on_engine(lambda: restarted.pool.check({}))
+    restarted.on_engine(lambda: check_pool(restarted.pool, {}))
 
 
 if __name__ == "__main__":  # the child that is killed

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from kv_fakes import check_pool
 from rig import BLOCK, Rig
 
 CASES = [("qwen3", "fp32"), ("qwen3", "bf16"), ("deepseek_v3", "fp32"), ("qwen3_4bit", "bf16")]
@@ -58,7 +59,7 @@ def test_requests_that_share_a_prefix_at_the_same_time(model: Path, uncached: Re
         got = [output.tokens() for output in running]
         rig.settle()
         computed = rig.scheduler.prefilled_tokens
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
     assert got == [uncached(p, 12)[0] for p in prompts]
     # Nobody computes the shared blocks twice, however they overlap in time.
     assert computed == sum(map(len, prompts)) - 4 * (200 // BLOCK) * BLOCK
@@ -78,4 +79,4 @@ def test_a_request_right_behind_a_cold_one_reads_nothing_again(
         assert rig.run(tokens, 4).hot == 448
         assert rig.store.stats.restored == 500 // BLOCK, "each file is read once"
         assert [output.hot + output.cold for output in running] == [448, 448, 448, 448]
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))

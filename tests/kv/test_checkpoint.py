@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from kv_fakes import HASHES, LAYOUT, NAMESPACE, Rig, payload_of, rig  # noqa: F401
+from kv_fakes import HASHES, LAYOUT, NAMESPACE, Rig, payload_of, queued, rig  # noqa: F401
 
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints, checkpoint_name
 
 
 def in_order(rig: Rig) -> list[bytes | None]:
     """Names in RAM, the next to leave first."""
-    return [block.block_hash for block in rig.pool._cached]
+    return [block.block_hash for block in queued(rig.pool._cached)]
 
 
 def test_only_a_use_makes_a_checkpoint_recent(rig):

@@ -12,6 +12,7 @@ from kv_fakes import (
     KEYS,
     Rig,
     all_bytes,
+    check_pool,
     empty_payload,
     lone_key,
     rig,  # noqa: F401
@@ -78,7 +79,7 @@ def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
     rig.store.extend_match(twin, HASHES, 6)
     rig.store.lose(table.blocks[5])
     assert table.blocks[5].num_tokens == BLOCK and table.blocks[5].block_hash is None
-    rig.pool.check({b.block_id: 2 for b in table.blocks})
+    check_pool(rig.pool, {b.block_id: 2 for b in table.blocks})
     table.free()
     twin.free()
     rig.check()

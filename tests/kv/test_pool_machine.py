@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kv_fakes import check_pool
 from kv_machines import LONG, QUICK
 
 from omlxd.kv.block import Block
@@ -142,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         references = Counter(b.block_id for s in self.live for b in s.table.blocks)
         references.update(b.block_id for b in self.loose)
-        self.pool.check(references)
+        check_pool(self.pool, references)
         assert len(self.pool._cached) + len(self.pool._spare) == len(self.pool) - len(references)
         # A record is made beyond the bound only where every other one is held.
         self.most_held = max(self.most_held, len(references))

@@ -38,6 +38,7 @@ from kv_fakes import (
     empty_payload,
     files_in,
     payload_of,
+    queued,
     ram_folder,
     temps_in,
 )
@@ -167,9 +168,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def parents_are_younger(self, names: list[bytes]) -> None:
         """A chain whose use was recorded leaves from its leaf on, in RAM and on disk."""
-        place = {block.block_hash: at for at, block in enumerate(self.rig.pool._cached)}
-        queued = [place[name] for name in names if name in place]
-        assert queued == sorted(queued, reverse=True), "a parent leaves RAM before its child"
+        place = {block.block_hash: at for at, block in enumerate(queued(self.rig.pool._cached))}
+        places = [place[name] for name in names if name in place]
+        assert places == sorted(places, reverse=True), "a parent leaves RAM before its child"
         if self.aside is None and not self.tampered:
             files = [self.root / self.rig.cold.path_of(name) for name in names]
             used = [path.stat().st_mtime_ns for path in files if path.exists()]

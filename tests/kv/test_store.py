@@ -16,6 +16,7 @@ from kv_fakes import (
     all_bytes,
     bytes_of,
     chain,
+    check_pool,
     files_in,
     lone_key,
     payload_of,
@@ -197,7 +198,7 @@ def test_no_cold_tier_at_all():
     assert store.extend_match(table, HASHES, 6) == 4
     table.free()
     assert store.close(1)
-    pool.check({})
+    check_pool(pool, {})
 
 
 def test_promoting_into_a_full_hot_tier_evicts_another(tmp_path):

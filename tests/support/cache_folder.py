@@ -12,7 +12,7 @@ from omlxd.cli.main import main
 from omlxd.kv.checkpoint import CheckpointFiles, checkpoint_name
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import BlockKey
-from omlxd.kv.files.namespace import describe_namespace
+from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 
 DAY = 86400
 KEYS = chain(range(8 * BLOCK))
@@ -52,12 +52,14 @@ class Cache:
 def describe(root: Path, model: Path, name: str = "org/tiny") -> None:
     describe_namespace(
         root,
-        NAMESPACE,
-        model_id=name,
-        model_path=str(model),
-        model_type="qwen3",
-        block_size=BLOCK,
-        block_bytes=20480,
+        NamespaceInfo(
+            model_id=name,
+            model_path=str(model),
+            model_type="qwen3",
+            block_size=BLOCK,
+            block_bytes=20480,
+            facts_digest=NAMESPACE.hex(),
+        ),
     )
 
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omlxd.kv.block import Block
+from omlxd.kv.block import Block, FreeQueue
 from omlxd.kv.block_pool import BlockPool, BlockTable
 from omlxd.kv.cold.flusher import Flusher, write_policy
+from omlxd.kv.cold.health import ColdHealth
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter, WritablePayload
 from omlxd.kv.files.block_file import BlockFormat, BlockKey
@@ -123,7 +124,45 @@ def temps_in(root: Path) -> list[Path]:
     return [path for path in files_in(root) if path.name.endswith(TEMP_SUFFIX)]
 
 
+# --------------------------------------------------------------------- the pool, seen from inside
+
+
+def queued(queue: FreeQueue) -> list[Block]:
+    """Front to back."""
+    blocks: list[Block] = []
+    block = queue._sentinel.next_free
+    while block is not None and block is not queue._sentinel:
+        blocks.append(block)
+        block = block.next_free
+    return blocks
+
+
+def check_pool(pool: BlockPool, references: dict[int, int] | None = None) -> None:
+    """Assert every invariant, in O(blocks). `references`: block id → references held outside."""
+    cached, spare = queued(pool._cached), queued(pool._spare)
+    assert len(cached) == len(pool._cached) and len(spare) == len(pool._spare)
+    assert all(b.block_hash is not None for b in cached)
+    assert all(b.block_hash is None for b in spare)
+    free = {b.block_id for b in cached + spare}
+    assert len(free) == len(cached) + len(spare)
+    assert free == {b.block_id for b in pool._blocks if b.ref_cnt == 0}
+    assert all(b.block_hash == h for h, b in pool._by_hash.items())
+    assert len(pool._by_hash) == sum(b.block_hash is not None for b in pool._blocks)
+    assert pool.hot_bytes == sum(b.payload.nbytes for b in pool._blocks if b.payload is not None)
+    assert all(b.block_hash is not None for b in pool._blocks if b.payload is not None)
+    if references is not None:
+        taken = {b.block_id: b.ref_cnt for b in pool._blocks if b.ref_cnt}
+        assert taken == {i: n for i, n in references.items() if n}
+
+
 # --------------------------------------------------------------------- a whole store
+
+
+def retry_now(health: ColdHealth) -> None:
+    """Let every pause after a failure be over."""
+    now = health._clock()
+    health._stores_until = None if health._stores_until is None else now
+    health._reads_until = None if health._reads_until is None else now
 
 
 class ManualWriter(StoreWriter):
@@ -152,8 +191,7 @@ class ManualWriter(StoreWriter):
         return super().wait_for_room(nbytes, 0)
 
     def resume(self) -> None:
-        """Let the pause after a failure be over."""
-        self.health.retry_now()
+        retry_now(self.health)
 
 
 class TrackedFlusher(Flusher):
@@ -321,7 +359,7 @@ class Rig:
         """The cap, the account and the pool's invariants. `tables`: those alive, which hold references."""
         references = Counter(block.block_id for table in tables for block in table.blocks)
         references.update(block.block_id for block in self.flusher.held.values())
-        self.pool.check(references)
+        check_pool(self.pool, references)
         stats = self.ledger.stats()
         assert bytes_on_disk(self.root) <= stats.cap
         assert stats.bytes_used + stats.reserved <= stats.cap

@@ -20,7 +20,7 @@ from ...kv.cold.tier import ColdTier
 from ...kv.cold.writer import StoreWriter
 from ...kv.files.block_file import BlockFormat
 from ...kv.files.fs import PosixFileSystem
-from ...kv.files.namespace import describe_namespace
+from ...kv.files.namespace import NamespaceInfo, describe_namespace
 from ...kv.files.paths import LOCK_NAME
 from ...kv.files.record_file import RecordFiles
 from ...kv.hashing import BlockHash, namespace_of
@@ -139,16 +139,16 @@ class ModelStore:
         """Say in the namespace's folder whose it is, for `omlxd cache`."""
         load = self._load
         if cold is not None:
-            describe_namespace(
-                Path(load.cache.cold_dir),
-                self.namespace,
+            info = NamespaceInfo(
                 model_id=load.model_id,
                 model_path=load.model_path,
                 model_type=self._loaded.model_type,
                 block_size=load.cache.block_size,
                 block_bytes=cold.bytes_per_block,
+                facts_digest=self.namespace.hex(),
                 facts=self._facts,
             )
+            describe_namespace(Path(load.cache.cold_dir), info)
 
     def _build(self, lease: Lease, post: Post) -> KVBridge:
         loaded, settings = self._loaded, self._settings

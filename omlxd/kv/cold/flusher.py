@@ -33,7 +33,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from ..block import Block
 from ..block_pool import BlockPool
@@ -49,31 +49,12 @@ SEEN_EACH = 100_000
 """Names after which a filter is full: one in a hundred is then taken for seen that was not."""
 
 
-class WritePolicy(Protocol):
-    def admits(self, block_hash: BlockHash, tokens: int) -> bool:
-        """Whether a block is written now that a request of `tokens` tokens stores it or uses it again."""
-        ...
-
-
-class Always:
-    """On the first store."""
-
-    def admits(self, block_hash: BlockHash, tokens: int) -> bool:
-        return True
-
-
-class MinLength:
-    """For requests of at least `least` tokens."""
-
-    def __init__(self, least: int):
-        self._least = least
-
-    def admits(self, block_hash: BlockHash, tokens: int) -> bool:
-        return tokens >= self._least
+WritePolicy = Callable[[BlockHash, int], bool]
+"""Whether a block is written now that a request of so many tokens stores it or uses it again."""
 
 
 class SecondUse:
-    """When a block is asked for the second time: stored again, or found by another request.
+    """A block is written when it is asked for the second time: stored again, or matched by another request.
 
     What has been seen is kept in two Bloom filters, the older of which is emptied when the newer is
     full: from 100,000 to 200,000 names, in bounded memory. A name taken for seen that was not costs one
@@ -84,7 +65,7 @@ class SecondUse:
         self._newer, self._older = bytearray(SEEN_BITS // 8), bytearray(SEEN_BITS // 8)
         self._count = 0
 
-    def admits(self, block_hash: BlockHash, tokens: int) -> bool:
+    def __call__(self, block_hash: BlockHash, tokens: int) -> bool:
         # Names are SHA-256 digests, so any part of them is as good as a hash of its own.
         bits = [int.from_bytes(block_hash[at : at + 4], "little") % SEEN_BITS for at in (0, 4, 8, 12)]
         for seen in (self._newer, self._older):
@@ -101,12 +82,12 @@ class SecondUse:
 
 def write_policy(text: str) -> WritePolicy:
     """`always`, `second-use` or `min-length:N`, N in tokens. Raises ValueError."""
-    if text == "always":
-        return Always()
     if text == "second-use":
         return SecondUse()
-    if match := re.fullmatch(r"min-length:(\d{1,9})", text):
-        return MinLength(int(match[1]))
+    match = re.fullmatch(r"always|min-length:(\d{1,9})", text)
+    if match is not None:
+        least = int(match[1] or 0)
+        return lambda block_hash, tokens: tokens >= least
     raise ValueError(f"{text!r} is none of always, second-use, min-length:N")
 
 
@@ -132,7 +113,7 @@ class Flusher:
         pool: BlockPool,
         writer: StoreWriter,
         post: Post,
-        policy: WritePolicy | None = None,
+        policy: WritePolicy = lambda block_hash, tokens: True,
         write_back: bool = False,
     ):
         self.writer = writer
@@ -142,7 +123,7 @@ class Flusher:
         self.left_unwritten = 0
         self._pool = pool
         self._post = post
-        self._policy: WritePolicy = policy or Always()
+        self._admits = policy
         self._write_back = write_back
         self._writing: set[BlockHash] = set()
         self._removing: set[BlockHash] = set()
@@ -190,7 +171,7 @@ class Flusher:
         """
         if key.block_hash in self._writing:
             return False
-        admitted = self._policy.admits(key.block_hash, tokens)
+        admitted = self._admits(key.block_hash, tokens)
         self.held_back += not admitted
         if admitted and (block is None or not self._write_back) and self.submit(key, payload, block, tier):
             return True
@@ -201,7 +182,7 @@ class Flusher:
     def used(self, block_hash: BlockHash, tokens: int) -> None:
         """A request of `tokens` tokens uses a block again: one that was held back may be admitted now."""
         unwritten = self.unwritten
-        if block_hash in unwritten.held and self._policy.admits(block_hash, tokens):
+        if block_hash in unwritten.held and self._admits(block_hash, tokens):
             unwritten.admit(block_hash)
             if not self._write_back:
                 self._write_later(block_hash)

@@ -108,13 +108,6 @@ class ColdHealth:
 
     # ----------------------------------------------------------------- either
 
-    def retry_now(self) -> None:
-        """Let every pause be over."""
-        with self._lock:
-            now = self._clock()
-            self._stores_until = now if self._stores_until is not None else None
-            self._reads_until = now if self._reads_until is not None else None
-
     def _fault(self, what: str, error: OSError) -> None:
         with self._lock:
             first, self._announced = not self._announced, True

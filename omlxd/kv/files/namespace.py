@@ -18,15 +18,15 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from ...common.files import write_atomic
-from ..hashing import BlockHash
-from .paths import namespace_dir
+from ...common.files import read_small, write_atomic
+from .paths import NAMESPACE_HEX
 
 FILE_NAME = "namespace.json"
 
@@ -45,50 +45,29 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     block_size: int
     block_bytes: int
-    created: float
     facts_digest: str
     facts: dict[str, Any] = {}
+    created: float = 0.0
 
 
-def describe_namespace(
-    root: Path,
-    namespace: BlockHash,
-    *,
-    model_id: str,
-    model_path: str,
-    model_type: str,
-    block_size: int,
-    block_bytes: int,
-    facts: Mapping[str, Any] | None = None,
-) -> None:
-    """Write the description of a namespace under cache dir `root`, whole or not at all. Never raises OSError.
+def describe_namespace(root: Path, info: NamespaceInfo) -> None:
+    """Write the description of a namespace under cache dir `root`, all of it or nothing. Raises no OSError.
 
     The time of the first description stays; one that would say the same is not written again.
     """
-    old = read_namespace(root, namespace_dir(namespace))
-    new = NamespaceInfo(
-        model_id=model_id,
-        model_path=model_path,
-        model_type=model_type,
-        block_size=block_size,
-        block_bytes=block_bytes,
-        created=old.created if old else time.time(),
-        facts_digest=namespace.hex(),
-        # As it will be read again: JSON has no tuples.
-        facts=msgspec.json.decode(msgspec.json.encode(dict(facts or {}))),
-    )
-    if new == old:
-        return
-    folder = root / namespace_dir(namespace)
-    with contextlib.suppress(OSError):
-        folder.mkdir(exist_ok=True, mode=0o700)
-        write_atomic(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(new)))
+    folder = root / info.facts_digest[:NAMESPACE_HEX]
+    old = read_namespace(root, folder.name)
+    data = msgspec.json.encode(replace(info, created=old.created if old else time.time()))
+    if old is None or data != msgspec.json.encode(old):
+        with contextlib.suppress(OSError):
+            folder.mkdir(exist_ok=True, mode=0o700)
+            write_atomic(folder / FILE_NAME, msgspec.json.format(data))
 
 
 def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:
     """The description in `root/folder`; None if there is none that makes sense."""
     try:
-        return msgspec.json.decode((root / folder / FILE_NAME).read_bytes(), type=NamespaceInfo)
+        return msgspec.json.decode(read_small(root / folder / FILE_NAME), type=NamespaceInfo)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return None
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from kv_fakes import check_pool
 from rig import BLOCK, Rig
 
 from omlxd.engine import mlx_adapter
@@ -91,7 +92,7 @@ def test_a_batch_gives_each_row_its_own_checkpoint(model: Path):
         running = [rig.start(p, 70) for p in prompts]
         answers = [o.tokens() for o in running]
         rig.settle()
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
         for p, answer in zip(prompts, answers, strict=True):
             turn = p + answer + prompt(30, seed=8)
             output = rig.run(turn, 6)
@@ -113,7 +114,7 @@ def test_a_damaged_checkpoint_is_a_miss(model: Path, uncached: Reference, tmp_pa
     with Rig(model, tmp_path, record=True) as rig:
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         assert rig.store.stats.corrupt == len(files)
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_a_checkpoint_that_serves_a_hit_becomes_the_most_recent_file(model: Path, tmp_path: Path):

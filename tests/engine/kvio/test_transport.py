@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cold_run import Reference, assert_same, prompt
 from families import build_family
+from kv_fakes import check_pool
 from rig import Rig
 
 from omlxd.engine.kvio import transport as staging
@@ -115,12 +116,12 @@ def test_restored_prefixes_are_bit_identical(family: str, tmp_path: Path):
     with Rig(model, cache, record=True) as rig:
         assert_same(rig, tokens, reference, hot=0, cold=256)
         assert_same(rig, tokens, reference, hot=256, cold=0)  # the very payloads that were read
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
     with Rig(model, cache, hot=0, record=True) as rig:
         assert_same(rig, tokens, reference, hot=0, cold=256)
         assert_same(rig, tokens, reference, hot=0, cold=256)
         assert rig.pool.hot_bytes == 0
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
     reference.close()
 
 
@@ -137,7 +138,7 @@ def test_a_cache_that_can_not_be_filled_is_computed(tmp_path: Path, monkeypatch:
     with Rig(model, cache, hot=0, record=True) as rig:
         monkeypatch.setattr("omlxd.engine.kvio.restore.append_blocks", fail)
         assert_same(rig, tokens, reference, hot=0, cold=0)
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
     reference.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from kv_fakes import BLOCK, LAYOUT, Rig, files_in, ram_folder
+from kv_fakes import BLOCK, LAYOUT, Rig, check_pool, files_in, ram_folder
 from kv_machines import QUICK
 
 from omlxd.engine.kvio import bridge
@@ -78,7 +78,7 @@ class DecodingMachine(RuleBasedStateMachine):
         else:
             self.bridge.finish(self.sequence, self.row, spoiled=True)
         self.rig.settle()
-        self.rig.pool.check({})
+        check_pool(self.rig.pool, {})
         self.join(length)
 
     @invariant()

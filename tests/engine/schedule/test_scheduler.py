@@ -10,6 +10,7 @@ import pytest
 from cold_run import prompt
 from daemon import wait_until
 from families import VOCAB, build_family
+from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
@@ -105,7 +106,7 @@ def test_a_cancelled_request_frees_its_slot_and_keeps_what_it_computed(model: Pa
             first.tokens()
         rig.settle()
         assert not rig.scheduler.active_sequences
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
         kept = rig.run(tokens + output.got[:70] + [5] * 10, 1).hot
         least = {"waiting": 0, "prefill": 2048, "decode": 3000 + 70}[after]
         assert kept >= least - BLOCK
@@ -141,7 +142,7 @@ def test_a_fault_fails_the_requests_of_that_step_and_no_others(model: Path):
             bad.tokens()
         assert len(fine.tokens()) == 50
         rig.settle()
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_a_fault_while_decoding_fails_the_batch_and_the_engine_stays_up(model: Path):
@@ -165,7 +166,7 @@ def test_a_fault_while_decoding_fails_the_batch_and_the_engine_stays_up(model: P
                 output.tokens()
         rig.scheduler._model = whole
         assert len(rig.run(prompt(50), 5).got) == 5
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_a_salt_keeps_its_holders_blocks_apart(model: Path):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cold_run import prompt
 from families import build_family
+from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
@@ -74,7 +75,7 @@ def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_
         waiting.tokens()
         assert waiting.times[0] - ended < 1
         rig.settle()
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_a_request_that_waits_is_ended_beside_a_slow_pass(model: Path):
@@ -129,7 +130,7 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
         assert all(
             np.array_equal(a, b) for (_, a), (_, b) in zip(alone, rig.recorder.logits[-4:], strict=True)
         )
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
 def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model: Path):

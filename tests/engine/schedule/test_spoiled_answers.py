@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from cold_run import Reference, prompt
 from families import build_family
-from kv_fakes import bytes_on_disk, files_in
+from kv_fakes import bytes_on_disk, check_pool, files_in
 from rig import BLOCK, Rig
 
 from omlxd.engine.kvio import bridge
@@ -56,7 +56,7 @@ def fails(rig: Rig, tokens: list[int], n: int = 5) -> None:
     with pytest.raises(OmlxdError, match="not numbers"):
         rig.start(tokens, n).tokens()
     rig.settle()
-    rig.on_engine(lambda: rig.pool.check({}))
+    rig.on_engine(lambda: check_pool(rig.pool, {}))
     assert rig.ledger is not None and rig.root is not None
     assert rig.ledger.stats().files == len(files_in(rig.root))
 
@@ -117,7 +117,7 @@ def test_an_answer_that_is_spoiled_later_keeps_what_has_given_numbers(tmp_path_f
         with pytest.raises(OmlxdError, match="not numbers"):
             output.tokens()
         rig.settle()
-        rig.on_engine(lambda: rig.pool.check({}))
+        rig.on_engine(lambda: check_pool(rig.pool, {}))
         assert [*tokens, *output.got] == alone.tokens[: 2 * BLOCK]
         rig.scheduler._model = whole
         assert rig.run(alone.tokens[: 2 * BLOCK + 1], 3).hot == BLOCK

@@ -25,7 +25,7 @@ from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
 from omlxd.kv.files.children import children
-from omlxd.kv.files.namespace import describe_namespace
+from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.evicted_log import EvictedLog
@@ -48,13 +48,15 @@ class Files:
         self.size = facts["block_size"]
         describe_namespace(
             root,
-            self.namespace,
-            model_id="org/m",
-            model_path="/m",
-            model_type="t",
-            block_size=self.size,
-            block_bytes=1,
-            facts=facts,
+            NamespaceInfo(
+                model_id="org/m",
+                model_path="/m",
+                model_type="t",
+                block_size=self.size,
+                block_bytes=1,
+                facts=facts,
+                facts_digest=self.namespace.hex(),
+            ),
         )
         self.explainer = Explainer(
             tokens_of=lambda request: list(request.prompt.tokens),

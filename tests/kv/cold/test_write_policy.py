@@ -85,12 +85,12 @@ def test_what_was_seen_is_bounded_and_seldom_wrong():
     policy, dice = SecondUse(), random.Random(1)
     size = len(policy._newer) + len(policy._older)
     old = [dice.randbytes(32) for _ in range(1000)]
-    assert sum(policy.admits(h, 0) for h in old) == 0
-    assert all(policy.admits(h, 0) for h in old)
-    wrong = sum(policy.admits(dice.randbytes(32), 0) for _ in range(SEEN_EACH))
+    assert sum(policy(h, 0) for h in old) == 0
+    assert all(policy(h, 0) for h in old)
+    wrong = sum(policy(dice.randbytes(32), 0) for _ in range(SEEN_EACH))
     assert wrong < SEEN_EACH * 0.01
-    assert all(policy.admits(h, 0) for h in old), "one filter back"
+    assert all(policy(h, 0) for h in old), "one filter back"
     for _ in range(2 * SEEN_EACH):
-        policy.admits(dice.randbytes(32), 0)
-    assert sum(policy.admits(h, 0) for h in old) < 50, "forgotten"
+        policy(dice.randbytes(32), 0)
+    assert sum(policy(h, 0) for h in old) < 50, "forgotten"
     assert len(policy._newer) + len(policy._older) == size

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_fakes import bytes_on_disk
 
-from omlxd.kv.files.namespace import FILE_NAME, describe_namespace
+from omlxd.kv.files.namespace import FILE_NAME, NamespaceInfo, describe_namespace
 from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.ledger.eviction_order import FileOrder
 from omlxd.kv.ledger.ledger import Ledger
@@ -45,12 +45,14 @@ class House:
     def describe(self, letter: str, model: str) -> None:
         describe_namespace(
             self.cache,
-            bytes.fromhex(letter * 64),
-            model_id=model,
-            model_path=self.model(model),
-            model_type="tiny",
-            block_size=4,
-            block_bytes=PAGE,
+            NamespaceInfo(
+                model_id=model,
+                model_path=self.model(model),
+                model_type="tiny",
+                block_size=4,
+                block_bytes=PAGE,
+                facts_digest=letter * 64,
+            ),
         )
 
     def load(self, letter: str, model: str) -> None:
