@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from .chat import ErrorCode, Failed
 
+LEAST_CONTEXT, AGENT_CONTEXT = 5000, 30_000
+"""Tokens. Below the first nobody runs an agent; the tools of one alone take some 18,000."""
+LONGER = "`omlxd serve --model mlx-community/Qwen3-8B-4bit` downloads and serves one."
+
 
 class OmlxdError(Exception):
     """An error that a client or an owner can act on.
@@ -57,7 +61,10 @@ class PromptTooLong(OmlxdError):
     code = "prompt_too_long"
 
     def __init__(self, tokens: int, limit: int):
-        super().__init__(f"prompt is too long: {tokens} tokens > {limit} maximum")
+        message = f"prompt is too long: {tokens} tokens > {limit} maximum"
+        if LEAST_CONTEXT < limit < AGENT_CONTEXT:
+            message += f". An agent needs a model of a longer context: {LONGER}"
+        super().__init__(message)
 
 
 class NotFound(OmlxdError):

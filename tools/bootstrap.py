@@ -67,6 +67,7 @@ def main(argv):
         make_venv(environ)
         if not is_installed(wanted):
             install(wanted, environ)
+    environ["OMLXD_FETCH_MODEL"] = "yes"  # Without --model; `omlxd serve` says so and falls back.
     module = ["-m", "omlxd", "serve"] if verb == "serve" else ["-m", "pytest"]
     if verb == "test":
         os.chdir(ROOT)

@@ -103,12 +103,12 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
         return error.message
     return (
         f"This model's maximum context length is {numbers[2]} tokens. However, your messages resulted in "
-        f"{numbers[1]} tokens, and so your input exceeds the context window of this model."
+        f"{numbers[1]} tokens, and so your input exceeds the context window of this model.{numbers[3]}"
     )
 
 
 _WRONG_KEY: dict[Protocol, str] = {"anthropic": "invalid x-api-key", "openai": "Incorrect API key provided"}
-_TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (.*) maximum")
+_TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\S*) maximum\.?(.*)")
 
 
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:

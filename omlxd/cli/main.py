@@ -88,7 +88,7 @@ def _main(argv: list[str]) -> int:
         verb = importlib.import_module("omlxd." + module)
         return verb.main(argv[1:], _Parser(prog=f"omlxd {argv[0]}", description=description))
     parser = _Parser(prog="omlxd", description="Serve local language models; keep their KV cache.")
-    parser.epilog = "`omlxd serve` alone serves a small demo model; `omlxd VERB --help` explains a verb."
+    parser.epilog = "`omlxd serve` alone serves a small model; `omlxd VERB --help` explains a verb."
     parser.add_argument("--version", action="version", version=f"omlxd {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     serve = verbs.add_parser(

@@ -17,10 +17,10 @@ import msgspec
 from ..common.units import human, spoken
 from ..config import Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
-from ..models.catalog import Catalog, default_model
+from ..models.catalog import Catalog, default_model, origin_of
 from ..models.footprint import footprint
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
-from ..models.resolve import check_folder
+from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
 from .daemon_client import DaemonError, NoDaemon, address, fetch
 from .owner_api import (
     InstalledStatus,
@@ -65,6 +65,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 load_bytes=prints.loading() if prints else None,
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
+                origin=origin_of(model.folder) if model.folder is not None else "",
             )
         )
     return result
@@ -122,6 +123,7 @@ def as_page(model: InstalledStatus) -> str:
         "default": "yes" if model.default else "no",
         "folder": model.folder or "not here yet",
         "source": model.source,
+        "origin": model.origin or "-",
         "on disk": _bytes(model.disk_bytes),
         "to load it": f"about {_bytes(model.load_bytes)}",
         "in RAM": _bytes(model.memory_bytes),
@@ -173,7 +175,8 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     for made in (listed, shown):
         add_flags(made, *_FOLDER_OPTIONS)
     pulled = verb("pull", _pull, "download a model from the hub; goes on where it stopped", asks=False)
-    pulled.add_argument("model", metavar="ORG/NAME")
+    pulled.add_argument("model", metavar="ORG/NAME", help=f"a hub id, or {DEFAULT_ID}")
+    add_flags(pulled, "base_path")
     made = verb("import", _import, "make a model folder of a GGUF file", asks=False)
     made.add_argument("file", metavar="FILE.gguf", help="or a name of `omlxd models list --found`")
     add_flags(made, "base_path")
@@ -229,9 +232,10 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _pull(args: argparse.Namespace) -> int:
-    from ..models.resolve import fetch_from_hub
-
-    folder = asyncio.run(fetch_from_hub(args.model))
+    if args.model == DEFAULT_ID:
+        folder = asyncio.run(fetch_default_model(settings_of(args, *_FOLDER_OPTIONS).base_path))
+    else:
+        folder = asyncio.run(fetch_from_hub(args.model))
     print(msgspec.json.encode({"id": args.model, "folder": str(folder)}).decode() if args.json else folder)
     return 0
 

@@ -22,6 +22,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not
     trouble       why it can't serve, a sentence
+    origin        what it was imported from, by whom it is, and its license
     """
 
     id: str
@@ -42,6 +43,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     expires_in_s: float | None = None
     loads: int = 0
     trouble: str = ""
+    origin: str = ""
 
 
 class InstalledStatuses(msgspec.Struct):

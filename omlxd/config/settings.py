@@ -74,8 +74,8 @@ NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.inde
 
 _HELP = {
     "model": "model to load at start: local folder, hub id as ORG/NAME (downloaded once), or"
-    " a name under --model-dir; default: none with --model-dir, else the embedded "
-    "demo model",
+    " a name under --model-dir; default: none with --model-dir, else "
+    "SmolLM2-135M-Instruct, or a demo model of random weights until it is fetched",
     "model_dir": "folder of models, as DIR/NAME or DIR/ORG/NAME; they are loaded when they are asked for",
     "model_ttl": "how long a model that was loaded on demand stays without a request, as 30m or "
     "2h; 0: until its memory is needed",
@@ -135,7 +135,7 @@ _HELP = {
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of `omlxd serve`. Sizes in bytes, times in seconds; an empty `model` is the demo model.
+    """Settings of `omlxd serve`. Sizes in bytes, times in seconds; an empty `model` is a small one of ours.
 
     hot_cache_bytes     None: grows up to what memory safely allows; 0: no hot tier
     memory_limit_bytes  None: what the machine has; 0: nothing is guarded

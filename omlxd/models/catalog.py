@@ -16,7 +16,16 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
-from .resolve import DEMO_ID, imported_folder, is_gguf, is_local, model_id
+from .resolve import (
+    DEFAULT_ID,
+    DEMO_ID,
+    IMPORTED,
+    default_folder,
+    imported_folder,
+    is_gguf,
+    is_local,
+    model_id,
+)
 
 Source = Literal["folder", "model-dir", "hub", "demo"]
 
@@ -74,7 +83,7 @@ class Catalog:
 
 
 def default_model(settings: Settings) -> InstalledModel | None:
-    """What `--model` names; without it nothing where there is a `--model-dir`, else the demo model."""
+    """What `--model` names; without it nothing where there is a `--model-dir`, else a small one of ours."""
     spec = settings.model
     if settings.model_dir is not None:
         if not spec:
@@ -82,9 +91,12 @@ def default_model(settings: Settings) -> InstalledModel | None:
         for model in in_folder(settings.model_dir):
             if model.id == spec:
                 return model
-    if not spec:
+    fetched = default_folder(settings.base_path)
+    if not spec and looks_like_model(fetched):
+        return InstalledModel(DEFAULT_ID, str(fetched), "folder", fetched)
+    if spec in ("", DEMO_ID):
         built = settings.base_path / "models" / DEMO_ID
-        return InstalledModel(DEMO_ID, "", "demo", built if looks_like_model(built) else None)
+        return InstalledModel(DEMO_ID, DEMO_ID, "demo", built if looks_like_model(built) else None)
     if is_gguf(spec):
         folder = imported_folder(spec, settings.base_path)
         return InstalledModel(model_id(spec), spec, "folder", folder if looks_like_model(folder) else None)
@@ -121,6 +133,24 @@ def _holds_model(folder: str, mtime_ns: int) -> bool:
     return os.path.isfile(os.path.join(folder, "config.json")) and any(
         name.endswith(".safetensors") for name in os.listdir(folder)
     )
+
+
+class _Import(msgspec.Struct):
+    """What an import writes down of a GGUF file."""
+
+    file: str = ""
+    license: str = ""
+    organization: str = ""
+
+
+def origin_of(folder: Path) -> str:
+    """What the model in `folder` was imported from, by whom it is, and its license; "": not imported."""
+    try:
+        made = msgspec.json.decode(read_small(folder / IMPORTED), type=_Import)
+    except (OSError, msgspec.MsgspecError):
+        return ""
+    facts = [fact for fact in (made.organization, made.license) if fact]
+    return made.file + (f" ({', '.join(facts)})" if facts else "")
 
 
 def _folders(root: Path) -> list[Path]:

@@ -17,7 +17,12 @@ import msgspec
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
 
+DEFAULT_ID = "SmolLM2-135M-Instruct"
+"""The default model, once it was fetched (models/smollm.py)."""
 DEMO_ID = "omlxd-demo"
+"""The model of random weights; the default one where no other is."""
+IMPORTED = "omlxd_import.json"
+"""Where an imported folder says what it was made of."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("*.tiktoken",))
@@ -56,13 +61,24 @@ def is_gguf(spec: str) -> bool:
 
 async def resolve_model(spec: str, base_path: Path) -> Path:
     """Return the folder of `--model spec`, built or downloaded if need be. Raises ModelError."""
-    if not spec:
+    if spec in ("", DEMO_ID):
         return await _run_builder("omlxd.models.demo", str(base_path / "models" / DEMO_ID))
     if not is_local(spec):
         return await fetch_from_hub(spec)
     if is_gguf(spec):
         return await import_gguf(spec, base_path)
     folder = Path(spec).expanduser().absolute()
+    await asyncio.to_thread(check_folder, folder)
+    return folder
+
+
+def default_folder(base_path: Path) -> Path:
+    return base_path / "models" / DEFAULT_ID
+
+
+async def fetch_default_model(base_path: Path) -> Path:
+    """The folder of `DEFAULT_ID`, downloaded and converted if need be. Raises ModelError."""
+    folder = await _run_builder("omlxd.models.smollm", str(default_folder(base_path)))
     await asyncio.to_thread(check_folder, folder)
     return folder
 

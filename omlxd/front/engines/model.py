@@ -15,7 +15,7 @@ from ... import wire
 from ...chat import Conversation, GenerateRequest, RawPrompt
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound
-from ...models.catalog import InstalledModel
+from ...models.catalog import InstalledModel, origin_of
 from ...models.footprint import Footprint, footprint
 from .client import EngineProcess
 from .in_flight import EngineStream
@@ -75,6 +75,7 @@ class ModelEngine:
     leaving     the owner said that it goes once its requests have ended, pinned or not
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     cpu_weights `auto`, or `as-stored`: never made float32
+    origin      what it was imported from (models/catalog.py)
     float32     its weights are made float32, where MLX computes on a CPU
     """
 
@@ -94,6 +95,7 @@ class ModelEngine:
         self._context: int | None = None
         self.cpu_weights = "auto"
         self.float32 = False
+        self.origin = ""
         self._footprints: tuple[Footprint, Footprint] | None = None
 
     @property
@@ -147,6 +149,7 @@ class ModelEngine:
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
         if self.folder is not None:
+            self.origin = origin_of(self.folder)
             self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
 
     @property

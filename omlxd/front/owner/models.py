@@ -55,6 +55,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,
         trouble=engine.process.supervisor.trouble,
+        origin=engine.origin,
     )
 
 

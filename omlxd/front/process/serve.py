@@ -27,6 +27,7 @@ from ...errors import ConfigError, ModelError
 from ...models.catalog import default_model
 from ...models.resolve import check_folder
 from ..http.settings import KeyRing
+from .default_model import offer_default_model
 from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
@@ -69,6 +70,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     allow_many_files()
     os.environ.pop("OMLXD_API_KEY", None)  # No engine needs it, nor a program that a model might run.
     with asyncio.Runner() as runner:
+        runner.run(offer_default_model(settings))
         leave(runner.run(_serve(settings, sockets, keys, logs, read if reloads else None)))
 
 

@@ -23,13 +23,12 @@ import numpy as np
 from ...errors import ModelError
 from ..builder import end_with_parent
 from ..local_stores import Check
+from ..resolve import IMPORTED
 from . import weights
 from .architectures import NOT_WEIGHTS, Architecture, architecture_of, config_of, eos_ids, mlx_name
 from .header import Header, Tensor, read_header
 from .tokenizer import write_tokenizer
 
-MARKER = "omlxd_import.json"
-"""Where an imported folder says what it was made of."""
 VERSION = 1
 CHUNK_BYTES = 32 << 20
 """Of a file, converted at once: about ten times as much memory."""
@@ -41,7 +40,8 @@ Progress = Callable[[int, int], None]
 def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, total: None) -> Path:
     """Make `folder` from `file`, unless it was made from this very file. Raises ModelError."""
     header = read_header(file)
-    source = {"version": VERSION, "file": file.name, "identity": _identity(header)}
+    facts = {name: str(header.metadata.get(f"general.{name}", "")) for name in ("license", "organization")}
+    source = {"version": VERSION, "file": file.name, "identity": _identity(header), **facts}
     if _made_from(folder) == source:
         return folder
     if folder.exists() and _made_from(folder) is None:
@@ -61,7 +61,7 @@ def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, tota
             del config["quantization"]
         _write_json(part / "config.json", config)
         _write_json(part / "generation_config.json", {"eos_token_id": eos_ids(header.metadata)})
-        _write_json(part / MARKER, source)
+        _write_json(part / IMPORTED, source)
         if folder.exists():
             shutil.rmtree(folder)
         part.rename(folder)
@@ -112,7 +112,7 @@ def _identity(header: Header) -> list[list[Any]]:
 
 def _made_from(folder: Path) -> Any:
     try:
-        return json.loads((folder / MARKER).read_text())
+        return json.loads((folder / IMPORTED).read_text())
     except (OSError, ValueError):
         return None
 
