@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -16,6 +17,8 @@ from ..config import Settings, is_loopback, load_settings
 from ..errors import ConfigError, OmlxdError
 
 ANSWER_S = 10.0
+STREAM_S = 3600.0
+"""The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
 KEY_VARIABLE = "OMLXD_API_KEY"
 T = TypeVar("T")
 
@@ -58,6 +61,29 @@ def fetch(
     url: str, key: str, path: str, type: type[T], body: bytes | None = None, seconds: float = ANSWER_S
 ) -> T:
     """The answer at `path`; a POST if there is a `body` (JSON). Raises DaemonError."""
+    with _sentences(url, seconds), _open(url, key, path, body, seconds) as answer:
+        return msgspec.json.decode(answer.read(), type=type)
+
+
+def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generator[T]:
+    """The events of a POST that is answered as SSE, to `[DONE]`. Closing it ends the request.
+
+    Raises DaemonError, also for an event that is an error and for a stream that breaks off.
+    """
+    with _sentences(url, STREAM_S), _open(url, key, path, body, STREAM_S) as answer:
+        while line := answer.readline():
+            if not line.startswith(b"data: "):
+                continue
+            data = line[6:].strip()
+            if data == b"[DONE]":
+                return
+            if data.startswith(b'{"error"') and (message := _message(data)):
+                raise DaemonError(message)
+            yield msgspec.json.decode(data, type=type)
+    raise DaemonError(f"The daemon at {url} ended in the middle of its answer; see its log.")
+
+
+def _open(url: str, key: str, path: str, body: bytes | None, seconds: float) -> http.client.HTTPResponse:
     request = urllib.request.Request(f"{url}{path}", data=body)
     if body is not None:
         request.add_header("Content-Type", "application/json")
@@ -67,9 +93,14 @@ def fetch(
     handlers: list[urllib.request.BaseHandler] = [_StaysHere()]
     if is_loopback(urlsplit(url).hostname or ""):
         handlers.append(urllib.request.ProxyHandler({}))
+    return urllib.request.build_opener(*handlers).open(request, timeout=seconds)
+
+
+@contextlib.contextmanager
+def _sentences(url: str, seconds: float) -> Generator[None]:
+    """Turn what goes wrong with a request into DaemonError."""
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=seconds) as answer:
-            return msgspec.json.decode(answer.read(), type=type)
+        yield
     except urllib.error.HTTPError as error:
         with error:
             said = _message(error.read(65536)) if error.code != 401 else ""
@@ -77,7 +108,7 @@ def fetch(
             raise DaemonError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
         if said:
             raise DaemonError(said) from None
-        raise DaemonError(f"{url}{path} answers with status {error.code}; is it omlxd?") from None
+        raise DaemonError(f"{error.url} answers with status {error.code}; is it omlxd?") from None
     except msgspec.MsgspecError:
         raise DaemonError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
     except ValueError:  # What HTTP can't carry in a header, a line break say.
@@ -86,6 +117,10 @@ def fetch(
         if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
             raise DaemonError(
                 f"{url} does not answer within {seconds:.0f} s; see its log, or `omlxd status` later."
+            ) from None
+        if isinstance(error, (http.client.IncompleteRead, ConnectionResetError)):
+            raise DaemonError(
+                f"The daemon at {url} ended in the middle of its answer; see its log."
             ) from None
         raise NoDaemon(
             f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."

@@ -148,7 +148,7 @@ class _Model(msgspec.Struct):
     omlxd: _Extension = msgspec.field(default_factory=_Extension)
 
 
-class _Models(msgspec.Struct):
+class Models(msgspec.Struct):
     data: list[_Model]
 
 
@@ -159,9 +159,9 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     deadline = time.monotonic() + LOADING_S
     announced = False
     while True:
-        models = fetch(url, key, "/v1/models", _Models).data
+        models = fetch(url, key, "/v1/models", Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
-        if model.max_input_tokens is not None or model.omlxd.state not in ("loading", "restarting"):
+        if model.max_input_tokens is not None or model.omlxd.state != "loading":
             return Target(url, key, model.id, model.max_input_tokens)
         if time.monotonic() > deadline:
             raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")

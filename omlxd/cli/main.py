@@ -25,6 +25,7 @@ VERBS = {
         "cli.cache.command",
         "look at the SSD cache, verify it, clear it; works beside a running daemon",
     ),
+    "chat": ("cli.chat", "talk to a model in the terminal; starts a daemon if none runs"),
     "key": ("cli.key", "make, list and revoke API keys; a running daemon follows at once"),
     "config": ("cli.config", "show each setting, and where its value comes from"),
     "doctor": (

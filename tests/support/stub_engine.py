@@ -1,11 +1,13 @@
 """An engine without a model: a real program that speaks the frames, for tests of the front.
 
 `python tests/support/stub_engine.py [--load-s S] [--load-fails MESSAGE] [--crash-on-load] … --fd N`.
-A raw prompt is its script: words joined by spaces, each sent as a text delta, but for
+A raw prompt, or what follows `script:` in a conversation's last message, is its script: words joined by
+spaces, each sent as a text delta, but for
 `sleep:S` (wait), `gate` (wait until --notes holds a file of this name), `stop` (SIGSTOP itself),
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
 `exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
-cold-tier space, say what came) and `want:N` (ask for memory for a prompt, wait for the answer).
+cold-tier space, say what came), `want:N` (ask for memory for a prompt, wait for the answer) and
+`think:TEXT` (a reasoning delta).
 A first word of `late` holds the first event back, and of `poison` kills it before any.
 `--load-gate FILE` and `--quit-gate FILE` have loading and the end wait for such a file, too.
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
@@ -21,7 +23,24 @@ import time
 from pathlib import Path
 
 from omlxd import wire
-from omlxd.chat import Event, Failed, Finished, Progress, RawPrompt, TextDelta, Usage
+from omlxd.chat import (
+    Conversation,
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    RawPrompt,
+    ReasoningDelta,
+    TextDelta,
+    TextPart,
+    Usage,
+)
+
+
+def script_of(prompt: Conversation) -> str:
+    last = prompt.messages[-1].parts[-1] if prompt.messages[-1].parts else None
+    _, mark, script = (last.text if isinstance(last, TextPart) else "").partition("script:")
+    return script if mark else "hello there"
 
 
 class Stub:
@@ -146,7 +165,7 @@ class Stub:
 
     def generate(self, message: wire.Generate) -> None:
         prompt = message.request.prompt
-        text = prompt.text if isinstance(prompt, RawPrompt) else "hello there"
+        text = prompt.text if isinstance(prompt, RawPrompt) else script_of(prompt)
         words = text.split()
         if words[:1] == ["late"]:
             time.sleep(0.5)
@@ -184,6 +203,8 @@ class Stub:
             elif verb == "leave":
                 self.send(wire.LoadFailed(message=value))
                 os._exit(5)
+            elif verb == "think":
+                self.event(message.id, ReasoningDelta(text=value))
             elif verb == "reserve":
                 self.send(wire.Reserve(ticket=message.id, nbytes=int(value)))
                 with self.granted:

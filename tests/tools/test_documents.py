@@ -26,6 +26,7 @@ LONGEST = 130
 
 VERBS = (
     "serve",
+    "chat",
     "engine",
     "launch",
     "models",

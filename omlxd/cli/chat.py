@@ -1,0 +1,342 @@
+"""`omlxd chat`: talk to a model in the terminal, or put one question to it.
+
+The running daemon answers. If there is none, the command starts one and ends it afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Sequence
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from .daemon_client import DaemonError, NoDaemon, address, fetch, stream
+from .launch import LaunchError, Models, Target, find_target
+from .own_daemon import own_daemon
+from .status import table
+
+PROMPT = "> "
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Characters that would command the terminal."""
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """`reasoning_content` lets the daemon render the turn as the model generated it."""
+
+    role: str
+    content: str
+    reasoning_content: str | None = None
+
+
+class _Options(msgspec.Struct):
+    include_usage: bool = True
+
+
+class _Body(msgspec.Struct):
+    model: str
+    messages: list[Message]
+    prompt_cache_key: str
+    stream_options: _Options = msgspec.field(default_factory=_Options)
+    stream: bool = True
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta
+    finish_reason: str | None = None
+
+
+class _Cached(msgspec.Struct):
+    cached_hot: int = 0
+    cached_cold: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    omlxd: _Cached = msgspec.field(default_factory=_Cached)
+
+
+class Chunk(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class Answer:
+    """One answer as it comes, and its figures. Seconds since the question; tokens."""
+
+    def __init__(self) -> None:
+        self.text = self.thinking = self.finish_reason = ""
+        self.usage: _Usage | None = None
+        self._began = time.monotonic()
+        self.ttft_s = self.last_s = 0.0
+
+    def add(self, chunk: Chunk) -> _Delta:
+        """Take `chunk` in; returns what it adds."""
+        self.usage = chunk.usage or self.usage
+        if not chunk.choices:
+            return _Delta()
+        choice = chunk.choices[0]
+        delta, self.finish_reason = choice.delta, choice.finish_reason or self.finish_reason
+        if delta.content or delta.reasoning_content:
+            self.last_s = time.monotonic() - self._began
+            self.ttft_s = self.ttft_s or self.last_s
+            self.text += delta.content or ""
+            self.thinking += delta.reasoning_content or ""
+        return delta
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None: too few tokens to tell."""
+        seconds = self.last_s - self.ttft_s
+        tokens = self.usage.completion_tokens - 1 if self.usage else 0
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+    def message(self) -> Message:
+        return Message("assistant", self.text, self.thinking or None)
+
+
+class Conversation:
+    """The turns with one model. `answers`: those that ended or were stopped."""
+
+    def __init__(self, target: Target, system: str = ""):
+        self.target = target
+        self._system = system
+        self.clear()
+
+    def clear(self) -> None:
+        self._messages = [Message("system", self._system)] if self._system else []
+        self._name = f"chat-{uuid.uuid4().hex}"
+        self.answers: list[Answer] = []
+
+    def ask(self, question: str, show: Callable[[_Delta], None]) -> Answer:
+        """`show` each part of the answer as it comes. Raises DaemonError; the question is then not kept.
+
+        KeyboardInterrupt stops the answer, and what came of it is kept.
+        """
+        messages = [*self._messages, Message("user", question)]
+        body = msgspec.json.encode(_Body(self.target.model, messages, self._name))
+        answer = Answer()
+        chunks = stream(self.target.url, self.target.key, "/v1/chat/completions", body, Chunk)
+        with contextlib.closing(chunks):
+            try:
+                for chunk in chunks:
+                    show(answer.add(chunk))
+            except KeyboardInterrupt:
+                answer.finish_reason = "stopped"
+        if answer.text or answer.finish_reason != "stopped":
+            self._messages = [*messages, answer.message()]
+            self.answers.append(answer)
+        return answer
+
+
+# --------------------------------------------------------------------------- the terminal
+
+
+class Terminal:
+    """A conversation on a terminal: one line in, one answer out."""
+
+    def __init__(self, conversation: Conversation, console: Console):
+        self._conversation = conversation
+        self._console = console
+        self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
+            "/clear": ("begins a new conversation", self._clear),
+            "/model": ("shows the models; `/model NAME` goes on with another one", self._model),
+            "/stats": ("shows cached tokens, tokens per second and time to the first token", self._stats),
+            "/help": ("shows this", self._help),
+        }
+
+    def run(self) -> None:
+        """Read lines until Ctrl-D."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for `input`)
+        target = self._conversation.target
+        self._say(f"{target.model}, {_context(target)}. /help lists commands; Ctrl-D leaves.", "dim")
+        while True:
+            try:
+                line = input(PROMPT).strip()
+            except KeyboardInterrupt:
+                print()
+                continue
+            except EOFError:
+                print()
+                return
+            try:
+                self._take(line)
+            except (DaemonError, LaunchError) as error:
+                self._say(error.message, "red")
+
+    def _take(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        if command in self._commands:
+            self._commands[command][1](rest.strip())
+        elif re.fullmatch(r"/[a-z]+", command):
+            self._say(f"There is no {command}; /help lists commands.", "red")
+        elif line:
+            show = Writer(self._console)
+            answer = show.answer(self._conversation, line)
+            notes = {"stopped": "stopped", "length": "cut: the limit of tokens or the context is reached"}
+            if note := notes.get(answer.finish_reason):
+                self._say(f"({note})", "dim")
+
+    def _clear(self, rest: str) -> None:
+        self._conversation.clear()
+        self._say("A new conversation begins.", "dim")
+
+    def _model(self, rest: str) -> None:
+        target = self._conversation.target
+        if rest:
+            self._conversation.target = target = find_target(target.url, target.key, rest)
+            self._say(f"{target.model}, {_context(target)}", "dim")
+            return
+        models = fetch(target.url, target.key, "/v1/models", Models).data
+        rows = [("* " if m.id == target.model else "  ") + f"{m.id}  {m.omlxd.state}" for m in models]
+        self._say("\n".join(rows))
+
+    def _stats(self, rest: str) -> None:
+        rows: list[tuple[str, ...]] = [
+            ("ANSWER", "PROMPT", "FROM RAM", "FROM SSD", "COMPUTED", "TTFT", "TOKENS", "TOKENS/S")
+        ]
+        rows += [
+            (str(number), *_figures(answer)) for number, answer in enumerate(self._conversation.answers, 1)
+        ]
+        self._say("\n".join(table(rows)) if len(rows) > 1 else "There is no answer yet.")
+
+    def _help(self, rest: str) -> None:
+        rows = [(name, text) for name, (text, _) in self._commands.items()]
+        self._say("\n".join(table([*rows, ("Ctrl-C", "stops an answer"), ("Ctrl-D", "leaves")])))
+
+    def _say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style))
+
+
+class Writer:
+    """Writes an answer as it comes: the thinking dimmed, a line between it and the text."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._style: str | None = None
+
+    def answer(self, conversation: Conversation, question: str) -> Answer:
+        """The answer to `question`, written. Raises DaemonError."""
+        with contextlib.ExitStack() as waiting:
+            if self._console.is_terminal:
+                waiting.enter_context(self._console.status("computing the prompt"))
+
+            def show(delta: _Delta) -> None:
+                if delta.content or delta.reasoning_content:
+                    waiting.close()
+                self._write(delta.reasoning_content or "", "dim italic")
+                self._write(delta.content or "", "")
+
+            try:
+                return conversation.ask(question, show)
+            finally:
+                waiting.close()
+                if self._style is not None:
+                    self._console.print()
+
+    def _write(self, text: str, style: str) -> None:
+        if not text:
+            return
+        if self._style not in (None, style):
+            self._console.print("\n")
+        self._style = style
+        self._console.print(Text(_CONTROLS.sub("", text), style), end="", soft_wrap=True)
+
+
+def _figures(answer: Answer) -> tuple[str, ...]:
+    """Cells of `/stats`, without the number."""
+    ttft, usage = f"{answer.ttft_s:.2f} s", answer.usage
+    if usage is None:  # It was stopped.
+        return ("-", "-", "-", "-", ttft, "-", "-")
+    hot, cold = usage.omlxd.cached_hot, usage.omlxd.cached_cold
+    counts = map(str, (usage.prompt_tokens, hot, cold, usage.prompt_tokens - hot - cold))
+    speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
+    return (*counts, ttft, str(usage.completion_tokens), speed)
+
+
+def _context(target: Target) -> str:
+    return f"context {target.context} tokens" if target.context else "context not known yet"
+
+
+# --------------------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Exit status 1 if there is no answer. Raises ConfigError."""
+    parser.allow_abbrev = False
+    parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT]"
+    parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
+    parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    parser.add_argument("--system", metavar="TEXT", default="", help="what stands before the conversation")
+    args = parser.parse_args(argv)
+    question = " ".join(args.question)
+    if not sys.stdin.isatty():
+        question = f"{question}\n\n{sys.stdin.read()}".strip()
+        if not question:
+            print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
+            return 1
+    try:
+        with daemon(args.url, args.model) as target:
+            conversation = Conversation(target, args.system)
+            console = Console(highlight=False)
+            if question:
+                _print_answer(conversation, question, console)
+            else:
+                Terminal(conversation, console).run()
+    except (DaemonError, LaunchError) as error:
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+@contextlib.contextmanager
+def daemon(url: str | None, model: str | None) -> Generator[Target]:
+    """The running daemon and its model; without one, and without `url`, one for as long as the block.
+
+    Raises ConfigError, DaemonError, LaunchError.
+    """
+    where, key = address(url)
+    try:
+        target = find_target(where, key, model)
+    except NoDaemon:
+        if url is not None:
+            raise
+    else:
+        yield target
+        return
+    print("omlxd: no daemon runs; starting one for this chat", file=sys.stderr)
+    with own_daemon(*(["--model", model] if model else [])) as own:
+        yield find_target(own, key, None)
+
+
+def _print_answer(conversation: Conversation, question: str, console: Console) -> None:
+    """Into a file or a pipe the text alone goes, without the thinking."""
+    if console.is_terminal:
+        Writer(console).answer(conversation, question)
+        return
+
+    def show(delta: _Delta) -> None:
+        sys.stdout.write(delta.content or "")
+        sys.stdout.flush()
+
+    answer = conversation.ask(question, show)
+    if not answer.text.endswith("\n"):
+        print()
+    if answer.finish_reason == "stopped":
+        raise KeyboardInterrupt

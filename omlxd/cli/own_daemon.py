@@ -1,0 +1,68 @@
+"""An `omlxd serve` that a command starts for itself, on a free port, and ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+from .daemon_client import DaemonError
+
+END_S = 20.0
+"""How long it may take to write its blocks to SSD."""
+
+
+@contextmanager
+def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generator[str]:
+    """The URL of a new daemon, which ends with the block. Raises DaemonError if it does not start.
+
+    SIGTERM and SIGHUP end the block; nothing ends it if this process is killed.
+    """
+    before = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "omlxd", "serve", "--port", "0", *flags],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,  # ^C stops an answer, not the daemon.
+            )
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                address = re.search(r"listening on (http://\S+)", line)
+                if address is None:
+                    process.wait()
+                    log.seek(0)
+                    lines = [text.strip() for text in log if text.strip()]
+                    why = lines[-1].removeprefix("omlxd: ") if lines else "it gives no reason"
+                    raise DaemonError(f"No daemon runs, and none could be started: {why}")
+                yield address[1]
+            finally:
+                _end(process)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(END_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.terminate()  # The second one ends its engines at once.
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

@@ -1,0 +1,226 @@
+"""`omlxd chat` on a terminal (tmux's, and a plain pty), in pipes, and with a daemon of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+from daemon import PATIENCE_S, free_port, wait_until
+
+from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
+from tests.models.test_resolve import make
+
+CHAT = (sys.executable, "-m", "omlxd", "chat")
+
+
+def variables(home: Path, **more: str) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "HOME": str(home), "PYTHONPATH": str(REPO), "LANG": "C.UTF-8", **more}
+
+
+class Tmux:
+    """A command in a tmux window of 80 by 24."""
+
+    def __init__(self, folder: Path, command: tuple[str, ...], environ: Mapping[str, str]):
+        self._tmux = ("tmux", "-S", str(folder / "tmux.sock"), "-f", "/dev/null")
+        line = shlex.join(["env", "-i", "TERM=screen", *(f"{k}={v}" for k, v in environ.items()), *command])
+        self._run("new-session", "-d", "-x", "80", "-y", "24", f"{line}; echo status=$?; sleep 600")
+
+    def _run(self, *words: str) -> str:
+        return subprocess.run([*self._tmux, *words], check=True, capture_output=True, text=True).stdout
+
+    def type(self, text: str) -> None:
+        self._run("send-keys", "-l", text)
+
+    def press(self, key: str) -> None:
+        self._run("send-keys", key)
+
+    def screen(self) -> str:
+        return self._run("capture-pane", "-p").rstrip()
+
+    def close(self) -> None:
+        self._run("kill-server")
+
+
+class Pty:
+    """The same on a pty alone: what was written, without colours."""
+
+    def __init__(self, folder: Path, command: tuple[str, ...], environ: Mapping[str, str]):
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.execvpe(
+                "sh",
+                ["sh", "-c", f"trap : INT; {shlex.join(command)}; echo status=$?"],
+                {**environ, "TERM": "vt100"},
+            )
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.written = b""
+
+    def type(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def press(self, key: str) -> None:
+        self.type({"Enter": "\r", "C-c": "\x03", "C-d": "\x04"}[key])
+
+    def screen(self) -> str:
+        with contextlib.suppress(OSError):  # The terminal is closed.
+            while select.select([self._fd], [], [], 0)[0]:
+                self.written += os.read(self._fd, 4096)
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]", "", self.written.decode(errors="replace"))
+        lines = plain.replace("\r\n", "\n").split("\n")
+        return "\n".join(line.rpartition("\r")[2].rstrip() for line in lines).rstrip()
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.waitpid(self._pid, 0)
+
+
+@pytest.fixture(params=[Tmux, Pty])
+def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator:
+    if request.param is Tmux and shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    opened: list[Tmux | Pty] = []
+
+    def open_one(*command: str, **environ: str) -> Tmux | Pty:
+        opened.append(request.param(tmp_path, command, variables(tmp_path, **environ)))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+
+
+def wait_for(terminal: Tmux | Pty, pattern: str) -> str:
+    wait_until(lambda: bool(re.search(pattern, terminal.screen())), why=lambda: terminal.screen())
+    return terminal.screen()
+
+
+def say(terminal: Tmux | Pty, line: str, pattern: str) -> str:
+    terminal.type(line)
+    terminal.press("Enter")
+    return wait_for(terminal, pattern)
+
+
+def test_a_session(terminal, start, capsys: pytest.CaptureFixture[str]):  # noqa: F811
+    daemon: Daemon = start()
+    screen = terminal(*CHAT, "--url", daemon.url)
+    wait_for(screen, r"tiny, context 1000 tokens\. /help lists commands; Ctrl-D leaves\.\n>$")
+    say(screen, "script:think:hm think:hmm first answer", r"\nhmhmm\n\nfirstanswer\n>$")
+    say(screen, "script:begun gate never", r"\nbegun$")
+    screen.press("C-c")
+    wait_for(screen, r"begun(\^C)?\n\(stopped\)\n>$")
+    wait_until(lambda: "cancel" in daemon.notes())
+    say(screen, "script:half die", r"The engine of tiny stopped: (.|\n)*\n>$")
+    say(screen, "/stats", r"1 +4 +0 +0 +4 +\d+\.\d\d s +4 .*\n2 +- +- +- +- +\d+\.\d\d s +- +-\n>$")
+    say(screen, "/model", r"\* tiny +\w+\n>$")
+    say(screen, "/model other", r"There is no model 'other' there; the models are: tiny\.\n>$")
+    say(screen, "/nonsense", r"There is no /nonsense; /help lists commands\.\n>$")
+    say(screen, "/help", r"/clear +begins a new conversation(.|\n)*Ctrl-D +leaves\n>$")
+    shown = say(screen, "/clear", r"A new conversation begins\.\n>$")
+    say(screen, "/stats", r"There is no answer yet\.\n>$")
+    screen.press("C-d")
+    ended = wait_for(screen, r"status=0")
+    with capsys.disabled():
+        print(f"\n{type(screen).__name__}:\n{shown}\n{'-' * 80}\n{ended[-60:]}")
+    if isinstance(screen, Pty):
+        assert b"\x1b[2;3mhm\x1b[0m" in screen.written  # Thinking is dim.
+
+
+def test_a_session_without_a_daemon_starts_one_and_ends_it(terminal, tmp_path: Path):
+    port = str(free_port())
+    engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
+    model = str(make(tmp_path / "tiny"))
+    screen = terminal(*CHAT, OMLXD_PORT=port, OMLXD_MODEL=model, OMLXD_ENGINE_COMMAND=engine)
+    wait_for(screen, r"no daemon runs; starting one for this chat\s*\n(.|\n)*context 1000 tokens")
+    say(screen, "hi", r"hellothere\n>$")
+    serves = daemons_of(tmp_path)
+    assert len(serves) == 1
+    screen.press("C-d")
+    wait_for(screen, "status=0")
+    assert not any(serve.is_running() and serve.status() != psutil.STATUS_ZOMBIE for serve in serves)
+    assert "quit" in (tmp_path / "notes.txt").read_text()
+
+
+def daemons_of(home: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "serve" in process.cmdline() and process.environ().get("HOME") == str(home):
+                found.append(process)
+    return found
+
+
+def test_a_terminal_that_goes_away_ends_the_daemon(tmp_path: Path):
+    engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
+    more = {"OMLXD_PORT": str(free_port()), "OMLXD_MODEL": str(make(tmp_path / "tiny"))}
+    screen = Pty(tmp_path, CHAT, variables(tmp_path, OMLXD_ENGINE_COMMAND=engine, **more))
+    wait_for(screen, "context 1000 tokens")
+    (serve,) = daemons_of(tmp_path)
+    screen.close()
+    wait_until(lambda: not serve.is_running())
+
+
+def run(url: str, *argv: str, stdin: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    command = [*CHAT, *(["--url", url] if url else []), *argv]
+    environ = variables(Path("/nonexistent"), **more)
+    return subprocess.run(command, env=environ, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def test_questions_from_arguments_and_pipes(start):  # noqa: F811
+    url = start().url
+    done = run(url, "what", "is", "this?")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hellothere\n", "")
+    assert (
+        run(url, stdin="script:think:hm \x1b[31mred").stdout == "\x1b[31mred\n"
+    )  # As it is, without thoughts.
+    assert run(url, "read this:", stdin="script:from the pipe").stdout == "fromthepipe\n"
+    assert "standard input is empty" in run(url).stderr
+
+
+def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
+    daemon: Daemon = start(env={"OMLXD_API_KEY": "key-of-this-test"})
+    refused = run(daemon.url, "hello")
+    assert refused.returncode == 1
+    assert refused.stderr == f"omlxd: The daemon at {daemon.url} wants its key: set OMLXD_API_KEY.\n"
+    key = {"OMLXD_API_KEY": "key-of-this-test"}
+    assert run(daemon.url, "hello", **key).stdout == "hellothere\n"
+    unknown = run(daemon.url, "hello", "--model", "other", **key)
+    assert unknown.stderr == "omlxd: There is no model 'other' there; the models are: tiny.\n"
+    died = run(daemon.url, "script:half die", **key)
+    assert (died.returncode, died.stdout) == (1, "half")
+    assert died.stderr.startswith("omlxd: The engine of tiny stopped: ")
+    nobody = run("http://127.0.0.1:1", "hello")
+    assert nobody.stderr.startswith("omlxd: Nothing answers at http://127.0.0.1:1; ")
+    none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(tmp_path / "no-model"))
+    assert none.returncode == 1 and none.stderr.endswith("hub id as ORG/NAME.\n")
+    assert "No daemon runs, and none could be started: " in none.stderr
+
+
+def test_a_daemon_that_is_killed_in_an_answer(start):  # noqa: F811
+    daemon: Daemon = start()
+    asking = subprocess.Popen(
+        [*CHAT, "--url", daemon.url, "script:half gate never"],
+        env=variables(Path("/nonexistent")),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert asking.stdout is not None and asking.stdout.read(4) == "half"
+    daemon.process.kill()
+    _, said = asking.communicate(timeout=PATIENCE_S)
+    assert asking.returncode == 1
+    assert said == f"omlxd: The daemon at {daemon.url} ended in the middle of its answer; see its log.\n"
