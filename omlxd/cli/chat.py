@@ -35,7 +35,7 @@ class Message(msgspec.Struct, omit_defaults=True):
     reasoning_content: str | None = None
 
 
-class _Options(msgspec.Struct):
+class StreamOptions(msgspec.Struct):
     include_usage: bool = True
 
 
@@ -43,7 +43,7 @@ class _Body(msgspec.Struct):
     model: str
     messages: list[Message]
     prompt_cache_key: str
-    stream_options: _Options = msgspec.field(default_factory=_Options)
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     stream: bool = True
 
 

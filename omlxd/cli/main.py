@@ -21,6 +21,10 @@ USAGE_ERROR = 2
 """Exit status when a flag, a variable or a line of the file makes no sense."""
 
 VERBS = {
+    "bench": (
+        "cli.bench",
+        "measure a model: speed with the cache and without, quality of a quantised KV cache",
+    ),
     "cache": (
         "cli.cache.command",
         "look at the SSD cache, verify it, clear it; works beside a running daemon",

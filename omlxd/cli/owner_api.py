@@ -98,6 +98,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_bytes_per_token: int = 0
     context_length: int = 0
     backend: str = ""
+    speed: str = ""
     kv_reuse: str = ""
     note: str = ""
     running: int = 0

@@ -34,6 +34,7 @@ VERBS = (
     "top",
     "cache",
     "doctor",
+    "bench",
     "key",
     "service",
     "config",

@@ -99,7 +99,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
-    model, tokenizer, config, converted = _read(path, float32)
+    model, tokenizer, config, converted = read_model(path, float32)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -110,7 +110,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
         model=model,
         tokenizer=tokenizer,
         config=config,
-        context_length=_context_length(config),
+        context_length=context_length(config),
         vocab_size=int(logits.shape[-1]),
         weight_bytes=weight_bytes,
         layout=None if obstacle else layout_of(cache),
@@ -122,7 +122,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     )
 
 
-def _read(path: Path, float32: bool) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
+def read_model(path: Path, float32: bool = False) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
     """Model, tokenizer and config, as mlx-lm's own `load` gives them; whether weights became float32.
 
     The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
@@ -232,7 +232,7 @@ def last_position_only(model: Any) -> None:
             module.lm_head = _LastPosition(head)
 
 
-def _context_length(config: dict[str, Any]) -> int:
+def context_length(config: dict[str, Any]) -> int:
     for holder in (config, config.get("text_config") or {}):
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             if isinstance(value := holder.get(key), int) and value > 0:

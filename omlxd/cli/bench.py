@@ -1,0 +1,356 @@
+"""`omlxd bench MODEL`: what the cache saves on this machine, and what a quantised KV cache costs in quality.
+
+A daemon of its own, with an empty SSD cache, answers a prompt of each length three times: cold, from RAM,
+and from SSD after a restart (which the operating system may still hold in its page cache). Then a program
+measures the perplexity of a text with KV in fewer bits. All prompts and the text are chapters I to III of
+Lewis Carroll's "Alice's Adventures in Wonderland" of 1865, which is in the public domain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from ..common.units import human
+from ..errors import ConfigError, OmlxdError
+from .chat import StreamOptions
+from .daemon_client import KEY_VARIABLE, DaemonError, fetch, stream
+from .launch import find_target
+from .own_daemon import own_daemon
+from .owner_api import DaemonStatus, InstalledStatuses, ModelStatus
+from .status import PATH, table
+
+TEXT = Path(__file__).parents[1] / "models" / "bench_text.txt"
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SHORTEST = 128
+ANSWER_TOKENS = 32
+PERPLEXITY_TOKENS, QUICK_TOKENS = 4096, 1024
+WRITE_S = 600.0
+"""How long blocks may take to reach the SSD."""
+KEY = os.environ.get(KEY_VARIABLE, "")
+_UNWRITTEN = ("kv_unwritten_blocks", "kv_store_queue_bytes")
+
+
+class LengthResult(msgspec.Struct, kw_only=True):
+    """One length. Seconds to the first token, tokens, tokens a second; null where `trouble` says why.
+
+    equal_tokens  the three answers, at temperature 0, are the same
+    write_s       from the end of the cold answer until all its blocks are on SSD
+    """
+
+    prompt_tokens: int = 0
+    cold_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    ram_s: float | None = None
+    ram_cached: int = 0
+    ssd_s: float | None = None
+    ssd_cached: int = 0
+    equal_tokens: bool | None = None
+    write_s: float | None = None
+    trouble: str = ""
+
+
+class KVResult(msgspec.Struct, kw_only=True):
+    """One KV type. `same_choice`: part of all places where the likeliest token is unquantised KV's."""
+
+    kv: str
+    tokens: int = 0
+    perplexity: float | None = None
+    same_choice: float | None = None
+    trouble: str = ""
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """`cache_bytes`: of the SSD cache after all lengths."""
+
+    model: str
+    backend: str
+    speed: str
+    context_length: int
+    kv_bytes_per_token: int
+    cache_bytes: int = 0
+    lengths: list[LengthResult] = []
+    kv: list[KVResult] = []
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Exit status 1 if the model can't be loaded. Raises ConfigError."""
+    parser.allow_abbrev = False
+    parser.add_argument("model", help="a folder, a hub id or a GGUF file, as for `omlxd serve --model`")
+    parser.add_argument(
+        "--lengths", metavar="N,…", help="prompt lengths in tokens, as 1k,4k; default: 1k up to the context"
+    )
+    parser.add_argument("--quick", action="store_true", help="1k alone, and a shorter text for perplexity")
+    parser.add_argument("--no-perplexity", action="store_true", help="measure no perplexity")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(argv)
+    wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
+    tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
+    try:
+        report = measure(args.model, wanted, tokens)
+    except OmlxdError as error:
+        if isinstance(error, ConfigError):
+            raise
+        print(f"omlxd: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("omlxd: stopped.", file=sys.stderr)
+        return 130
+    print(msgspec.json.format(msgspec.json.encode(report)).decode() if args.json else as_text(report))
+    return 0
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    parts = text.lower().split(",")
+    if not all(re.fullmatch(r"\d{1,7}k?", part.strip()) for part in parts):
+        raise ConfigError(f"--lengths: {text!r} is no list of lengths; write 1k,4k.", param="--lengths")
+    lengths = [int(part.strip().rstrip("k")) * (1024 if "k" in part else 1) for part in parts]
+    if min(lengths) < SHORTEST:
+        raise ConfigError(
+            f"--lengths: {min(lengths)} is too short; {SHORTEST} is the least.", param="--lengths"
+        )
+    return tuple(sorted(set(lengths)))
+
+
+# --------------------------------------------------------------------------- speed
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: dict[str, int] = {}
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+class _Body(msgspec.Struct):
+    model: str
+    prompt: str
+    max_tokens: int = ANSWER_TOKENS
+    temperature: float = 0.0
+    stream: bool = True
+    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+
+class _Answer(msgspec.Struct):
+    """Seconds since the request; tokens."""
+
+    text: str
+    ttft_s: float
+    last_s: float
+    usage: _Usage
+
+    @property
+    def cached(self) -> int:
+        return self.usage.prompt_tokens_details.get("cached_tokens", 0)
+
+    @property
+    def decode_rate(self) -> float | None:
+        seconds, tokens = self.last_s - self.ttft_s, self.usage.completion_tokens - 1
+        return tokens / seconds if tokens > 0 and seconds > 0 else None
+
+
+def measure(model: str, wanted: Sequence[int] | None, perplexity_tokens: int) -> Report:
+    """Raises OmlxdError. `wanted`: prompt lengths; None: all up to the context. No perplexity of 0 tokens."""
+    with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as folder:
+        flags = ("--model", model, "--paged-ssd-cache-dir", folder, "--hot-cache-write", "through")
+        with own_daemon(*flags) as url:
+            bench = _Bench(url)
+            report, path = bench.report(), bench.folder()
+            most = (report.context_length - ANSWER_TOKENS) * 97 // 100
+            lengths = [n for n in wanted or LENGTHS if n <= most]
+            if wanted is None and (not lengths or most > lengths[-1] * 1.1):
+                lengths.append(most)
+            if not lengths or lengths[0] < SHORTEST:
+                raise DaemonError(f"The context of {model} is {report.context_length} tokens: none fits.")
+            answers = [bench.cold_and_hot(length) for length in lengths]
+            report.cache_bytes = bench.cache_bytes()
+        _say("restarting")
+        with own_daemon(*flags) as url:
+            bench = _Bench(url)
+            report.lengths = [
+                bench.after_restart(length, *answer) for length, answer in zip(lengths, answers, strict=True)
+            ]
+    if perplexity_tokens:
+        report.kv = perplexity(path, perplexity_tokens, "float32" in report.speed)
+    return report
+
+
+class _Bench:
+    """A daemon with the model loaded, and prompts for it."""
+
+    def __init__(self, url: str):
+        self._url = url
+        _say("loading the model")
+        self._model = find_target(url, KEY, None).model
+        self._text = TEXT.read_text()
+        usage = self._ask(self._text[:1500]).usage  # The model is loaded by now, and its kernels are made.
+        self._letters_per_token = 1500 / usage.prompt_tokens
+
+    def report(self) -> Report:
+        status = self._status()
+        return Report(
+            model=status.id,
+            backend=status.backend,
+            speed=status.speed,
+            context_length=status.context_length,
+            kv_bytes_per_token=status.kv_bytes_per_token,
+        )
+
+    def folder(self) -> Path:
+        models = fetch(self._url, KEY, "/omlxd/models", InstalledStatuses).models
+        return Path(next(model.folder or "" for model in models if model.id == self._model))
+
+    def cache_bytes(self) -> int:
+        cold = fetch(self._url, KEY, PATH, DaemonStatus).cold
+        return cold.bytes if cold else 0
+
+    def cold_and_hot(self, length: int) -> tuple[LengthResult, str]:
+        """The result so far, and the cold answer."""
+        _say(f"{length} tokens, cold")
+        result, prompt = LengthResult(), self._prompt(length)
+        try:
+            cold = self._ask(prompt)
+            result.write_s = self._wait_written()
+            hot = self._ask(prompt)
+        except DaemonError as error:
+            result.trouble = error.message
+            return result, ""
+        result.prompt_tokens = cold.usage.prompt_tokens
+        result.cold_s, result.ram_s, result.ram_cached = cold.ttft_s, hot.ttft_s, hot.cached
+        result.prefill_tokens_per_s = (cold.usage.prompt_tokens - cold.cached) / cold.ttft_s
+        result.decode_tokens_per_s = cold.decode_rate
+        result.equal_tokens = hot.text == cold.text
+        return result, cold.text
+
+    def after_restart(self, length: int, result: LengthResult, text: str) -> LengthResult:
+        """`result` with the time from SSD."""
+        if result.trouble:
+            return result
+        _say(f"{length} tokens, from SSD")
+        try:
+            answer = self._ask(self._prompt(length))
+        except DaemonError as error:
+            result.trouble = error.message
+            return result
+        result.ssd_s, result.ssd_cached = answer.ttft_s, answer.cached
+        result.equal_tokens = bool(result.equal_tokens) and answer.text == text
+        return result
+
+    def _prompt(self, length: int) -> str:
+        """About `length` tokens; no two lengths have a first block in common."""
+        letters = int(length * self._letters_per_token)
+        head = f"{length} words and more of a story. "
+        return (head + self._text * (letters // len(self._text) + 1))[:letters]
+
+    def _ask(self, prompt: str) -> _Answer:
+        began, text, ttft, last = time.perf_counter(), "", 0.0, 0.0
+        usage = _Usage(0, 0)
+        body = msgspec.json.encode(_Body(self._model, prompt))
+        with closing(stream(self._url, KEY, "/v1/completions", body, _Chunk)) as chunks:
+            for chunk in chunks:
+                usage = chunk.usage or usage
+                if new := "".join(choice.text for choice in chunk.choices):
+                    text, last = text + new, time.perf_counter() - began
+                    ttft = ttft or last
+        return _Answer(text, ttft or time.perf_counter() - began, last, usage)
+
+    def _wait_written(self) -> float:
+        """Seconds until all blocks are on SSD."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < WRITE_S:
+            status = self._status()
+            if not status.values_age_s and not any(map(status.values.get, _UNWRITTEN)):
+                break
+            time.sleep(0.01)
+        return time.perf_counter() - began
+
+    def _status(self) -> ModelStatus:
+        return next(m for m in fetch(self._url, KEY, PATH, DaemonStatus).models if m.id == self._model)
+
+
+# --------------------------------------------------------------------------- quality
+
+
+def perplexity(folder: Path, tokens: int, float32: bool) -> list[KVResult]:
+    """A row a KV type, by a program of its own: it needs MLX. Raises DaemonError."""
+    _say(f"perplexity of {tokens} tokens")
+    arguments = [str(folder), str(TEXT), str(tokens), str(int(float32))]
+    command = [sys.executable, "-m", "omlxd.engine.perplexity", *arguments]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        return msgspec.json.decode(done.stdout, type=list[KVResult])
+    except msgspec.MsgspecError:
+        last = (done.stderr.strip() or "it gives no reason").splitlines()[-1]
+        raise DaemonError(f"The perplexity can't be measured: {last}") from None
+
+
+# --------------------------------------------------------------------------- what is shown
+
+
+def as_text(report: Report) -> str:
+    head = ("TOKENS", "PREFILL/S", "DECODE/S", "COLD", "RAM", "SPEED-UP", "SSD", "SPEED-UP", "EQUAL", "WRITE")
+    lines = [
+        ", ".join(filter(None, (report.model, report.backend, report.speed)))
+        + f", context {report.context_length} tokens, "
+        f"{human(report.kv_bytes_per_token)} of KV a token, {human(report.cache_bytes)} on SSD in all",
+        "",
+        "Seconds to the first token",
+        *table([head, *(_length_row(result) for result in report.lengths if not result.trouble)]),
+        *(f"{result.prompt_tokens or '-'}: {result.trouble}" for result in report.lengths if result.trouble),
+    ]
+    if report.kv:
+        rows = [_kv_row(row, report.kv[0]) for row in report.kv if not row.trouble]
+        lines += ["", f"Perplexity of {report.kv[0].tokens} tokens"]
+        lines += table([("KV BITS", "PERPLEXITY", "CHANGE", "SAME FIRST CHOICE"), *rows])
+        lines += [f"{row.kv}: {row.trouble}" for row in report.kv if row.trouble]
+    return "\n".join(lines)
+
+
+def _length_row(result: LengthResult) -> tuple[str, ...]:
+    def faster(seconds: float | None) -> str:
+        return f"{result.cold_s / seconds:.1f}" if seconds and result.cold_s else "-"
+
+    return (
+        str(result.prompt_tokens),
+        _number(result.prefill_tokens_per_s, 0),
+        _number(result.decode_tokens_per_s, 1),
+        _number(result.cold_s, 3),
+        _number(result.ram_s, 3),
+        faster(result.ram_s),
+        _number(result.ssd_s, 3),
+        faster(result.ssd_s),
+        "yes" if result.equal_tokens else "NO",
+        _number(result.write_s, 2),
+    )
+
+
+def _kv_row(row: KVResult, plain: KVResult) -> tuple[str, ...]:
+    perplexity, base = row.perplexity or 0.0, plain.perplexity or 1.0
+    return (row.kv, f"{perplexity:.3f}", f"{perplexity / base - 1:+.2%}", f"{row.same_choice or 0:.1%}")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _say(text: str) -> None:
+    print(f"omlxd: {text}", file=sys.stderr, flush=True)

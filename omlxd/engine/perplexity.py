@@ -1,0 +1,27 @@
+"""`python -m omlxd.engine.perplexity FOLDER TEXT TOKENS FLOAT32`: perplexity by KV type, for `omlxd bench`.
+
+Prints a JSON list, a row a KV type: of the first TOKENS tokens of the file TEXT. FLOAT32 1: with weights
+made float32, as the engine has them on a CPU. A program, so that it sets MLX up as an engine does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from . import blas
+from .__main__ import set_backend_defaults, use_own_temporary_folder
+
+
+def main(folder: str, text: str, tokens: str, float32: str) -> None:
+    use_own_temporary_folder()
+    set_backend_defaults()
+    blas.put_first()
+    from .mlx_adapter.perplexity import measure_folder  # It imports MLX.
+
+    print(json.dumps(measure_folder(Path(folder), Path(text).read_text(), int(tokens), float32 == "1")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
