@@ -57,7 +57,7 @@ class Explainer:
     model_path: str
     reuse_off: str = ""
 
-    def explain(self, request: GenerateRequest, reached: int = -1) -> wire.Explanation:
+    def explain_request(self, request: GenerateRequest, reached: int = -1) -> wire.Explanation:
         """`reached`: tokens that were restored when the request ran; -1: look at what is stored now.
 
         Raises OmlxdError for a prompt that can't be rendered.
@@ -277,7 +277,7 @@ def offline(asked: Offline) -> wire.Explanation:
         root=root,
         model_id=info.model_id,
         model_path=info.model_path,
-    ).explain(asked.request)
+    ).explain_request(asked.request)
 
 
 def _is_called(info: NamespaceInfo, name: str) -> bool:

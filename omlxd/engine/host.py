@@ -266,7 +266,7 @@ class EngineHost:
             model_id=self.info.model_id,
             model_path=self._path,
             reuse_off=self.info.kv_reuse,
-        ).explain(request, reached)
+        ).explain_request(request, reached)
 
     def set_budget(self, budget: wire.Budget) -> None:
         """What this engine may hold from now on. Any thread."""
@@ -281,7 +281,7 @@ class EngineHost:
 
     # ----------------------------------------------------------------- figures and the end
 
-    def stats(self) -> dict[str, float]:
+    def engine_stats(self) -> dict[str, float]:
         """Counters and gauges by name; vLLM's names where it has one."""
         values = {
             **metrics_of(self.scheduler, self._load_peak),

@@ -145,13 +145,13 @@ class EngineService:
                 with self._lock:
                     self._sequences[message.id] = None
                 request = message.request
-                self._lane(request.prompt).put(request.session, lambda: self._generate(message))
+                self._lane(request.prompt).put_work(request.session, lambda: self._generate(message))
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Count():
-                self._lane(message.prompt).put(message.session, lambda: self._count(message))
+                self._lane(message.prompt).put_work(message.session, lambda: self._count(message))
             case wire.GetStats():
-                self._stats_lane.put("", lambda: self._stats(message))
+                self._stats_lane.put_work("", lambda: self._stats(message))
             case wire.Explain():
                 # May take seconds: no request waits behind it.
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
@@ -244,7 +244,7 @@ class EngineService:
             self._fail(message.id, error)
 
     def _stats(self, message: wire.GetStats) -> None:
-        values = self._host.result().stats() if self._host.done() else {}
+        values = self._host.result().engine_stats() if self._host.done() else {}
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 

@@ -228,7 +228,7 @@ class _Routes:
         return Response(body, headers={"content-type": content_type})
 
     async def status(self, request: Request) -> Response:
-        return _json(await self._admin.status())
+        return _json(await self._admin.daemon_status())
 
     async def requests(self, request: Request) -> Response:
         return _json(self._explaining.recent())

@@ -106,7 +106,7 @@ class GPUBench(Bench):
             buffers = pool.submit(DirectBuffers, self.layout, capacity, block).result()
             list(pool.map(lambda i: cold.load(keys[i], buffers.pieces(i)), range(len(keys))))
         read = time.perf_counter() - began
-        cache = mlx_adapter.filled_cache(self.model, buffers.take(), self.tokens)
+        cache = mlx_adapter.filled_cache(self.model, buffers.take_arrays(), self.tokens)
         self.next_logits(cache)
         return read, time.perf_counter() - began
 

@@ -57,7 +57,7 @@ def arrays(files: Files, pool: ThreadPoolExecutor) -> dict[str, mx.array]:
     capacity = round_up(len(files.keys) * files.block)
     buffers = pool.submit(DirectBuffers, files.layout, capacity, files.block).result()
     list(pool.map(lambda i: files.tier.load(files.keys[i], buffers.pieces(i)), range(len(files.keys))))
-    taken = buffers.take()
+    taken = buffers.take_arrays()
     mx.eval(taken)
     return taken
 

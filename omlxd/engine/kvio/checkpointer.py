@@ -85,15 +85,15 @@ class Checkpointer:
         position = sequence.kv_length
         lasting = position % self.interval == 0 or position == sequence.divergence * self._block
         if lasting or position >= last_boundary:
-            self._take(sequence, states)
+            self._take_states(sequence, states)
             if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block == position:
                 self._put(sequence, write=lasting)
 
     def at_boundary(self, sequence: Sequence, states: States) -> None:
         """A sequence has reached a block boundary, or is about to end at one: hold its state aside."""
-        self._take(sequence, states)
+        self._take_states(sequence, states)
 
-    def _take(self, sequence: Sequence, states: States) -> None:
+    def _take_states(self, sequence: Sequence, states: States) -> None:
         blocks, rest = divmod(sequence.kv_length, self._block)
         if (
             rest

@@ -47,14 +47,14 @@ class FlushClock:
         self._flusher = flusher
         self._post = post
         self._stop = threading.Event()
-        threading.Thread(target=self._run, name="kv-clock", daemon=True).start()
+        threading.Thread(target=self._tick, name="kv-clock", daemon=True).start()
 
-    def _run(self) -> None:
+    def _tick(self) -> None:
         while not self._stop.wait(TICK_S):
             if self._flusher.has_work:
                 self._post(self._flusher.tick)
 
-    def stop(self) -> None:
+    def stop_clock(self) -> None:
         self._stop.set()
 
 
@@ -106,7 +106,7 @@ class ModelStore:
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
         if self._clock is not None:
-            self._clock.stop()
+            self._clock.stop_clock()
         if self.bridge is not None and not self.bridge.close(deadline_s):
             log.warning("not every block was stored before the deadline")
 

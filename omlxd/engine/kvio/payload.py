@@ -32,7 +32,7 @@ class MLXPayload:
 
 def read_payload(layout: KVLayout, block_size: int, load: Load) -> MLXPayload | None:
     """A payload whose bytes `load` fills in; None if it says False. Any thread."""
-    arrays = transport().read(layout, block_size, load)
+    arrays = transport().read_arrays(layout, block_size, load)
     return None if arrays is None else MLXPayload(arrays)
 
 
@@ -165,7 +165,7 @@ class DirectBuffers:
             pieces += [row[start:stop] for row in rows]
         return pieces
 
-    def put(self, index: int, payload: MLXPayload) -> None:
+    def put_block(self, index: int, payload: MLXPayload) -> None:
         """Copy a hot block to its place.
 
         A tensor at a time by numpy, which lets go of the interpreter meanwhile: copying 576 byte views of
@@ -176,7 +176,7 @@ class DirectBuffers:
             for name, tensor in zip(group.names, typed_view(source), strict=True):
                 typed_view(self.arrays[name])[0, :, at] = tensor
 
-    def take(self) -> dict[str, mx.array]:
+    def take_arrays(self) -> dict[str, mx.array]:
         """The arrays in compute type, by layout name. The landing must not be written to afterwards."""
         self._rows = []
         taken: dict[str, mx.array] = {}

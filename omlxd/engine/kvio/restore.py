@@ -39,22 +39,22 @@ log = logging.getLogger(__name__)
 
 
 class Arrival(Protocol):
-    """Where blocks arrive. `put` and `load` run on I/O threads, an index each; the rest on the engine's."""
+    """Where blocks arrive. `put_block` and `load_block` run on I/O threads, an index each."""
 
-    def put(self, index: int, payload: MLXPayload) -> None:
+    def put_block(self, index: int, payload: MLXPayload) -> None:
         """Block `index` is hot."""
         ...
 
-    def load(self, index: int, load: Load) -> bool:
+    def load_block(self, index: int, load: Load) -> bool:
         """Block `index` is what `load` fills in. False: it could not."""
         ...
 
-    def cache(self, model: Any, blocks: int) -> Cache:
+    def make_cache(self, model: Any, blocks: int) -> Cache:
         """A cache of the first `blocks` blocks; the arrival is over."""
         ...
 
     def payloads(self) -> Sequence[MLXPayload | None]:
-        """What the hot tier may keep of the blocks. Before `cache`."""
+        """What the hot tier may keep of the blocks. Before `make_cache`."""
         ...
 
 
@@ -65,14 +65,14 @@ class DirectArrival:
         self._buffers = DirectBuffers(layout, capacity, block_size)
         self._block = block_size
 
-    def put(self, index: int, payload: MLXPayload) -> None:
-        self._buffers.put(index, payload)
+    def put_block(self, index: int, payload: MLXPayload) -> None:
+        self._buffers.put_block(index, payload)
 
-    def load(self, index: int, load: Load) -> bool:
+    def load_block(self, index: int, load: Load) -> bool:
         return load(self._buffers.pieces(index))
 
-    def cache(self, model: Any, blocks: int) -> Cache:
-        return mlx_adapter.filled_cache(model, self._buffers.take(), blocks * self._block)
+    def make_cache(self, model: Any, blocks: int) -> Cache:
+        return mlx_adapter.filled_cache(model, self._buffers.take_arrays(), blocks * self._block)
 
     def payloads(self) -> Sequence[MLXPayload | None]:
         return ()
@@ -85,14 +85,14 @@ class StagedArrival:
         self._layout, self._capacity, self._block = layout, capacity, block_size
         self._payloads: list[MLXPayload | None] = [None] * blocks
 
-    def put(self, index: int, payload: MLXPayload) -> None:
+    def put_block(self, index: int, payload: MLXPayload) -> None:
         self._payloads[index] = payload
 
-    def load(self, index: int, load: Load) -> bool:
+    def load_block(self, index: int, load: Load) -> bool:
         self._payloads[index] = payload = read_payload(self._layout, self._block, load)
         return payload is not None
 
-    def cache(self, model: Any, blocks: int) -> Cache:
+    def make_cache(self, model: Any, blocks: int) -> Cache:
         cache = mlx_adapter.new_cache(model, self._capacity)
         payloads = [payload for payload in self._payloads[:blocks] if payload is not None]
         self._payloads = []
@@ -167,11 +167,11 @@ class Restore:
         try:
             payload = self._blocks[index].payload
             if isinstance(payload, MLXPayload):
-                arrival.put(index, payload)
+                arrival.put_block(index, payload)
                 self._good[index] = True
             elif not self._sequence.cancelled:
                 key = self._keys[index]
-                self._good[index] = arrival.load(index, lambda views: self._store.load_into(key, views))
+                self._good[index] = arrival.load_block(index, lambda views: self._store.load_into(key, views))
         except Exception:
             log.exception("restore: block %d failed", index)
         finally:
@@ -210,7 +210,7 @@ class Restore:
             sequence.resume_at = 0
         self._store.cut(table, good)
         if arrival is not None and (good or sequence.resume_at):
-            self._take(arrival, good)
+            self._take_arrival(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
         for block, fine in zip(self._blocks, self._good, strict=True):
@@ -220,12 +220,12 @@ class Restore:
             if payload is not None:
                 self._store.promote(block, key.block_hash, payload)
 
-    def _take(self, arrival: Arrival, good: int) -> None:
+    def _take_arrival(self, arrival: Arrival, good: int) -> None:
         """The first `good` blocks, and the state that stands behind them."""
         sequence, states = self._sequence, self._states
         blocks = sequence.resume_at or good
         tokens = blocks * self._block
-        sequence.cache = arrival.cache(self._model, good)
+        sequence.cache = arrival.make_cache(self._model, good)
         sequence.kv_length, sequence.offered = tokens, blocks
         cold = sum(self._cold[:good])
         if states is not None and self._state is not None:

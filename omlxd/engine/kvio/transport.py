@@ -56,7 +56,7 @@ class Transport(Protocol):
         """Byte views of `arrays`, in file order; good until this thread's next call."""
         ...
 
-    def read(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
+    def read_arrays(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
         """New arrays that `load` has filled; None if it says False."""
         ...
 
@@ -80,7 +80,7 @@ class DirectTransport:
     def views(self, arrays: Sequence[mx.array]) -> list[memoryview]:
         return [byte_view(array) for array in arrays]
 
-    def read(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
+    def read_arrays(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
         arrays = tuple(blank_arrays([(g.shape(block_size), g.dtype) for g in layout.groups]))
         return arrays if load(self.views(arrays)) else None
 
@@ -103,7 +103,7 @@ class StagedTransport:
         buffer.fill(mx.concatenate(words) if len(words) > 1 else words[0])
         return buffer.views(sizes)
 
-    def read(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
+    def read_arrays(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
         sizes = [group.nbytes(block_size) for group in layout.groups]
         if not sizes:
             return () if load([]) else None

@@ -18,9 +18,9 @@ class Lane:
         self._changed = threading.Condition()
         self._open = True
         for number in range(threads):
-            threading.Thread(target=self._run, name=f"{name}_{number}", daemon=True).start()
+            threading.Thread(target=self._work, name=f"{name}_{number}", daemon=True).start()
 
-    def put(self, client: Hashable, work: Callable[[], None]) -> None:
+    def put_work(self, client: Hashable, work: Callable[[], None]) -> None:
         with self._changed:
             self._waiting.setdefault(client, deque()).append(work)
             self._changed.notify()
@@ -31,7 +31,7 @@ class Lane:
             self._open = False
             self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while (work := self._next()) is not None:
             try:
                 work()

@@ -95,7 +95,7 @@ class DecodeBatch:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
             mx.async_eval(logits)
-            sampled = self._read(inputs, unread)
+            sampled = self._read_tokens(inputs, unread)
             for row, token in sampled:
                 _advance(row, token)
         else:
@@ -107,7 +107,7 @@ class DecodeBatch:
         for row in self.rows:
             row.kv_length += 1
         if sampled is None:
-            sampled = self._read(inputs, unread)
+            sampled = self._read_tokens(inputs, unread)
         self._logprobs = self._sampler.rows, likelihoods
         return sampled
 
@@ -116,7 +116,7 @@ class DecodeBatch:
         if self._inputs is not None:
             mx.eval(self._inputs)
 
-    def _read(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
+    def _read_tokens(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
         """Wait for the tokens of the step before."""
         if not any(unread):
             return []

@@ -57,7 +57,7 @@ MOST = 256
 
 
 class Bridge:
-    """`take` each line.
+    """`take_line` each line.
 
     quit     set once a `quit` came; `quit_id` is its id
     """
@@ -79,24 +79,24 @@ class Bridge:
 
     async def _report_first(self, loading: Loading) -> None:
         try:
-            self._out.put(_loaded(None, await loading))
+            self._out.put_line(_loaded(None, await loading))
         except OmlxdError as error:
-            self._out.put(failure(None, error))
+            self._out.put_line(failure(None, error))
 
     # ----------------------------------------------------------------- requests
 
-    def take(self, line: bytes | None) -> None:
+    def take_line(self, line: bytes | None) -> None:
         """A line of input; None: it was longer than `LINE_BYTES`. Returns at once."""
         if line is None:
-            self._out.put(failure(None, RequestTooLarge(f"A line has at most {LINE_BYTES} bytes.")))
+            self._out.put_line(failure(None, RequestTooLarge(f"A line has at most {LINE_BYTES} bytes.")))
         elif line.strip():
             try:
-                self._begin(decode_request(line), line)
+                self._begin_request(decode_request(line), line)
             except OmlxdError as error:
                 id = id_of(line)
-                self._out.put(failure(None if id in self._tasks else id, error))
+                self._out.put_line(failure(None if id in self._tasks else id, error))
 
-    def _begin(self, request: AnyRequest, line: bytes) -> None:
+    def _begin_request(self, request: AnyRequest, line: bytes) -> None:
         if request.id in self._tasks:
             raise InvalidRequest(f"id: {request.id!r} is in use; give each request its own", param="id")
         if isinstance(request, Quit):
@@ -133,7 +133,7 @@ class Bridge:
             self._cancelled.discard(request.id)
             self._answers.pop(request.id, None)
             del self._tasks[request.id]  # The id may be used again by whoever has read the last line.
-        self._out.put(last)
+        self._out.put_line(last)
 
     async def _last_line(self, request: AnyRequest, line: bytes, loading: Loading | None) -> Line:
         match request:
@@ -171,7 +171,7 @@ class Bridge:
                     if isinstance(event, Failed):
                         return failure(id, pump.error(event))
                     if (line := line_of(id, event)) is not None:
-                        self._out.put(line)
+                        self._out.put_line(line)
                 await self._out.room()
         finally:
             await pump.close()
@@ -193,7 +193,7 @@ class Bridge:
         return InfoLine(id, __version__, model.state, model.info)
 
     async def _metrics(self, id: Id) -> MetricsLine:
-        status = await self._admin.status()
+        status = await self._admin.daemon_status()
         model = self._slot.loaded
         own = [one for one in status.models if model is not None and one.id == model.model_id]
         return MetricsLine(id, own[0] if own else None, status.cold)
@@ -205,7 +205,7 @@ class Bridge:
         if self._slot.loading is not None:
             await asyncio.wait({self._slot.loading})
 
-    async def finish(self, seconds: float | None = None) -> None:
+    async def finish_answers(self, seconds: float | None = None) -> None:
         """Return once all that was asked is answered, or after `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

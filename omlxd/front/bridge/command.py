@@ -91,22 +91,22 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
     busy = await pool.cold.claim()
     if isinstance(busy, LedgerBusy) and settings.if_cache_busy == "stop" and not stop.is_set():
         print(f"omlxd: {what_to_do(busy)}", file=sys.stderr)
-        out.put(failure(None, Unavailable(what_to_do(busy))))
+        out.put_line(failure(None, Unavailable(what_to_do(busy))))
         await pool.cold.close()
         await out.close(LAST_LINES_S)
         return 1
     bridge = Bridge(settings, pool, out)
     if not stop.is_set():
         pool.start(first=False)
-        out.put(Ready(None, __version__, PROTOCOL))
+        out.put_line(Ready(None, __version__, PROTOCOL))
         if settings.model:
             bridge.load_first()
         await _until_the_end(bridge, LineReader(source, LINE_BYTES), out, stop)
     if out.broken.is_set():
         bridge.drop()
     await pool.close()
-    await bridge.finish(LAST_LINES_S)
-    out.put(Bye(bridge.quit_id))
+    await bridge.finish_answers(LAST_LINES_S)
+    out.put_line(Bye(bridge.quit_id))
     await out.close(LAST_LINES_S)
     if out.trouble is None or isinstance(out.trouble, BrokenPipeError):
         return 0
@@ -118,10 +118,10 @@ async def _until_the_end(bridge: Bridge, lines: LineReader, out: LineWriter, sto
     async def read() -> None:
         async for line in lines:
             await out.room()
-            bridge.take(line)
+            bridge.take_line(line)
             if bridge.quit.is_set():
                 return await bridge.loaded()
-        await bridge.finish()
+        await bridge.finish_answers()
 
     tasks = [asyncio.create_task(work) for work in (read(), out.broken.wait(), stop.wait())]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -66,7 +66,7 @@ class LineReader:
         self._loop = asyncio.get_running_loop()
         self._lines: asyncio.Queue[list[bytes | None]] = asyncio.Queue()
         self._room = threading.Semaphore(AHEAD)
-        threading.Thread(target=self._run, name="stdin", daemon=True).start()
+        threading.Thread(target=self._read_lines, name="stdin", daemon=True).start()
 
     def __aiter__(self) -> LineReader:
         return self
@@ -78,9 +78,9 @@ class LineReader:
             raise StopAsyncIteration
         return lines[0]
 
-    def _run(self) -> None:
+    def _read_lines(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody reads any more.
-            while data := self._read():
+            while data := self._read_bytes():
                 for line in self._splitter.feed(data):
                     self._give([line])
             for line in self._splitter.end():
@@ -91,7 +91,7 @@ class LineReader:
         self._room.acquire()
         self._loop.call_soon_threadsafe(self._lines.put_nowait, lines)
 
-    def _read(self) -> bytes:
+    def _read_bytes(self) -> bytes:
         while True:
             try:
                 return os.read(self._fd, CHUNK)
@@ -102,7 +102,7 @@ class LineReader:
 
 
 class LineWriter:
-    """`put` never waits; `room` waits until what was put is written, but for `HIGH` bytes.
+    """`put_line` never waits; `room` waits until what was put is written, but for `HIGH` bytes.
 
     broken   set once nobody reads any more; what is put then goes nowhere
     trouble  why
@@ -119,9 +119,9 @@ class LineWriter:
         self._ended = asyncio.Event()
         self.broken = asyncio.Event()
         self.trouble: OSError | None = None
-        threading.Thread(target=self._run, name="stdout", daemon=True).start()
+        threading.Thread(target=self._write_lines, name="stdout", daemon=True).start()
 
-    def put(self, line: Line) -> None:
+    def put_line(self, line: Line) -> None:
         data = self._encoder.encode(line) + b"\n"
         self._waiting += len(data)
         if self._waiting > HIGH and not self.broken.is_set():
@@ -137,7 +137,7 @@ class LineWriter:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), seconds)
 
-    def _run(self) -> None:
+    def _write_lines(self) -> None:
         with contextlib.suppress(RuntimeError):
             try:
                 while (data := self._queue.get()) is not None:

@@ -35,7 +35,7 @@ class ModelBook:
     def __init__(self, path: Path):
         self._path = path
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="models.json")
-        self._book = self._read()
+        self._book = self._read_book()
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -67,7 +67,7 @@ class ModelBook:
         self._book.pinned = [*others, model_id] if pinned else others
         self._write()
 
-    def _read(self) -> _Book:
+    def _read_book(self) -> _Book:
         try:
             return msgspec.json.decode(read_small(self._path), type=_Book)
         except FileNotFoundError:

@@ -55,7 +55,7 @@ class EventPump:
         self._unread, self._limit = 0, unread_bytes
         self._arrived = asyncio.Event()
         self._error: OmlxdError | None = None
-        self._task = asyncio.create_task(self._run())
+        self._task = asyncio.create_task(self._read_events())
 
     async def next(self, timeout: float | None) -> list[Event]:
         """What has arrived, one event to `BATCH`; [] after `timeout` seconds without any."""
@@ -83,7 +83,7 @@ class EventPump:
         # Here and not in the task: one that is cancelled before its first step runs no `finally`.
         await self._events.aclose()
 
-    async def _run(self) -> None:
+    async def _read_events(self) -> None:
         try:
             async for event in self._events:
                 self._put(event)
@@ -91,16 +91,16 @@ class EventPump:
                     return
                 if self._unread > self._limit:
                     await self._events.aclose()
-                    self._fail(InvalidRequest("The client reads too slowly; the answer was ended."))
+                    self._end_with(InvalidRequest("The client reads too slowly; the answer was ended."))
                     return
-            self._fail(Unavailable("The engine stopped in the middle of the answer; try again."))
+            self._end_with(Unavailable("The engine stopped in the middle of the answer; try again."))
         except OmlxdError as error:
-            self._fail(error)
+            self._end_with(error)
         except Exception:
             log.exception("reading events failed unexpectedly")
-            self._fail(OmlxdError("Something went wrong inside omlxd; its log has the details."))
+            self._end_with(OmlxdError("Something went wrong inside omlxd; its log has the details."))
 
-    def _fail(self, error: OmlxdError) -> None:
+    def _end_with(self, error: OmlxdError) -> None:
         self._error = error
         self._put(error.as_event())
 

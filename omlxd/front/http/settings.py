@@ -36,7 +36,7 @@ class KeyRing:
         self._had_keys = False
         if path is not None:
             self._seen = _signature(path)
-            self._take(read_keys(path))
+            self._use_keys(read_keys(path))
 
     @property
     def required(self) -> bool:
@@ -65,7 +65,7 @@ class KeyRing:
                     right_name = name
         return right_name
 
-    def _take(self, keys: tuple[Key, ...]) -> None:
+    def _use_keys(self, keys: tuple[Key, ...]) -> None:
         self._keys = keys
         self._had_keys = self._had_keys or bool(keys)
 
@@ -74,7 +74,7 @@ class KeyRing:
             return
         self._seen = signature
         try:
-            self._take(read_keys(self._path))
+            self._use_keys(read_keys(self._path))
         except ConfigError as error:
             log.error("%s The keys stay as they were.", error.message)
         else:

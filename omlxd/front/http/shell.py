@@ -85,12 +85,12 @@ class Shell:
         versioned = any(name == b"anthropic-version" for name, _ in scope["headers"])
         answer = _Answer(send, trace, protocol_of(scope["path"], versioned))
         try:
-            await self._run(scope, body, answer, trace)
+            await self._answer(scope, body, answer, trace)
         finally:
             body.release()
             trace.write()
 
-    async def _run(self, scope: Scope, body: _Body, answer: _Answer, trace: RequestTrace) -> None:
+    async def _answer(self, scope: Scope, body: _Body, answer: _Answer, trace: RequestTrace) -> None:
         try:
             body.check_announced(scope)
             await self._app(scope, body.receive, answer.send)

@@ -27,7 +27,7 @@ class Admin:
         self._engine_metrics = metrics
         self._started, self._clock = time.time(), time.monotonic()
 
-    async def status(self) -> DaemonStatus:
+    async def daemon_status(self) -> DaemonStatus:
         by_model = {each.model_id: each for each in await self._engine_metrics.read()}
         ledger = self._engines.cold_stats()
         return DaemonStatus(

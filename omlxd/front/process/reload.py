@@ -67,14 +67,14 @@ class Reloader:
         self._notify.reloading()
         self._logs.reopen()
         try:
-            self._take(self._read())
+            self._apply(self._read())
         except ConfigError as error:
             log.error("the configuration was not read again, all stays as it was: %s", error.message)
         except Exception:
             log.exception("the configuration was not read again, all stays as it was")
         self._notify.ready()
 
-    def _take(self, new: Settings) -> None:
+    def _apply(self, new: Settings) -> None:
         old = self.settings
         if not self._loopback and old.api_key and not new.api_key and not self._keys.has_file_keys:
             raise ConfigError("without a key, other machines could use this daemon.")

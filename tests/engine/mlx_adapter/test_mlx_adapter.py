@@ -120,7 +120,7 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
     assert [b.nbytes for b in blocks] == [layout.nbytes(16)] * 2
     joined = join_blocks(layout, blocks)
     buffers = DirectBuffers(layout, 64, 16)
-    buffers.put(0, blocks[0])
+    buffers.put_block(0, blocks[0])
     stored = [bytes(view) for view in blocks[1].buffers()]
 
     def load(views: list[memoryview]) -> bool:
@@ -131,8 +131,8 @@ def test_blocks_survive_every_way_in_and_out(dtype: str):
     twin = read_payload(layout, 16, load)
     assert twin is not None and read_payload(layout, 16, lambda views: False) is None
     assert b"".join(buffers.pieces(0)) == b"".join(blocks[0].buffers())
-    buffers.put(1, twin)
-    landed = buffers.take()
+    buffers.put_block(1, twin)
+    landed = buffers.take_arrays()
     for name, tensor in tensors.items():
         assert mx.array_equal(joined[name], tensor[:, :, 16:]).item()
         assert landed[name].dtype == compute

@@ -173,12 +173,12 @@ def test_a_lane_serves_clients_by_turns():
     lane = Lane("test", 1)
     order: list[str] = []
     go, over = threading.Event(), threading.Event()
-    lane.put("a", lambda: go.wait(60) and None)
+    lane.put_work("a", lambda: go.wait(60) and None)
     for number in range(3):
-        lane.put("a", lambda number=number: order.append(f"a{number}"))
-    lane.put("b", lambda: order.append("b0"))
-    lane.put("c", lambda: order.append("c0"))
-    lane.put("a", over.set)
+        lane.put_work("a", lambda number=number: order.append(f"a{number}"))
+    lane.put_work("b", lambda: order.append("b0"))
+    lane.put_work("c", lambda: order.append("c0"))
+    lane.put_work("a", over.set)
     go.set()
     assert over.wait(60)
     assert order.index("b0") <= 1 and order.index("c0") <= 2
@@ -192,7 +192,7 @@ def test_work_that_fails_does_not_end_a_lane():
     def fail() -> None:
         raise BaseException("a panic")
 
-    lane.put("", fail)
-    lane.put("", over.set)
+    lane.put_work("", fail)
+    lane.put_work("", over.set)
     assert over.wait(60)
     lane.close()

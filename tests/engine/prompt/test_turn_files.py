@@ -126,7 +126,7 @@ def test_nothing_is_written_where_no_writer_takes_it(tmp_path: Path):
 def test_without_an_ssd_tier_there_are_no_records(tmp_path: Path):
     host = Host(build_family("qwen3", tmp_path))
     try:
-        figures = host.engine.stats()
+        figures = host.engine.engine_stats()
     finally:
         host.close()
     assert "prompt_turns_healed_total" in figures

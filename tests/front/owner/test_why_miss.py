@@ -86,7 +86,9 @@ class Files:
         return hashes
 
     def why(self, tokens: list[int], reached: int = -1) -> Explanation:
-        return self.explainer.explain(GenerateRequest(prompt=RawPrompt(tokens=tuple(tokens))), reached)
+        return self.explainer.explain_request(
+            GenerateRequest(prompt=RawPrompt(tokens=tuple(tokens))), reached
+        )
 
 
 def test_nothing_missed_and_nothing_stored(tmp_path: Path):
