@@ -79,6 +79,7 @@ class _Answer:
             self._request.response,
             id=self._id,
             created_at=self._created,
+            model=self._request.model,
             output=list(self._output),
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
