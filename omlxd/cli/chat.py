@@ -6,6 +6,7 @@ The running daemon answers. If there is none, the command starts one and ends it
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import re
 import sys
@@ -17,6 +18,8 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ..config import load_settings
+from ..models.offer import offer_default_model
 from .daemon_client import DaemonError, NoDaemon, address, fetch, stream
 from .launch import LaunchError, Models, Target, find_target
 from .own_daemon import own_daemon
@@ -321,6 +324,8 @@ def daemon(url: str | None, model: str | None) -> Generator[Target]:
         yield target
         return
     print("omlxd: no daemon runs; starting one for this chat", file=sys.stderr)
+    # The daemon's own offer would reach nobody.
+    asyncio.run(offer_default_model(load_settings({"model": model} if model else {})))
     with own_daemon(*(["--model", model] if model else [])) as own:
         yield find_target(own, key, None)
 

@@ -224,3 +224,15 @@ def test_a_daemon_that_is_killed_in_an_answer(start):  # noqa: F811
     _, said = asking.communicate(timeout=PATIENCE_S)
     assert asking.returncode == 1
     assert said == f"omlxd: The daemon at {daemon.url} ended in the middle of its answer; see its log.\n"
+
+
+def test_without_the_default_model_it_is_offered(tmp_path: Path):
+    engine = shlex.join([sys.executable, str(STUB), "--notes", str(tmp_path)])
+    more = {"OMLXD_PORT": str(free_port()), "OMLXD_ENGINE_COMMAND": engine}
+    screen = Pty(tmp_path, CHAT, variables(tmp_path, **more))
+    wait_for(screen, r"omlxd: fetch \S+ \(.*\) as the default model\? \[Y/n\]$")
+    say(screen, "n", r"serving omlxd-demo, whose words are random; (.|\n)*context 1000 tokens(.|\n)*\n>$")
+    screen.press("C-d")
+    wait_for(screen, "status=0")
+    print(screen.screen())
+    screen.close()

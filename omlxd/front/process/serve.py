@@ -25,9 +25,9 @@ from ...config import Settings
 from ...config.keys import keys_path
 from ...errors import ConfigError, ModelError
 from ...models.catalog import default_model
+from ...models.offer import offer_default_model
 from ...models.resolve import check_folder
 from ..http.settings import KeyRing
-from .default_model import offer_default_model
 from .logs import Logs
 from .notify import Notifier
 from .own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do

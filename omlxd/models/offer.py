@@ -1,14 +1,16 @@
-"""The default model is fetched before the daemon first serves without `--model`, if the owner agrees."""
+"""The default model is fetched before it is first served, by `omlxd serve` or for `omlxd chat`, if the owner
+agrees.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from ...config import Settings
-from ...errors import ModelError
-from ...models.catalog import looks_like_model
-from ...models.resolve import DEFAULT_ID, DEMO_ID, default_folder, fetch_default_model
+from ..config import Settings
+from ..errors import ModelError
+from .catalog import looks_like_model
+from .resolve import DEFAULT_ID, DEMO_ID, default_folder, fetch_default_model
 
 AGREED = "OMLXD_FETCH_MODEL"
 """Variable that tools/bootstrap.py sets: its user asked for all that a first start needs."""
