@@ -16,8 +16,8 @@ from gguf_files import Type, write_gguf
 from omlxd.api.errors import message_of
 from omlxd.config import Settings, load_settings
 from omlxd.errors import ModelError, PromptTooLong
-from omlxd.front.process import default_model
 from omlxd.models import catalog, smollm
+from omlxd.models import offer as default_model
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID
 
 
