@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable
@@ -30,6 +31,10 @@ class JsonCalls:
     def head(self, name: str) -> str:
         """The text before a call's arguments, without the section."""
         return self.before + (json.dumps(name, ensure_ascii=False) if self.quoted else name) + self.between
+
+    def named_head(self, name: str) -> str:
+        """The beginning of `head` that tells the name from longer ones."""
+        return self.head(name).removesuffix(self.between[1:])
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +76,10 @@ class TagCalls:
     def head(self, name: str) -> str:
         """The text before a call's first parameter, without the section."""
         return self.before + (attribute(name) if self.typed else name) + self.named
+
+    def named_head(self, name: str) -> str:
+        """The beginning of a call that tells the name from longer ones."""
+        return self.head(name) + ("" if self.named else self.key)
 
 
 @dataclass(slots=True, frozen=True)
@@ -170,6 +179,8 @@ class ValueCalls:
     def head(self, name: str) -> str:
         """The text before a call's first argument, without the section."""
         return self.before + name + self.opens
+
+    named_head = head
 
 
 MAX_HEAD = 2000
@@ -330,22 +341,31 @@ def unreadable(call_format: CallFormat, name: str, tool: bool) -> bool:
     return False
 
 
-def called_tool(tag: str, text: str, names: Iterable[str]) -> str | None:
-    """Return the tool of the call that begins with `tag` and `text`, in any format and with any space.
+def begun_call(tag: str, text: str, names: Iterable[str]) -> tuple[str, str] | None:
+    """Return (tool, arguments so far) of the call that begins with `tag` and `text`, in any format.
 
-    "": the beginning of a call, before its arguments. None: it is no call of these tools.
+    The tool is "" where its name is cut off; arguments are "" unless they are JSON. None: no call of these.
     """
-    tag, text = ("".join(part[:MAX_HEAD].split()) for part in (tag, tag + text))
+    written = tag + text
+    tag, text = ("".join(part[:MAX_HEAD].split()) for part in (tag, written))
     begins = text == tag
     for row in CALL_FORMATS.values():
         for name in names:
-            bare = row.key if isinstance(row, TagCalls) and not row.named else ""
-            head = "".join((row.section + row.head(name) + bare).split())
+            head = "".join((row.section + row.named_head(name)).split())
             head = head[max(head.find(tag), 0) :]
             if text.startswith(head):
-                return name
+                if not isinstance(row, JsonCalls):
+                    return name, ""
+                arguments = written[_end_of(head, written) :].partition("{")
+                return name, "".join(arguments[1:]).partition(row.after or "\0")[0]
             begins = begins or head.startswith(text)
-    return "" if begins else None
+    return ("", "") if begins else None
+
+
+def _end_of(head: str, text: str) -> int:
+    """Where `head`, which has no space, ends in `text`."""
+    letters = (at for at, letter in enumerate(text, 1) if not letter.isspace())
+    return next(itertools.islice(letters, len(head) - 1, None), len(text))
 
 
 def attribute(text: str) -> str:

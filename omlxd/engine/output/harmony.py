@@ -25,6 +25,7 @@ from .splitter import Sink, Splitter, State, Tags
 from .tool_calls import NAME, json_text, loads
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
+_NAMED = '{"name": '
 _MAX_HEADER = 300
 """Letters of a header; what is longer, or has two lines, is none."""
 _NAME = re.compile(r"\s*(analysis|commentary|final)")
@@ -137,7 +138,7 @@ class HarmonySplitter:
             self._begin(State.ANSWER)
         elif self._calls and NAME.fullmatch(function):
             self._state, self._body = State.CALL, []
-            self._head = f'{{"name": {json_text(function)}, "arguments": '
+            self._head = f'{_NAMED}{json_text(function)}, "arguments": '
             self._sink.call_begins()
             self._sink.call_text(self._head)
         else:
@@ -192,7 +193,7 @@ class HarmonySplitter:
             self._sink.call_text(rest)
             done = self._sink.call(self._head + arguments + "}")
         else:
-            done = self._sink.call_breaks(self._head, body, ended)
+            done = self._sink.call_breaks(_NAMED, self._head.removeprefix(_NAMED) + body, ended)
         if done:
             self._shown.clear()
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import chat
-from ..constrain.call_formats import CODER, HERMES, called_tool, opening_of
+from ..constrain.call_formats import CODER, HERMES, begun_call, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
 from .call_writers import LiveCall
@@ -22,7 +22,7 @@ from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
 from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Sink, Splitter, State, Tags
-from .tool_calls import ToolCallReader
+from .tool_calls import ToolCallReader, valid_object
 
 _HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
 _BARE_FUNCTION = CallTags(*CODER.inner, in_text=True)
@@ -222,13 +222,14 @@ class _EventSink(Sink):
 
     def _cut_unsent(self, tag: str, text: str) -> bool:
         """Report a call that was cut off before any of it was sent; False: `text` begins no call."""
-        name = self._live.name or called_tool(tag, text, self._reader.names)
-        if name is None:
+        live = (self._live.name, self._live.cut()) if self._live.name else None
+        if (begun := live or begun_call(tag, text, self._reader.names)) is None:
             return False
         self.boundary()
+        name, arguments = begun
         if name:
             self._called = True
-            self._events.append(chat.ToolCallCut(_new_id(), name, self._live.cut(), "{}"))
+            self._events.append(chat.ToolCallCut(_new_id(), name, arguments, valid_object(arguments)))
         return True
 
     def call(self, text: str) -> bool:

@@ -145,6 +145,14 @@ def loads(text: str) -> Any:
     return _decoder.decode(whole_escapes(text))
 
 
+def valid_object(text: str) -> str:
+    """Return `text` if it is a JSON object, else an empty one."""
+    try:
+        return text if isinstance(loads(text), dict) else "{}"
+    except (ValueError, RecursionError):
+        return "{}"
+
+
 def _finite(text: str) -> float:
     return max(-sys.float_info.max, min(float(text), sys.float_info.max))
 

@@ -62,3 +62,13 @@ def test_what_is_meant_is_called(tokenizer, name, text, wanted):
         parser = OutputParser(spelled(tokenizer, name), tools=(READ, STOP))
         events = [event for piece in pieces for event in parser.add_text(piece)] + parser.finish("stop")
         assert merged(events) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "valid"), [('{"path": "x', "{}"), ('{"path": "x"}', '{"path": "x"}'), ("", "{}")]
+)
+def test_a_json_call_that_is_cut_off_keeps_its_arguments(tokenizer, arguments, valid):
+    begun = f"<|tool_call_begin|>functions.Read:3<|tool_call_argument_begin|>{arguments}"
+    parser = OutputParser(spelled(tokenizer, "kimi_k2"), tools=(READ, STOP))
+    events = parser.add_text(f"Hm. <|tool_calls_section_begin|>{begun}") + parser.finish("length")
+    assert merged(events) == [("text", "Hm."), ("cut", "Read", arguments, valid)]
