@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from .. import wire
 from ..chat import GenerateRequest
 from ..errors import OmlxdError
 from ..kv.checkpoint import checkpoint_name
-from ..kv.files.children import Child, children, shared
+from ..kv.files.children import Child, children
 from ..kv.files.namespace import NamespaceInfo, read_namespace
 from ..kv.files.paths import block_path, is_namespace_dir, namespace_dir
 from ..kv.hashing import BlockHash, chain_root, hash_blocks
@@ -156,10 +157,10 @@ class Explainer:
         own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
 
         def nearness(child: Child) -> tuple[int, float]:
-            return shared(child.tokens, own), child.used
+            return _shared(child.tokens, own), child.used
 
         nearest = max(others, key=nearness)
-        common = shared(nearest.tokens, own)
+        common = _shared(nearest.tokens, own)
         position = at * self.block_size + common
         return msgspec.structs.replace(
             explanation,
@@ -301,6 +302,11 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """Tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 if __name__ == "__main__":

@@ -124,15 +124,13 @@ class Checkpoints:
             pool.cache(own[0], name, payload)
         block = pool.get_cached_block(name)
         flusher = self._store.flusher
-        if write and flusher is not None and self._files is not None and self._lacks_file(name):
+        lacks_file = not self._may_load(name) or self._store.distrusts(name)
+        if write and flusher is not None and self._files is not None and lacks_file:
             key, tier = self._key(block_hash, position), self._files.at(position)
             hot = block is not None and block.payload is not None
             kept = cast(WritablePayload, block.payload) if block is not None and hot else payload
             flusher.offer(key, kept, block if hot else None, tier, tokens=position)
         pool.free(own)
-
-    def _lacks_file(self, name: BlockHash) -> bool:
-        return not self._may_load(name) or self._store.distrusts(name)
 
     def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
         """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""

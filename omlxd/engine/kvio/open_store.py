@@ -148,7 +148,7 @@ class ModelStore:
                 facts_digest=self.namespace.hex(),
                 facts=self._facts,
             )
-            describe_namespace(Path(load.cache.cold_dir), info)
+            describe_namespace(Path(load.cache.cold_dir), info, self._fs)
 
     def _build(self, lease: Lease, post: Post) -> KVBridge:
         loaded, settings = self._loaded, self._settings

@@ -7,13 +7,11 @@ Methods do I/O on the calling thread and may run on any number of threads at onc
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..files.block_file import BlockFileError, BlockFormat, BlockKey
-from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place
+from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place, touch_in_order
 from ..files.paths import block_path, disk_bytes
 from ..hashing import BlockHash
 
@@ -68,8 +66,4 @@ class ColdTier:
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make files the most recently used, the last one the most: pass leaves first."""
-        now = time.time_ns() - len(hashes) * 1000
-        for index, block_hash in enumerate(hashes):
-            # A microsecond apart, so that the order survives file systems of coarser clocks than ns.
-            with contextlib.suppress(OSError):
-                self._fs.touch(self._full(block_hash), now + index * 1000)
+        touch_in_order(self._fs, [self._full(block_hash) for block_hash in hashes])

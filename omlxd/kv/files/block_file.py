@@ -118,10 +118,10 @@ class BlockFormat:
     # ----------------------------------------------------------------- writing and reading
 
     def write(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
-        """Write header and payload. Raises OSError; a short write counts as one."""
+        """Write header and payload. Raises OSError, for a payload of another size too."""
         header = memoryview(self.header(key, digest_of(buffers)))
         if write_all(fs, fd, [header, *buffers]) != self.file_bytes:
-            raise OSError("short write")
+            raise OSError("the payload has another size")
 
     def read(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Read the payload into `buffers` (byte views, in file order) and check all of it.

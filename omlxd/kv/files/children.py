@@ -105,13 +105,3 @@ def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:
         tokens = [int(token) for token in claims.tokens.split(",")]
         child = Child(bytes.fromhex(claims.hash), tokens, facts.st_mtime)
         return bytes.fromhex(claims.parent), child
-
-
-def shared(one: list[int], other: list[int]) -> int:
-    """Tokens that both begin with."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

@@ -11,6 +11,7 @@ import errno
 import itertools
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -123,8 +124,20 @@ def read_all(fs: FileSystem, fd: int, buffers: Sequence[memoryview], offset: int
 
 
 def write_all(fs: FileSystem, fd: int, buffers: Sequence[memoryview]) -> int:
-    """Write every byte of `buffers`. Returns bytes written; fewer only where a write wrote nothing."""
-    return _all(lambda part, done: fs.writev(fd, part), buffers)
+    """Write every byte of `buffers`; returns how many. Raises OSError, also where a write writes nothing."""
+    done = _all(lambda part, done: fs.writev(fd, part), buffers)
+    if done != sum(map(len, buffers)):
+        raise OSError("short write")
+    return done
+
+
+def touch_in_order(fs: FileSystem, paths: Sequence[str]) -> None:
+    """Make files the most recently used, the last one the most. Raises nothing."""
+    now = time.time_ns() - len(paths) * 1000
+    for index, path in enumerate(paths):
+        # A microsecond apart, so that the order survives file systems of coarser clocks than ns.
+        with contextlib.suppress(OSError):
+            fs.touch(path, now + index * 1000)
 
 
 def _all(transfer: Callable[[Sequence[memoryview], int], int], buffers: Sequence[memoryview]) -> int:
@@ -192,12 +205,13 @@ class TempLeft(OSError):
     """A store failed and its temporary file can't be removed either: it still takes its space."""
 
 
-def put_in_place(fs: FileSystem, target: str, write: Callable[[int], None]) -> None:
+def put_in_place(fs: FileSystem, target: str, write: Callable[[int], object], temp: str = "") -> None:
     """Make the file `target`, and its folder, of what `write(fd)` writes: all of it or nothing.
 
     An old file is replaced. Nothing is synced. Raises OSError, leaving nothing behind, or else TempLeft.
+    `temp`: another name than the usual for the unfinished file.
     """
-    temp = f"{target}.{os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
+    temp = temp or f"{target}.{os.getpid()}-{next(_numbers)}{TEMP_SUFFIX}"
     try:
         fd = fs.open_new(temp)
     except FileNotFoundError:

@@ -25,7 +25,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from ...common.files import read_small, write_atomic
+from ...common.files import read_small
+from .fs import FileSystem, put_in_place, write_all
 from .paths import NAMESPACE_HEX
 
 FILE_NAME = "namespace.json"
@@ -50,7 +51,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     created: float = 0.0
 
 
-def describe_namespace(root: Path, info: NamespaceInfo) -> None:
+def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
     """Write the description of a namespace under cache dir `root`, all of it or nothing. Raises no OSError.
 
     The time of the first description stays; one that would say the same is not written again.
@@ -59,9 +60,9 @@ def describe_namespace(root: Path, info: NamespaceInfo) -> None:
     old = read_namespace(root, folder.name)
     data = msgspec.json.encode(replace(info, created=old.created if old else time.time()))
     if old is None or data != msgspec.json.encode(old):
+        text = memoryview(msgspec.json.format(data))
         with contextlib.suppress(OSError):
-            folder.mkdir(exist_ok=True, mode=0o700)
-            write_atomic(folder / FILE_NAME, msgspec.json.format(data))
+            put_in_place(fs, str(folder / FILE_NAME), lambda fd: write_all(fs, fd, [text]))
 
 
 def read_namespace(root: Path, folder: str) -> NamespaceInfo | None:

@@ -12,8 +12,6 @@ namespace; one that nobody has used for `MOST_AGE_S` goes when the ledger takes 
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +19,7 @@ import xxhash
 
 from ..hashing import BlockHash
 from .block_file import BlockKey
-from .fs import FileSystem, PosixFileSystem, put_in_place, read_all, read_in_place, write_all
+from .fs import FileSystem, PosixFileSystem, put_in_place, read_all, read_in_place, touch_in_order, write_all
 from .paths import disk_bytes, record_path
 
 FORMAT = b"omlxd-record-1\0\0"
@@ -69,10 +67,7 @@ class RecordFiles:
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Make records the most recently used, the last one the most."""
-        now = time.time_ns() - len(names) * 1000
-        for index, name in enumerate(names):
-            with contextlib.suppress(OSError):
-                self.fs.touch(self.full(name), now + index * 1000)
+        touch_in_order(self.fs, [self.full(name) for name in names])
 
     def record(self, name: BlockHash, payload: bytes) -> Record:
         return Record(self, name, payload)
@@ -109,12 +104,7 @@ class Record:
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Put it in place. Raises OSError as `put_in_place` does."""
         fs = self._files.fs
-
-        def write(fd: int) -> None:
-            if write_all(fs, fd, buffers) != len(self._data):
-                raise OSError("short write")
-
-        put_in_place(fs, self._files.full(key.block_hash), write)
+        put_in_place(fs, self._files.full(key.block_hash), lambda fd: write_all(fs, fd, buffers))
 
 
 def checked(fs: FileSystem, fd: int, name: BlockHash) -> bytes:

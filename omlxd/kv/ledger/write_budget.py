@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from ..files.fs import FileSystem, PosixFileSystem, read_all, write_all
-from ..files.paths import TEMP_SUFFIX, WRITES_NAME
+from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_all, write_all
+from ..files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class WriteBudget:
     ):
         self.limit = limit
         self._path = str(root / WRITES_NAME)
-        self._fs: FileSystem = fs or PosixFileSystem()
+        self._fs: FileSystem = fs or PosixFileSystem(str(root / LOCK_NAME))
         self._today = today
         self._day = ""
         self._spent = 0
@@ -141,21 +140,16 @@ class WriteBudget:
         return msgspec.json.decode(buffer[:size], type=_Day)
 
     def _save(self, nbytes: int) -> None:
-        """Whole or not at all, and for certain: it is small and seldom, so it can be synced."""
-        data = msgspec.json.encode(_Day(self._day, nbytes))
-        temp = self._path + TEMP_SUFFIX
+        """Replace the file, and sync it: it is small and seldom written."""
+        data = memoryview(msgspec.json.encode(_Day(self._day, nbytes)))
+
+        def write(fd: int) -> None:
+            write_all(self._fs, fd, [data])
+            self._fs.sync(fd)
+
         try:
-            fd = self._fs.open_new(temp)
-            try:
-                if write_all(self._fs, fd, [memoryview(data)]) != len(data):
-                    raise OSError(0, "a short write", temp)
-                self._fs.sync(fd)
-            finally:
-                self._fs.close(fd)
-            self._fs.rename(temp, self._path)
+            put_in_place(self._fs, self._path, write, self._path + TEMP_SUFFIX)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._fs.unlink(temp)
-            log.debug("SSD cache: %s can't be written: %s", self._path, os.strerror(error.errno or 0))
+            log.debug("SSD cache: %s can't be written: %s", self._path, error)
             return
         self._saved = nbytes

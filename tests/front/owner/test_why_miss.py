@@ -25,6 +25,7 @@ from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
 from omlxd.kv.files.children import children
+from omlxd.kv.files.fs import PosixFileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
@@ -57,6 +58,7 @@ class Files:
                 facts=facts,
                 facts_digest=self.namespace.hex(),
             ),
+            PosixFileSystem(),
         )
         self.explainer = Explainer(
             tokens_of=lambda request: list(request.prompt.tokens),

@@ -118,11 +118,11 @@ def test_a_folder_that_is_away_pauses_the_writer_with_one_line(tmp_path, caplog)
     (tmp_path / "here").touch()
     rig = Rig(tmp_path, fs=PosixFileSystem(str(tmp_path / "here")))
     rig.serve(KEYS[:1])
-    (tmp_path / "here").unlink()
+    (tmp_path / "here").rename(tmp_path / "away")
     rig.serve(KEYS)
     assert (rig.writer.stats.written, rig.writer.stats.failed, rig.writer.stats.refused) == (1, 1, 4)
     assert [r.message.split(":")[0] for r in caplog.records] == ["cold tier off"]
-    (tmp_path / "here").touch()
+    (tmp_path / "away").rename(tmp_path / "here")
     rig.writer.resume()
     rig.serve([lone_key(50)])
     assert rig.writer.health.is_on and rig.writer.stats.written == 2
