@@ -251,7 +251,8 @@ def _import(args: argparse.Namespace) -> int:
         if model.format == "mlx":  # MLX reads it where it is.
             folder = Path(model.path)
         else:
-            name = re.sub(r"[^\w.-]+", "-", model.name.rpartition("/")[2]).lstrip(".-")
+            last = model.name.rpartition("/")[2].removesuffix(":latest")
+            name = re.sub(r"[^\w.-]+", "-", last).lstrip(".-")
             folder = asyncio.run(import_gguf(model.path, base_path, name or "imported"))
     made = {"id": folder.name, "folder": str(folder)}
     serve = f"omlxd serve --model {shlex.quote(str(folder))}"

@@ -73,7 +73,7 @@ def test_each_store_is_listed_and_imported_by_name(tmp_path: Path, gguf_file: Pa
     assert all(row.endswith(f"omlxd models import {name}") for name, row in rows.items())
 
     imported = run(tmp_path, "import", "tiny")
-    folder = tmp_path / ".omlxd/models/tiny-latest"
+    folder = tmp_path / ".omlxd/models/tiny"
     assert imported.returncode == 0, imported.stderr
     assert imported.stdout == f"{folder}\n\nomlxd serve --model {folder}\n"
     assert (folder / "model.safetensors").is_file()
