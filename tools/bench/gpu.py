@@ -1,7 +1,7 @@
 """What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
 
     python -m tools.bench.gpu [--shape qwen3-8b] [--tokens 16384] [--dir DIR] [--blocks 64,256]
-        [--only restore,harvest,hit,decode,uneven,capacity,prefill,same]
+        [--only restore,harvest,hit,decode,uneven,attention,capacity,prefill,same]
 
 Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
 from one process and one run; medians where a thing is cheap to repeat. GB are 10⁹ bytes.
@@ -29,6 +29,7 @@ from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
+from omlxd.engine.mlx_adapter.attention import Kernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
@@ -40,6 +41,9 @@ from tools.bench.ledger_lease import LedgerLease
 from tools.bench.shapes import SHAPES
 
 THREADS = (1, 4, 8, 16)
+
+BYTES_S = 3.35e12
+"""What an H100's memory gives, for the limits."""
 
 
 def repeat(call: Callable[[], object], times: int) -> None:
@@ -273,6 +277,54 @@ class GPUBench(Bench):
             else:
                 row(contexts, count, *rates, theirs, rates[0] / theirs)
 
+    def attention(self) -> None:
+        """One layer's attention of one new token a row: omlxd's kernel, MLX's own, and the bytes read."""
+        print("\n## Attention of one token a row, ms\n")
+        spans = (128, 256, 512, 1024)
+        row(
+            "rows",
+            "no mask",
+            "mask",
+            *(f"kernel, span {span}" for span in spans),
+            "largest difference",
+            "limit",
+        )
+        row(*["---"] * (len(spans) + 5))
+        heads, kv_heads, width = 32, 8, 128
+        own, scale = mx.fast.scaled_dot_product_attention, width**-0.5
+        for lengths in (
+            [16000, 17500, 19000, 20500],
+            [2000, 8000, 16000, 32000],
+            [32000] * 8,
+            [500 + 37 * i for i in range(32)],
+            *([n] for n in (16000, 2000, 500, 100)),
+        ):
+            rows, end = len(lengths), mlx_adapter.round_up(max(lengths))
+            shape = (rows, kv_heads, end, width)
+            queries, keys, values = (
+                mx.random.normal(size, key=mx.random.key(seed)).astype(mx.bfloat16)
+                for seed, size in enumerate([(rows, heads, 1, width), shape, shape])
+            )
+            starts = mx.array([end - length for length in lengths], mx.int32)
+            mask = (mx.arange(end)[None] >= starts[:, None])[:, None, None]
+            want = own(queries, keys, values, scale=scale, mask=mask).astype(mx.float32)
+            mx.eval(queries, keys, values, starts, mask, want)
+
+            def ms(attend: Callable[[], mx.array]) -> float:
+                repeat(lambda: mx.eval(attend()), 2)
+                return timed(lambda: mx.eval([attend() for _ in range(30)])) / 30 * 1e3
+
+            cells = [ms(lambda: own(queries, keys, values, scale=scale))]  # noqa: B023
+            cells.append(ms(lambda: own(queries, keys, values, scale=scale, mask=mask)))  # noqa: B023
+            far = 0.0
+            for span in spans:
+                kernel = Kernel(width, heads // kv_heads, mx.bfloat16, span)
+                attend = lambda: kernel(queries, keys, values, starts, end, scale)  # noqa: B023, E731
+                cells.append(ms(attend))
+                far = max(far, cast(float, mx.abs(attend().astype(mx.float32) - want).max().item()))
+            at_limit = sum(lengths) * 4 * kv_heads * width / BYTES_S * 1e3
+            row(f"{rows}: {lengths[0]} to {lengths[-1]}", *cells, f"{far:.4f}", at_limit)
+
     def capacity(self) -> None:
         """A step where the KV's arrays hold a multiple of 256 tokens, and 64 more (batch_kv.py)."""
         print("\n## Decode by what the arrays hold\n")
@@ -372,7 +424,7 @@ class GPUBench(Bench):
 
 def main() -> None:
     set_backend_defaults()
-    sections = ("restore", "harvest", "hit", "decode", "uneven", "capacity", "prefill", "same")
+    sections = ("restore", "harvest", "hit", "decode", "uneven", "attention", "capacity", "prefill", "same")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
