@@ -39,8 +39,7 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_earlier_cache_folder_is_read(name: str, earlier: Path, tmp_path: Path):
     wanted: dict[str, Any] = json.loads((earlier / "answers.json").read_text())[name]
     model = demo_model_with(QWEN3_THINKING, tmp_path / "m") if name == "thinking" else family_model(name)
-    # The files were made with the BLAS of MLX's wheel.
-    with Daemon(earlier / name, "--cpu-blas", "off", model=model) as daemon:
+    with Daemon(earlier / name, model=model) as daemon:
         request = {"model": daemon.model, "messages": wanted["messages"], "temperature": 0, "max_tokens": 8}
         answer = daemon.post("/v1/chat/completions", request, headers={"session-id": "s"})
         assert answer.status_code == 200, answer.text

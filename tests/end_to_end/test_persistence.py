@@ -78,6 +78,19 @@ def test_kill_9_then_clean_restart(home: Path):
         assert_restored_from_disk(daemon.messages(LONG, max_tokens=40), first)
 
 
+def test_a_hit_gives_a_cold_runs_words_with_openblas(tmp_path: Path):
+    """OpenBLAS sums in another order for another shape; the prefill grid computes equal shapes."""
+    fast = {"OMLXD_CPU_BLAS": "auto"}
+    with Daemon(tmp_path / "kept", env=fast) as daemon:
+        if "OpenBLAS" not in daemon.logged():
+            pytest.skip("there is no OpenBLAS here")
+        first = daemon.messages(LONG, max_tokens=40)
+        assert text_of(daemon.messages(LONG, max_tokens=40)) == text_of(first)
+        assert daemon.stop() == 0
+    with Daemon(tmp_path / "kept", env=fast) as daemon:
+        assert_restored_from_disk(daemon.messages(LONG, max_tokens=40), first)
+
+
 def test_killed_engine_comes_back_warm_and_the_daemon_lives_on(serving: Daemon):
     first = serving.messages(LONG, max_tokens=40)
     serving.settled()

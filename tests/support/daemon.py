@@ -97,7 +97,9 @@ class Daemon:
         self._log_path = home / f"log-{time.monotonic_ns()}.txt"
         self._log = self._log_path.open("w")
         environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), "OMLXD_SEED": "0", **(env or {})}
+        environ |= {"PYTHONPATH": str(REPO), "HOME": str(home), "OMLXD_SEED": "0"}
+        # Another BLAS rounds otherwise on each processor: texts of random weights would differ.
+        environ |= {"OMLXD_CPU_BLAS": "off", **(env or {})}
         serve = ["-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "omlxd")]
         self.process = subprocess.Popen(
             [*wrapper, sys.executable, *serve, "--model", str(self.model_folder), *flags],
