@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -12,7 +13,6 @@ from ...chat import (
     Finished,
     ReasoningDelta,
     TextDelta,
-    TokenLogprob,
     ToolCall,
     ToolCallCut,
     ToolCallDelta,
@@ -213,55 +213,39 @@ class ChatCompletion(msgspec.Struct):
     object: Literal["chat.completion"] = "chat.completion"
 
 
-class _Collected:
-    """One choice of an answer."""
-
-    def __init__(self, shape: CallShape) -> None:
-        self._shape = shape
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[ToolCall | ToolCallCut] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._finished: Finished | None = None
-
-    def event(self, event: Event) -> None:
-        if isinstance(event, TextDelta):
-            self._text.append(event.text)
-            self._logprobs.extend(event.logprobs)
-        elif isinstance(event, ReasoningDelta):
-            self._reasoning.append(event.text)
-        elif isinstance(event, (ToolCall, ToolCallCut)):
-            self._calls.append(event)
-        elif isinstance(event, Finished):
-            self._finished = event
-
-    def choice(self, index: int) -> _Choice:
-        assert self._finished is not None, "response before Finished"
-        text = "".join(self._text)
-        message = _Message(
-            # Null only beside tool calls: clients read an answer's content without asking.
-            content=None if self._calls and not text else text,
-            reasoning_content="".join(self._reasoning) or UNSET,
-        )
-        if self._calls and self._shape.obsolete:
-            message.function_call = _Function(self._calls[0].name, self._calls[0].arguments)
-        elif self._calls:
-            message.tool_calls = [self._call(call) for call in self._calls]
-        return _Choice(
-            message=message,
-            finish_reason=_finish_reason(self._finished, self._shape),
-            logprobs=chat_logprobs(tuple(self._logprobs)) if self._logprobs else None,
-            index=index,
-        )
-
-    def _call(self, call: ToolCall | ToolCallCut) -> _Call | _CustomCall:
-        if call.name in self._shape.custom:
-            return _CustomCall(call.id, _custom(call))
-        return _Call(call.id, _Function(call.name, call.arguments))
+def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
+    finished = events[-1]
+    assert isinstance(finished, Finished), "response before Finished"
+    texts = [event for event in events if isinstance(event, TextDelta)]
+    thought = [event.text for event in events if isinstance(event, ReasoningDelta)]
+    calls = [event for event in events if isinstance(event, (ToolCall, ToolCallCut))]
+    text = "".join(event.text for event in texts)
+    logprobs = tuple(each for event in texts for each in event.logprobs)
+    message = _Message(
+        # Null only beside tool calls: clients read an answer's content without asking.
+        content=None if calls and not text else text,
+        reasoning_content="".join(thought) or UNSET,
+    )
+    if calls and shape.obsolete:
+        message.function_call = _Function(calls[0].name, calls[0].arguments)
+    elif calls:
+        message.tool_calls = [_call(call, shape) for call in calls]
+    return _Choice(
+        message=message,
+        finish_reason=_finish_reason(finished, shape),
+        logprobs=chat_logprobs(logprobs) if logprobs else None,
+        index=index,
+    )
 
 
-class OpenAIChatCollector(ChoicesCollector[_Choice]):
+def _call(call: ToolCall | ToolCallCut, shape: CallShape) -> _Call | _CustomCall:
+    if call.name in shape.custom:
+        return _CustomCall(call.id, _custom(call))
+    return _Call(call.id, _Function(call.name, call.arguments))
+
+
+class OpenAIChatCollector(ChoicesCollector):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
-        super().__init__(ChatCompletion, lambda: _Collected(shape), id, model, created, n)
+        super().__init__(ChatCompletion, partial(_choice, shape=shape), id, model, created, n)

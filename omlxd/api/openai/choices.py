@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -59,26 +59,17 @@ class ChoicesStream(ABC):
         return data_event(type(self)._chunk_type(self._id, self._created, self._model, choices, usage))
 
 
-ChoiceT_co = TypeVar("ChoiceT_co", covariant=True)
-
-
-class Collected(Protocol[ChoiceT_co]):
-    """One choice of an answer: its events, and then what it has become."""
-
-    def event(self, event: Event) -> None: ...
-    def choice(self, index: int) -> ChoiceT_co: ...
-
-
-class ChoicesCollector(Generic[ChoiceT_co]):
+class ChoicesCollector:
     """`sse.Collector` of a completion.
 
-    answer  its struct: (id, created, model, choices, usage); choice: makes one of its `n` choices
+    answer  its struct: (id, created, model, choices, usage)
+    choice  makes a choice of its events, Finished or Failed among them, and its index
     """
 
     def __init__(
         self,
         answer: Callable[..., Any],
-        choice: Callable[[], Collected[ChoiceT_co]],
+        choice: Callable[[list[Event], int], Any],
         id: str,
         model: str,
         created: int,
@@ -86,7 +77,7 @@ class ChoicesCollector(Generic[ChoiceT_co]):
     ):
         self._answer = answer
         self._choice = choice
-        self._choices = [choice() for _ in range(n)]
+        self._events: list[list[Event]] = [[] for _ in range(n)]
         self._id = id
         self._model = model
         self._created = created
@@ -95,16 +86,16 @@ class ChoicesCollector(Generic[ChoiceT_co]):
     def event(self, event: Event) -> None:
         if isinstance(event, ChoiceEvent):
             if isinstance(event.event, Restarted):
-                self._choices[event.index] = self._choice()
-            self._choices[event.index].event(event.event)
+                self._events[event.index].clear()
+            self._events[event.index].append(event.event)
             return
         if isinstance(event, Finished):
             self._finished = event
-        if len(self._choices) == 1:
-            self._choices[0].event(event)
+        if len(self._events) == 1:
+            self._events[0].append(event)
 
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
-        choices = [choice.choice(index) for index, choice in enumerate(self._choices)]
+        choices = [self._choice(events, index) for index, events in enumerate(self._events)]
         usage = usage_body(self._finished.usage)
         return msgspec.json.encode(self._answer(self._id, self._created, self._model, choices, usage))

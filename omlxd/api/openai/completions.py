@@ -171,36 +171,23 @@ class OpenAICompletionStream(ChoicesStream):
         return self._chunk_of([choice], self._usage)
 
 
-class _Collected:
-    """One choice of an answer."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._logprobs: list[chat.TokenLogprob] = []
-        self._finished: chat.Finished | chat.Failed | None = None
-
-    def event(self, event: chat.Event) -> None:
-        if isinstance(event, (chat.TextDelta, chat.ReasoningDelta)):
-            self._text.append(event.text)
-        if isinstance(event, chat.TextDelta):
-            self._logprobs.extend(event.logprobs)
-        if isinstance(event, (chat.Finished, chat.Failed)):
-            self._finished = event
-
-    def choice(self, index: int) -> _Choice:
-        assert self._finished is not None, "response before Finished"
-        if isinstance(self._finished, chat.Failed):
-            return _failed(self._finished, index)
-        return _Choice(
-            text="".join(self._text),
-            logprobs=_logprobs(tuple(self._logprobs)),
-            finish_reason=FINISH_REASON[self._finished.reason],
-            index=index,
-        )
+def _choice(events: list[chat.Event], index: int) -> _Choice:
+    last = events[-1]
+    if isinstance(last, chat.Failed):
+        return _failed(last, index)
+    assert isinstance(last, chat.Finished), "response before Finished"
+    texts = [event for event in events if isinstance(event, (chat.TextDelta, chat.ReasoningDelta))]
+    logprobs = [each for event in texts if isinstance(event, chat.TextDelta) for each in event.logprobs]
+    return _Choice(
+        text="".join(event.text for event in texts),
+        logprobs=_logprobs(tuple(logprobs)),
+        finish_reason=FINISH_REASON[last.reason],
+        index=index,
+    )
 
 
-class OpenAICompletionCollector(ChoicesCollector[_Choice]):
+class OpenAICompletionCollector(ChoicesCollector):
     """`sse.Collector` of one completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1):
-        super().__init__(Completion, _Collected, id, model, created, n)
+        super().__init__(Completion, _choice, id, model, created, n)
