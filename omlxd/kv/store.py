@@ -166,7 +166,7 @@ class KVStore:
         # ever. And one that was on disk may have been evicted since: or else it would never be written.
         on_disk = self._has_file(key.block_hash) and not self.distrusts(key.block_hash)
         if owner is not None and owner.on_disk and not on_disk:
-            self.lose(owner)
+            self.lose(owner, key)
             owner = self.pool.get_cached_block(key.block_hash)
         hot = owner is not None and owner.payload is not None
         room = hot or self.make_room(payload.nbytes)
@@ -278,11 +278,14 @@ class KVStore:
         """Whether a file of that name, if one is there, has proved worth nothing."""
         return block_hash in self._unreadable
 
-    def lose(self, block: Block) -> None:
-        """A block's file could not be used. With no hot copy its name is worth nothing."""
-        block.on_disk = False
-        if block.payload is None:
-            self.pool.forget(block)
+    def lose(self, block: Block, key: BlockKey) -> None:
+        """Forget the file of `key`, which can't be used: a hot copy is written again, else the name goes."""
+        if block.block_hash == key.block_hash:
+            block.on_disk = False
+            if block.payload is None:
+                self.pool.forget(block)
+            elif self.flusher is not None:
+                self.flusher.unwritten.add(key, None, block.payload.nbytes, due=True)
 
     def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:
         """Keep a payload read from the cold tier hot, if there is room and nobody else has it."""

@@ -63,10 +63,13 @@ def test_a_lost_block_is_a_miss_once_and_whole_again_after(tmp_path, damage, kno
 def test_losing_a_file_keeps_the_hot_copy(rig, tmp_path):
     rig.serve(KEYS)
     block = rig.pool.get_cached_block(HASHES[0])
-    rig.store.lose(block)
+    rig.cold.remove(HASHES[0])
+    rig.store.lose(block, KEYS[0])
     assert block.payload is not None and not block.on_disk
     assert rig.restore(KEYS) == all_bytes()
     rig.check()
+    rig.tick()
+    assert block.on_disk and rig.cold.has(HASHES[0]), "written again"
 
 
 def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
@@ -77,7 +80,7 @@ def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
     rig.store.extend_match(table, HASHES, 6)
     twin = rig.store.new_table()
     rig.store.extend_match(twin, HASHES, 6)
-    rig.store.lose(table.blocks[5])
+    rig.store.lose(table.blocks[5], KEYS[5])
     assert table.blocks[5].num_tokens == BLOCK and table.blocks[5].block_hash is None
     check_pool(rig.pool, {b.block_id: 2 for b in table.blocks})
     table.free()

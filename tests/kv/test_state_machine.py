@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from kv_fakes import (
     BLOCK,
     FILE_DISK_BYTES,
+    NAMESPACE,
     OTHER_NAMESPACE,
     Rig,
     block_format,
@@ -49,7 +50,7 @@ from omlxd.kv.cold import writer
 from omlxd.kv.cold.flusher import IDLE_S
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import BlockKey
-from omlxd.kv.files.paths import LOCK_NAME
+from omlxd.kv.files.paths import LOCK_NAME, namespace_dir
 
 FOLDER = "5" * 32
 """A namespace of nobody's."""
@@ -175,6 +176,9 @@ class StoreMachine(RuleBasedStateMachine):
             files = [self.root / self.rig.cold.path_of(name) for name in names]
             used = [path.stat().st_mtime_ns for path in files if path.exists()]
             assert used == sorted(used, reverse=True), "a parent leaves the disk before its child"
+            order = self.rig.ledger._files._lists.get(namespace_dir(NAMESPACE), {})
+            stamps = [order[path][1] for name in names if (path := self.rig.cold.path_of(name)) in order]
+            assert stamps == sorted(stamps, reverse=True), "a parent is evicted before its child"
 
     @precondition(lambda self: self.live)
     @rule(number=st.integers(0, 99), blocks=st.lists(TOKENS, max_size=3))
@@ -439,7 +443,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.rig.check(request.table for request in self.live)
         assert self.over == [], "over the cap at some instant"
         stats = self.rig.ledger.stats()
-        assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cap
+        assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved <= stats.cold_cache_bytes
         assert not self.daily or stats.written_today_bytes <= self.daily * FILE_DISK_BYTES
         if self.aside is None and not self.tampered and not temps_in(self.root):
             assert bytes_on_disk(self.root) == stats.bytes_used and len(files_in(self.root)) == stats.files

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import shake_128
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,6 +171,12 @@ class ManualWriter(StoreWriter):
 
     def __init__(self, cold: ColdTier, lease: LedgerLease, *, max_queue_bytes: int = 1 << 20):
         super().__init__(cold, lease, max_queue_bytes=max_queue_bytes, threads=0)
+
+    submits = 0
+
+    def submit(self, *args: Any, **named: Any) -> bool:
+        self.submits += 1
+        return super().submit(*args, **named)
 
     def step(self) -> bool:
         """False: there was nothing to do."""
@@ -332,7 +339,7 @@ class Rig:
         if self.store.load_into(key, payload.buffers()):
             self.store.promote(block, key.block_hash, payload)
             return payload.tobytes()
-        self.store.lose(block)
+        self.store.lose(block, key)
         return None
 
     def restore_one(self, key: BlockKey) -> bytes | None:
@@ -361,8 +368,8 @@ class Rig:
         references.update(block.block_id for block in self.flusher.held.values())
         check_pool(self.pool, references)
         stats = self.ledger.stats()
-        assert bytes_on_disk(self.root) <= stats.cap
-        assert stats.bytes_used + stats.reserved <= stats.cap
+        assert bytes_on_disk(self.root) <= stats.cold_cache_bytes
+        assert stats.bytes_used + stats.reserved <= stats.cold_cache_bytes
         unwritten = self.flusher.unwritten
         assert not set(unwritten.due) & set(unwritten.held)
         assert unwritten.due_bytes == sum(entry.nbytes for entry in unwritten.due.values())
@@ -370,8 +377,15 @@ class Rig:
             block = self.pool.get_cached_block(block_hash)
             assert block is not None and block.payload is not None and not block.on_disk
             assert not self.flusher.is_writing(block_hash)
-        for block in list(self.pool._by_hash.values()):
+        ends = self.writer.stats
+        ended = ends.written + ends.dropped_full + ends.refused + ends.failed
+        waiting = len(self.writer._unsettled)
+        assert ended + waiting == self.writer.submits, "a store ends in one way"
+        for name, block in self.pool._by_hash.items():
             assert block.payload is not None or block.on_disk, "named, and readable nowhere"
+            noted = name in unwritten.due or name in unwritten.held
+            on_its_way = self.flusher.is_writing(name) or self.flusher.is_removing(name)
+            assert block.on_disk or noted or on_its_way or ends.failed, "dirty, and nobody will write it"
 
     def drop(self) -> None:
         """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""

@@ -58,7 +58,10 @@ def account(ledger: Ledger, slack: int = 0) -> None:
     stats = ledger.stats()
     real = bytes_on_disk(ledger.root)
     assert stats.bytes_used == real and stats.files == len(files_in(ledger.root))
-    assert stats.reserved >= slack and real + slack <= stats.bytes_used + stats.reserved <= stats.cap
+    assert (
+        stats.reserved >= slack
+        and real + slack <= stats.bytes_used + stats.reserved <= stats.cold_cache_bytes
+    )
 
 
 def numbers(root: Path) -> list[int]:

@@ -213,9 +213,9 @@ class Restore:
             self._take_arrival(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
-        for block, fine in zip(self._blocks, self._good, strict=True):
+        for block, key, fine in zip(self._blocks, self._keys, self._good, strict=True):
             if not fine and not self._sequence.cancelled:
-                self._store.lose(block)
+                self._store.lose(block, key)
         for block, key, payload in zip(self._blocks, self._keys, arrival.payloads(), strict=False):
             if payload is not None:
                 self._store.promote(block, key.block_hash, payload)

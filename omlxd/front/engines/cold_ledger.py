@@ -168,7 +168,7 @@ class ColdLedger:
             "SSD cache %s: %s of %s in %d files (counted in %.2f s)",
             self._root,
             human(stats.bytes_used),
-            human(stats.cap),
+            human(stats.cold_cache_bytes),
             stats.files,
             time.perf_counter() - began,
         )
@@ -301,7 +301,7 @@ class Account:
 
     def _settle(self, ledger: Ledger, message: LedgerMessage) -> int:
         if isinstance(message, Reserve):
-            large = message.nbytes > ledger.cap // LEASE_SHARE
+            large = message.nbytes > ledger.cold_cache_bytes // LEASE_SHARE
             granted = ledger.reserve(message.least if large and message.least else message.nbytes)
             self._outstanding += granted
             return granted

@@ -86,7 +86,7 @@ LEDGER = {
     "bytes_used": ("omlxd_cold_bytes", "Bytes of the SSD cache."),
     "reserved": ("omlxd_cold_reserved_bytes", "Bytes granted to writers and not used yet."),
     "files": ("omlxd_cold_files", "Files of the SSD cache."),
-    "cap": ("omlxd_cold_cap_bytes", "The most that the SSD cache may take."),
+    "cold_cache_bytes": ("omlxd_cold_cap_bytes", "The most that the SSD cache may take."),
     "evicted_files": ("omlxd_cold_evicted_files_total", "Files evicted from the SSD cache."),
     "evicted_bytes": ("omlxd_cold_evicted_bytes_total", "Bytes evicted from the SSD cache."),
     "orphans_evicted_total": ("omlxd_cold_orphans_evicted_total", "Of these, files of models that are gone."),

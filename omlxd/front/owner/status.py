@@ -100,7 +100,7 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
     return ColdStatus(
         dir=folder,
         bytes=stats.bytes_used,
-        cap=stats.cap,
+        cap=stats.cold_cache_bytes,
         reserved=stats.reserved,
         files=stats.files,
         evicted_files=stats.evicted_files,

@@ -37,12 +37,12 @@ class ColdHealth:
         self._stores_until: float | None = None  # None: closed
         self._reads_until: float | None = None
         self._probing = False
-        self._announced = False
+        self._faults: set[str] = set()
 
     @property
     def is_on(self) -> bool:
         """False from the line that says that the disk has failed to the line that says that it works."""
-        return not self._announced
+        return not self._faults
 
     @property
     def stores_on(self) -> bool:
@@ -70,12 +70,12 @@ class ColdHealth:
             if not self._probing:
                 return  # Begun before the one that failed: it would turn the tier on and off in turn.
             self._stores_until, self._probing = None, False
-        self._back()
+        self._works("store")
 
     def store_failed(self, error: OSError) -> None:
         with self._lock:
             self._stores_until, self._probing = self._clock() + PAUSE_S, False
-        self._fault("a store failed", error)
+        self._fails("store", error)
 
     def store_refused(self) -> None:
         """No space was granted: whoever refused it has said why."""
@@ -96,7 +96,7 @@ class ColdHealth:
         if self._reads_until is not None:
             with self._lock:
                 self._reads_until = None
-            self._back()
+            self._works("read")
 
     def read_failed(self, error: OSError) -> None:
         if error.errno not in DISK_ERRORS:
@@ -104,19 +104,20 @@ class ColdHealth:
             return
         with self._lock:
             self._reads_until = self._clock() + PAUSE_S
-        self._fault("a read failed", error)
+        self._fails("read", error)
 
     # ----------------------------------------------------------------- either
 
-    def _fault(self, what: str, error: OSError) -> None:
+    def _fails(self, what: str, error: OSError) -> None:
         with self._lock:
-            first, self._announced = not self._announced, True
+            first = not self._faults
+            self._faults.add(what)
         if first:
-            log.warning("cold tier off: %s (%s); it is tried again every %d s", what, error, PAUSE_S)
+            log.warning("cold tier off: a %s failed (%s); it is tried again every %d s", what, error, PAUSE_S)
 
-    def _back(self) -> None:
+    def _works(self, what: str) -> None:
         with self._lock:
-            if not self._announced or self._stores_until is not None or self._reads_until is not None:
-                return
-            self._announced = False
-        log.warning("cold tier on: the disk works again")
+            last = self._faults == {what}
+            self._faults.discard(what)
+        if last:
+            log.warning("cold tier on: the disk works again")

@@ -1,6 +1,6 @@
 """The cold tier's account: the only authority that grants space, over all models and engines.
 
-    used + reserved <= cap          at every instant
+    used + reserved <= cold_cache_bytes     at every instant
 
 `reserve` evicts first and grants after, so the sum of what is on disk and what may still be
 written never passes the cap, temporary files included (a temporary file is written under a
@@ -71,7 +71,7 @@ class LedgerStats:
     bytes_used: int
     reserved: int
     files: int
-    cap: int
+    cold_cache_bytes: int
     evicted_files: int
     evicted_bytes: int
     orphans_evicted_total: int = 0
@@ -93,11 +93,11 @@ class _Gone:
 
 
 class Ledger:
-    """`root`: the cache dir. `cap_bytes`: what files and grants may add up to; `writes`: a day's limit."""
+    """`root`: the cache dir. `cold_cache_bytes`: limit of files and grants; `writes`: a day's limit."""
 
-    def __init__(self, root: Path, cap_bytes: int, writes: WriteBudget | None = None):
+    def __init__(self, root: Path, cold_cache_bytes: int, writes: WriteBudget | None = None):
         self.root = root
-        self.cap = cap_bytes
+        self.cold_cache_bytes = cold_cache_bytes
         self._writes = writes or WriteBudget(root)
         self._writes.outstanding = lambda: self._reserved
         self._written = 0
@@ -220,7 +220,7 @@ class Ledger:
         self._reserved -= sum(gone.outstanding for gone in self._gone)
         self._gone.clear()
         self._judge()
-        self._evict(self._committed - self.cap)
+        self._evict(self._committed - self.cold_cache_bytes)
         self._writes.open()
         self._has_stock = True
         return self._leftovers_removed + self._evicted_files - removed
@@ -272,12 +272,12 @@ class Ledger:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
         if nbytes <= 0 or not self.check_folder():
             return 0
-        if self._reserved + nbytes > self.cap:
+        if self._reserved + nbytes > self.cold_cache_bytes:
             return 0  # What others were granted can't be evicted.
         if not self._writes.spend(nbytes):  # Before anything is evicted for it.
             return 0
-        self._evict(self._committed + nbytes - self.cap)
-        if self._committed + nbytes > self.cap:
+        self._evict(self._committed + nbytes - self.cold_cache_bytes)
+        if self._committed + nbytes > self.cold_cache_bytes:
             self._writes.give_back(nbytes)
             return 0
         self._reserved += nbytes
@@ -378,7 +378,7 @@ class Ledger:
         # No more than its own grant, even where another engine's file was counted before that said so.
         self._reserved -= gone.outstanding
         self._writes.give_back(max(0, unwritten))
-        self._evict(self._committed - self.cap)
+        self._evict(self._committed - self.cold_cache_bytes)
 
     def _judge(self) -> None:
         self._judged_at = time.monotonic()
@@ -427,7 +427,7 @@ class Ledger:
             bytes_used=self._files.nbytes,
             reserved=self._reserved,
             files=len(self._files),
-            cap=self.cap,
+            cold_cache_bytes=self.cold_cache_bytes,
             evicted_files=self._evicted_files,
             evicted_bytes=self._evicted_bytes,
             orphans_evicted_total=self._evicted_orphans,

@@ -249,7 +249,14 @@ def test_figures_of_one_life_and_the_next():
 async def test_the_ssd_caches_account():
     engines = FakeEngines(FakeEngine())
     engines.cold_dir = "/cache"
-    told = {"bytes_used": 10, "reserved": 2, "files": 3, "cap": 100, "evicted_files": 4, "evicted_bytes": 40}
+    told = {
+        "bytes_used": 10,
+        "reserved": 2,
+        "files": 3,
+        "cold_cache_bytes": 100,
+        "evicted_files": 4,
+        "evicted_bytes": 40,
+    }
     engines.cold = LedgerStats(**{field.name: told.get(field.name, 0) for field in fields(LedgerStats)})
     async with client(create_app(engines)) as http:
         got = await scrape(http)

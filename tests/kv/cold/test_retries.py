@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from pathlib import Path
 
+import pytest
 from faulty_fs import Fault, FaultyFileSystem
 from kv_fakes import (
     BLOCK,
@@ -27,10 +29,10 @@ from omlxd.kv.hashing import hash_blocks
 
 def test_refused_space_is_asked_for_again_and_quietly(tmp_path, caplog):
     rig = Rig(tmp_path)
-    rig.ledger.cap = 0
+    rig.ledger.cold_cache_bytes = 0
     rig.serve(KEYS)
     assert files_in(tmp_path) == [] and rig.writer.health.is_on
-    rig.ledger.cap = 1 << 30
+    rig.ledger.cold_cache_bytes = 1 << 30
     rig.tick()
     assert files_in(tmp_path) == [], "too soon"
     rig.writer.resume()
@@ -166,6 +168,47 @@ def test_health_lets_one_store_try_at_a_time(caplog):
     assert not health.is_on, "reads have not worked yet"
     health.was_read()
     assert health.is_on and health.may_read() and len(caplog.records) == 4
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_health_says_off_and_on_in_turn_and_has_one_probe_at_a_time(caplog, seed: int):
+    """Whatever happens in whatever order; a refusal of space is no fault of the disk's."""
+    dice, now = random.Random(seed), [0.0]
+    health = ColdHealth(clock=lambda: now[0])
+    failing: set[str] = set()
+    probes = 0
+    for _ in range(300):
+        what = dice.choice(["store", "store", "read", "wait"])
+        if what == "wait":
+            now[0] += dice.choice([1.0, PAUSE_S])
+        elif what == "read" and health.may_read():
+            if dice.random() < 0.5:
+                health.read_failed(OSError(errno.EIO, "no"))
+                failing.add("read")
+                assert not health.may_read()
+            else:
+                health.was_read()
+                failing.discard("read")
+        elif what == "store" and (may := health.may_store()) != "no":
+            probes += may == "probe"
+            assert may == ("yes" if health.stores_on else "probe") and probes <= 1
+            if may == "probe":
+                assert health.may_store() == "no"
+            end = dice.choice(["stored", "failed", "refused", "over"])
+            if end == "stored":
+                health.stored()
+                failing.discard("store")
+            elif end == "failed":
+                health.store_failed(OSError(errno.ENOSPC, "full"))
+                failing.add("store")
+            elif end == "refused":
+                health.store_refused()
+            elif may == "probe":
+                health.probe_over()
+            probes = 0
+        assert health.is_on == (not failing)
+    lines = [record.message.split(":")[0] for record in caplog.records]
+    assert lines and all(line == ("cold tier off", "cold tier on")[at % 2] for at, line in enumerate(lines))
 
 
 def test_keys_of_what_waits_are_small(tmp_path: Path):

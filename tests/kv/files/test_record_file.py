@@ -112,7 +112,7 @@ def write(rig: Rig, record: Record) -> bool:
 def test_records_are_counted_in_the_cap_and_evicted_with_the_blocks(tmp_path: Path):
     rig = Rig(tmp_path, cap=2)
     files = RecordFiles(tmp_path, NAMESPACE)
-    cap = rig.ledger.cap
+    cap = rig.ledger.cold_cache_bytes
     for number in range(3 * cap // PAGE):
         assert write(rig, files.record(number.to_bytes(32, "big"), b"x" * 100))
         assert rig.ledger.stats().bytes_used == bytes_on_disk(tmp_path) <= cap

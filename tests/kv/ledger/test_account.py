@@ -58,7 +58,7 @@ def fits(ledger: Ledger, may_be_written: int) -> None:
     """What lies on the disk and what may still be written there is on the account, and below the cap."""
     stats = ledger.stats()
     real = bytes_on_disk(ledger.root) + may_be_written
-    assert real <= stats.bytes_used + stats.reserved <= stats.cap
+    assert real <= stats.bytes_used + stats.reserved <= stats.cold_cache_bytes
 
 
 def test_a_record_that_a_dead_engine_had_replaced_by_a_larger_one_counts_as_it_is(ledger: Ledger):
