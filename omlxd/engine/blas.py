@@ -4,15 +4,17 @@ MLX's wheel for Linux CPUs links the reference BLAS, which has no vector code. A
 with RTLD_GLOBAL before `import mlx.core` takes its place: the system's OpenBLAS, else the one of the package
 `scipy-openblas32`, whose names carry a prefix that `patchelf` takes off in a copy.
 
-GFLOP/s of float32 products, two virtual CPUs with AVX-512, others busy on both:
+GFLOP/s of float32 products on two virtual CPUs with AVX-512:
 
-| shape                   | as installed | OpenBLAS, 1 thread | 2 threads |
-|-------------------------|--------------|--------------------|-----------|
-| 1024 x 1024 x 1024      | 2.3          | 60                 | 45        |
-| 256 x 576 by 576 x 1536 | 2.2          | 70                 | 10        |
-| one row of these        | 2.2          | 6.5                | 1.4       |
+| load average, shape                 | as installed | 1 thread | 2 threads  |
+|-------------------------------------|--------------|----------|------------|
+| 2, 256 x 576 by 576 x 1536          | 2.2          | 70       | 10         |
+| 2, one row                          | 2.2          | 6.5      | 1.4        |
+| 10, 64 rows                         |              | 14 to 55 | 1.2 to 2.1 |
+| 10, 64 rows, two processes at once  |              | 10 to 14 | 0.5 to 0.6 |
 
-Two threads wait for each other by spinning, so each loses what it waits for to other processes.
+Two threads wait for each other by spinning, so each loses what it waits for to other processes. Nobody
+measured more threads on a quiet machine of many cores: OPENBLAS_NUM_THREADS sets them.
 """
 
 from __future__ import annotations
