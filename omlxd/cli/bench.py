@@ -308,10 +308,11 @@ def perplexity(folder: Path, tokens: int, float32: bool) -> list[KVResult]:
 
 def as_text(report: Report) -> str:
     head = ("TOKENS", "PREFILL/S", "DECODE/S", "COLD", "RAM", "SPEED-UP", "SSD", "SPEED-UP", "EQUAL", "WRITE")
+    runs_on = f"{report.backend} ({report.speed})" if report.speed else report.backend
     lines = [
-        ", ".join(filter(None, (report.model, report.backend, report.speed)))
-        + f", context {report.context_length} tokens, "
-        f"{human(report.kv_bytes_per_token)} of KV a token, {human(report.cache_bytes)} on SSD in all",
+        f"{report.model} on {runs_on}",
+        f"context {report.context_length} tokens, {human(report.kv_bytes_per_token)} of KV a token, "
+        f"{human(report.cache_bytes)} on SSD in all",
         "",
         "Seconds to the first token",
         *table([head, *(_length_row(result) for result in report.lengths if not result.trouble)]),
