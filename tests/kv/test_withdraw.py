@@ -188,6 +188,24 @@ def test_a_removal_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     rig.drop()
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_was_stored_again_before_the_bad_file_went_is_written_at_the_end(tmp_path, monkeypatch, gone):
+    rig = Rig(tmp_path)
+    table = store_bad(rig, matched=0)
+    rig.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.cold._fs, "unlink", denied)
+        rig.store.withdraw(dict.fromkeys(HASHES, False))
+        end(rig, table)
+        rig.compute(KEYS).free()
+        if not gone:
+            assert not rig.store.close(0), "nothing is lost without a word"
+    if gone:
+        assert rig.store.close(0)
+        assert [rig.restore_one(key) for key in KEYS] == all_bytes()
+    rig.drop()
+
+
 def test_without_a_cold_tier_it_only_leaves_ram(tmp_path: Path):
     rig = Rig(tmp_path)
     rig.store.cold = rig.store.flusher = None

@@ -293,15 +293,16 @@ class Flusher:
         """
         deadline = time.monotonic() + deadline_s
         complete = True
-        if self._removing:
-            self._remove(list(self._removing))
+        if self._removing:  # First, since some may have been stored again.
+            self.writer.remove(list(self._removing), self._removing.difference_update)
+            self.writer.flush(max(0.0, deadline - time.monotonic()))
         for entry in self.unwritten.root_first():
             complete = self._write_at_end(entry, deadline)
             if not complete:
                 break
         flushed = self.writer.flush(max(0.0, deadline - time.monotonic()))
         self.writer.close()
-        return flushed and complete
+        return flushed and complete and self._removing.isdisjoint(self.unwritten.due)
 
     def _write_at_end(self, entry: Entry, deadline: float) -> bool:
         if not self.writer.wait_for_room(entry.nbytes, max(0.0, deadline - time.monotonic())):
