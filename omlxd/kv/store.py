@@ -97,7 +97,7 @@ class KVStore:
     def extend_match(self, table: BlockTable, hashes: Sequence[BlockHash], limit: int) -> int:
         """Extend `table` (full blocks only) by what follows it in either tier; returns blocks added.
 
-        hashes  the whole chain; those past `table` are tried until the first miss
+        hashes  all of the chain; those past `table` are tried until the first miss
         limit   blocks that the table may hold: a hit must leave a token to compute
         """
         start = len(table.blocks)
@@ -184,7 +184,7 @@ class KVStore:
         return on_disk
 
     def withdraw(self, names: Mapping[BlockHash, bool]) -> None:
-        """What was just stored under `names` (blocks, checkpoints) is worth nothing: it is found no more.
+        """Forget what was just stored under `names` (blocks, checkpoints): its payloads are worth nothing.
 
         names  and whether a file was there before: that one stays
         """
@@ -270,7 +270,7 @@ class KVStore:
             self._unreadable.add(block_hash)
 
     def _trust(self, block_hash: BlockHash) -> None:
-        """A file has been written anew, or been read and found right."""
+        """A file was written anew, or read without an error."""
         with self._reader_lock:
             self._unreadable.discard(block_hash)
 

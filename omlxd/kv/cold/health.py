@@ -51,7 +51,7 @@ class ColdHealth:
     # ----------------------------------------------------------------- stores
 
     def may_store(self) -> Literal["yes", "probe", "no"]:
-        """Whether to try a store. Who is told `probe` must report how it ended, or call `probe_over`."""
+        """Whether to try a store. After `probe` the caller must report its end, or call `probe_over`."""
         if self.stores_on:
             return "yes"
         with self._lock:

@@ -37,7 +37,7 @@ class ColdTier:
         return f"{self.root}/{self.path_of(block_hash)}"
 
     def has(self, block_hash: BlockHash) -> bool:
-        """A file of that name is there. Whether it is whole, `load` finds out."""
+        """Whether a file of that name is there; `load` alone checks it."""
         return self._fs.is_file(self._full(block_hash))
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:

@@ -126,7 +126,7 @@ class BlockFormat:
     def read(self, fs: FileSystem, fd: int, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Read the payload into `buffers` (byte views, in file order) and check all of it.
 
-        Raises BlockFileError when the file is anything but this block's, whole; OSError as reads do.
+        Raises BlockFileError when the file is not exactly this block's; OSError as reads do.
         The buffers hold garbage after an error.
         """
         sizes = list(map(len, buffers))
@@ -190,8 +190,7 @@ def _batches(
         return
     batch: list[memoryview] = []
     held = 0
-    for whole in buffers:
-        buffer = whole
+    for buffer in buffers:
         while held + len(buffer) > most:
             yield [*batch, buffer[: most - held]], most
             buffer = buffer[most - held :]

@@ -1,8 +1,7 @@
 """Stored files that name a block as their parent, by their headers.
 
-A chain hash leads from a parent to its child only if the child's tokens are known. To say what a
-prompt differs from, the other way is needed, and no index keeps it: it is asked for once in a while,
-by an owner who wants to know why a prompt missed, and may take seconds.
+A hash leads from a parent to its child only with the child's tokens. No index keeps the other way: an
+owner who asks why a prompt missed needs it, seldom, and can wait for seconds.
 """
 
 from __future__ import annotations

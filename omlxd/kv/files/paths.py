@@ -81,5 +81,5 @@ def is_stored_path(path: str) -> bool:
 
 
 def disk_bytes(size: int) -> int:
-    """Bytes that a file of `size` bytes takes, counted in whole 4 KiB pages."""
+    """Bytes that a file of `size` bytes takes, in pages of 4 KiB."""
     return -(-size // _ALLOCATION) * _ALLOCATION

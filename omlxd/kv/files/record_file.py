@@ -1,13 +1,12 @@
-"""Records: small files that belong to a namespace beside its blocks, each whole and checked.
+"""Records: small files that belong to a namespace beside its blocks, each read at once and checked.
 
     16 bytes   FORMAT
     16 bytes   xxh3-128 of name and payload
     payload    whatever its owner wants; this room knows nothing of it
 
 As with blocks, the path is the index and the digest vouches for the bytes: a flip anywhere, another
-record's file or another version's is an error, and the file goes. A record is small (`MOST_BYTES`), and
-is read at once. It takes its page of the cold tier's cap, is evicted like a block, and goes with its
-namespace; one that nobody has used for `MOST_AGE_S` goes when the ledger takes stock.
+record's file or another version's is an error, and the file goes. A record counts as its pages, is
+evicted like a block, and goes with its namespace, or when nobody has used it for `MOST_AGE_S`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class FileOrder:
     # ----------------------------------------------------------------- files
 
     def add(self, path: str, nbytes: int) -> None:
-        """A file that is the most recently used now, known before or not."""
+        """Add a file, or take it anew, as the most recently used."""
         self.remove(path)
         self._append(path.partition("/")[0], path, nbytes)
 
@@ -71,7 +71,7 @@ class FileOrder:
         self._append(_STUCK, path, nbytes)
 
     def remove(self, path: str) -> int:
-        """Forget a file, and give its bytes; one that is not known is no trouble."""
+        """Forget a file; returns its bytes, 0 where it is not on the account."""
         files = self._list_of(path)
         if files is None:
             return 0
@@ -81,7 +81,7 @@ class FileOrder:
         return nbytes
 
     def touch(self, path: str) -> None:
-        """Make a known file the most recently used of its list."""
+        """Make a file the most recently used of its list."""
         files = self._list_of(path)
         if files is not None:
             self._stamp += 1
@@ -89,7 +89,7 @@ class FileOrder:
             files.move_to_end(path)
 
     def pop_oldest(self) -> tuple[str, int] | None:
-        """Forget the file that should go next, and give its path and size; None: there is none."""
+        """Forget the file that goes next; returns its path and bytes, None without one."""
         for is_orphan in (True, False):
             heap = self._heaps[is_orphan]
             while heap:

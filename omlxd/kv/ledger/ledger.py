@@ -1,11 +1,10 @@
-"""The cold tier's account: the only authority that grants space, over all models and engines.
+"""The ledger is the cold tier's account: it alone grants space, over all models and engines.
 
     used + reserved <= cold_cache_bytes     at every instant
 
-`reserve` evicts first and grants after, so the sum of what is on disk and what may still be
-written never passes the cap, temporary files included (a temporary file is written under a
-grant). Files become *used* when the engine says they are in place; an engine that dies takes its
-grant with it, and what it wrote without saying so is found by a walk.
+`reserve` evicts first and grants after, so what is on disk and what may still be written never pass the
+limit; temporary files are written under a grant too. A file is *used* once its engine says that it is in
+place; a walk counts what an engine that died had written and not said.
 
 Counted are block files, records (record_file.py) and temporary files, each in whole pages of 4 KiB.
 Not counted is what goes with them: the folders (257 of them a namespace at most, a page each on most
@@ -240,8 +239,7 @@ class Ledger:
 
         Symlinks are not followed, and what has no name of ours is left alone: somebody may point
         --paged-ssd-cache-dir at a folder of models, whose weights are safetensors files too. A
-        temporary file that can't be removed is given as a block file of the greatest age: it takes
-        its space, and every eviction tries it again.
+        temporary file that can't be removed counts as the oldest block file: every eviction tries it again.
         """
         for namespace in subfolders(self.root, only):
             for fan in subfolders(Path(namespace.path), is_fan_dir):
@@ -338,16 +336,15 @@ class Ledger:
         self._judge()
 
     def engine_gone(self, outstanding: int, pid: int, namespace: str = "") -> None:
-        """An engine ended holding `outstanding` granted bytes: adopt what it wrote, free the rest.
+        """Count what an engine that ended with `outstanding` granted bytes wrote, and free the rest.
 
-        Its temporary files go, and no others'. `namespace`: what it was loaded as, and
-        wrote to; "" if it was not, and then everything is looked at. Where that can't be read the grant
-        stays, or else the cap would not hold, and it is tried again.
+        Its temporary files go, and no others'. `namespace`: what it was loaded as, and wrote to; "": it was
+        not loaded, and all are looked at. Where they can't be read the grant stays, and is tried again.
         """
         if namespace:
             self._installed.left(namespace)
             self._judge()
-        if outstanding > 0:  # Or else it has told whatever it wrote.
+        if outstanding > 0:  # Or else it has said whatever it wrote.
             self._gone.append(_Gone(outstanding, pid, namespace))
             self._settle_gone()
 
