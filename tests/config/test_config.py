@@ -190,7 +190,7 @@ def test_the_command_ends_with_2_and_one_sentence(tmp_path: Path):
         ((*base, "--prot", "1"), "did you mean --port?"),
         ((*base, "--por", "1"), "did you mean --port?"),
         ((*base, "--port"), "expected one argument"),
-        (("serv",), "is not one of serve, cache"),
+        (("serv",), "is not one of serve, "),
     ):
         status, said = run(*argv)
         assert status == 2, argv
