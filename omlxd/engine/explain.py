@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from .. import wire
 from ..chat import GenerateRequest
@@ -83,14 +84,14 @@ class Explainer:
             position=chain * size,
         )
         if self.reuse_off:
-            return msgspec.structs.replace(explanation, cause="reuse_off", reason=self.reuse_off)
+            return replace(explanation, cause="reuse_off", reason=self.reuse_off)
         if cause == "none":
             return explanation
-        explanation = msgspec.structs.replace(explanation, **self._texts(tokens, chain * size))
+        explanation = replace(explanation, **self._texts(tokens, chain * size))
         if usable < chain:
-            explanation = msgspec.structs.replace(explanation, cause="no_checkpoint")
+            explanation = replace(explanation, cause="no_checkpoint")
         elif elsewhere := self._elsewhere(tokens, request, chain):
-            explanation = msgspec.structs.replace(explanation, cause="other_namespace", elsewhere=elsewhere)
+            explanation = replace(explanation, cause="other_namespace", elsewhere=elsewhere)
         # All that is left of the past is what was restored; where checkpoints are needed, the chain of blocks
         # may have reached further than it.
         further = reached >= 0 and self.stands is not None
@@ -136,13 +137,11 @@ class Explainer:
         """
         end = min(end, len(chain) - 1)
         if first < end:
-            explanation = msgspec.structs.replace(
-                explanation, missing=block_path(self.namespace, chain[first + 1])
-            )
+            explanation = replace(explanation, missing=block_path(self.namespace, chain[first + 1]))
         if self.root is None or first >= end:
             return explanation
         search = children(self.root / namespace_dir(self.namespace), chain[first:end], SEARCH_S)
-        explanation = msgspec.structs.replace(explanation, looked=search.looked, complete=search.complete)
+        explanation = replace(explanation, looked=search.looked, complete=search.complete)
         beside = (
             (at, [child for child in search.children.get(chain[at], []) if child.block_hash != chain[at + 1]])
             for at in range(first, end)
@@ -151,7 +150,7 @@ class Explainer:
         if not others:
             return explanation
         if at > first:
-            explanation = msgspec.structs.replace(
+            explanation = replace(
                 explanation, cause="no_checkpoint", chain_tokens=at * self.block_size, missing=""
             )
         own = list(tokens[at * self.block_size : (at + 1) * self.block_size])
@@ -162,7 +161,7 @@ class Explainer:
         nearest = max(others, key=nearness)
         common = _shared(nearest.tokens, own)
         position = at * self.block_size + common
-        return msgspec.structs.replace(
+        return replace(
             explanation,
             cause="differs" if explanation.cause == "never_stored" else explanation.cause,
             position=position,

@@ -39,7 +39,7 @@ def no_memory(*_: Any, **__: Any) -> Any:
 def nothing_is_held(rig: Rig) -> None:
     """Every slot and reference is given back."""
     rig.settle()
-    assert not rig.scheduler._running and not rig.scheduler._batches
+    assert not rig.scheduler.running and not rig.scheduler._batches
     rig.on_engine(lambda: check_pool(rig.pool, {}))
 
 
@@ -67,7 +67,7 @@ def test_a_copy_that_fails_at_a_cancel_gives_the_slot_back(model: Path, monkeypa
         assert stays.first.wait(60) and leaves.first.wait(60)
         monkeypatch.setattr(bridge, "copy_blocks", no_memory)
         rig.scheduler.cancel(leaves.sequence)
-        wait_until(lambda: leaves.sequence not in rig.scheduler._running, 30)
+        wait_until(lambda: leaves.sequence not in rig.scheduler.running, 30)
         so_far = len(stays.got)
         wait_until(lambda: len(stays.got) > so_far, 30)
         rig.scheduler.cancel(stays.sequence)
@@ -102,7 +102,7 @@ def test_a_row_that_can_not_be_released_does_not_stop_the_engine(model: Path, mo
         with monkeypatch.context() as patched:
             patched.setattr(KVStore, "record_use", no_memory)
             rig.start(prompt(100), 5).tokens()
-            wait_until(lambda: not rig.scheduler._running, 30)
+            wait_until(lambda: not rig.scheduler.running, 30)
         nothing_is_held(rig)
         assert len(rig.run(prompt(100), 5).got) == 5
 

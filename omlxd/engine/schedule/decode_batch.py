@@ -95,21 +95,21 @@ class DecodeBatch:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
             mx.async_eval(logits)
-            sampled = self._read_tokens(inputs, unread)
-            for row, token in sampled:
+            tokens = self._read_tokens(inputs, unread)
+            for row, token in tokens:
                 _advance(row, token)
         else:
-            sampled = None
+            tokens = None
         self._inputs = self._sampler(logits)
         likelihoods = self._sampler.logprobs
         mx.async_eval(self._inputs, *(likelihoods or ()))
         self._unread = [True] * len(self.rows)
         for row in self.rows:
             row.kv_length += 1
-        if sampled is None:
-            sampled = self._read_tokens(inputs, unread)
+        if tokens is None:
+            tokens = self._read_tokens(inputs, unread)
         self._logprobs = self._sampler.rows, likelihoods
-        return sampled
+        return tokens
 
     def wait(self) -> None:
         """Until the step that was started last has been computed."""

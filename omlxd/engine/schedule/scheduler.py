@@ -69,8 +69,8 @@ class Scheduler:
         self._slots = slots
         self._block = block_size
         self._inbox = Inbox()
-        self._waiting = RequestQueue()
-        self._running: list[Sequence] = []
+        self.waiting = RequestQueue()
+        self.running: list[Sequence] = []  # They hold a slot each.
         self._batches: list[DecodeBatch] = []
         self._last_alone = last_token_alone()
         self.prefill_budget = PrefillBudget(block_size)
@@ -92,7 +92,7 @@ class Scheduler:
         self._inbox.post(call)
 
     def submit(self, sequence: Sequence) -> None:
-        self.post(lambda: self._waiting.add_request(sequence))
+        self.post(lambda: self.waiting.add_request(sequence))
 
     def cancel(self, sequence: Sequence) -> None:
         """Stop `sequence` and give its slot to another; what it computed stays cached."""
@@ -112,7 +112,7 @@ class Scheduler:
     def turn(self) -> None:
         """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
         self._drain(block=not self._busy())
-        self.watchdog.check((*self._waiting, *self._running))
+        self.watchdog.check((*self.waiting, *self.running))
         self._admit()
         prefilling = self._prefill_one()
         if not prefilling or self._step_due():
@@ -121,8 +121,8 @@ class Scheduler:
     def _busy(self) -> bool:
         return (
             bool(self._batches)
-            or any(sequence.state is State.PREFILLING for sequence in self._running)
-            or bool(self._waiting and not self._short and len(self._running) < self._slots)
+            or any(sequence.state is State.PREFILLING for sequence in self.running)
+            or bool(self.waiting and not self._short and len(self.running) < self._slots)
         )
 
     def _drain(self, block: bool) -> None:
@@ -140,19 +140,19 @@ class Scheduler:
     def _stop(self) -> None:
         self._stopping = True
         error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
-        for sequence in [*self._waiting, *self._running]:
+        for sequence in [*self.waiting, *self.running]:
             self._fail(sequence, error)
 
     @property
     def active_sequences(self) -> int:
         """Sequences that wait for a slot or hold one. Any thread."""
-        return len(self._running) + len(self._waiting) + len(self._inbox)
+        return len(self.running) + len(self.waiting) + len(self._inbox)
 
     def load_metrics(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
         return {
-            "num_requests_running": len(self._running),
-            "num_requests_waiting": len(self._waiting),
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
             "prefill_tokens_per_s": self.prefill_budget.rate,
         }
 
@@ -160,18 +160,18 @@ class Scheduler:
 
     def _admit(self) -> None:
         stuck: Sequence | None = None
-        while len(self._running) < self._slots:
-            sequence = self._waiting.next_request(self._running, stuck)
+        while len(self.running) < self._slots:
+            sequence = self.waiting.next_request(self.running, stuck)
             if sequence is None:
                 break
             try:
-                if self.memory and not self.memory.has_room_for(sequence, self._running, stuck):
+                if self.memory and not self.memory.has_room_for(sequence, self.running, stuck):
                     if stuck is not None:
                         break  # Nor is there memory for the shortest.
                     stuck = sequence
                     continue
-                self._waiting.take_request(sequence)
-                self._running.append(sequence)
+                self.waiting.take_request(sequence)
+                self.running.append(sequence)
                 sequence.state = State.PREFILLING
                 self._match(sequence)
             except Exception as error:
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _prefill_one(self) -> bool:
         """One pass of one sequence. False: none is prefilling."""
-        sequences = [sequence for sequence in self._running if sequence.state is State.PREFILLING]
+        sequences = [sequence for sequence in self.running if sequence.state is State.PREFILLING]
         if not sequences:
             return False
         sequence = self.prefill_budget.pick_sequence(sequences)
@@ -261,7 +261,7 @@ class Scheduler:
         self._layer_s = time.perf_counter() - self._looked_at
         self.steps += 1
         self._drain(block=False)
-        self.watchdog.check((*self._waiting, *self._running))
+        self.watchdog.check((*self.waiting, *self.running))
         if sequence.cancelled:
             raise Interrupted
         if self._step_due():
@@ -317,9 +317,9 @@ class Scheduler:
         rows = list(batch.rows)
         try:
             self.steps += 1
-            sampled = batch.step()
-            self.decoded_tokens += len(sampled)
-            self._leave(batch, [row for row, token in sampled if not self._accept(row, token)])
+            tokens = batch.step()
+            self.decoded_tokens += len(tokens)
+            self._leave(batch, [row for row, token in tokens if not self._accept(row, token)])
             for sequence in batch.rows:
                 self._offer(sequence, batch)
         except Exception as error:
@@ -378,7 +378,7 @@ class Scheduler:
     def _cancel(self, sequence: Sequence) -> None:
         sequence.cancelled = True
         if sequence.state is State.WAITING:
-            self._waiting.remove_request(sequence)
+            self.waiting.remove_request(sequence)
             self._over(sequence)
         elif sequence.state is State.PREFILLING and sequence is not self._computing:
             self._release(sequence)
@@ -404,15 +404,15 @@ class Scheduler:
             return  # As in `_cancel`.
         sequence.cache = None
         self._finish(sequence)
-        self._waiting.remove_request(sequence)
+        self.waiting.remove_request(sequence)
         self._over(sequence)
 
     def _over(self, sequence: Sequence) -> None:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
         sequence.cache = sequence.last_checkpoint = sequence.sink = None
         sequence.state = State.DONE
-        if sequence in self._running:
-            self._running.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
 
 
 def _internal(error: Exception) -> OmlxdError:

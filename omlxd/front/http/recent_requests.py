@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 
@@ -49,7 +50,7 @@ class RecentRequests:
     """Newest last. One too large to keep is not kept."""
 
     def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES):
-        self._kept = BoundedMap[str, RecentRequest](most_bytes, lambda kept: kept.size, max_items=most)
+        self._kept = BoundedMap[str, RecentRequest](most_bytes, attrgetter("size"), max_items=most)
 
     def add_request(self, model_id: str, request: GenerateRequest, trace: RequestTrace, nbytes: int) -> None:
         """`nbytes`: of its body."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -47,9 +48,7 @@ class ResponseStore:
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
-        self._kept = BoundedMap[str, StoredResponse](
-            max_bytes, lambda stored: stored.size, max_items=max_responses
-        )
+        self._kept = BoundedMap[str, StoredResponse](max_bytes, attrgetter("size"), max_items=max_responses)
         self._lock = threading.Lock()
 
     @property

@@ -82,7 +82,7 @@ def test_more_requests_than_slots_wait_their_turn(model: Path):
         running = [rig.start(prompt(50, seed=i), 10) for i in range(9)]
         most = 0
         while not all(o._done.is_set() for o in running):
-            most = max(most, len(rig.scheduler._running))
+            most = max(most, len(rig.scheduler.running))
             time.sleep(0.001)
         assert most <= 2
         assert all(len(o.got) == 10 for o in running)

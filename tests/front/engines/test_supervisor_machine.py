@@ -90,7 +90,7 @@ class FakeLink:
         self.machine, self.life = machine, life
         self.inbox: asyncio.Queue[Any] = asyncio.Queue()
         self.sent: dict[int, type] = {}
-        self.quit = self.frozen = self.loads = self.is_loaded = False
+        self.quit = self.frozen = self.hung_up = self.loads = self.is_loaded = False
         self.ended = asyncio.Event()
 
     def send(self, message: Any) -> None:
@@ -211,8 +211,8 @@ class Machine(RuleBasedStateMachine):
         return self.links[-1] if self.links and not self.links[-1].ended.is_set() else None
 
     def busy(self, number: int) -> int | None:
-        """A request that the engine is at work on."""
-        ids = [id for id in self.link.sent if id in self.asked] if self.link else []
+        """A request that the engine is at work on, and whose answer can reach the front."""
+        ids = [id for id in self.link.sent if id in self.asked] if self.link and not self.link.hung_up else []
         return ids[number % len(ids)] if ids else None
 
     # ----------------------------------------------------------------- clients
@@ -364,6 +364,7 @@ class Machine(RuleBasedStateMachine):
     def closes_its_socket(self, ticks: int) -> None:
         """And runs on."""
         assert self.link is not None
+        self.link.hung_up = True
         self.link.inbox.put_nowait(None)
         self.ticks(ticks)
 
