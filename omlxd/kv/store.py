@@ -284,7 +284,7 @@ class KVStore:
             block.on_disk = False
             if block.payload is None:
                 self.pool.forget(block)
-            elif self.flusher is not None:
+            elif self.flusher is not None and not self.flusher.is_writing(key.block_hash):
                 self.flusher.unwritten.add(key, None, block.payload.nbytes, due=True)
 
     def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:

@@ -72,6 +72,18 @@ def test_losing_a_file_keeps_the_hot_copy(rig, tmp_path):
     assert block.on_disk and rig.cold.has(HASHES[0]), "written again"
 
 
+def test_losing_a_file_that_is_being_written_again_notes_nothing(rig):
+    rig.serve(KEYS)
+    block = rig.pool.get_cached_block(HASHES[0])
+    block.on_disk = False
+    assert rig.flusher.submit(KEYS[0], block.payload, block)
+    block.on_disk = True
+    rig.store.lose(block, KEYS[0])
+    rig.check([])
+    rig.settle()
+    assert block.on_disk and not rig.flusher.unwritten.due
+
+
 def test_losing_a_block_in_use_leaves_the_tables_whole(rig, tmp_path):
     rig.serve(KEYS)
     rig.hot = 0
