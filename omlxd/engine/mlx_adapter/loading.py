@@ -23,8 +23,10 @@ from .cache_kinds import (
     Cache,
     StateLayout,
     arrays_of,
+    extend,
     is_batchable,
     layout_of,
+    merge,
     quantise_obstacle,
     quantised,
     reuse_obstacle,
@@ -106,6 +108,9 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     if kv is not None:
         cache = _quantise(model, cache, kv, str(config.get("model_type", "this model")))
     obstacle = reuse_obstacle(cache)
+    batchable = is_batchable(cache)
+    if batchable and attention.installed():
+        _attend_unequal(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -116,7 +121,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
         layout=None if obstacle else layout_of(cache),
         states=None if obstacle else states_of(cache),
         kv_reuse=obstacle,
-        batchable=is_batchable(cache),
+        batchable=batchable,
         hook=LayerHook(model),
         float32=converted,
     )
@@ -141,7 +146,7 @@ def make_float32(model: Any) -> bool:
     """Make the weights of `model` float32, lazily; whether that changes any. Quantised experts stay packed.
 
     A CPU's quantised and 16-bit products use no BLAS. SmolLM2-135M, prefill in chunks of 64 with OpenBLAS,
-    two virtual CPUs that others use as well, tokens a second: float32 36, float16 5, 4 bits 2.
+    two virtual CPUs that others use as well, tokens a second: float32 36, float16 5.
     """
     plain = {nn.QuantizedLinear: nn.Linear, nn.QuantizedEmbedding: nn.Embedding}
     before = tree_bytes(model.parameters())
@@ -174,6 +179,13 @@ def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
         logits = model(mx.array([tokens]), cache=cache)
         mx.eval(logits, state_arrays(cache))
     return cache, logits
+
+
+def _attend_unequal(model: Any) -> None:
+    """One token for rows of unequal length: their attention is compiled and checked now, in no request."""
+    batch = merge([_try(model, [[0]])[0]])
+    extend(batch, _try(model, [[0, 1]])[0])
+    mx.eval(model(mx.array([[0], [0]]), cache=batch))
 
 
 def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:

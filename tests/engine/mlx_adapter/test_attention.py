@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import attention
@@ -43,8 +43,7 @@ class Reference:
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test."""
-    for cache in (KVCache, BatchKVCache):
-        monkeypatch.setattr(cache, "keys_and_values", cache.keys_and_values)
+    monkeypatch.setattr(BatchKVCache, "keys_and_values", BatchKVCache.keys_and_values)
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
@@ -80,7 +79,7 @@ def decode(loaded: mlx_adapter.LoadedModel, lengths: tuple[int, ...] = LENGTHS) 
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (33,)], ids=["unequal rows", "one row"])
+@pytest.mark.parametrize("lengths", [LENGTHS, (33, 33), (33,)], ids=["unequal", "equal", "one row"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
     loaded = mlx_adapter.load(build_family(family, tmp_path / family))
@@ -89,9 +88,17 @@ def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_pa
     got = decode(loaded, lengths)
     np.testing.assert_allclose(got, want, atol=2e-4)
     plain = "KVCache" in CONFIGS[family].classes
-    assert (Reference.calls > 0) == (plain and family not in NOT_TAKEN), (
-        "taken where it may be, and nowhere else"
-    )
+    takes = lengths == LENGTHS and plain and family not in NOT_TAKEN
+    assert (Reference.calls > 0) == takes, "taken where it may be, and nowhere else"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_load_asks_for_it_before_any_request_does(family: str, tmp_path, reference):
+    folder = build_family(family, tmp_path / family)
+    reference()
+    assert mlx_adapter.load(folder).batchable
+    takes = "KVCache" in CONFIGS[family].classes and family not in NOT_TAKEN
+    assert (Reference.calls > 0) == takes
 
 
 NOT_TAKEN = ("deepseek_v3", "deepseek_v32", "kimi_linear", "gpt_oss")
