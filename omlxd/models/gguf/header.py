@@ -18,6 +18,8 @@ from ...errors import ModelError
 MAX_METADATA_BYTES = 256 << 20
 """The vocabulary of 262,144 tokens of Gemma 3 takes 6 MB."""
 MAX_TENSORS = 100_000
+MAX_ITEMS = 4_000_000
+"""Of all lists of a file: three of Gemma 3's vocabulary make 0.8 million, and as Python's objects some 50 MB."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -119,7 +121,7 @@ class _Reader:
     def __init__(self, path: Path, data: mmap.mmap):
         self._path = path
         self._data = data
-        self._at = 0
+        self._at = self._items = 0
         self._end = min(len(data), MAX_METADATA_BYTES)
 
     def header(self) -> Header:
@@ -189,6 +191,11 @@ class _Reader:
             return self._string()
         if number == _ARRAY:
             of, count = self._unpack("IQ")
+            self._items += count
+            if self._items > MAX_ITEMS:
+                raise self._bad(
+                    f"its lists claim {self._items} items, more than the {MAX_ITEMS} that are read"
+                )
             if of == _STRING:
                 if count * 8 > self._end - self._at:
                     raise self._bad(f"it is truncated or damaged: it claims a list of {count} strings")
