@@ -19,7 +19,7 @@ MAX_METADATA_BYTES = 256 << 20
 """The vocabulary of 262,144 tokens of Gemma 3 takes 6 MB."""
 MAX_TENSORS = 100_000
 MAX_ITEMS = 4_000_000
-"""Of all lists of a file: three of Gemma 3's vocabulary make 0.8 million, and as Python's objects some 50 MB."""
+"""Of all lists of a file: three of Gemma 3's vocabulary make 0.8 million, some 50 MB of Python's objects."""
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
