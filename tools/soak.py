@@ -21,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 from soaking.growth import Sampler
 from soaking.leaks import left_of, processes_of, temporary_files
 from soaking.own_daemon import ANSWER_S, MODELS, Daemon, build_models, mount_small
@@ -30,6 +31,8 @@ from soaking.trouble import Trouble
 
 CLIENTS = 4
 SAMPLE_S = 1.0
+START_S = 10.0
+"""A template's process whose engine is killed while it starts ends once it has started."""
 BOUNDS = {"front MB": 1.0, "front descriptors": 0.5, "front sockets": 0.5, "processes": 0.2}
 """Growth a minute over the last two thirds of a run of 5 minutes or more."""
 SHORT_BOUNDS = {"front MB": 100.0, "front descriptors": 200.0, "front sockets": 200.0, "processes": 40.0}
@@ -67,10 +70,23 @@ def soak(
 
 def _left(home: Path, shared_memory: set[str], whole: bool) -> str:
     """What the daemon left, in words. `whole`: its folders were never set aside to make the disk fail."""
-    left = [f"process {process.pid}" for process in processes_of(home)]
+    deadline = time.monotonic() + START_S
+    while processes_of(home) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    left = [_described(process) for process in processes_of(home)]
     left += left_of(shared_memory)
     left += [str(path) for path in temporary_files(home / "cache") if whole]
     return ", ".join(left) or "nothing"
+
+
+def _described(process: psutil.Process) -> str:
+    """Which one, how old it is and who its parent is: enough to find out why it stayed."""
+    try:
+        age = time.time() - process.create_time()
+        command = " ".join(process.cmdline())
+        return f"process {process.pid} ({process.status()}, {age:.0f} s old, of {process.ppid()}: {command})"
+    except psutil.Error:
+        return f"process {process.pid}"
 
 
 def _run(
