@@ -24,7 +24,7 @@ import msgspec
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
 from .chat import StreamOptions
-from .daemon_client import KEY_VARIABLE, DaemonError, fetch, stream
+from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
 from .launch import find_target
 from .own_daemon import own_daemon
 from .owner_api import DaemonStatus, InstalledStatuses, ModelStatus
@@ -151,21 +151,16 @@ class _Body(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """Seconds since the request; tokens."""
+    """`ttft_s`: seconds from the request to the first token."""
 
     text: str
     ttft_s: float
-    last_s: float
+    tokens_per_s: float | None
     usage: _Usage
 
     @property
     def cached(self) -> int:
         return self.usage.prompt_tokens_details.get("cached_tokens", 0)
-
-    @property
-    def decode_rate(self) -> float | None:
-        seconds, tokens = self.last_s - self.ttft_s, self.usage.completion_tokens - 1
-        return tokens / seconds if tokens > 0 and seconds > 0 else None
 
 
 def measure(model: str, wanted: Sequence[int] | None, perplexity_tokens: int) -> Report:
@@ -237,7 +232,7 @@ class _Bench:
         result.prompt_tokens = cold.usage.prompt_tokens
         result.cold_s, result.ram_s, result.ram_cached = cold.ttft_s, hot.ttft_s, hot.cached
         result.prefill_tokens_per_s = (cold.usage.prompt_tokens - cold.cached) / cold.ttft_s
-        result.decode_tokens_per_s = cold.decode_rate
+        result.decode_tokens_per_s = cold.tokens_per_s
         result.equal_tokens = hot.text == cold.text
         return result, cold.text
 
@@ -262,16 +257,17 @@ class _Bench:
         return (head + self._text * (letters // len(self._text) + 1))[:letters]
 
     def _ask(self, prompt: str) -> _Answer:
-        began, text, ttft, last = time.perf_counter(), "", 0.0, 0.0
-        usage = _Usage(0, 0)
+        times, text, usage = TokenTimes(), "", _Usage(0, 0)
         body = msgspec.json.encode(_Body(self._model, prompt))
         with closing(stream(self._url, KEY, "/v1/completions", body, _Chunk)) as chunks:
             for chunk in chunks:
                 usage = chunk.usage or usage
                 if new := "".join(choice.text for choice in chunk.choices):
-                    text, last = text + new, time.perf_counter() - began
-                    ttft = ttft or last
-        return _Answer(text, ttft or time.perf_counter() - began, last, usage)
+                    text += new
+                    times.token_came()
+        if not text:
+            times.token_came()  # None has text: the answer's end stands for the first.
+        return _Answer(text, times.first_s, times.tokens_per_s(usage.completion_tokens), usage)
 
     def _wait_written(self) -> float:
         """Seconds until all blocks are on SSD."""

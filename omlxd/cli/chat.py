@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import re
 import sys
-import time
 import uuid
 from collections.abc import Callable, Generator, Sequence
 
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from ..config import load_settings
 from ..models.offer import offer_default_model
-from .daemon_client import DaemonError, NoDaemon, address, fetch, stream
+from .daemon_client import DaemonError, NoDaemon, TokenTimes, address, fetch, stream
 from .launch import LaunchError, Models, Target, find_target
 from .own_daemon import own_daemon
 from .status import table
@@ -82,8 +81,7 @@ class Answer:
     def __init__(self) -> None:
         self.text = self.thinking = self.finish_reason = ""
         self.usage: _Usage | None = None
-        self._began = time.monotonic()
-        self.ttft_s = self.last_s = 0.0
+        self.times = TokenTimes()
 
     def add(self, chunk: Chunk) -> _Delta:
         """Take `chunk` in; returns what it adds."""
@@ -93,18 +91,15 @@ class Answer:
         choice = chunk.choices[0]
         delta, self.finish_reason = choice.delta, choice.finish_reason or self.finish_reason
         if delta.content or delta.reasoning_content:
-            self.last_s = time.monotonic() - self._began
-            self.ttft_s = self.ttft_s or self.last_s
+            self.times.token_came()
             self.text += delta.content or ""
             self.thinking += delta.reasoning_content or ""
         return delta
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None: too few tokens to tell."""
-        seconds = self.last_s - self.ttft_s
-        tokens = self.usage.completion_tokens - 1 if self.usage else 0
-        return tokens / seconds if tokens > 0 and seconds > 0 else None
+        """None: the tokens are too few."""
+        return self.times.tokens_per_s(self.usage.completion_tokens) if self.usage else None
 
     def message(self) -> Message:
         return Message("assistant", self.text, self.thinking or None)
@@ -261,7 +256,7 @@ class Writer:
 
 def _figures(answer: Answer) -> tuple[str, ...]:
     """Cells of `/stats`, without the number."""
-    ttft, usage = f"{answer.ttft_s:.2f} s", answer.usage
+    ttft, usage = f"{answer.times.first_s:.2f} s", answer.usage
     if usage is None:  # It was stopped.
         return ("-", "-", "-", "-", ttft, "-", "-")
     hot, cold = usage.omlxd.cached_hot, usage.omlxd.cached_cold

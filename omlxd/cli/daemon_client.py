@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping
@@ -29,6 +30,23 @@ class DaemonError(OmlxdError):
 
 class NoDaemon(DaemonError):
     """Nothing answers at the address."""
+
+
+class TokenTimes:
+    """Seconds from now to the first token of an answer and to its newest; 0 before there is one."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.first_s = self.last_s = 0.0
+
+    def token_came(self) -> None:
+        self.last_s = time.monotonic() - self._began
+        self.first_s = self.first_s or self.last_s
+
+    def tokens_per_s(self, tokens: int) -> float | None:
+        """The rate of an answer of `tokens` tokens; None: they are too few."""
+        seconds = self.last_s - self.first_s
+        return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
 
 
 def address(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,16 @@ def store_bad(rig: Rig, matched: int = 2) -> BlockTable:
         table.append(BLOCK)
         assert rig.store.put(table, index, KEYS[index], empty_payload(BAD)) is False
     return table
+
+
+@contextlib.contextmanager
+def removal_fails(rig: Rig, table: BlockTable, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Withdraw all blocks while no file can be removed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.cold._fs, "unlink", denied)
+        rig.store.withdraw(dict.fromkeys(HASHES, False))
+        end(rig, table)
+        yield
 
 
 def end(rig: Rig, table: BlockTable) -> None:
@@ -163,10 +175,7 @@ def test_a_removal_that_failed_is_tried_again(tmp_path, monkeypatch):
     rig = Rig(tmp_path)
     table = store_bad(rig, matched=0)
     rig.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.cold._fs, "unlink", denied)
-        rig.store.withdraw(dict.fromkeys(HASHES, False))
-        end(rig, table)
+    with removal_fails(rig, table, monkeypatch):
         rig.tick()
     assert len(files_in(tmp_path)) == 6 and rig.flusher.has_work
     rig.tick()
@@ -178,10 +187,8 @@ def test_a_removal_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     rig = Rig(tmp_path)
     table = store_bad(rig, matched=0)
     rig.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.cold._fs, "unlink", denied)
-        rig.store.withdraw(dict.fromkeys(HASHES, False))
-        end(rig, table)
+    with removal_fails(rig, table, monkeypatch):
+        pass
     assert len(files_in(tmp_path)) == 6
     assert rig.store.close(0)
     assert files_in(tmp_path) == []
@@ -193,10 +200,7 @@ def test_what_was_stored_again_before_the_bad_file_went_is_written_at_the_end(tm
     rig = Rig(tmp_path)
     table = store_bad(rig, matched=0)
     rig.settle()
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.cold._fs, "unlink", denied)
-        rig.store.withdraw(dict.fromkeys(HASHES, False))
-        end(rig, table)
+    with removal_fails(rig, table, monkeypatch):
         rig.compute(KEYS).free()
         if not gone:
             assert not rig.store.close(0), "nothing is lost without a word"
