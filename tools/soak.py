@@ -32,7 +32,8 @@ from soaking.trouble import Trouble
 CLIENTS = 4
 SAMPLE_S = 1.0
 START_S = 10.0
-"""A template's process whose engine is killed while it starts ends once it has started."""
+"""How long a process may live on after the daemon: one that is still importing its modules sees the end of
+its engine only then."""
 BOUNDS = {"front MB": 1.0, "front descriptors": 0.5, "front sockets": 0.5, "processes": 0.2}
 """Growth a minute over the last two thirds of a run of 5 minutes or more."""
 SHORT_BOUNDS = {"front MB": 100.0, "front descriptors": 200.0, "front sockets": 200.0, "processes": 40.0}

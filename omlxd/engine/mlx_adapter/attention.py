@@ -238,11 +238,15 @@ def install() -> None:
 
 
 def installed() -> bool:
+    """Whether mlx-lm's models attend by `attend`."""
     return base.scaled_dot_product_attention is attend
 
 
 def _noting(keys_and_values: Any) -> Any:
-    """Remember which arrays a cache gave out: attention may be asked for others, derived from them."""
+    """`keys_and_values`, which also notes the arrays that it returns in `given_out`.
+
+    A model may derive other arrays from them for its attention; the kernel reads the cache's own.
+    """
 
     def noted(self: Any) -> Any:
         keys, values = keys_and_values(self)
@@ -271,7 +275,10 @@ def attend(
 
 
 def _place(cache: Any, keys: mx.array, values: mx.array, mask: Any) -> tuple[mx.array, int] | None:
-    """Where the rows' KV lies in `cache`'s arrays; None: not there as it is, or not all of it counts."""
+    """(first column of each row, end of all) of the KV in `cache`'s own arrays.
+
+    None: `keys` or `values` are other arrays, or the mask hides more than padding.
+    """
     given_out = getattr(cache, "given_out", None)
     if given_out is None or given_out[0]() is not keys or given_out[1]() is not values:
         return None
@@ -284,7 +291,7 @@ _plain_mask: Any = lambda: None  # noqa: E731  (a weak reference once there is o
 
 
 def note_plain_mask(mask: mx.array) -> None:
-    """`mask` hides the padding of a batch and nothing else: the kernel does not need it."""
+    """Note that `mask` hides the padding of a batch and nothing else: the kernel does without it."""
     global _plain_mask
     _plain_mask = weakref.ref(mask)
 

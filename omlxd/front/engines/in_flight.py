@@ -71,7 +71,7 @@ class Request:
     life       the engine process that it was sent to; 0: it waits
     sends      how often it was sent
     collected  no client reads before the answer's end
-    begun      an answer has begun, of this life
+    begun      this life has begun to answer
     """
 
     __slots__ = ("answer", "begun", "collected", "frame", "id", "life", "sends")

@@ -29,6 +29,7 @@ Rows = list[tuple[str, str]]
 
 
 def print_address(urls: str, model: str) -> None:
+    """Print the line that says where the daemon listens."""
     with contextlib.suppress(OSError):  # Nobody may read it.
         print(f"omlxd {__version__} listening on {urls} (model {model})", flush=True)
 
