@@ -67,9 +67,11 @@ def main(argv):
         make_venv(environ)
         if not is_installed(wanted):
             install(wanted, environ)
-    environ["OMLXD_FETCH_MODEL"] = "yes"  # Without --model; `omlxd serve` says so and falls back.
-    module = ["-m", "omlxd", "serve"] if verb == "serve" else ["-m", "pytest"]
-    if verb == "test":
+    if verb == "serve":
+        module = ["-m", "omlxd", "serve"]
+        environ["OMLXD_FETCH_MODEL"] = "yes"  # Without --model; `omlxd serve` says so and falls back.
+    else:
+        module = ["-m", "pytest"]
         os.chdir(ROOT)
     os.execve(PYTHON, [PYTHON, *module, *rest], environ)
 

@@ -170,6 +170,20 @@ def test_a_venv_is_made_and_then_left_alone(bootstrap: ModuleType, monkeypatch: 
     assert not marker.exists() and bootstrap.broken_venv(environ) == ""
 
 
+@pytest.mark.parametrize(("verb", "fetches"), [("serve", True), ("test", False)])
+def test_only_serve_may_fetch_a_model(bootstrap, monkeypatch, tmp_path: Path, verb: str, fetches: bool):
+    """Tests that met a download would need a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMLXD_FETCH_MODEL", raising=False)
+    (tmp_path / "pyproject.toml").write_text("")
+    for step in ("make_venv", "install"):
+        monkeypatch.setattr(bootstrap, step, lambda *args: None)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(bootstrap.os, "execve", lambda path, argv, environ: started.append(environ))
+    bootstrap.main([verb])
+    assert [("OMLXD_FETCH_MODEL" in environ) for environ in started] == [fetches]
+
+
 def test_usage():
     done = subprocess.run([sys.executable, str(SCRIPT), "fly"], capture_output=True, text=True)
     assert done.returncode == 2 and "bootstrap.py serve" in done.stdout
