@@ -161,7 +161,7 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     while True:
         models = fetch(url, key, "/v1/models", Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
-        if model.max_input_tokens is not None or model.omlxd.state != "loading":
+        if model.omlxd.state != "loading":
             return Target(url, key, model.id, model.max_input_tokens)
         if time.monotonic() > deadline:
             raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")
