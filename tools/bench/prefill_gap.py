@@ -18,9 +18,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from omlxd.engine.schedule.scheduler import Scheduler
-from omlxd.engine.sequence import Sequence
-from tools.bench.gpu_rig import Bench, Collector, row
+from omlxd.engine import blas
+
+blas.put_first()  # As an engine does, before anything imports MLX.
+
+from omlxd.engine.schedule.scheduler import Scheduler  # noqa: E402
+from omlxd.engine.sequence import Sequence  # noqa: E402
+from tools.bench.gpu_rig import Bench, Collector, row  # noqa: E402
 
 ALONE = 16
 """Tokens that the stream decodes alone, and that are measured."""
@@ -99,6 +103,7 @@ def run(bench: Bench, scheduler: Scheduler, long: int, context: int, seconds: fl
         ("beside the prefill", [gap for at, gap in gaps if began <= at < end]),
     ):
         row(name, statistics.median(part) * 1000, max(part) * 1000)
+    print(f"BLAS: {blas.name() or 'of the wheel'}")
     print(f"cold prompt {end - began:.2f} s; 15 tokens of a turn beside it {turn_end - turn:.2f} s")
     return 0
 
