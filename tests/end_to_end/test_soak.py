@@ -20,7 +20,7 @@ from cold_files import settled, unsettled
 from daemon import Daemon, body, wait_until
 from soaking.leaks import left_of, processes_of, shared_memory_of, sockets_of, temporary_files
 
-from omlxd.engine.prompt.template_process import KEEP
+from omlxd.common.child_process import KEEP
 
 SMALL = ("--paged-ssd-cache-max-size", "30MB")
 """Less than a lease of space, so that nothing stays granted while an engine has nothing to write."""

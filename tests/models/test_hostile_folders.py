@@ -19,12 +19,13 @@ from transformers.utils import chat_template_utils
 
 from omlxd import wire
 from omlxd.chat import Failed
+from omlxd.common.child_process import ChildLost
 from omlxd.common.files import read_small
 from omlxd.config import load_settings
 from omlxd.config.keys import read_keys
 from omlxd.engine import service
 from omlxd.engine.prompt import template_process
-from omlxd.engine.prompt.template_process import TemplateLost, TemplateProcesses, TemplateRefusal
+from omlxd.engine.prompt.template_process import TemplateProcesses, TemplateRefusal
 from omlxd.errors import ConfigError, ModelError, OmlxdError
 from omlxd.front.engines import watch
 from omlxd.models import demo
@@ -145,8 +146,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 def processes():
     made = TemplateProcesses()
     yield made
-    for child in made._idle:
-        child.kill()
+    made.children.close()
 
 
 @pytest.mark.parametrize("template", HOSTILE)
@@ -158,14 +158,14 @@ def test_a_template_that_takes_memory_is_refused(processes, template):
 
 def test_a_template_without_end_costs_its_own_rendering(processes):
     assert processes.render("{{ x }}", {"x": "a"}) == "a"
-    with pytest.raises(TemplateLost, match="within"):
+    with pytest.raises(ChildLost, match="within"):
         processes.render(ENDLESS, {}, 0.5)
     assert processes.render("{{ x }}", {"x": "b"}) == "b"
 
 
 def test_a_child_that_ended_meanwhile_is_replaced(processes):
     assert processes.render("{{ x }}", {"x": "a"}) == "a"
-    [child] = processes._idle
+    [child] = processes.children._idle
     child.process.kill()
     child.process.wait()
     assert processes.render("{{ x }}", {"x": "b"}) == "b"
@@ -173,7 +173,7 @@ def test_a_child_that_ended_meanwhile_is_replaced(processes):
 
 def test_a_child_ends_with_its_parent(processes):
     processes.render("{{ x }}", {"x": "a"})
-    [child] = processes._idle
+    [child] = processes.children._idle
     child.process.stdin.close()
     assert child.process.wait(60) == 0
 
@@ -224,7 +224,7 @@ def test_transformers_renders_in_the_child():
         chat_template="{{ messages[0].content }}{{ lipsum is defined }}",
     )
     assert text.startswith("a")
-    assert template_process.PROCESSES._idle
+    assert template_process.PROCESSES.children._idle
     assert type(chat_template_utils._compile_jinja_template("x")) is template_process._Remote
 
 

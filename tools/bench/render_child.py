@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from omlxd.engine.prompt.template_child import render
+from omlxd.engine.prompt.template_child import answer
 from omlxd.engine.prompt.template_process import TemplateProcesses
 from omlxd.models.demo import TEMPLATE
 
@@ -40,10 +40,10 @@ def main() -> int:
     print("| conversation | in this process, ms | in the child, ms | more, ms |")
     print("|---|---|---|---|")
     for name, variables in (("small", conversation(3, 60)), ("400 kB", conversation(121, 3300))):
-        assert (children.render(TEMPLATE, variables), "") == render(TEMPLATE, variables)
+        assert (children.render(TEMPLATE, variables), "") == answer(TEMPLATE, variables)
         here, there = [], []
         for _ in range(rounds):
-            here.append(timed(lambda each=variables: render(TEMPLATE, each)))
+            here.append(timed(lambda each=variables: answer(TEMPLATE, each)))
             there.append(timed(lambda each=variables: children.render(TEMPLATE, each)))
         one, two = statistics.median(here), statistics.median(there)
         print(f"| {name} | {one:.2f} | {two:.2f} | {two - one:.2f} |")

@@ -20,9 +20,10 @@ from typing import Any
 import msgspec
 
 from ...chat import Conversation
+from ...common.child_process import ChildLost
 from ...errors import InvalidRequest, ModelError, bad_field
 from .messages import TemplateMessage, compact_json, plain_text, template_messages
-from .template_process import TemplateLost, install
+from .template_process import install
 from .template_traits import PLAIN, TemplateTraits, as_parts, probe
 
 SENTINELS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -113,7 +114,7 @@ class Renderer:
         self.has_template = bool(tokenizer.has_chat_template)
         try:
             self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
-        except TemplateLost as error:
+        except ChildLost as error:
             raise ModelError(f"its chat template can't be used: {error}") from None
         specials = special_tokens(tokenizer)
         self._special = re.compile("|".join(map(re.escape, specials)) or r"(?!)")

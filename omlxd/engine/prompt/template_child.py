@@ -1,33 +1,23 @@
-"""Renders chat templates in a process of its own: `python template_child.py`, frames in, frames out.
+"""Renders chat templates in a process of its own (common/child_loop.py).
 
 A template is a program from a model's folder and may loop or take all memory; here it costs one request. The
 environment is transformers' own (`_compile_jinja_template`), copied because importing transformers takes a
 second and 60 MB; a test compares them.
-
-Frame: four bytes of length, little-endian, then MessagePack. In: (template, variables). Out: (text, reason).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import resource
-import sys
 from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
-import msgspec
 from jinja2.nodes import CallBlock
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY_BYTES = 768 << 20
-"""Address space. macOS does not enforce it: there the parent watches."""
 TEXT_CHARS = 64 << 20
-CPU_S = 30
-"""Processor time of one rendering: the end of one whose parent is gone."""
 
 
 class _Generation(jinja2.ext.Extension):
@@ -95,7 +85,8 @@ def _compiled(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
-def render(template: str, variables: dict[str, Any]) -> tuple[str, str]:
+def answer(template: str, variables: dict[str, Any]) -> tuple[str, str]:
+    """Return (text, "") or ("", why the template failed)."""
     pieces: list[str] = []
     length = 0
     try:
@@ -111,24 +102,3 @@ def render(template: str, variables: dict[str, Any]) -> tuple[str, str]:
         return "", "it calls itself without end"
     except Exception as error:
         return "", str(error) or type(error).__name__
-
-
-def main() -> None:
-    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(limit, (MEMORY_BYTES, resource.getrlimit(limit)[1]))
-    frames, answers = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := frames.read(4)) == 4:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        with contextlib.suppress(OSError, ValueError):
-            most = int(used.ru_utime + used.ru_stime) + CPU_S
-            resource.setrlimit(resource.RLIMIT_CPU, (most, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-        frame = frames.read(int.from_bytes(head, "little"))
-        answer = msgspec.msgpack.encode(render(*msgspec.msgpack.decode(frame)))
-        del frame
-        answers.write(len(answer).to_bytes(4, "little") + answer)
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .template_process import TemplateLost
+from ...common.child_process import ChildLost
 
 Apply = Callable[..., str]
 """apply(messages, tools) -> text; raises whatever the template raises."""
@@ -70,7 +70,7 @@ _TOOL = {
 
 
 def probe(apply: Apply) -> TemplateTraits:
-    """The traits of a template. `apply` renders with a generation prompt. Raises TemplateLost alone."""
+    """The traits of a template. `apply` renders with a generation prompt. Raises ChildLost alone."""
     parts = not _shows(apply, [_user("falcon")], "falcon") and _shows(
         apply, [_user([{"type": "text", "text": "falcon"}])], "falcon"
     )
@@ -135,7 +135,7 @@ def as_parts(message: dict[str, Any]) -> dict[str, Any]:
 def _shows(apply: Apply, messages: list[dict[str, Any]], *words: str, tools: bool = False) -> bool:
     try:
         text = apply(messages, [_TOOL] if tools else None)
-    except TemplateLost:
+    except ChildLost:
         raise
     except Exception:  # a template raises what it likes
         return False

@@ -1,0 +1,139 @@
+"""Runs code that may loop, crash or take all memory in processes whose loss costs one request."""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+LOOK_S = 0.05
+KEEP = 2
+"""Children that wait for work."""
+MOST_LOST = 2
+"""Fresh children that one call may end: the first may have been killed for another reason."""
+MOST_REPLY_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+
+class ChildLost(Exception):
+    """A child did not answer in time, or took too much memory, and its process is gone."""
+
+
+class _Child:
+    def __init__(self, arguments: list[str], memory_bytes: int) -> None:
+        self._memory_bytes = memory_bytes
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", str(Path(__file__).with_name("child_loop.py")), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            start_new_session=True,  # A terminal's ^C is for the front.
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def ask(self, frame: bytes, seconds: float) -> bytes:
+        """Raises ChildLost, OSError and EOFError."""
+        writer = self.process.stdin
+        assert writer is not None
+        until = time.monotonic() + seconds
+        # The child reads a whole frame before it answers, so that neither waits for the other.
+        for part in (len(frame).to_bytes(4, "little"), frame):
+            view = memoryview(part)
+            while view:
+                view = view[writer.write(view) or 0 :]
+        try:
+            length = int.from_bytes(self._read(4, until), "little")
+            if length > MOST_REPLY_BYTES:
+                raise EOFError
+            return self._read(length, until)
+        except TimeoutError:
+            raise ChildLost(f"it did not end within {seconds:.0f} s") from None
+
+    def _read(self, length: int, until: float) -> bytes:
+        reader = self.process.stdout
+        assert reader is not None
+        data = bytearray()
+        with selectors.DefaultSelector() as ready:
+            ready.register(reader, selectors.EVENT_READ)
+            while len(data) < length:
+                while not ready.select(LOOK_S):
+                    if time.monotonic() > until:
+                        raise TimeoutError
+                    self._check_memory()
+                if not (piece := reader.read(min(length - len(data), 1 << 20))):
+                    raise EOFError
+                data += piece
+        return bytes(data)
+
+    def _check_memory(self) -> None:
+        """Where the system does not limit it."""
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(self.process.pid).memory_info().rss > self._memory_bytes:
+                raise ChildLost("it takes more memory than it may have")
+
+
+class ChildProcesses:
+    """Calls `answer` of a script in children (child_loop.py). Thread-safe: each call has a child to itself.
+
+    script        path of a Python file that imports nothing of omlxd
+    memory_bytes  address space of a child. macOS does not enforce it: there the parent watches
+    cpu_s         processor time of one call
+    """
+
+    def __init__(self, script: Path, memory_bytes: int, cpu_s: int):
+        self._arguments = [str(script), str(memory_bytes), str(cpu_s)]
+        self._memory_bytes = memory_bytes
+        self._idle: list[_Child] = []
+        self._lock = threading.Lock()
+
+    def call(self, arguments: tuple[Any, ...], result: type[T], seconds: float) -> T:
+        """Return `answer(*arguments)` of the script as `result`. Raises ChildLost after `seconds`."""
+        frame = msgspec.msgpack.encode(arguments)
+        lost = 0
+        while True:
+            with self._lock:
+                kept = self._idle.pop() if self._idle else None
+            child = kept or _Child(self._arguments, self._memory_bytes)
+            try:
+                value = msgspec.msgpack.decode(child.ask(frame, seconds), type=result)
+            except (OSError, EOFError, msgspec.DecodeError):
+                child.kill()
+                lost += kept is None
+                if lost < MOST_LOST:  # A kept one may have ended while nobody looked.
+                    continue
+                raise ChildLost("its process was ended") from None
+            except BaseException:
+                child.kill()
+                raise
+            self._keep(child)
+            return value
+
+    def close(self) -> None:
+        """End the children that wait for work."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for child in idle:
+            child.kill()
+
+    def _keep(self, child: _Child) -> None:
+        with self._lock:
+            if len(self._idle) < KEEP:
+                self._idle.append(child)
+                return
+        child.kill()
