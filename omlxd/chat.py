@@ -32,10 +32,32 @@ class ThinkingPart(Struct, frozen=True, tag="thinking"):
 
 
 class ImagePart(Struct, frozen=True, tag="image"):
-    """An image as encoded bytes (PNG, JPEG, …); never a URL: nobody past the front fetches anything."""
+    """An image as encoded bytes (PNG, JPEG, …); never a URL: nobody past the front fetches anything.
+
+    param  where it stood in the request, for errors: `messages.3.content.1`
+    page   `data` is a PDF, and the image its page of this number, from 1; 0: `data` is an image
+    """
 
     data: bytes
     media_type: str = ""
+    param: str = ""
+    page: int = 0
+
+
+class DocumentPart(Struct, frozen=True, tag="document"):
+    """A document that is no text; the engine makes it text, or images if its model sees.
+
+    media_type  `application/pdf`: no other is read
+    name        its title or file name, which the model reads
+    context     what the client says of it, likewise
+    param       as of an ImagePart
+    """
+
+    data: bytes
+    media_type: str
+    name: str = ""
+    context: str = ""
+    param: str = ""
 
 
 class ToolCallPart(Struct, frozen=True, tag="tool_call"):
@@ -53,9 +75,10 @@ class ToolResultPart(Struct, frozen=True, tag="tool_result"):
     text: str
     is_error: bool = False
     images: tuple[ImagePart, ...] = ()
+    documents: tuple[DocumentPart, ...] = ()
 
 
-Part = Union[TextPart, ThinkingPart, ImagePart, ToolCallPart, ToolResultPart]
+Part = Union[TextPart, ThinkingPart, ImagePart, DocumentPart, ToolCallPart, ToolResultPart]
 
 
 class Message(Struct, frozen=True):

@@ -1,0 +1,67 @@
+"""PDFs of a conversation as text, or as a picture of each page for a model that sees.
+
+    <document>
+    <title>kettles.pdf</title>
+    <document_content>
+    [page 1]
+    …
+    </document_content>
+    </document>
+
+The same bytes always give the same parts, so prefixes hold.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ... import chat
+from .media import Media
+
+
+def read_documents(conversation: chat.Conversation, media: Media, *, sees: bool) -> chat.Conversation:
+    """Return `conversation` without a DocumentPart. Raises InvalidRequest, which names the PDF."""
+    messages = tuple(_read_message(message, media, sees) for message in conversation.messages)
+    return replace(conversation, messages=messages)
+
+
+def _read_message(message: chat.Message, media: Media, sees: bool) -> chat.Message:
+    if not any(
+        isinstance(part, chat.DocumentPart) or (isinstance(part, chat.ToolResultPart) and part.documents)
+        for part in message.parts
+    ):
+        return message
+    parts: list[chat.Part] = []
+    for part in message.parts:
+        if isinstance(part, chat.DocumentPart):
+            parts += _parts(part, media, sees)
+        elif isinstance(part, chat.ToolResultPart):
+            parts.append(_read_result(part, media, sees))
+        else:
+            parts.append(part)
+    return replace(message, parts=tuple(parts))
+
+
+def _read_result(result: chat.ToolResultPart, media: Media, sees: bool) -> chat.ToolResultPart:
+    parts = [part for document in result.documents for part in _parts(document, media, sees)]
+    texts = [part.text for part in parts if isinstance(part, chat.TextPart)]
+    images = [part for part in parts if isinstance(part, chat.ImagePart)]
+    text = "\n".join(filter(None, [result.text, *texts]))
+    return replace(result, text=text, images=(*result.images, *images), documents=())
+
+
+def _parts(document: chat.DocumentPart, media: Media, sees: bool) -> list[chat.TextPart | chat.ImagePart]:
+    about = (("title", document.name), ("context", document.context))
+    opening = ["<document>", *(f"<{tag}>{text}</{tag}>" for tag, text in about if text), "<document_content>"]
+    closing = ["</document_content>", "</document>"]
+    if sees:
+        pages = [
+            chat.ImagePart(document.data, document.media_type, document.param, page)
+            for page in range(1, media.pages(document) + 1)
+        ]
+        return [chat.TextPart("\n".join(opening)), *pages, chat.TextPart("\n".join(closing))]
+    texts = [
+        f"[page {page}]\n{text.strip() or '(no text on this page)'}"
+        for page, text in enumerate(media.texts(document), 1)
+    ]
+    return [chat.TextPart("\n".join([*opening, *texts, *closing]))]

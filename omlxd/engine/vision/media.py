@@ -1,0 +1,166 @@
+"""Decodes the images and PDFs of requests, in a child process (media_child.py), on request threads.
+
+An agent sends all its images with each turn, so what was seen lately is not decoded again: `identities` knows
+a picture by the digest of its encoded bytes, and a cached prefix needs no pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from ... import chat
+from ...common.bounded_map import BoundedMap
+from ...common.child_process import ChildLost, ChildProcesses
+from ...errors import bad_field
+
+MEMORY_BYTES = 1536 << 20
+"""Of a child. The most of 64 million pixels is taken by a WebP with transparency: 1.1 GB."""
+CPU_S = 60
+DEADLINE_S = 20.0
+"""Of one picture, or of a PDF's text."""
+REQUEST_DEADLINE_S = 60.0
+"""Of all that one call decodes."""
+MOST_IDENTITIES = 4096
+RECENT_BYTES = 64 << 20
+"""Decoded pictures that are kept: ten screenshots of 1920 x 1080."""
+TEXT_CHARS = 16 << 20
+"""Texts of PDFs that are kept."""
+
+_Key = tuple[bytes, int]
+"""SHA-256 of the encoded bytes, and a PDF's page."""
+_Pixels = tuple[tuple[int, int, bytes] | None, str]
+_Document = tuple[list[str] | int | None, str]
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """A picture without its pixels.
+
+    digest  SHA-256 of size and RGB bytes: the same for PNG and any lossless encoding of it
+    """
+
+    width: int
+    height: int
+    digest: bytes
+
+
+class Picture(Identity, frozen=True, kw_only=True):
+    """An image's first frame, turned as its EXIF says, at most `media_child.MOST_PIXELS` pixels.
+
+    rgb  height * width * 3 bytes, row-major; transparency is over white
+    """
+
+    rgb: bytes
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.width, self.height, self.digest)
+
+
+class Media:
+    """Owns the children that decode. Thread-safe."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("media_child.py")
+        self._children = ChildProcesses(script, MEMORY_BYTES, CPU_S)
+        self._lock = threading.Lock()
+        self._identities: BoundedMap[_Key, Identity] = BoundedMap(max_items=MOST_IDENTITIES)
+        self._recent: BoundedMap[_Key, Picture] = BoundedMap(RECENT_BYTES, lambda picture: len(picture.rgb))
+        self._documents: BoundedMap[tuple[bytes, str], list[str] | int] = BoundedMap(
+            TEXT_CHARS, _document_cost
+        )
+
+    def identities(self, parts: Sequence[chat.ImagePart], param: str = "messages") -> list[Identity]:
+        """Return size and digest of each image; decodes those not seen lately. Raises InvalidRequest."""
+        until = time.monotonic() + REQUEST_DEADLINE_S
+        identities: list[Identity] = []
+        for part, key in _keyed(parts):
+            with self._lock:
+                identity = self._identities.get(key)
+            identities.append(identity or self._decode(part, key, param, until).identity)
+        return identities
+
+    def pictures(self, parts: Sequence[chat.ImagePart], param: str = "messages") -> list[Picture]:
+        """Return each image with its pixels, up to 48 MiB each: ask for few at a time. Raises
+        InvalidRequest.
+        """
+        until = time.monotonic() + REQUEST_DEADLINE_S
+        pictures: list[Picture] = []
+        for part, key in _keyed(parts):
+            with self._lock:
+                picture = self._recent.get(key)
+            pictures.append(picture or self._decode(part, key, param, until))
+        return pictures
+
+    def texts(self, document: chat.DocumentPart) -> list[str]:
+        """Return the text of each page of a PDF. Raises InvalidRequest."""
+        texts = self._ask("texts", document)
+        assert isinstance(texts, list)
+        return texts
+
+    def pages(self, document: chat.DocumentPart) -> int:
+        """Return the number of pages of a PDF. Raises InvalidRequest."""
+        pages = self._ask("pages", document)
+        assert isinstance(pages, int)
+        return pages
+
+    def close(self) -> None:
+        """End the children that wait for work."""
+        self._children.close()
+
+    def _decode(self, part: chat.ImagePart, key: _Key, param: str, until: float) -> Picture:
+        seconds = min(DEADLINE_S, until - time.monotonic())
+        param = part.param or param
+        if seconds <= 0:
+            raise bad_field(
+                param, f"the images before this one took {REQUEST_DEADLINE_S:.0f} s to read; send fewer"
+            )
+        what = f"page {part.page} of the PDF" if part.page else "the image"
+        try:
+            pixels, why = self._children.call(("picture", part.data, part.page), _Pixels, seconds)
+        except ChildLost as lost:
+            raise bad_field(param, f"{what} can't be read: {lost}") from None
+        if pixels is None:
+            raise bad_field(param, f"{what} {why}")
+        width, height, rgb = pixels
+        digest = hashlib.sha256(b"%d x %d " % (width, height) + rgb).digest()
+        picture = Picture(width, height, digest, rgb=rgb)
+        with self._lock:
+            self._identities.put(key, Identity(width, height, digest))
+            self._recent.put(key, picture)
+        return picture
+
+    def _ask(self, kind: str, document: chat.DocumentPart) -> list[str] | int:
+        key = (hashlib.sha256(document.data).digest(), kind)
+        with self._lock:
+            if (answer := self._documents.get(key)) is not None:
+                return answer
+        what = f"the PDF {document.name[:200]!r}" if document.name else "the PDF"
+        try:
+            answer, why = self._children.call((kind, document.data, 0), _Document, DEADLINE_S)
+        except ChildLost as lost:
+            raise bad_field(document.param, f"{what} can't be read: {lost}") from None
+        if answer is None:
+            raise bad_field(document.param, f"{what} {why}")
+        with self._lock:
+            self._documents.put(key, answer)
+        return answer
+
+
+def _document_cost(answer: list[str] | int) -> int:
+    return 1 if isinstance(answer, int) else sum(map(len, answer))
+
+
+def _keyed(parts: Iterable[chat.ImagePart]) -> Iterator[tuple[chat.ImagePart, _Key]]:
+    """Yield each part with its key. Pages share the bytes of their PDF, which are hashed once."""
+    hashed: dict[int, bytes] = {}
+    for part in parts:
+        name = id(part.data)
+        if name not in hashed:
+            hashed[name] = hashlib.sha256(part.data).digest()
+        yield part, (hashed[name], part.page)

@@ -1,0 +1,326 @@
+"""Images and PDFs of any kind become bounded pictures or an error that names the field."""
+
+from __future__ import annotations
+
+import io
+import signal
+import struct
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pdf_files import locked_pdf, pdf
+
+from omlxd.chat import DocumentPart, ImagePart
+from omlxd.engine.vision import media as media_room
+from omlxd.engine.vision import media_child
+from omlxd.engine.vision.media import Media, Picture
+from omlxd.errors import InvalidRequest
+
+Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+
+FIELD = "messages.3.content.1"
+
+
+@pytest.fixture(scope="module")
+def media():
+    made = Media()
+    yield made
+    made.close()
+
+
+def encoded(image, format: str = "PNG", **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def part(data: bytes, page: int = 0) -> ImagePart:
+    return ImagePart(data, "image/png", FIELD, page)
+
+
+def picture(media: Media, data: bytes, page: int = 0) -> Picture:
+    [made] = media.pictures([part(data, page)])
+    assert len(made.rgb) == made.width * made.height * 3
+    return made
+
+
+def refusal(media: Media, data: bytes, page: int = 0) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        media.pictures([part(data, page)])
+    assert caught.value.param == FIELD and caught.value.message.startswith(f"{FIELD}: ")
+    return caught.value.message
+
+
+def pixel(made: Picture, x: int = 0, y: int = 0) -> tuple[int, ...]:
+    at = (y * made.width + x) * 3
+    return tuple(made.rgb[at : at + 3])
+
+
+def gradient(width: int = 40, height: int = 30):
+    image = Image.linear_gradient("L").resize((width, height))
+    return Image.merge("RGB", (image, image.rotate(180), image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)))
+
+
+def near(one: tuple[int, ...], other: tuple[int, ...], by: int = 6) -> bool:
+    return all(abs(a - b) <= by for a, b in zip(one, other, strict=True))
+
+
+# --------------------------------------------------------------------------- formats
+
+
+def test_lossless_encodings_of_a_picture_are_one_picture(media):
+    image = gradient()
+    files = [
+        encoded(image),
+        encoded(image, compress_level=1),
+        encoded(image, "WEBP", lossless=True),
+        encoded(image.convert("RGBA")),
+    ]
+    made = [picture(media, data) for data in files]
+    assert len({each.digest for each in made}) == 1
+    assert made[0].rgb == image.tobytes()
+    other = image.copy()
+    other.putpixel((0, 0), (1, 2, 3))
+    assert picture(media, encoded(other)).digest != made[0].digest
+    # As many bytes, in another shape.
+    assert (
+        picture(media, encoded(Image.new("RGB", (2, 3)))).digest
+        != picture(media, encoded(Image.new("RGB", (3, 2)))).digest
+    )
+
+
+@pytest.mark.parametrize("format", ["JPEG", "WEBP"])
+def test_lossy_formats_are_read(media, format):
+    made = picture(media, encoded(Image.new("RGB", (33, 17), (200, 100, 50)), format))
+    assert (made.width, made.height) == (33, 17) and near(pixel(made), (200, 100, 50))
+
+
+def test_an_animation_gives_its_first_frame(media):
+    frames = [Image.new("RGB", (9, 9), color) for color in ("red", "lime", "blue")]
+    for format, options in (("GIF", {}), ("WEBP", {"lossless": True}), ("PNG", {})):
+        data = encoded(frames[0], format, save_all=True, append_images=frames[1:], **options)
+        assert pixel(picture(media, data)) == (255, 0, 0), format
+
+
+def test_a_photo_is_turned_as_its_exif_says(media):
+    upright = Image.new("RGB", (20, 10), "white")
+    upright.paste((255, 0, 0), (0, 0, 5, 5))
+    wanted = picture(media, encoded(upright))
+    back = {1: None, 2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}
+    for orientation, turn in back.items():
+        stored = upright if turn is None else upright.transpose(Image.Transpose(turn))
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        assert picture(media, encoded(stored, exif=exif)) == wanted, orientation
+    exif[0x0112] = 77
+    assert picture(media, encoded(upright, exif=exif)) == wanted
+    assert picture(media, encoded(upright, exif=b"Exif\0\0garbage")) == wanted
+
+
+def test_transparency_is_over_white(media):
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    half = Image.new("RGBA", (4, 4), (255, 0, 0, 128))
+    assert pixel(picture(media, encoded(clear))) == (255, 255, 255)
+    assert near(pixel(picture(media, encoded(half))), (255, 127, 127), 1)
+    assert pixel(picture(media, encoded(Image.new("LA", (4, 4), (0, 0))))) == (255, 255, 255)
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    assert pixel(picture(media, encoded(palette))) == (10, 20, 30)
+    assert pixel(picture(media, encoded(palette, transparency=1))) == (255, 255, 255)
+    assert pixel(picture(media, encoded(palette, "GIF", transparency=1))) == (255, 255, 255)
+
+
+def test_other_depths_and_colours_are_read(media):
+    assert pixel(picture(media, encoded(Image.new("1", (4, 4), 1)))) == (255, 255, 255)
+    assert pixel(picture(media, encoded(Image.new("L", (4, 4), 77)))) == (77, 77, 77)
+    for value, wanted in ((0, 0), (65535, 255), (25700, 100)):
+        assert pixel(picture(media, encoded(Image.new("I;16", (4, 4), value)))) == (wanted,) * 3
+    assert near(
+        pixel(picture(media, encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))), (255, 0, 0)
+    )
+
+
+# --------------------------------------------------------------------------- limits
+
+
+def hollow_png(width: int, height: int, body: bytes = b"") -> bytes:
+    """A PNG of RGBA pixels that says its size, and holds `body`."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+def test_sizes_at_and_past_the_limits(media):
+    assert picture(media, encoded(Image.new("RGB", (1, 1), "red"))).rgb == b"\xff\0\0"
+    assert picture(media, encoded(Image.new("1", (20_000, 100)))).width == 20_000
+    assert "20000 x 99 pixels, and one side" in refusal(media, encoded(Image.new("1", (20_000, 99))))
+    assert "20000 x 20000 pixels, and 64,000,000" in refusal(media, encoded(Image.new("1", (20_000, 20_000))))
+    wide = picture(media, encoded(Image.new("1", (16_000, 4000))))
+    assert (wide.width, wide.height) == (8192, 2048)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded(media):
+    began = time.monotonic()
+    assert "pixels" in refusal(media, hollow_png(2**31 - 1, 2**31 - 1))
+    assert "pixels" in refusal(media, hollow_png(50_000, 50_000, zlib.compress(b"\0" * 10_000_000)))
+    text = b"zTXtx\0\0" + zlib.compress(b"a" * 100_000_000)
+    data = encoded(Image.new("RGB", (2, 2)))
+    bomb = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
+    assert "image" in refusal(media, data[:33] + bomb + data[33:])
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_a_truncated_file_is_refused(media, format):
+    data = encoded(Image.effect_noise((300, 300), 50).convert("RGB"), format)
+    for length in (0, 1, 20, len(data) // 2, len(data) * 9 // 10):
+        assert "the image" in refusal(media, data[:length])
+
+
+def test_wrong_types_are_refused(media):
+    for format in ("BMP", "TIFF", "PPM", "ICO"):
+        assert "no PNG, JPEG, WebP or GIF" in refusal(media, encoded(gradient(), format))
+    for data in (b"", b"hello", b"<svg xmlns='http://www.w3.org/2000/svg'/>", pdf(["a page"])):
+        assert "no PNG, JPEG, WebP or GIF" in refusal(media, data)
+
+
+def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch):
+    good = encoded(gradient())
+    picture(media, good)
+    [child] = media._children._idle
+    child.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(media_room, "DEADLINE_S", 0.2)
+    assert "did not end within" in refusal(media, encoded(Image.new("RGB", (5, 5))))
+    assert child.process.returncode is not None
+    monkeypatch.undo()
+    assert picture(media, encoded(Image.new("RGB", (6, 5)))).width == 6
+
+
+def test_all_images_of_a_request_share_a_deadline(media, monkeypatch):
+    monkeypatch.setattr(media_room, "REQUEST_DEADLINE_S", 0.0)
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        media.identities([part(encoded(Image.new("RGB", (7, 7))))])
+
+
+def test_too_little_memory_is_an_error_of_the_image(monkeypatch):
+    monkeypatch.setattr(media_room, "MEMORY_BYTES", 200 << 20)
+    small = Media()
+    try:
+        assert "memory" in refusal(small, encoded(Image.new("1", (8000, 8000))))
+        assert picture(small, encoded(Image.new("RGB", (5, 5)))).width == 5
+    finally:
+        small.close()
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(["PNG", "JPEG", "WEBP", "GIF", "PDF"]),
+    st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), max_size=8),
+    st.integers(0, 10_000),
+)
+def test_damaged_bytes_give_a_picture_or_an_error(media, format, changes, cut):
+    data = bytearray(pdf(["one", "two"]) if format == "PDF" else encoded(gradient(), format))
+    for at, value in changes:
+        data[at % len(data)] = value
+    if cut < 2000:
+        del data[cut:]
+    try:
+        [made] = media.pictures([part(bytes(data), int(format == "PDF"))])
+        assert len(made.rgb) == made.width * made.height * 3 <= 3 * media_child.MOST_PIXELS
+    except InvalidRequest as error:
+        assert error.param == FIELD
+    if format == "PDF":
+        try:
+            assert len(media.texts(document(bytes(data)))) == media.pages(document(bytes(data)))
+        except InvalidRequest as error:
+            assert error.param == FIELD
+
+
+# --------------------------------------------------------------------------- what is kept
+
+
+def test_an_image_seen_lately_is_not_decoded_again(monkeypatch):
+    media = Media()
+    files = [encoded(Image.new("RGB", (60, 60 + n))) for n in range(100)]
+    try:
+        first = media.identities([part(data) for data in files])
+        monkeypatch.setattr(Media, "_decode", None)
+        assert media.identities([part(data) for data in files]) == first
+        assert media.pictures([part(data) for data in files[-5:]])[0].identity == first[-5]
+    finally:
+        media.close()
+
+
+def test_recent_pictures_are_bounded_in_bytes(monkeypatch):
+    monkeypatch.setattr(media_room, "RECENT_BYTES", 3 * 100 * 100 * 3)
+    media = Media()
+    try:
+        for n in range(8):
+            picture(media, encoded(Image.new("RGB", (100, 100), (n, n, n))))
+        assert len(media._recent) == 3 and len(media._identities) == 8
+    finally:
+        media.close()
+
+
+def test_threads_share_it(media):
+    files = [encoded(Image.new("RGB", (30, 30), (n, 0, 0))) for n in range(24)]
+    with ThreadPoolExecutor(6) as threads:
+        made = list(threads.map(lambda data: picture(media, data), files * 2))
+    assert [pixel(each)[0] for each in made] == [*range(24), *range(24)]
+
+
+# --------------------------------------------------------------------------- PDFs
+
+
+def document(data: bytes, name: str = "kettles.pdf") -> DocumentPart:
+    return DocumentPart(data, "application/pdf", name, "", FIELD)
+
+
+def test_a_pdf_has_texts_and_pictures(media):
+    data = pdf(["A kettle boils.\nIt sings.", "", "The end."])
+    assert media.pages(document(data)) == 3
+    assert [text.strip() for text in media.texts(document(data))] == [
+        "A kettle boils.\nIt sings.",
+        "",
+        "The end.",
+    ]
+    pages = [picture(media, data, page) for page in (1, 2, 3)]
+    assert len({page.digest for page in pages}) == 3
+    assert set(pages[1].rgb) == {255}
+    assert 1_000_000 < pages[0].width * pages[0].height <= media_child.PAGE_PIXELS * 1.01
+    assert picture(media, data, 1) == pages[0]
+
+
+def test_pages_of_any_size_are_bounded(media):
+    tiny = picture(media, pdf(["a"], (10, 20)), 1)
+    assert (tiny.width, tiny.height) == (20, 40)
+    huge = picture(media, pdf(["a"], (14_400, 14_400)), 1)
+    assert huge.width * huge.height <= media_child.PAGE_PIXELS * 1.01
+    assert "times as long" in refusal(media, pdf(["a"], (14_400, 2)), 1)
+
+
+@pytest.mark.parametrize("ask", [Media.texts, Media.pages])
+def test_a_pdf_that_cannot_be_read_is_an_error_with_its_name(media, ask):
+    for data, why in (
+        (locked_pdf(), "locked with a password"),
+        (pdf(["a", "b"])[:200], "no PDF, or it is damaged"),
+        (b"%PDF-1.7 nonsense", "no PDF, or it is damaged"),
+        (pdf([]), "no PDF, or it is damaged"),
+        (pdf(["x"] * 101), "has 101 pages, and 100 are the most"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"{FIELD}: the PDF 'kettles.pdf' .*{why}") as caught:
+            ask(media, document(data))
+        assert caught.value.param == FIELD
+
+
+def test_the_text_of_a_pdf_is_bounded(media):
+    page = "\n".join(["x" * 1500] * 950)
+    with pytest.raises(InvalidRequest, match="characters of text"):
+        media.texts(document(pdf([page] * 3, (14_000, 14_000))))
