@@ -6,6 +6,7 @@ protocol no model. The structs are also the wire format (`wire.py`) and the brid
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Union
 
 import msgspec
@@ -216,6 +217,17 @@ class GenerateRequest(Struct, frozen=True):
     format: AnswerFormat | None = None
     forced: str = ""
     collected: bool = False
+
+
+def media_of(messages: Iterable[Message]) -> Iterator[ImagePart | DocumentPart]:
+    """Yield the images and documents of `messages`, those of tool results too."""
+    for message in messages:
+        for part in message.parts:
+            if isinstance(part, ImagePart | DocumentPart):
+                yield part
+            elif isinstance(part, ToolResultPart):
+                yield from part.images
+                yield from part.documents
 
 
 def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..chat import GenerateRequest, ImagePart, RawPrompt, Struct
+from ..chat import DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
 from ..errors import InvalidRequest, bad_field
 
@@ -236,6 +236,11 @@ def nucleus(top_p: float | None, top_k: int | None) -> dict[str, Any]:
     return {"top_p": top_p, "top_k": None if top_k is None else min(max(top_k, 0), MAX_TOKENS)}
 
 
+MOST_IMAGE_BYTES = 20 << 20
+"""OpenAI's limit. Claude Code sends at most 3.75 MiB."""
+PDF = "application/pdf"
+
+
 def image(data: str, media_type: str, param: str) -> ImagePart:
     """An image from base64 text."""
     if not media_type.startswith("image/"):
@@ -243,7 +248,14 @@ def image(data: str, media_type: str, param: str) -> ImagePart:
     raw = from_base64(data, "image", param)
     if not raw:
         raise bad_field(param, "the image is empty")
-    return ImagePart(raw, media_type)
+    if len(raw) > MOST_IMAGE_BYTES:
+        raise bad_field(param, f"an image may be at most {MOST_IMAGE_BYTES >> 20} MiB")
+    return ImagePart(raw, media_type, param)
+
+
+def pdf(data: bytes, name: str | None, param: str, context: str | None = None) -> DocumentPart:
+    """A PDF, which the engine reads."""
+    return DocumentPart(data, PDF, (name or "")[:1000], context or "", param)
 
 
 def refuse(asked: dict[str, tuple[Any, str]]) -> None:

@@ -7,14 +7,27 @@ message, the order of keys in a tool's schema.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from ..chat import AnswerFormat, Conversation, Message, TextPart, Tool
+from ..chat import (
+    AnswerFormat,
+    Conversation,
+    DocumentPart,
+    ImagePart,
+    Message,
+    Part,
+    TextPart,
+    Tool,
+    ToolResultPart,
+    media_of,
+)
 from ..errors import bad_field
 
+MOST_IMAGES = 100
+"""Of a request. Anthropic's limit; Claude Code leaves out older ones itself."""
 _BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
 """Its suffix changes with every conversation and compaction."""
 
@@ -30,12 +43,29 @@ _LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
 
 
 def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: Any) -> Conversation:
-    """A Conversation of `messages` and `tools`. `fields`: its others."""
-    kept = (_without_billing(message) for message in messages)
+    """A Conversation of `messages` and `tools`. `fields`: its others. Raises InvalidRequest for too many
+    images.
+    """
+    kept = tuple(shown for message in messages if (shown := _without_billing(message)) is not None)
+    images = [part for part in media_of(kept) if isinstance(part, ImagePart)]
+    if len(images) > MOST_IMAGES:
+        param = images[MOST_IMAGES].param
+        raise bad_field(param, f"a request may hold {MOST_IMAGES} images; leave out earlier ones")
     return Conversation(
-        messages=tuple(message for message in kept if message is not None),
+        messages=kept,
         tools=tuple(replace(tool, parameters=one_spelling(tool.parameters)) for tool in tools),
         **fields,
+    )
+
+
+def tool_result(call_id: str, parts: Sequence[Part], is_error: bool = False) -> ToolResultPart:
+    """The result of a call from texts, images and documents; texts are joined with newlines."""
+    return ToolResultPart(
+        call_id,
+        "\n".join(part.text for part in parts if isinstance(part, TextPart)),
+        is_error,
+        tuple(part for part in parts if isinstance(part, ImagePart)),
+        tuple(part for part in parts if isinstance(part, DocumentPart)),
     )
 
 

@@ -260,15 +260,22 @@ def offline(asked: Offline) -> wire.Explanation:
     info = max(infos, key=lambda each: _used(root / each.facts_digest[:32]))
     from . import mlx_adapter
     from .prompt.pipeline import PromptPipeline
+    from .vision.documents import read_documents
+    from .vision.media import Media
 
     tokenizer = mlx_adapter.load_tokenizer(Path(info.model_path))
     namespace = bytes.fromhex(info.facts_digest)
+
+    media = Media()
+    prompts = PromptPipeline(
+        tokenizer, read_documents=lambda prompt: read_documents(prompt, media, sees=False)
+    )
 
     def has(block_hash: BlockHash) -> bool:
         return (root / block_path(namespace, block_hash)).is_file()
 
     return Explainer(
-        tokens_of=lambda request: PromptPipeline(tokenizer).render(request.prompt).tokens,
+        tokens_of=lambda request: prompts.render(request.prompt).tokens,
         text_of=lambda tokens: tokenizer.decode(list(tokens)),
         namespace=namespace,
         block_size=info.block_size,

@@ -39,6 +39,8 @@ from .schedule.memory_admission import MemoryAdmission
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
 from .sequence import SamplerRow, Sequence
+from .vision.documents import read_documents
+from .vision.media import Media
 
 log = logging.getLogger(__name__)
 
@@ -88,11 +90,13 @@ class EngineHost:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
+        self.media = Media()
         self.prompts = PromptPipeline(
             self.loaded.tokenizer,
             turn_memory=load.prompts.healing,
             hoist_system=load.prompts.hoist_system,
             files=self._store.turns,
+            read_documents=lambda prompt: read_documents(prompt, self.media, sees=False),
         )
         self._sessions = Sessions()
         self._traffic = TrafficCounters(load.cache.block_size)

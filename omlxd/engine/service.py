@@ -30,7 +30,7 @@ import mlx.core as mx
 import psutil
 
 from .. import wire
-from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart
+from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
 from ..common.units import human, total_ram
 from ..errors import InvalidRequest, OmlxdError
 from . import mlx_adapter
@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 
 REQUEST_THREADS = 2
 LARGE_CHARS = 1 << 19
-"""A prompt of so much text has its turn beside other large ones: a small one never waits for it."""
+"""A prompt of so much text, or with an image or a document, has its turn beside other large ones: a small one
+never waits for it."""
 MEMORY_LOOK_S = 0.25
 BEYOND_MLX_BYTES = 2 << 30
 BEYOND_MLX_FRACTION = 0.1
@@ -291,6 +292,8 @@ def _size(prompt: Conversation | RawPrompt) -> int:
     """Characters, and what takes as long as so many: 0.1 ms for a message, 0.1 ms for a tool."""
     if isinstance(prompt, RawPrompt):
         return len(prompt.text) + 4 * len(prompt.tokens or ())
+    if any(True for _ in media_of(prompt.messages)):
+        return LARGE_CHARS + 1
     parts = [part for message in prompt.messages for part in message.parts]
     texts = sum(len(part.text) for part in parts if isinstance(part, TextPart | ToolResultPart))
     return texts + 64 * (len(parts) + len(prompt.tools))

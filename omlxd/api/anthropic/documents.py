@@ -1,4 +1,4 @@
-"""Documents and search results into text, in tags, as Anthropic advises for long prompts:
+"""Documents and search results into text, in tags, as Anthropic advises for long prompts; a PDF stays one:
 
     <document>
     <title>Kettles</title>
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import msgspec
 
+from ... import chat
 from ...errors import bad_field
-from ..body import free_json, from_base64
+from ..body import PDF, free_json, from_base64, pdf
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
@@ -24,10 +25,13 @@ MAX_DOCUMENT_BYTES = 8 << 20
 _AS_TEXT = 'send its text, as {"type": "text", "media_type": "text/plain", "data": "…"}'
 
 
-def document_text(block: blocks.Document, param: str) -> str:
-    """The document in its tags. Raises InvalidRequest for what is no text, and says what to send."""
-    body = _body(block, f"{param}.source")
-    return _framed("document", [("title", block.title), ("context", block.context)], "document_content", body)
+def document_part(block: blocks.Document, param: str) -> chat.TextPart | chat.DocumentPart:
+    """A PDF, or the document's text in its tags. Raises InvalidRequest for what is neither."""
+    source, where = block.source, f"{param}.source"
+    if isinstance(source, blocks.Base64Source) and _kind(source) == PDF:
+        return pdf(_raw(source, f"{where}.data"), block.title, where, block.context)
+    about = [("title", block.title), ("context", block.context)]
+    return chat.TextPart(_framed("document", about, "document_content", _body(block, where)))
 
 
 def search_result_text(block: blocks.SearchResult) -> str:
@@ -76,23 +80,29 @@ def _content(source: blocks.ContentSource, param: str) -> str:
 
 
 def _decoded(source: blocks.Base64Source, param: str) -> str:
-    kind = source.media_type.partition(";")[0].strip().lower()
-    if kind == "application/pdf":
-        raise bad_field(param, f"PDFs are not read here; {_AS_TEXT}")
+    kind = _kind(source)
     if not (kind.startswith("text/") or kind == "application/json"):
         raise bad_field(
             f"{param}.media_type",
-            f"documents of type {source.media_type[:80]!r} are not read, only text/* and "
+            f"documents of type {source.media_type[:80]!r} are not read, only PDFs, text/* and "
             f"application/json; {_AS_TEXT}",
         )
     where = f"{param}.data"
     if len(source.data) > MAX_DOCUMENT_BYTES * 4 // 3 + 4:
         raise bad_field(where, f"a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it")
-    # `base64` and MIME break lines.
-    raw = from_base64("".join(source.data.split()), "document", where)
+    raw = _raw(source, where)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise bad_field(
             where, f"the document is not UTF-8 (byte {error.start}); convert it, or {_AS_TEXT}"
         ) from None
+
+
+def _kind(source: blocks.Base64Source) -> str:
+    return source.media_type.partition(";")[0].strip().lower()
+
+
+def _raw(source: blocks.Base64Source, param: str) -> bytes:
+    # `base64` and MIME break lines.
+    return from_base64("".join(source.data.split()), "document", param)

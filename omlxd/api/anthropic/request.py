@@ -29,10 +29,10 @@ from ..body import (
     stops,
 )
 from ..body import image as image_part
-from ..conversation import begun_answer, conversation
+from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
 from . import blocks
-from .documents import browser_state_text, document_text, search_result_text
+from .documents import browser_state_text, document_part, search_result_text
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -300,13 +300,17 @@ def _role(block: blocks.AnyBlock, role: chat.Role) -> chat.Role:
     return "user" if isinstance(block, blocks.Compaction) and block.content else role
 
 
-def _parts(block: blocks.AnyBlock, tools: Tools, param: str) -> list[chat.Part]:
+def _parts(
+    block: blocks.AnyBlock | blocks.ToolReference | blocks.BrowserState, tools: Tools, param: str
+) -> list[chat.Part]:
     if isinstance(block, blocks.Thinking):
         return [chat.ThinkingPart(block.thinking, block.signature or "")]
     if isinstance(block, blocks.ToolUse):
         return [chat.ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
     if isinstance(block, blocks.Image):
         return [_image(block, param)]
+    if isinstance(block, blocks.Document):
+        return [document_part(block, param)]
     if isinstance(block, blocks.ToolResult):
         return [_tool_result(block, tools, param)]
     text = _text(block, tools, param)
@@ -319,8 +323,6 @@ def _text(
     """Return the text that the model reads of a block; "": the model does not see it."""
     if isinstance(block, blocks.Text):
         return block.text
-    if isinstance(block, blocks.Document):
-        return document_text(block, param)
     if isinstance(block, blocks.SearchResult):
         return search_result_text(block)
     if isinstance(block, blocks.ToolReference):
@@ -352,11 +354,7 @@ def _image(block: blocks.Image, param: str) -> chat.ImagePart:
 
 def _tool_result(block: blocks.ToolResult, tools: Tools, param: str) -> chat.ToolResultPart:
     content = [blocks.Text(block.content)] if isinstance(block.content, str) else block.content or []
-    texts, images = [], []
+    parts: list[chat.Part] = []
     for index, item in enumerate(content):
-        where = f"{param}.content.{index}"
-        if isinstance(item, blocks.Image):
-            images.append(_image(item, where))
-        else:
-            texts.append(_text(item, tools, where))
-    return chat.ToolResultPart(block.tool_use_id, "\n".join(texts), bool(block.is_error), tuple(images))
+        parts += _parts(item, tools, f"{param}.content.{index}")
+    return tool_result(block.tool_use_id, parts, bool(block.is_error))

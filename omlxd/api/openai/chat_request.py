@@ -13,7 +13,7 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
-from ..conversation import begun_answer, conversation
+from ..conversation import begun_answer, conversation, tool_result
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .fields import (
     NO_MODERATION,
@@ -27,7 +27,7 @@ from .fields import (
     session,
     template_fields,
 )
-from .text_files import text_file
+from .text_files import file_part
 from .tool_choice import CUSTOM_INPUT
 
 # --------------------------------------------------------------------------- the body
@@ -203,9 +203,7 @@ def _message(message: _Message, asked: str, param: str) -> chat.Message:
             if message.role == "function":
                 where, what = f"{param}.role", "no message before this one has a function_call"
             raise bad_field(where, what)
-        text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
-        images = tuple(part for part in parts if isinstance(part, chat.ImagePart))
-        return chat.Message("tool", (chat.ToolResultPart(answered, text, images=images),))
+        return chat.Message("tool", (tool_result(answered, parts),))
     if message.role != "assistant":
         if message.content is None:
             raise bad_field(f"{param}.content", "this field is required")
@@ -235,7 +233,9 @@ def _content(message: _Message, param: str) -> list[chat.Part]:
             parts.append(image_url(url, f"{where}.image_url"))
         elif isinstance(item, _FileItem):
             file = item.file
-            parts.append(text_file(file.file_data, file.filename, file.file_id, None, f"{where}.file"))
+            parts.append(
+                file_part(file.file_data, file.filename, file.file_id, None, message.role, f"{where}.file")
+            )
         elif text := item.text if isinstance(item, _TextItem) else item.refusal:
             parts.append(chat.TextPart(text))
     return parts

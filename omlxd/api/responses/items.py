@@ -27,7 +27,8 @@ import msgspec
 from ... import chat
 from ...errors import bad_field
 from ..body import free_json, image_url, lenient_arguments, stable_json, unsupported
-from ..openai.text_files import text_file
+from ..conversation import tool_result
+from ..openai.text_files import file_part
 from ..openai.tool_choice import CUSTOM_INPUT
 from .tools import ResponseTools
 
@@ -134,7 +135,7 @@ def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
         raise bad_field(f"{param}.role", "one of user, assistant, system, developer is needed")
     if item.content is None:
         raise bad_field(f"{param}.content", "this field is required")
-    parts = _parts(item.content, f"{param}.content")
+    parts = _parts(item.content, role, f"{param}.content")
     if role != "user" and any(isinstance(part, chat.ImagePart) for part in parts):
         raise bad_field(f"{param}.content", f"an image can't stand in a {item.role} message")
     return role, parts
@@ -143,7 +144,7 @@ def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
 _IMAGES = ("input_image", "computer_screenshot")
 
 
-def _parts(content: str | list[Content], param: str) -> list[chat.Part]:
+def _parts(content: str | list[Content], role: str, param: str) -> list[chat.Part]:
     if isinstance(content, str):
         return [chat.TextPart(content)] if content else []
     parts: list[chat.Part] = []
@@ -153,7 +154,9 @@ def _parts(content: str | list[Content], param: str) -> list[chat.Part]:
             url = entry.image_url.url if isinstance(entry.image_url, _Url) else entry.image_url or ""
             parts.append(image_url(url, f"{where}.image_url"))
         elif entry.type == "input_file" or entry.file_url is not None:
-            parts.append(text_file(entry.file_data, entry.filename, entry.file_id, entry.file_url, where))
+            parts.append(
+                file_part(entry.file_data, entry.filename, entry.file_id, entry.file_url, role, where)
+            )
         elif (text := entry.text if entry.text is not None else entry.refusal) is not None:
             if text:
                 parts.append(chat.TextPart(text))
@@ -201,13 +204,11 @@ def _result(item: Item, param: str) -> chat.ToolResultPart:
     if isinstance(value, list) and item.output is not None:
         try:
             content = msgspec.convert(value, list[Content])
-            parts = _parts(content, f"{param}.output")
+            parts = _parts(content, "tool", f"{param}.output")
         except msgspec.ValidationError:
             pass
         else:
-            text = "\n".join(part.text for part in parts if isinstance(part, chat.TextPart))
-            images = tuple(part for part in parts if isinstance(part, chat.ImagePart))
-            return chat.ToolResultPart(item.call_id or "", text, images=images)
+            return tool_result(item.call_id or "", parts)
     fitted = free_json({"output": value}, f"{param}.output")["output"]
     return chat.ToolResultPart(item.call_id or "", "" if fitted is None else stable_json(fitted))
 

@@ -123,11 +123,11 @@ def _fields(message: chat.Message) -> list[str | bytes]:
     texts = [canonical_text(part.text) for part in message.parts if isinstance(part, chat.TextPart)]
     fields.append("\n".join(text for text in texts if text))
     for part in message.parts:
-        if isinstance(part, chat.ImagePart):
+        if isinstance(part, chat.ImagePart | chat.DocumentPart):
             fields.append(part.data)
         elif isinstance(part, chat.ToolResultPart):
             fields += (canonical_text(part.text), str(part.is_error))
-            fields += (image.data for image in part.images)
+            fields += (media.data for media in (*part.images, *part.documents))
     return fields
 
 

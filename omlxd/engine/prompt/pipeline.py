@@ -10,6 +10,7 @@ the model writes all the same is text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,7 @@ class PromptPipeline:
     notes   sentences for the load log: what is rendered in another way than the client sent it
     memory  turns as they were generated; None: `--no-healing`
     files   where they are kept beyond this process; None: nowhere
+    read_documents  makes a conversation's documents text or images
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class PromptPipeline:
         turn_memory: bool = True,
         hoist_system: str = "auto",
         files: TurnFiles | None = None,
+        read_documents: Callable[[Conversation], Conversation] = lambda conversation: conversation,
     ):
         self._tokenizer = tokenizer
+        self._read_documents = read_documents
         self.tokens = TokenCache(tokenizer)
         hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
         self._renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist)
@@ -116,6 +120,8 @@ class PromptPipeline:
             self.tokens.bound.token_bytes.check(prompt, refuse)
         if isinstance(prompt, RawPrompt):
             return self._raw(prompt, refuse)
+        chain = tuple(chain_of(prompt)) if scope else ()
+        prompt = self._read_documents(prompt)
         text = self._renderer.text(prompt)
         if refuse is not None:
             self.tokens.bound.token_bytes.check_texts([text.plain], refuse)
@@ -130,7 +136,6 @@ class PromptPipeline:
         )
         if scope is None:
             return rendered
-        chain = tuple(chain_of(prompt))
         session = scope.session or f"implicit-{chain[opening(prompt.messages)].hex()}"
         rendered = replace(rendered, chain=chain, session=(session, scope.salt))
         if self.memory is None or not self._splicer.able:

@@ -26,10 +26,7 @@ def read_documents(conversation: chat.Conversation, media: Media, *, sees: bool)
 
 
 def _read_message(message: chat.Message, media: Media, sees: bool) -> chat.Message:
-    if not any(
-        isinstance(part, chat.DocumentPart) or (isinstance(part, chat.ToolResultPart) and part.documents)
-        for part in message.parts
-    ):
+    if not any(isinstance(part, chat.DocumentPart) for part in chat.media_of([message])):
         return message
     parts: list[chat.Part] = []
     for part in message.parts:

@@ -150,7 +150,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("source", "where", "words"),
     [
-        (packed(b"%PDF-1.7", "application/pdf"), "", ["PDFs are not read", '"type": "text"']),
         ({"type": "url", "url": "https://a.example/b.pdf"}, "", ["'url' are not fetched", '"type": "text"']),
         ({"type": "file", "file_id": "file_1"}, "", ["'file' are not kept here", '"type": "text"']),
         (packed(b"\x89PNG", "image/png"), ".media_type", ["'image/png'", "text/*", '"type": "text"']),

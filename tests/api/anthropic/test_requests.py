@@ -151,11 +151,15 @@ def test_tool_results_before_text_become_two_messages():
 
 def test_images():
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
-    part = ImagePart(base64.b64decode(PNG), "image/png")
+
+    def part(param: str) -> ImagePart:
+        return ImagePart(base64.b64decode(PNG), "image/png", param)
+
     result = {"type": "tool_result", "tool_use_id": "t", "content": [text("see"), block]}
     got = messages(user(block), user(result))
-    assert got[0].parts == (part,)
-    assert got[1].parts == (ToolResultPart("t", "see", images=(part,)),)
+    assert got[0].parts == (part("messages.0.content.0.source"),)
+    image = part("messages.1.content.0.content.1.source")
+    assert got[1].parts == (ToolResultPart("t", "see", images=(image,)),)
     url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x"}}
     error = refused(messages=[user(url)])
     assert error.param == "messages.0.content.0.source" and "not fetched" in error.message

@@ -20,6 +20,7 @@ from omlxd.chat import (
 from omlxd.errors import InvalidRequest
 
 PNG = base64.b64encode(b"\x89PNG not really").decode()
+IMAGE_AT = "messages.2.content.1.image_url"
 SCHEMA = {"type": "object", "properties": {}}
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
 
@@ -108,7 +109,7 @@ def test_messages():
     assert got == (
         Message("system", (TextPart("d"),)),
         Message("system", (TextPart("s"),)),
-        Message("user", (TextPart("look"), ImagePart(base64.b64decode(PNG), "image/png"))),
+        Message("user", (TextPart("look"), ImagePart(base64.b64decode(PNG), "image/png", IMAGE_AT))),
         Message(
             "assistant", (ThinkingPart("hm"), ToolCallPart("c1", "f", {"a": 1}), ToolCallPart("c2", "g", {}))
         ),

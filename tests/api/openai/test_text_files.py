@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 
-import openai
 import pytest
 from fake_engine import FakeEngine
 from responses import item, messages
@@ -65,9 +64,8 @@ def test_text_becomes_text(of, given, told):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (file(file_data=url(b"%PDF-1.7 ...", "application/pdf"), filename="a.pdf"), "PDFs are not read here"),
-        (file(file_data=url(b"PK\x03\x04\xff", "application/zip"), filename="a.docx"), "'a.docx' is none"),
-        (file(file_data=url(b"a\0b")), "'text/plain' is none"),
+        (file(file_data=url(b"PK\x03\x04\xff", "application/zip"), filename="a.docx"), "'a.docx' is neither"),
+        (file(file_data=url(b"a\0b")), "'text/plain' is neither"),
         (file(file_data="%%"), "not valid base64"),
         (file(file_data="data:text/plain,hello"), "not valid base64"),
         (file(file_data=encoded(b"a" * (text_files.MAX_BYTES + 9))), "at most 8 MiB"),
@@ -105,9 +103,6 @@ async def test_the_sdk_sends_files():
             {"type": "text", "text": "Sum up."},
         ]
         await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": same}])
-        with pytest.raises(openai.BadRequestError, match="PDFs are not read here"):
-            pdf = file(file_data=url(b"%PDF-1.4", "application/pdf"), filename="a.pdf")
-            await client.responses.create(model="tiny", input=[{"role": "user", "content": [pdf]}])
     first, second = (request.prompt.messages for request in engine.requests)
     assert (
         first

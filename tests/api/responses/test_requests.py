@@ -51,7 +51,7 @@ def test_messages_of_every_role():
         Message("system", (TextPart("s"),)),
         user("u"),
         Message("assistant", (TextPart("a"), TextPart("no"))),
-        Message("user", (TextPart("v"), ImagePart(b"png", "image/png"))),
+        Message("user", (TextPart("v"), ImagePart(b"png", "image/png", "input.4.content.1.image_url"))),
     )
 
 
@@ -83,7 +83,9 @@ def test_a_turn_with_reasoning_calls_and_results_is_one_message_each():
             "tool",
             (
                 ToolResultPart("c1", "text"),
-                ToolResultPart("c2", "t", images=(ImagePart(b"png", "image/png"),)),
+                ToolResultPart(
+                    "c2", "t", images=(ImagePart(b"png", "image/png", "input.6.output.1.image_url"),)
+                ),
             ),
         ),
         user("next"),

@@ -1,0 +1,189 @@
+"""Images and PDFs in the three protocols: the same parts of a conversation, and the same limits."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import ClassVar
+
+import openai
+import pytest
+from fake_engine import FakeEngine
+from msgspec.structs import replace
+from pdf_files import pdf
+from sdk_clients import claude, gpt
+
+from omlxd import chat
+from omlxd.api.anthropic import request as anthropic_request
+from omlxd.api.body import MOST_IMAGE_BYTES
+from omlxd.api.conversation import MOST_IMAGES
+from omlxd.api.openai import chat_request
+from omlxd.api.responses import request as responses_request
+from omlxd.errors import InvalidRequest
+
+PNG = b"\x89PNG\r\n\x1a\n..."
+PAGES = pdf(["A kettle boils."])
+
+
+def data_url(raw: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(raw).decode()}"
+
+
+def source(raw: bytes, media_type: str = "image/png") -> dict:
+    return {"type": "base64", "media_type": media_type, "data": base64.b64encode(raw).decode()}
+
+
+class Anthropic:
+    call: ClassVar = {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "c1", "name": "read", "input": {}}],
+    }
+
+    @staticmethod
+    def image(raw: bytes) -> dict:
+        return {"type": "image", "source": source(raw)}
+
+    @staticmethod
+    def pdf(raw: bytes) -> dict:
+        return {"type": "document", "title": "k.pdf", "source": source(raw, "application/pdf")}
+
+    @staticmethod
+    def body(user: list, result: list) -> dict:
+        results = [{"type": "tool_result", "tool_use_id": "c1", "content": result}]
+        text = {"type": "text", "text": "look"}
+        messages = [{"role": "user", "content": [text, *user]}, Anthropic.call]
+        return {"messages": [*messages, {"role": "user", "content": results}], "model": "tiny"}
+
+    parse = staticmethod(anthropic_request.parse)
+    user_at, result_at = "messages.0.content.1.source", "messages.2.content.0.content.0.source"
+
+
+class Chat:
+    call: ClassVar = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+
+    @staticmethod
+    def image(raw: bytes) -> dict:
+        return {"type": "image_url", "image_url": {"url": data_url(raw), "detail": "high"}}
+
+    @staticmethod
+    def pdf(raw: bytes) -> dict:
+        return {"type": "file", "file": {"filename": "k.pdf", "file_data": data_url(raw, "application/pdf")}}
+
+    @staticmethod
+    def body(user: list, result: list) -> dict:
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "look"}, *user]},
+            {"role": "assistant", "content": None, "tool_calls": [Chat.call]},
+            {"role": "tool", "tool_call_id": "c1", "content": result},
+        ]
+        return {"messages": messages, "model": "tiny"}
+
+    parse = staticmethod(chat_request.parse)
+    user_at, result_at = "messages.0.content.1.image_url", "messages.2.content.0.image_url"
+
+
+class Responses:
+    call: ClassVar = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
+
+    @staticmethod
+    def image(raw: bytes) -> dict:
+        return {"type": "input_image", "image_url": data_url(raw), "detail": "auto"}
+
+    @staticmethod
+    def pdf(raw: bytes) -> dict:
+        return {"type": "input_file", "filename": "k.pdf", "file_data": data_url(raw, "application/pdf")}
+
+    @staticmethod
+    def body(user: list, result: list) -> dict:
+        first = {"role": "user", "content": [{"type": "input_text", "text": "look"}, *user]}
+        output = {"type": "function_call_output", "call_id": "c1", "output": result}
+        return {"input": [first, Responses.call, output], "model": "tiny"}
+
+    parse = staticmethod(responses_request.parse)
+    user_at, result_at = "input.0.content.1.image_url", "input.2.output.0.image_url"
+
+
+PROTOCOLS = pytest.mark.parametrize("protocol", [Anthropic, Chat, Responses])
+
+
+def messages(protocol, user: list, result: list) -> tuple[chat.Message, ...]:
+    prompt = protocol.parse(json.dumps(protocol.body(user, result)).encode()).generate.prompt
+    assert isinstance(prompt, chat.Conversation)
+    return prompt.messages
+
+
+def refused(protocol, user: list, result: list) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        messages(protocol, user, result)
+    assert caught.value.message.startswith(f"{caught.value.param}: ")
+    return caught.value
+
+
+@PROTOCOLS
+def test_images_and_pdfs_stand_in_messages_and_in_results(protocol):
+    both = [protocol.image(PNG), protocol.pdf(PAGES)]
+    user, _, tool = messages(protocol, both, both)
+    text, image, document = user.parts
+    assert text == chat.TextPart("look")
+    assert image == chat.ImagePart(PNG, "image/png", protocol.user_at)
+    assert document == chat.DocumentPart(PAGES, "application/pdf", "k.pdf", "", document.param)
+    assert document.param.startswith(protocol.user_at.split(".content")[0])
+    [result] = tool.parts
+    assert (result.text, result.images) == ("", (replace(image, param=protocol.result_at),))
+    assert result.documents == (replace(document, param=result.documents[0].param),)
+
+
+@PROTOCOLS
+def test_images_are_limited_in_number(protocol):
+    images = [protocol.image(PNG)] * (MOST_IMAGES - 1)
+    assert len(list(chat.media_of(messages(protocol, images, images[:1])))) == MOST_IMAGES
+    error = refused(protocol, images, images[:2])
+    assert error.param == protocol.result_at.replace(".0.source", ".1.source").replace(".0.image", ".1.image")
+    assert "100 images" in error.message
+
+
+@PROTOCOLS
+def test_an_image_is_limited_in_bytes(protocol):
+    assert len(messages(protocol, [protocol.image(b"x" * MOST_IMAGE_BYTES)], [])) == 3
+    error = refused(protocol, [protocol.image(b"x" * (MOST_IMAGE_BYTES + 9))], [])
+    assert error.param == protocol.user_at and "at most 20 MiB" in error.message
+    assert "is empty" in refused(protocol, [], [protocol.image(b"")]).message
+
+
+def test_the_model_reads_what_anthropic_s_client_says_of_a_pdf():
+    block = {**Anthropic.pdf(PAGES), "context": "from the shop", "citations": {"enabled": True}}
+    [document] = chat.media_of(messages(Anthropic, [block], []))
+    assert isinstance(document, chat.DocumentPart)
+    assert (document.name, document.context) == ("k.pdf", "from the shop")
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_a_pdf_stands_beside_what_a_user_says(role):
+    for protocol, body in (
+        (Chat, {"messages": [{"role": role, "content": [Chat.pdf(PAGES)]}]}),
+        (Responses, {"input": [{"role": role, "content": [Responses.pdf(PAGES)]}]}),
+    ):
+        with pytest.raises(InvalidRequest, match=f"a PDF can't stand in a {role} message"):
+            protocol.parse(json.dumps(body).encode())
+
+
+async def test_the_sdks_send_images_and_pdfs():
+    engine = FakeEngine()
+    async with claude(engine) as client:
+        body = Anthropic.body([Anthropic.image(PNG), Anthropic.pdf(PAGES)], [Anthropic.image(PNG)])
+        await client.messages.create(**body, max_tokens=9)
+        await client.messages.count_tokens(**body)
+    async with gpt(engine) as client:
+        await client.chat.completions.create(
+            **Chat.body([Chat.image(PNG), Chat.pdf(PAGES)], [Chat.image(PNG)])
+        )
+        await client.responses.create(
+            **Responses.body([Responses.image(PNG), Responses.pdf(PAGES)], [Responses.image(PNG)])
+        )
+        remote = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/a.png"}}
+        with pytest.raises(openai.BadRequestError, match="URLs are not fetched"):
+            await client.chat.completions.create(**Chat.body([remote], []))
+    assert len(engine.requests) == 3 and len(engine.counted) == 1
+    for request in engine.requests:
+        media = list(chat.media_of(request.prompt.messages))
+        assert [part.data for part in media] == [PNG, PAGES, PNG]
