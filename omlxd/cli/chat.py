@@ -25,6 +25,9 @@ from .own_daemon import own_daemon
 from .status import table
 
 PROMPT = "> "
+MAX_TOKENS = 4096
+"""Of an answer: a model that never ends its turn would fill the context."""
+CUT = "cut: the limit of tokens (--max-tokens) or the context is reached"
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that would command the terminal."""
 
@@ -44,6 +47,7 @@ class StreamOptions(msgspec.Struct):
 class _Body(msgspec.Struct):
     model: str
     messages: list[Message]
+    max_tokens: int
     prompt_cache_key: str
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
     stream: bool = True
@@ -99,18 +103,19 @@ class Answer:
     @property
     def tokens_per_s(self) -> float | None:
         """None: the tokens are too few."""
-        return self.times.tokens_per_s(self.usage.completion_tokens) if self.usage else None
+        return self.times.tokens_per_s(self.usage.completion_tokens if self.usage else self.times.count)
 
     def message(self) -> Message:
         return Message("assistant", self.text, self.thinking or None)
 
 
 class Conversation:
-    """The turns with one model. `answers`: those that ended or were stopped."""
+    """The turns with one model. `answers`: those that ended or were stopped. `max_tokens`: of an answer."""
 
-    def __init__(self, target: Target, system: str = ""):
+    def __init__(self, target: Target, system: str = "", max_tokens: int = MAX_TOKENS):
         self.target = target
         self._system = system
+        self._max_tokens = max_tokens
         self.clear()
 
     def clear(self) -> None:
@@ -124,7 +129,7 @@ class Conversation:
         KeyboardInterrupt stops the answer, and what came of it is kept.
         """
         messages = [*self._messages, Message("user", question)]
-        body = msgspec.json.encode(_Body(self.target.model, messages, self._name))
+        body = msgspec.json.encode(_Body(self.target.model, messages, self._max_tokens, self._name))
         answer = Answer()
         chunks = stream(self.target.url, self.target.key, "/v1/chat/completions", body, Chunk)
         with contextlib.closing(chunks):
@@ -184,7 +189,7 @@ class Terminal:
         elif line:
             show = Writer(self._console)
             answer = show.answer(self._conversation, line)
-            notes = {"stopped": "stopped", "length": "cut: the limit of tokens or the context is reached"}
+            notes = {"stopped": "stopped", "length": CUT}
             if note := notes.get(answer.finish_reason):
                 self._say(f"({note})", "dim")
 
@@ -257,11 +262,11 @@ class Writer:
 def _figures(answer: Answer) -> tuple[str, ...]:
     """Cells of `/stats`, without the number."""
     ttft, usage = f"{answer.times.first_s:.2f} s", answer.usage
-    if usage is None:  # It was stopped.
-        return ("-", "-", "-", "-", ttft, "-", "-")
+    speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
+    if usage is None:  # It was stopped: no usage came.
+        return ("-", "-", "-", "-", ttft, f"{answer.times.count}+", speed)
     hot, cold = usage.omlxd.cached_hot, usage.omlxd.cached_cold
     counts = map(str, (usage.prompt_tokens, hot, cold, usage.prompt_tokens - hot - cold))
-    speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
     return (*counts, ttft, str(usage.completion_tokens), speed)
 
 
@@ -275,11 +280,14 @@ def _context(target: Target) -> str:
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 if there is no answer. Raises ConfigError."""
     parser.allow_abbrev = False
-    parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT]"
+    parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
     parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")
     parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
     parser.add_argument("--system", metavar="TEXT", default="", help="what stands before the conversation")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=f"of an answer; default: {MAX_TOKENS}"
+    )
     args = parser.parse_args(argv)
     question = " ".join(args.question)
     if not sys.stdin.isatty():
@@ -289,7 +297,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             return 1
     try:
         with daemon(args.url, args.model) as target:
-            conversation = Conversation(target, args.system)
+            conversation = Conversation(target, args.system, args.max_tokens)
             console = Console(highlight=False)
             if question:
                 _print_answer(conversation, question, console)
@@ -338,5 +346,7 @@ def _print_answer(conversation: Conversation, question: str, console: Console) -
     answer = conversation.ask(question, show)
     if not answer.text.endswith("\n"):
         print()
+    if answer.finish_reason == "length":
+        print(f"omlxd: {CUT}", file=sys.stderr)
     if answer.finish_reason == "stopped":
         raise KeyboardInterrupt

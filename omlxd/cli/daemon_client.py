@@ -33,13 +33,18 @@ class NoDaemon(DaemonError):
 
 
 class TokenTimes:
-    """Seconds from now to the first token of an answer and to its newest; 0 before there is one."""
+    """Seconds from now to the first token of an answer and to its newest; 0 before there is one.
+
+    count  pieces of the answer so far: it has at least as many tokens
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()
         self.first_s = self.last_s = 0.0
+        self.count = 0
 
     def token_came(self) -> None:
+        self.count += 1
         self.last_s = time.monotonic() - self._began
         self.first_s = self.first_s or self.last_s
 

@@ -6,8 +6,8 @@ spaces, each sent as a text delta, but for
 `sleep:S` (wait), `gate` (wait until --notes holds a file of this name), `stop` (SIGSTOP itself),
 `steps:N` (N tenths of a second of work without events), `die` (SIGKILL itself), `fail` (a Failed),
 `exit:N`, `hang` (no more events), `nonsense` (a frame that can't be read), `reserve:N` (ask for
-cold-tier space, say what came), `want:N` (ask for memory for a prompt, wait for the answer) and
-`think:TEXT` (a reasoning delta).
+cold-tier space, say what came), `want:N` (ask for memory for a prompt, wait for the answer),
+`limit` (say the request's limit of tokens), `cut` (end for that limit) and `think:TEXT` (a reasoning delta).
 A first word of `late` holds the first event back, and of `poison` kills it before any.
 `--load-gate FILE` and `--quit-gate FILE` have loading and the end wait for such a file, too.
 Counting gives the words; statistics give the cancels seen. `quit.txt` in --notes says how it ended.
@@ -150,7 +150,7 @@ class Stub:
         info = wire.ModelInfo(
             model_id=message.model_id,
             model_type="stub",
-            context_length=1000,
+            context_length=args.context,
             vocab_size=10,
             weight_bytes=0,
             kv_bytes_per_token=0,
@@ -173,6 +173,7 @@ class Stub:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)
         self.event(message.id, Progress(done=len(words), total=len(words)))
+        reason = "length" if "cut" in words else "stop"
         for word in words:
             if message.id in self.cancelled:
                 return
@@ -203,6 +204,10 @@ class Stub:
             elif verb == "leave":
                 self.send(wire.LoadFailed(message=value))
                 os._exit(5)
+            elif verb == "limit":
+                self.event(message.id, TextDelta(text=str(message.request.sampling.max_tokens)))
+            elif verb == "cut":
+                break
             elif verb == "think":
                 self.event(message.id, ReasoningDelta(text=value))
             elif verb == "reserve":
@@ -217,7 +222,7 @@ class Stub:
             else:
                 self.event(message.id, TextDelta(text=word))
         usage = Usage(prompt_tokens=len(words), completion_tokens=len(words))
-        self.event(message.id, Finished(reason="stop", usage=usage))
+        self.event(message.id, Finished(reason=reason, usage=usage))
 
 
 def main() -> None:
@@ -234,6 +239,7 @@ def main() -> None:
     parser.add_argument("--linger", action="store_true", help="live on once it has hung up")
     parser.add_argument("--load-fails", default="")
     parser.add_argument("--crash-on-load", action="store_true")
+    parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--notes", default="")
     parser.add_argument("--unread", action="store_true", help="exit before reading a frame")
     args = parser.parse_args()
