@@ -70,7 +70,11 @@ def write_gguf(
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     for key, value in metadata.items():
-        writer.add_uint32(f"{arch}.{key.replace('__', '.')}", value)
+        name = key.replace("__", ".")
+        if name.startswith("general."):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(f"{arch}.{name}", value)
     _write_tokenizer(writer, model, config)
     kept: dict[str, np.ndarray] = {}
     for name, array in mx.load(str(model / "model.safetensors")).items():
@@ -89,7 +93,7 @@ def write_gguf(
             writer.add_tensor(f"{new}.{suffix}", np.ascontiguousarray(stored, np.float32))
             kept[name] = stored - np.float32(offset)
             continue
-        raw = quants.quantize(stored, kind)
+        raw = quantize(stored, kind)
         writer.add_tensor(f"{new}.{suffix}", raw, raw_dtype=kind)
         back = quants.dequantize(raw, kind).reshape(stored.shape)
         kept[name] = back if order is None else back[np.argsort(order)]
@@ -98,6 +102,50 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return kept, file
+
+
+def quantize(values: np.ndarray, kind: Type) -> np.ndarray:
+    """Raw rows of ggml type `kind`; the package has no packers of its own for Q4_K and Q6_K."""
+    packers = {Type.Q4_K: _pack_q4_k, Type.Q6_K: _pack_q6_k}
+    if kind not in packers:
+        return quants.quantize(values, kind)
+    return packers[kind](values.astype(np.float32).reshape(-1, 256)).reshape(len(values), -1)
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    return values.astype("<f2").view(np.uint8)
+
+
+def _pack_q4_k(blocks: np.ndarray) -> np.ndarray:
+    """uint8 (blocks, 144): two scales, eight 6-bit scales and minima in 12 bytes, 128 bytes of nibbles."""
+    groups = blocks.reshape(-1, 8, 32)
+    low = np.minimum(groups.min(2), 0)
+    scale = (groups.max(2) - low) / 15
+    d, least = scale.max(1, keepdims=True) / 63, -low.min(1, keepdims=True) / 63
+    sc, m = (np.rint(a / np.maximum(b, 1e-9)).astype(np.uint8) for a, b in ((scale, d), (-low, least)))
+    steps = (groups + (least * m)[:, :, None]) / np.maximum(d * sc, 1e-9)[:, :, None]
+    q = np.rint(steps).clip(0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    packed = [
+        sc[:, :4] & 63 | sc[:, 4:] >> 4 << 6,
+        m[:, :4] & 63 | m[:, 4:] >> 4 << 6,
+        sc[:, 4:] & 15 | (m[:, 4:] & 15) << 4,
+    ]
+    nibbles = (q[:, :, 0] | q[:, :, 1] << 4).reshape(-1, 128)
+    return np.concatenate([_halves(d), _halves(least), *packed, nibbles], axis=1)
+
+
+def _pack_q6_k(blocks: np.ndarray) -> np.ndarray:
+    """uint8 (blocks, 210): 128 bytes of low bits, 64 of high ones, 16 scales of 8 bits, one scale."""
+    groups = blocks.reshape(-1, 16, 16)
+    scale = np.abs(groups).max(2) / 31
+    d = scale.max(1, keepdims=True) / 127
+    sc = np.rint(scale / np.maximum(d, 1e-9)).astype(np.int8)
+    steps = groups / np.maximum(d * sc, 1e-9)[:, :, None]
+    q = (np.rint(steps).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = q[:, :, :2] & 15 | (q[:, :, 2:] & 15) << 4
+    high = np.bitwise_or.reduce(q >> 4 << np.array([0, 2, 4, 6], np.uint8).reshape(4, 1), axis=2)
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), sc.view(np.uint8), _halves(d)]
+    return np.concatenate(parts, axis=1)
 
 
 def _layer_name(path: str, arch: str) -> str:

@@ -111,10 +111,12 @@ def _read_file(path: Path) -> Header:
     try:
         if not path.is_file():
             raise ModelError(f"{path} is not a regular file.")
+        if not path.stat().st_size:
+            raise ModelError(f"{path.name} can't be imported: it is empty; copy or download it again.")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(path, data).header()
-    except (OSError, ValueError) as error:  # ValueError: mmap of an empty file.
-        raise ModelError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}.") from error
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror or error}.") from error
 
 
 class _Reader:

@@ -12,7 +12,8 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -36,9 +37,26 @@ CHUNK_BYTES = 32 << 20
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes to do."""
 
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""llama.cpp's names below `general.sampling`, and those of generation_config.json."""
 
-def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, total: None) -> Path:
-    """Make `folder` from `file`, unless it was made from this very file. Raises ModelError."""
+
+def import_gguf(
+    file: Path,
+    folder: Path,
+    progress: Progress = lambda done, total: None,
+    sampling: Mapping[str, Any] | None = None,
+) -> Path:
+    """Make `folder` from `file`, unless it was made from this very file. Raises ModelError.
+
+    sampling  for generation_config.json, where the file says nothing else of it
+    """
     header = read_header(file)
     facts = {name: str(header.metadata.get(f"general.{name}", "")) for name in ("license", "organization")}
     source = {"version": VERSION, "file": file.name, "identity": _identity(header), **facts}
@@ -60,7 +78,7 @@ def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, tota
         if not config["quantization"]:
             del config["quantization"]
         _write_json(part / "config.json", config)
-        _write_json(part / "generation_config.json", {"eos_token_id": eos_ids(header.metadata)})
+        _write_json(part / "generation_config.json", _generation(header.metadata, sampling or {}))
         _write_json(part / IMPORTED, source)
         if folder.exists():
             shutil.rmtree(folder)
@@ -70,6 +88,12 @@ def import_gguf(file: Path, folder: Path, progress: Progress = lambda done, tota
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def _generation(metadata: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+    own = {new: metadata.get(f"general.sampling.{old}") for old, new in _SAMPLING.items()}
+    numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
+    return {"eos_token_id": eos_ids(metadata), **sampling, **numbers}
 
 
 def check(file: Path) -> Check:
@@ -309,11 +333,16 @@ def main(argv: list[str]) -> int:
         TimeRemainingColumn(),
     )
     try:
-        with Bar(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(file.name, total=None)
-            made = import_gguf(
-                file, folder, lambda done, total: bar.update(task, completed=done, total=total)
-            )
+        with ExitStack() as shown:
+            bar = Bar(*columns, console=Console(stderr=True))
+            task = bar.add_task(file.name)
+
+            def progress(done: int, total: int) -> None:
+                if not bar.live.is_started:
+                    shown.enter_context(bar)
+                bar.update(task, completed=done, total=total)
+
+            made = import_gguf(file, folder, progress)
         print(made)
     except ModelError as error:
         print(error.message)

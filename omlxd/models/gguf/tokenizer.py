@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _IDS = {"bos_token": "bos_token_id", "unk_token": "unknown_token_id", "pad_token
 
 def write_tokenizer(metadata: dict[str, Any], architecture: str, folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json into `folder`. Raises ModelError."""
+    # As mlx-lm does: transformers would warn that there is no PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tokenizers import pre_tokenizers, processors
     from transformers.integrations.gguf.gguf_tokenizer_mapping import (
         GGUF_PRE_TOKENIZER_SPLITS,
