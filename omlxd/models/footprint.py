@@ -128,9 +128,12 @@ def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
             for name in tensors
             if (path := name.removesuffix(".scales")) != name and path + ".weight" in tensors
         }
+        awq = {name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")}
         for name, tensor in tensors.items():
             path, _, part = name.rpartition(".")
-            if packed.get(path) and part in ("weight", "scales", "biases"):
+            if path in awq and part in ("qweight", "scales", "qzeros"):
+                total += 4 * 8 * math.prod(tensor.shape) if part == "qweight" else 0  # 4 bits: 8 a word.
+            elif packed.get(path) and part in ("weight", "scales", "biases"):
                 own = options.get(path)
                 group = _int(
                     {**options, **own} if isinstance(own, dict) else options, "group_size", default=64
@@ -156,7 +159,8 @@ def _header(file: Path) -> dict[str, _Tensor]:
         check_small(file.stat(), file, sys.maxsize)
         with file.open("rb") as opened:
             header = safetensors_header(opened, file.stat().st_size) or b""
-        return msgspec.json.decode(header, type=dict[str, _Tensor])
+        tensors = msgspec.json.decode(header, type=dict[str, _Tensor | None])
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
     except (OSError, msgspec.MsgspecError):
         return {}
 
