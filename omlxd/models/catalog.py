@@ -1,4 +1,4 @@
-"""Lists the installed models: that of `--model`, those under `--model-dir`, the hub's cache.
+"""Lists the installed models: that of `--model`, those under `--model-dir`, imported ones, the hub's cache.
 
 A client's model name is compared with this list and never joined to a path.
 """
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,11 +20,12 @@ from .resolve import (
     DEFAULT_ID,
     DEMO_ID,
     IMPORTED,
-    default_folder,
     imported_folder,
     is_gguf,
     is_local,
+    local_folder,
     model_id,
+    own_folder,
 )
 
 Source = Literal["folder", "model-dir", "hub", "demo"]
@@ -75,6 +76,9 @@ class Catalog:
         if settings.model_dir is not None:
             for model in in_folder(settings.model_dir):
                 result.setdefault(model.id, model)
+        for model in in_folder(settings.base_path / "models", "folder"):
+            if own_folder(model.id, settings.base_path) is not None:
+                result.setdefault(model.id, model)
         if not settings.no_hf_cache:
             for model in in_hub_cache(hub_cache_dir()):
                 result.setdefault(model.id, model)
@@ -91,8 +95,7 @@ def default_model(settings: Settings) -> InstalledModel | None:
         for model in in_folder(settings.model_dir):
             if model.id == spec:
                 return model
-    fetched = default_folder(settings.base_path)
-    if not spec and looks_like_model(fetched):
+    if not spec and (fetched := own_folder(DEFAULT_ID, settings.base_path)):
         return InstalledModel(DEFAULT_ID, str(fetched), "folder", fetched)
     if spec in ("", DEMO_ID):
         built = settings.base_path / "models" / DEMO_ID
@@ -101,19 +104,19 @@ def default_model(settings: Settings) -> InstalledModel | None:
         folder = imported_folder(spec, settings.base_path)
         return InstalledModel(model_id(spec), spec, "folder", folder if looks_like_model(folder) else None)
     if is_local(spec):
-        return InstalledModel(model_id(spec), spec, "folder", Path(spec).expanduser().absolute())
+        return InstalledModel(model_id(spec), spec, "folder", local_folder(spec, settings.base_path))
     return InstalledModel(spec, spec, "hub", hub_snapshot(hub_cache_dir(), spec))
 
 
-def in_folder(root: Path) -> Iterator[InstalledModel]:
+def in_folder(root: Path, source: Source = "model-dir") -> Iterator[InstalledModel]:
     """Models at `root`/NAME and `root`/ORG/NAME, in order. What can't be read is left out."""
     for folder in _folders(root):
         if looks_like_model(folder):
-            yield InstalledModel(folder.name, str(folder), "model-dir", folder)
+            yield InstalledModel(folder.name, str(folder), source, folder)
             continue
         for inner in _folders(folder):
             if looks_like_model(inner):
-                yield InstalledModel(f"{folder.name}/{inner.name}", str(inner), "model-dir", inner)
+                yield InstalledModel(f"{folder.name}/{inner.name}", str(inner), source, inner)
 
 
 def looks_like_model(folder: Path) -> bool:
@@ -151,6 +154,22 @@ def origin_of(folder: Path) -> str:
         return ""
     facts = [fact for fact in (made.organization, made.license) if fact]
     return made.file + (f" ({', '.join(facts)})" if facts else "")
+
+
+class _Templates(msgspec.Struct):
+    chat_template: Any = ""
+
+
+def takes_tools(folder: Path) -> bool | None:
+    """Whether the chat template in `folder` reads a list of tools; None: it can't be read."""
+    try:
+        jinja = folder / "chat_template.jinja"
+        if jinja.exists():
+            return b"tools" in read_small(jinja)
+        config = msgspec.json.decode(read_small(folder / "tokenizer_config.json"), type=_Templates)
+        return "tools" in str(config.chat_template)
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def _folders(root: Path) -> list[Path]:

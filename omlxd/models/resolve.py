@@ -1,4 +1,4 @@
-"""From what `--model` says to a folder that can be loaded: a local one, a hub id, or the demo model.
+"""From what `--model` says to a folder that can be loaded: a path, a name of ours, a hub id, the demo model.
 
 The front calls this, so nothing heavy is imported: hub.py and demo.py run as programs of their own, and a
 local folder is checked by a few kilobytes, weights by their headers.
@@ -24,6 +24,7 @@ DEMO_ID = "omlxd-demo"
 IMPORTED = "omlxd_import.json"
 """Where an imported folder says what it was made of."""
 
+_NAME = re.compile(r"\w[\w.-]*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("*.tiktoken",))
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -67,9 +68,25 @@ async def resolve_model(spec: str, base_path: Path) -> Path:
         return await fetch_from_hub(spec)
     if is_gguf(spec):
         return await import_gguf(spec, base_path)
-    folder = Path(spec).expanduser().absolute()
+    folder = local_folder(spec, base_path)
     await asyncio.to_thread(check_folder, folder)
     return folder
+
+
+def own_folder(name: str, base_path: Path) -> Path | None:
+    """The folder that an import or a fetch made under `name`; None: there is none.
+
+    The demo model is none of them: each version builds its own.
+    """
+    folder = base_path / "models" / name
+    made = name != DEMO_ID and _NAME.fullmatch(name) and (folder / "config.json").is_file()
+    return folder if made else None
+
+
+def local_folder(spec: str, base_path: Path) -> Path:
+    """The folder that a local `spec` means: the path if it exists, else one of ours of that name."""
+    folder = Path(spec).expanduser().absolute()
+    return folder if folder.exists() else own_folder(spec, base_path) or folder
 
 
 def default_folder(base_path: Path) -> Path:
@@ -147,9 +164,11 @@ async def _run_builder(module: str, *arguments: str) -> Path:
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
     if not folder.exists():
-        raise ModelError(
-            f"--model: there is no folder {folder}; give a model's folder, or a hub id as ORG/NAME."
+        names = "a model's folder, a name of `omlxd models list`, or a hub id as ORG/NAME"
+        remedy = (
+            f"`omlxd models pull {DEFAULT_ID}` fetches it" if folder.name == DEFAULT_ID else f"give {names}"
         )
+        raise ModelError(f"--model: there is no folder {folder}; {remedy}.")
     if not folder.is_dir():
         raise ModelError(f"--model: {folder} is a file; give the folder that holds config.json.")
     try:

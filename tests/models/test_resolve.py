@@ -10,10 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from omlxd.config import load_settings
 from omlxd.errors import ModelError
 from omlxd.models import resolve
-from omlxd.models.resolve import DEMO_ID, check_folder, model_id, resolve_model
+from omlxd.models.catalog import Catalog, default_model
+from omlxd.models.resolve import DEFAULT_ID, DEMO_ID, check_folder, model_id, resolve_model
 
 REPO = str(Path(__file__).resolve().parents[2])
 
@@ -113,6 +116,27 @@ async def test_a_local_folder_resolves_to_itself(tmp_path: Path):
     assert await resolve_model(str(folder), tmp_path) == folder
     with pytest.raises(ModelError, match="there is no folder"):
         await resolve_model("./not/there/at-all", tmp_path)
+
+
+async def test_imported_models_are_known_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "base"
+    imported, fetched = make(base / "models" / "tiny.Q4_0"), make(base / "models" / DEFAULT_ID)
+    make(base / "models" / DEMO_ID)
+    make(base / "models" / ".half.importing")
+    assert await resolve_model("tiny.Q4_0", base) == imported
+    settings = load_settings({"base_path": str(base)}, {})
+    for spec, folder in (("", fetched), ("tiny.Q4_0", imported), (DEFAULT_ID, fetched)):
+        default = default_model(replace(settings, model=spec))
+        assert default is not None and (default.id, default.folder) == (folder.name, folder)
+    assert list(Catalog(settings).models()) == [DEFAULT_ID, "tiny.Q4_0"]
+    here = make(tmp_path / "tiny.Q4_0")
+    assert await resolve_model("tiny.Q4_0", base) == here  # What exists here is meant.
+    for name in (f"../models/{DEFAULT_ID}", "..", "", DEMO_ID):
+        assert resolve.own_folder(name, base) is None
+    with pytest.raises(ModelError, match=f"omlxd models pull {DEFAULT_ID}"):
+        await resolve_model(DEFAULT_ID, tmp_path / "empty")
 
 
 async def test_a_builder_that_fails_gives_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
