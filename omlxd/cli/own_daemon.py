@@ -8,10 +8,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import IO
 
-from .daemon_client import DaemonError
+from .daemon_client import DaemonError, NoDaemon
 
 END_S = 20.0
 """How long it may take to write its blocks to SSD."""
@@ -19,7 +20,7 @@ END_S = 20.0
 
 @contextmanager
 def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generator[str]:
-    """The URL of a new daemon, which ends with the block. Raises DaemonError if it does not start.
+    """The URL of a new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
     SIGTERM and SIGHUP end the block; nothing ends it if this process is killed.
     """
@@ -41,16 +42,27 @@ def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generat
                 address = re.search(r"listening on (http://\S+)", line)
                 if address is None:
                     process.wait()
-                    log.seek(0)
-                    lines = [text.strip() for text in log if text.strip()]
-                    why = lines[-1].removeprefix("omlxd: ") if lines else "it gives no reason"
-                    raise DaemonError(f"No daemon runs, and none could be started: {why}")
-                yield address[1]
+                    raise _gave_up(log)
+                try:
+                    yield address[1]
+                except NoDaemon as error:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(END_S)
+                    if process.returncode is None:
+                        raise
+                    raise _gave_up(log) from error
             finally:
                 _end(process)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _gave_up(log: IO[str]) -> DaemonError:
+    log.seek(0)
+    lines = [text.strip() for text in log if text.strip()]
+    why = lines[-1].removeprefix("omlxd: ") if lines else "it gives no reason"
+    return DaemonError(f"No daemon runs, and none could be started: {why}")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -123,8 +123,13 @@ def test_a_session(terminal, start, capsys: pytest.CaptureFixture[str]):  # noqa
     screen.press("C-c")
     wait_for(screen, r"begun(\^C)?\n\(stopped\)\n>$")
     wait_until(lambda: "cancel" in daemon.notes())
+    say(
+        screen,
+        "script:long cut",
+        r"\nlong\n\(cut: the limit of tokens \(--max-tokens\) or the context (.|\n)*\n>$",
+    )
     say(screen, "script:half die", r"The engine of tiny stopped: (.|\n)*\n>$")
-    say(screen, "/stats", r"1 +4 +0 +0 +4 +\d+\.\d\d s +4 .*\n2 +- +- +- +- +\d+\.\d\d s +- +-\n>$")
+    say(screen, "/stats", r"1 +4 +0 +0 +4 +\d+\.\d\d s +4 .*\n2 +- +- +- +- +\d+\.\d\d s +1\+ +-\n(.|\n)*>$")
     say(screen, "/model", r"\* tiny +\w+\n>$")
     say(screen, "/model other", r"There is no model 'other' there; the models are: tiny\.\n>$")
     say(screen, "/nonsense", r"There is no /nonsense; /help lists commands\.\n>$")
@@ -197,6 +202,15 @@ def test_questions_from_arguments_and_pipes(start):  # noqa: F811
     assert "standard input is empty" in run(url).stderr
 
 
+def test_an_answer_has_a_limit_of_tokens(start):  # noqa: F811
+    url = start().url
+    assert run(url, "script:limit").stdout == "4096\n"
+    cut = run(url, "script:limit cut", "--max-tokens", "7")
+    assert cut.stdout == "7\n" and cut.stderr.startswith("omlxd: cut: the limit of tokens (--max-tokens)")
+    assert "max_tokens" in run(url, "hello", "--max-tokens", "0").stderr
+    assert run(url, "hello", "--max-tokens", "many").returncode == 2
+
+
 def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     daemon: Daemon = start(env={"OMLXD_API_KEY": "key-of-this-test"})
     refused = run(daemon.url, "hello")
@@ -214,6 +228,10 @@ def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(tmp_path / "no-model"))
     assert none.returncode == 1 and none.stderr.endswith("hub id as ORG/NAME.\n")
     assert "No daemon runs, and none could be started: " in none.stderr
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"")
+    none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(broken), HOME=str(tmp_path))
+    assert none.returncode == 1 and "broken can't be loaded: broken.gguf" in none.stderr
 
 
 def test_a_daemon_that_is_killed_in_an_answer(start):  # noqa: F811

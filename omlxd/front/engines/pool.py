@@ -392,9 +392,11 @@ class EnginePool:
         spec = engine.installed.spec
         if engine is not self._first and engine.folder is not None:
             spec = str(engine.folder)
+        engine.broken = False
         try:
             engine.folder = await resolve_model(spec, self._settings.base_path)
         except ModelError as error:
+            engine.broken = engine.installed.source == "folder"
             if engine is self._first:
                 raise
             raise ModelError(error.message.removeprefix("--model: ")) from error  # No flag named this one.

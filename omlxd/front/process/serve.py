@@ -8,7 +8,8 @@ Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`
 flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
 end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
 the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
-a terminal's end sent it: then it is a SIGTERM.
+a terminal's end sent it: then it is a SIGTERM. If the files of the only model are no model, the daemon
+stops by itself, exit 1.
 """
 
 from __future__ import annotations
@@ -149,7 +150,11 @@ async def _serve(
     notify.ready(f"listening on {urls}")
     notify.watch()
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    first, _ = await asyncio.wait({server, stopped, page}, return_when=asyncio.FIRST_COMPLETED)
+    trouble = "" if page not in first or page.exception() else page.result()
+    if not trouble:
+        await asyncio.wait({server, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stop.set()
     log.info("stopping")
     notify.stopping()
     notify.unwatch()
@@ -161,6 +166,9 @@ async def _serve(
         await asyncio.wait({server}, timeout=END_S)
     elif error := server.exception():
         log.error("the HTTP server failed: %s", error, exc_info=error)
+        return 1
+    if trouble:
+        print(f"omlxd: {trouble}", file=sys.stderr)
         return 1
     return 0
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ... import __version__
 from ...common.units import human
 from ...config import Settings, load_settings
-from ...errors import ConfigError, OmlxdError
+from ...errors import AGENT_CONTEXT, ConfigError, OmlxdError
 
 if TYPE_CHECKING:
     from ...kv.ledger.ledger import LedgerStats
@@ -34,8 +34,10 @@ def print_address(urls: str, model: str) -> None:
         print(f"omlxd {__version__} listening on {urls} (model {model})", flush=True)
 
 
-async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, key_required: bool) -> None:
+async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, key_required: bool) -> str:
     """Wait until the default model is loaded, or can't be, and print the page.
+
+    Returns why nothing can ever be served, and prints nothing then; else "".
 
     url  the first address, as a client writes it
     """
@@ -46,12 +48,15 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
             await engine.process.load()
         except OmlxdError as error:
             trouble = error.message
+    if engine is not None and trouble and engine.broken and len(pool.models()) == 1:
+        return trouble
     rows = _model_rows(engine, len(pool.models()), trouble)
     rows.append(("cache", _cache(pool.cold_dir, *await _count(pool))))
     if engine is not None and not trouble:
-        rows += _commands(engine.model_id, url, settings, key_required)
+        rows += _commands(engine, url, settings, key_required)
     # A terminal that is stopped with ^S holds up whoever writes to it.
     await asyncio.to_thread(_print, rows)
+    return ""
 
 
 def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
@@ -63,7 +68,7 @@ def _model_rows(engine: ModelEngine | None, models: int, trouble: str) -> Rows:
     if info is None:
         return [("model", f"none is loaded; {models} load when they are asked for: `omlxd models list`")]
     return [
-        ("model", f"{info.model_id} ({info.model_type}, {human(info.weight_bytes)})"),
+        ("model", f"{info.model_id} ({info.model_type}, {human(info.weight_bytes)} in memory)"),
         ("context", f"{engine.context_length} tokens"),
         ("backend", f"{info.backend}: {info.speed}" if info.speed else info.backend),
     ]
@@ -84,12 +89,13 @@ def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:
     return f"{folder}: {held}" + ("" if complete else ", and still counting")
 
 
-def _commands(model: str, url: str, settings: Settings, key_required: bool) -> Rows:
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: bool) -> Rows:
+    body = {"model": engine.model_id, "messages": [{"role": "user", "content": "Hello"}]}
     key = ' -H "Authorization: Bearer $OMLXD_API_KEY"' if key_required else ""
     curl = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
     where = "" if _is_default(url) else f" --url {url}"
-    return [("try", f"omlxd chat{where}"), ("", f"omlxd launch claude{where}"), ("", curl)]
+    agent = [("", f"omlxd launch claude{where}")] if (engine.context_length or 0) >= AGENT_CONTEXT else []
+    return [("try", f"omlxd chat{where}"), *agent, ("", curl)]
 
 
 def _is_default(url: str) -> bool:

@@ -15,14 +15,16 @@ from tests.models.test_resolve import make
 
 
 def page(daemon: Daemon) -> str:
-    """The page to its last line."""
-    lines = [daemon.process.stdout.readline() for _ in range(7)]  # type: ignore[union-attr]
-    print(daemon.first_line + "".join(lines))
-    return "".join(lines)
+    """The page to its last line, which is curl's."""
+    text = ""
+    while "curl" not in text:
+        text += daemon.process.stdout.readline() or "curl did not come"  # type: ignore[union-attr]
+    print(daemon.first_line + text)
+    return text
 
 
 def test_the_page_says_what_runs_and_what_to_type(start, tmp_path: Path):  # noqa: F811
-    daemon = start("--paged-ssd-cache-max-size", "1GB")
+    daemon = start("--paged-ssd-cache-max-size", "1GB", stub="--context 32768")
     port = daemon.url.rpartition(":")[2]
     text = page(daemon)
     assert re.search(r"^  model    tiny \(.+\)$", text, re.M)
@@ -39,6 +41,12 @@ def test_the_page_says_what_runs_and_what_to_type(start, tmp_path: Path):  # noq
     curl = text.splitlines()[-1].strip()
     said = subprocess.run(["sh", "-c", curl + " -s"], capture_output=True, text=True, timeout=60).stdout
     assert '"choices"' in said
+
+
+def test_no_agent_is_offered_where_the_context_is_too_short_for_it(start):  # noqa: F811
+    text = page(start())
+    assert "  context  1000 tokens\n  backend" in text
+    assert "omlxd chat" in text and "launch" not in text
 
 
 def test_a_daemon_with_a_key_says_so_in_its_command(start):  # noqa: F811
@@ -58,7 +66,7 @@ def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):
     command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(tmp_path)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
     environ |= {"PYTHONPATH": str(REPO), "TERM": "xterm-256color", "COLUMNS": "100"}
-    environ["OMLXD_ENGINE_COMMAND"] = f"{sys.executable} {STUB} --notes {tmp_path}"
+    environ["OMLXD_ENGINE_COMMAND"] = f"{sys.executable} {STUB} --notes {tmp_path} --context 32768"
     environ.pop("NO_COLOR", None)
     process = subprocess.Popen(
         [*command, "--model", str(make(tmp_path / "tiny"))],
