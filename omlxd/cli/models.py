@@ -17,7 +17,7 @@ import msgspec
 from ..common.units import human, spoken
 from ..config import Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
-from ..models.catalog import Catalog, default_model, origin_of
+from ..models.catalog import Catalog, default_model, origin_of, takes_tools
 from ..models.footprint import footprint
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
@@ -66,6 +66,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
                 origin=origin_of(model.folder) if model.folder is not None else "",
+                tools=takes_tools(model.folder) if model.folder is not None else None,
             )
         )
     return result
@@ -116,6 +117,13 @@ def _bytes(nbytes: int | None) -> str:
     return human(nbytes) if nbytes else "-"
 
 
+_TOOLS = {
+    True: "yes",
+    False: "no: its chat template has none, so it may never call one",
+    None: "-",
+}
+
+
 def as_page(model: InstalledStatus) -> str:
     """A line a fact."""
     facts = {
@@ -129,6 +137,7 @@ def as_page(model: InstalledStatus) -> str:
         "in RAM": _bytes(model.memory_bytes),
         "context": f"{model.context_length} tokens" if model.context_length else "-",
         "KV": f"{human(model.kv_bytes_per_token)} a token" if model.kv_bytes_per_token else "-",
+        "tools": _TOOLS[model.tools],
         "stays": _stays(model),
         "aliases": ", ".join(model.aliases) or "-",
         "process": str(model.pid or "-"),
@@ -206,8 +215,7 @@ def _list(args: argparse.Namespace) -> int:
         result = _ask(args, "/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
         result = InstalledStatuses(installed(settings_of(args, *_FOLDER_OPTIONS)))
-        if not args.json:
-            print(f"no daemon: {error.message}", file=sys.stderr)
+        _say_absence(args, error)
     _say(args, result, lambda: as_table(result.models))
     return 0
 
@@ -225,10 +233,15 @@ def _show(args: argparse.Namespace) -> int:
             ) from None
         result = matching[0]
         result.trouble = why_broken(result)
-        if not args.json:
-            print(f"no daemon: {error.message}", file=sys.stderr)
+        _say_absence(args, error)
     _say(args, result, lambda: as_page(result))
     return 0
+
+
+def _say_absence(args: argparse.Namespace, error: NoDaemon) -> None:
+    """Whoever names a daemon wants its answer; what lies on the disk is all that others ask for."""
+    if args.url and not args.json:
+        print(f"no daemon: {error.message}", file=sys.stderr)
 
 
 def _pull(args: argparse.Namespace) -> int:

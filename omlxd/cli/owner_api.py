@@ -17,12 +17,14 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
 
     state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed`
                   without a daemon
-    source        `folder` (--model), `model-dir`, `hub` or `demo`
+    source        `folder` (of --model, or imported), `model-dir`, `hub` or `demo`
+    disk_bytes    of its weight files
     load_bytes    what loading it may need
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not
     trouble       why it can't serve, a sentence
     origin        what it was imported from, by whom it is, and its license
+    tools         its chat template takes tools
     """
 
     id: str
@@ -44,6 +46,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     loads: int = 0
     trouble: str = ""
     origin: str = ""
+    tools: bool | None = None
 
 
 class InstalledStatuses(msgspec.Struct):

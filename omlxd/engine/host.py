@@ -34,6 +34,7 @@ from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
+from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Place, Scope
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
@@ -105,6 +106,7 @@ class EngineHost:
         self._constraints = ConstraintCompiler(self.loaded.tokenizer, self.loaded.vocab_size)
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
+        self._warns_of_tools = not self.prompts.traits.tools
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
 
@@ -137,8 +139,10 @@ class EngineHost:
         """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
         most = self.loaded.context_length - 1
         refuse = wire.COUNTED_CONTEXTS * most
-        rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
-        return len(rendered.tokens)
+        try:
+            return len(self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse).tokens)
+        except PromptTooLong as error:
+            raise PromptTooLong(error.tokens, most) from None
 
     def start(self, id: int, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
         """Render, hash and submit a request; its events go to the output thread. Raises OmlxdError.
@@ -147,6 +151,9 @@ class EngineHost:
         """
         context = self._context(request)
         rendered = self._render(request, context)
+        if rendered.tool_calls and self._warns_of_tools:
+            self._warns_of_tools = False
+            log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
         tokens = rendered.tokens
         room = context - len(tokens)
         if room <= 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,8 @@ def test_without_a_daemon(tmp_path: Path):
     env = {"HF_HUB_CACHE": str(tmp_path / "hub")}
     status, out, problem = run("list", *flags, env=env)
     assert status == 0 and "org/big" in out and "installed" in out and "no daemon" in problem
+    status, out, problem = run("list", *flags[:-2], env={**env, "OMLXD_PORT": "9"})
+    assert status == 0 and "org/big" in out and problem == ""
     status, out, _ = run("show", "big", "--json", *flags, env=env)
     assert status == 0 and json.loads(out)["source"] == "model-dir"
     (tmp_path / "models" / "org" / "big" / "tokenizer.json").unlink()
@@ -90,6 +93,19 @@ def test_the_demo_model_is_here_once_it_is_built(tmp_path: Path):
     make(folder)
     page = run("show", "omlxd-demo", *flags, env=env)[1]
     assert str(folder) in page and "not here yet" not in page
+
+
+def test_a_page_says_whether_the_template_takes_tools(tmp_path: Path):
+    """And an imported model is found by its name."""
+    flags = ("--base-path", str(tmp_path), "--url", "http://127.0.0.1:9")
+    folder = make(tmp_path / "models" / "tiny")
+    for template, words in (("{{ messages }}", "no: its chat template has none"), ("{{ tools }}", "yes")):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        page = run("show", "tiny", *flags)[1]
+        assert re.search(rf"^  tools +{words}", page, re.M), page
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert re.search(r"^  tools +no:", run("show", "tiny", *flags)[1], re.M)
+    assert re.search(r"^  tiny +installed", run("list", *flags)[1], re.M)
 
 
 @pytest.mark.parametrize("argv", [["alias", "x"], ["alias", "x", "y", "--off"], ["fly"], []])

@@ -26,6 +26,7 @@ from .messages import TemplateMessage, compact_json, plain_text, template_messag
 from .template_process import install
 from .template_traits import PLAIN, TemplateTraits, as_parts, probe
 
+TOOLS_AS_TEXT = "a request's tools are described in its system message, and the model may never call one"
 SENTINELS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 
 
@@ -121,12 +122,14 @@ class Renderer:
         self._special_starts = special_starts(specials)
 
     def notes(self) -> list[str]:
-        """What is rendered in another way than the client sent it, a sentence each."""
+        """What a user should know of how conversations are rendered, a sentence each."""
         if not self.has_template:
-            return ["the model has no chat template: conversations are rendered as plain text"]
-        notes = []
+            return [
+                f"the model has no chat template: conversations are rendered as plain text; {TOOLS_AS_TEXT}"
+            ]
         if missing := self.traits.missing():
-            notes.append(f"the chat template has no {', '.join(missing)}: written in another way")
+            log.debug("rendered in a way of ours, as the chat template lacks it: %s", ", ".join(missing))
+        notes = [] if self.traits.tools else [f"its chat template has no tools: {TOOLS_AS_TEXT}"]
         if not self._cuttable:
             notes.append("control tokens within a message are not told apart: this tokenizer can't be cut")
         return notes

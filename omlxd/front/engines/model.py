@@ -14,8 +14,8 @@ import psutil
 from ... import wire
 from ...chat import Conversation, GenerateRequest, RawPrompt
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
-from ...errors import NotFound
-from ...models.catalog import InstalledModel, origin_of
+from ...errors import NotFound, PromptTooLong
+from ...models.catalog import InstalledModel, origin_of, takes_tools
 from ...models.footprint import Footprint, footprint
 from .client import EngineProcess
 from .in_flight import EngineStream
@@ -74,8 +74,9 @@ class ModelEngine:
     by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
     leaving     the owner said that it goes once its requests have ended, pinned or not
     admitted    it may load, or is loaded: it counts against what may be loaded at once
+    broken      its own files are why it can't be loaded
     cpu_weights `auto`, or `as-stored`: never made float32
-    origin      what it was imported from (models/catalog.py)
+    origin      what it was imported from; tools: whether its template takes them (models/catalog.py)
     float32     its weights are made float32, where MLX computes on a CPU
     """
 
@@ -89,6 +90,7 @@ class ModelEngine:
         self.by_name = False
         self.leaving = False
         self.admitted = False
+        self.broken = False
         self.keep_alive: float | None = None
         self.default_ttl = math.inf
         self._may_load = may_load
@@ -96,6 +98,7 @@ class ModelEngine:
         self.cpu_weights = "auto"
         self.float32 = False
         self.origin = ""
+        self.tools: bool | None = None
         self._footprints: tuple[Footprint, Footprint] | None = None
 
     @property
@@ -142,6 +145,11 @@ class ModelEngine:
         return self._footprints[self.float32] if self._footprints else None
 
     @property
+    def disk_bytes(self) -> int | None:
+        """Of its weight files."""
+        return self._footprints[False].weights if self._footprints else None
+
+    @property
     def float32_footprint(self) -> Footprint | None:
         """As `footprint`, if its weights are made float32; None also where the owner wants them as stored."""
         return self._footprints[True] if self._footprints and self.cpu_weights == "auto" else None
@@ -149,7 +157,7 @@ class ModelEngine:
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
         if self.folder is not None:
-            self.origin = origin_of(self.folder)
+            self.origin, self.tools = origin_of(self.folder), takes_tools(self.folder)
             self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
 
     @property
@@ -177,7 +185,11 @@ class ModelEngine:
     async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         self._check()
         if self.info is not None:
-            self.info.token_bytes.check(prompt, wire.COUNTED_CONTEXTS * (self.info.context_length - 1))
+            most = self.info.context_length - 1
+            try:
+                self.info.token_bytes.check(prompt, wire.COUNTED_CONTEXTS * most)
+            except PromptTooLong as error:
+                raise PromptTooLong(error.tokens, most) from None
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:

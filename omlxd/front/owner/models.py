@@ -46,7 +46,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         pinned=engine.is_pinned,
         in_flight=engine.in_flight,
         pid=engine.pid,
-        disk_bytes=prints.weights if prints else None,
+        disk_bytes=engine.disk_bytes,
         load_bytes=prints.loading() if prints else None,
         kv_bytes_per_token=prints.kv_per_token if prints else None,
         memory_bytes=engine.memory_bytes,
@@ -56,6 +56,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         loads=engine.process.supervisor.loads,
         trouble=engine.process.supervisor.trouble,
         origin=engine.origin,
+        tools=engine.tools,
     )
 
 

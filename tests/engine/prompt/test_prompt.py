@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -287,13 +288,24 @@ def test_a_raw_prompt_is_taken_as_it_is(prompts):
 # --------------------------------------------------------------------------- other templates
 
 
+def test_the_load_log_names_what_a_user_would_miss(folder, caplog):
+    """Tools; the rest is for developers."""
+    caplog.set_level(logging.INFO)
+    (note,) = pipeline(folder, STRICT).notes
+    assert note.startswith("its chat template has no tools: ") and "tool_role" not in note
+    with_tools = "{{ tools | tojson if tools }}" + NINE
+    assert pipeline(folder, with_tools).notes == [] and not caplog.records
+    caplog.set_level(logging.DEBUG)
+    pipeline(folder, with_tools)
+    assert "any_call_id" in caplog.text
+
+
 @pytest.mark.parametrize("template", [STRICT, NO_SYSTEM, NINE, PARTS, None])
 def test_any_template_gets_the_whole_conversation_in_order(folder, template):
     prompts = pipeline(folder, template)
     rendered = prompts.render(Conversation(SESSION, tools=(READ,)))
     assert in_order(rendered.text), rendered.text
     assert "Reads a file." in rendered.text
-    assert prompts.notes
 
 
 def test_a_strict_template(folder):
