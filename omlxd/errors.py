@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from .chat import ErrorCode, Failed
 
-LEAST_CONTEXT, AGENT_CONTEXT = 5000, 30_000
-"""Tokens. Below the first nobody runs an agent; the tools of one alone take some 18,000."""
-LONGER = "`omlxd serve --model mlx-community/Qwen3-8B-4bit` downloads and serves one."
+LEAST_CONTEXT, AGENT_CONTEXT = 5000, 32_000
+"""Tokens. Below the first nobody runs an agent; one needs the second, as its tools alone take some 18,000."""
+LONGER = "`omlxd serve --model mlx-community/Qwen3-8B-4bit` downloads and serves a model that has it."
 
 
 class OmlxdError(Exception):
@@ -56,14 +56,18 @@ def bad_field(param: str, why: str) -> InvalidRequest:
 
 
 class PromptTooLong(OmlxdError):
-    """`tokens` > `limit`. The sentence is the one that Claude Code parses (facts of its client)."""
+    """`tokens` > `limit`, which is the context without the answer's first token.
+
+    The sentence is the one that Claude Code parses (facts of its client).
+    """
 
     code = "prompt_too_long"
 
     def __init__(self, tokens: int, limit: int):
+        self.tokens = tokens
         message = f"prompt is too long: {tokens} tokens > {limit} maximum"
         if LEAST_CONTEXT < limit < AGENT_CONTEXT:
-            message += f". An agent needs a model of a longer context: {LONGER}"
+            message += f". An agent needs a longer context than this model's {limit + 1} tokens: {LONGER}"
         super().__init__(message)
 
 

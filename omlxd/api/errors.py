@@ -101,14 +101,16 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     numbers = _TOO_LONG.match(error.message) if error.code == "prompt_too_long" else None
     if protocol == "anthropic" or not numbers:
         return error.message
+    limit = int(numbers[2])
     return (
-        f"This model's maximum context length is {numbers[2]} tokens. However, your messages resulted in "
-        f"{numbers[1]} tokens, and so your input exceeds the context window of this model.{numbers[3]}"
+        f"This model's maximum context length is {limit + 1} tokens. However, your messages resulted in "
+        f"{numbers[1]} tokens, and so your input exceeds the context window of this model, which leaves "
+        f"{limit} for the prompt.{numbers[3]}"
     )
 
 
 _WRONG_KEY: dict[Protocol, str] = {"anthropic": "invalid x-api-key", "openai": "Incorrect API key provided"}
-_TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\S*) maximum\.?(.*)")
+_TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\d+) maximum\.?(.*)")
 
 
 def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:

@@ -193,8 +193,9 @@ def test_openai_pings_and_errors_are_data():
     (chunk,) = datas(OpenAICompletionStream("c1", "m", 5, "req_1").ping())
     assert chunk["choices"] == [{"text": "", "logprobs": None, "finish_reason": None, "index": 0}]
     assert chat.error(PromptTooLong(9, 8)) == (
-        b'data: {"error":{"message":"This model\'s maximum context length is 8 tokens. However, your '
-        b'messages resulted in 9 tokens, and so your input exceeds the context window of this model.",'
+        b'data: {"error":{"message":"This model\'s maximum context length is 9 tokens. However, your '
+        b"messages resulted in 9 tokens, and so your input exceeds the context window of this model, "
+        b'which leaves 8 for the prompt.",'
         b'"type":"invalid_request_error","param":null,"code":"context_length_exceeded"}}\n\n'
     )
 

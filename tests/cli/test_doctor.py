@@ -202,6 +202,10 @@ def test_the_command(tmp_path: Path, capsys, quick, monkeypatch):
     assert report.healthy and "disk" not in {each.check for each in report.findings}
     assert {"platform", "python", "backend", "space", "port", "claude"} <= {f.check for f in report.findings}
     assert all(each.mend for each in report.findings if each.verdict != "ok")
+    other = free_port()
+    assert main.main([*argv, "--url", f"http://127.0.0.1:{other}/v1"]) == 0
+    assert f"{other} on 127.0.0.1 is free" in capsys.readouterr().out
+    assert main.main([*argv, "--url", "localhost"]) == 2
     (tmp_path / "o").write_text("")
     assert main.main(argv) == 1
     out = capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -15,6 +16,8 @@ from gguf_files import Type, write_gguf
 
 from omlxd.api.errors import message_of
 from omlxd.config import Settings, load_settings
+from omlxd.engine.host import _sampling_defaults
+from omlxd.engine.schedule.sampling import SamplingDefaults
 from omlxd.errors import ModelError, PromptTooLong
 from omlxd.models import catalog, smollm
 from omlxd.models import offer as default_model
@@ -120,6 +123,19 @@ def test_the_wheel_becomes_a_model_and_leaves_nothing_else(wheels: Path, tmp_pat
     assert catalog.looks_like_model(folder)
     assert catalog.origin_of(folder) == Path(smollm.MEMBER).name
     assert [each.name for each in folder.parent.iterdir()] == [DEFAULT_ID]
+    assert _sampling_defaults(folder) == SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+def test_a_folder_of_an_earlier_version_gets_the_cards_sampling(tmp_path: Path):
+    """An owner's own temperature stays."""
+    file = tmp_path / "generation_config.json"
+    for before, after in (
+        ({"eos_token_id": [2]}, {"eos_token_id": [2], **smollm.SAMPLING}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+    ):
+        file.write_text(json.dumps(before))
+        smollm.fetch(tmp_path)
+        assert json.loads(file.read_text()) == after
 
 
 def test_another_wheel_is_refused(wheels: Path, tmp_path: Path, monkeypatch, capfd):
@@ -135,4 +151,5 @@ def test_an_agent_is_told_of_a_model_with_a_longer_context():
     assert error.message.startswith("prompt is too long: 18000 tokens > 8191 maximum")
     for protocol in ("anthropic", "openai"):
         assert "`omlxd serve --model" in message_of(error, protocol)
+        assert "8192 tokens" in message_of(error, protocol) and "8191" in message_of(error, protocol)
     assert "serve" not in PromptTooLong(200_000, 131_071).message

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from urllib.parse import urlsplit
 
 import msgspec
 
 from ...config import Settings, add_flags, settings_of
+from ..daemon_client import address
 from ..status import as_json
 from . import disk, machine, network
 from .finding import Finding, bad
@@ -29,9 +31,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
+    parser.add_argument("--url", help="the daemon's address, for --host and --port")
     add_flags(parser, *_OPTIONS)
     args = parser.parse_args(argv)
-    settings = settings_of(args, *_OPTIONS)
+    settings = settings_of(args, *_OPTIONS, **_host_and_port(args.url))
     findings: list[Finding] = []
     for finding in examine(settings, disk_test=not args.no_disk_test):
         findings.append(finding)
@@ -40,6 +43,14 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     healthy = all(finding.verdict != "bad" for finding in findings)
     print(as_json(Report(healthy, findings)) if args.json else summary(findings))
     return 0 if healthy else 1
+
+
+def _host_and_port(url: str | None) -> dict[str, str]:
+    """What `url` sets of the settings. Raises ConfigError."""
+    if url is None:
+        return {}
+    parts = urlsplit(address(url)[0])
+    return {"host": parts.hostname or "", "port": str(parts.port or {"http": 80, "https": 443}[parts.scheme])}
 
 
 def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,7 +210,20 @@ def test_a_text_that_is_surely_too_long_never_reaches_the_engine(prompt: Convers
     model = ModelEngine(SimpleNamespace(folder=None), process, may_load=lambda: True)  # type: ignore[arg-type]
     with pytest.raises(PromptTooLong, match=r"> 999 maximum"):
         model.generate(GenerateRequest(prompt=prompt))
-    with pytest.raises(PromptTooLong, match=r"> 3996 maximum"):
+    with pytest.raises(PromptTooLong, match=r"> 999 maximum"):
         asyncio.run(model.count_tokens(prompt))
     model.generate(GenerateRequest(prompt=RawPrompt(text="words " * 1500)))
     assert len(sent) == 1
+
+
+def test_on_disk_means_the_files_whatever_the_weights_become(tmp_path: Path):
+    header = json.dumps({"w": {"dtype": "F16", "shape": [10, 1000], "data_offsets": [0, 20_000]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(20_000))
+    process: Any = SimpleNamespace(supervisor=SimpleNamespace(model_id="m", info=None))
+    model = ModelEngine(SimpleNamespace(folder=tmp_path), process, may_load=lambda: True)  # type: ignore[arg-type]
+    assert model.disk_bytes is None
+    model.measure()
+    for model.float32 in (False, True):
+        assert model.disk_bytes == file.stat().st_size
+    assert model.footprint is not None and model.footprint.weights == 40_000

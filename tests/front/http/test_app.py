@@ -376,7 +376,7 @@ async def test_failures_before_the_first_event(path, stream, error, status, text
         expected = "prompt is too long: 5000 tokens > 4096 maximum"
         if path != "/v1/messages":
             expected = (
-                "This model's maximum context length is 4096 tokens. However, your messages resulted in "
+                "This model's maximum context length is 4097 tokens. However, your messages resulted in "
             )
         assert message.startswith(expected)
         assert ("exceeds the context window" in message) == (path != "/v1/messages")
