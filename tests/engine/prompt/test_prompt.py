@@ -291,10 +291,10 @@ def test_a_raw_prompt_is_taken_as_it_is(prompts):
 def test_the_load_log_names_what_a_user_would_miss(folder, caplog):
     """Tools; the rest is for developers."""
     caplog.set_level(logging.INFO)
-    (note,) = pipeline(folder, STRICT).notes
-    assert note.startswith("its chat template has no tools: ") and "tool_role" not in note
+    notes = pipeline(folder, STRICT).notes
+    assert notes[0].startswith("its chat template has no tools: ") and "tool_role" not in "".join(notes)
     with_tools = "{{ tools | tojson if tools }}" + NINE
-    assert pipeline(folder, with_tools).notes == [] and not caplog.records
+    assert not any("tool" in note for note in pipeline(folder, with_tools).notes) and not caplog.records
     caplog.set_level(logging.DEBUG)
     pipeline(folder, with_tools)
     assert "any_call_id" in caplog.text
