@@ -78,11 +78,11 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def digest_of(*fields: str | bytes) -> Digest:
-    """Of fields in order; where one ends is part of it."""
+def digest_of(*texts: str | bytes) -> Digest:
+    """Return the digest of texts in order; where one ends is part of it."""
     state = hashlib.blake2b(digest_size=16)
-    for one in fields:
-        data = one if isinstance(one, bytes) else one.encode("utf-8", "surrogatepass")
+    for text in texts:
+        data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.digest()
@@ -115,20 +115,15 @@ def answer_of(message: chat.Message) -> tuple[Digest, Digest | None]:
 def message_digest(message: chat.Message) -> Digest:
     if message.role == "assistant":
         return answer_of(message)[0]
-    return digest_of(*_fields(message))
-
-
-def _fields(message: chat.Message) -> list[str | bytes]:
-    fields: list[str | bytes] = [message.role]
     texts = [canonical_text(part.text) for part in message.parts if isinstance(part, chat.TextPart)]
-    fields.append("\n".join(text for text in texts if text))
+    others: list[str | bytes] = []
     for part in message.parts:
         if isinstance(part, chat.ImagePart | chat.DocumentPart):
-            fields.append(part.data)
+            others.append(part.data)
         elif isinstance(part, chat.ToolResultPart):
-            fields += (canonical_text(part.text), str(part.is_error))
-            fields += (media.data for media in (*part.images, *part.documents))
-    return fields
+            others += (canonical_text(part.text), str(part.is_error))
+            others += (media.data for media in (*part.images, *part.documents))
+    return digest_of(message.role, "\n".join(filter(None, texts)), *others)
 
 
 def chain_of(conversation: chat.Conversation) -> list[Digest]:

@@ -64,7 +64,7 @@ def template_messages(
         listed = "\n".join(compact_json(tool) for tool in tools)
         messages.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
     messages = _place_systems(messages, traits)
-    messages = _join(messages, traits)
+    _join(messages, traits)
     if traits.content_parts:
         messages = [as_parts(message) for message in messages]
     return messages, tools if tools and traits.tools else None
@@ -170,22 +170,22 @@ def _result(part: chat.ToolResultPart, names: dict[str, str], traits: TemplateTr
 
 
 def _hoisted(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    opening = sorted(messages[:first], key=lambda m: m["role"] != "system")  # stable
-    return opening + messages[first:]
+    end = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+    # `sorted` is stable.
+    return [*sorted(messages[:end], key=lambda message: message["role"] != "system"), *messages[end:]]
 
 
 def _place_systems(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
     """System messages where the template takes them, else as user messages in place."""
-    head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    first, rest = messages[:head], messages[head:]
+    head = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first, messages = messages[:head], messages[head:]
     if len(first) > 1 and not traits.system_repeats:
-        first = [{"role": "system", "content": "\n\n".join(m["content"] for m in first)}]
+        first = [{"role": "system", "content": "\n\n".join(message["content"] for message in first)}]
     if not traits.system_first:
-        first = [{**m, "role": "user"} for m in first]
+        first = [{**message, "role": "user"} for message in first]
     if not traits.system_anywhere:
-        rest = [_reminder(m) if m["role"] == "system" else m for m in rest]
-    return first + rest
+        messages = [_reminder(message) if message["role"] == "system" else message for message in messages]
+    return first + messages
 
 
 def _reminder(message: TemplateMessage) -> TemplateMessage:
@@ -195,22 +195,21 @@ def _reminder(message: TemplateMessage) -> TemplateMessage:
     return {"role": "user", "content": text}
 
 
-def _join(messages: list[TemplateMessage], traits: TemplateTraits) -> list[TemplateMessage]:
-    """Neighbours joined where the template wants roles to alternate."""
-    joined: list[TemplateMessage] = []
-    for message in messages:
-        before = joined[-1]["role"] if joined else ""
-        same = before == message["role"] and before in ("user", "assistant") and not traits.repeats
-        after_tool = before == "tool" and message["role"] == "user" and not traits.user_after_tool
+def _join(messages: list[TemplateMessage], traits: TemplateTraits) -> None:
+    """Join neighbours in `messages` where the template wants roles to alternate."""
+    index = 1
+    while index < len(messages):
+        before, role = messages[index - 1]["role"], messages[index]["role"]
+        same = before == role and role in ("user", "assistant") and not traits.repeats
+        after_tool = before == "tool" and role == "user" and not traits.user_after_tool
         if same or after_tool:
-            joined[-1] = _merged(joined[-1], message)
+            messages[index - 1 : index + 1] = [_merged(*messages[index - 1 : index + 1])]
         else:
-            joined.append(message)
-    return joined
+            index += 1
 
 
 def _merged(one: TemplateMessage, two: TemplateMessage) -> TemplateMessage:
-    texts = [m["content"] for m in (one, two) if m["content"]]
+    texts = [message["content"] for message in (one, two) if message["content"]]
     merged = {**two, **one, "content": "\n\n".join(texts)}
     if calls := one.get("tool_calls", []) + two.get("tool_calls", []):
         merged["tool_calls"] = calls

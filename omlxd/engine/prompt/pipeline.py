@@ -168,10 +168,10 @@ class PromptPipeline:
         if place is not None and self.memory is not None:
             self.memory.end(place)
 
-    def learn(self, place: Place | None, answer: Answer, prompt: list[int], generated: list[int]) -> None:
-        """Remember a turn: `generated` from `prompt`, `answer` sent of it."""
+    def learn(self, place: Place | None, answer: Answer, tokens: list[int], generated: list[int]) -> None:
+        """Remember a turn: `generated` after the prompt's `tokens`, `answer` sent of it."""
         if place is not None and self.memory is not None:
-            self.memory.remember(place, answer.digest, answer.thought, prompt, generated)
+            self.memory.remember(place, answer.digest, answer.thought, tokens, generated)
 
     def figures(self) -> dict[str, float]:
         """Counters; of correctness are those that are zero on clean traffic."""

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -63,8 +64,8 @@ def holds(value: Any, pattern: re.Pattern[str]) -> bool:
     if isinstance(value, str):
         return pattern.search(value) is not None
     if isinstance(value, dict):
-        return any(pattern.search(key) or holds(item, pattern) for key, item in value.items())
-    return isinstance(value, list) and any(holds(item, pattern) for item in value)
+        value = [*value, *value.values()]
+    return isinstance(value, list) and any(map(partial(holds, pattern=pattern), value))
 
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class Renderer:
 
     def _written(self, conversation: Conversation, generation: bool) -> Text:
         messages, tools = template_messages(conversation, self.traits, hoist=self._hoist)
-        inputs = [messages, tools, self._arguments(conversation)]
+        variables = [messages, tools, self._arguments(conversation)]
 
         def applied(
             messages: list[TemplateMessage], tools: list[TemplateMessage] | None, arguments: dict[str, Any]
@@ -155,35 +156,35 @@ class Renderer:
                 return self._begun(messages, tools, arguments)
             return self._text(messages, tools, arguments | {"add_generation_prompt": generation})
 
-        special = holds(inputs, self._special)
+        special = holds(variables, self._special)
         try:
-            plain = applied(*inputs)
+            text = applied(*variables)
         except InvalidRequest:
             # gpt-oss's template refuses its own control tokens; with a sentinel it doesn't see them.
             if not special:
                 raise
-            text = self._with_sentinel(None, inputs, applied)
-            if text.exposed:
+            cut = self._with_sentinel(None, variables, applied)
+            if cut.exposed:
                 raise
-            return text
-        return self._with_sentinel(plain, inputs, applied) if special else Text(plain)
+            return cut
+        return self._with_sentinel(text, variables, applied) if special else Text(text)
 
-    def _with_sentinel(self, plain: str | None, inputs: list[Any], applied: Callable[..., str]) -> Text:
+    def _with_sentinel(self, plain: str | None, variables: list[Any], applied: Callable[..., str]) -> Text:
         """Return the text with sentinels in the messages' control tokens, if the template lets them through.
 
-        plain   the text without sentinels; None: the template refuses
-        inputs  messages, tools and arguments
+        plain      the text without sentinels; None: the template refuses
+        variables  messages, tools and arguments
         Raises InvalidRequest for a text that holds all sentinels.
         """
         pattern = self._special_starts
         bare = Text(plain or "", exposed=True)
         if not self._cuttable or pattern is None:
             return bare
-        if not (free := unused_sentinels(plain or compact_json(inputs), 1)):
+        if not (free := unused_sentinels(plain or compact_json(variables), 1)):
             raise bad_field("messages", "control tokens beside all of U+FDD0 to U+FDEF")
         [sentinel] = free
         try:
-            text = Text(applied(*map_strings(inputs, lambda each: pattern.sub(sentinel, each))), sentinel)
+            text = Text(applied(*map_strings(variables, lambda each: pattern.sub(sentinel, each))), sentinel)
         except InvalidRequest:
             return bare
         return text if plain in (None, text.plain) else bare

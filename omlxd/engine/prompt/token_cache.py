@@ -96,17 +96,17 @@ class TokenCache:
         before, after = around
         return [*before, *self.encode_pieces([text], most=most), *after]
 
-    def encode_pieces(self, pieces: list[str], *, most: int | None = None) -> list[int]:
-        """The ids of each piece, one after the other, none beginning a text. Needs `cuts`."""
+    def encode_pieces(self, texts: list[str], *, most: int | None = None) -> list[int]:
+        """Return the ids of each text, one after the other, none at a text's start. Needs `cuts`."""
         segments: list[str] = []
         led: set[int] = set()
-        for index, piece in enumerate(pieces):
-            for number, segment in enumerate(self._split(piece)):
+        for index, text in enumerate(texts):
+            for number, segment in enumerate(self._split(text)):
                 inner = number or not index or self._tokens.match(segment) is not None
                 for part in self._parts(segment):
                     if not inner:
                         # Behind a token, as nothing before it: what a tokenizer puts before a text's first
-                        # word would be put before this piece otherwise.
+                        # word would be put before this text otherwise.
                         led.add(len(segments))
                         part = self._lead + part
                     segments.append(part)
@@ -143,9 +143,8 @@ class TokenCache:
     # ----------------------------------------------------------------- cutting
 
     def _split(self, text: str) -> list[str]:
-        at = [match.start() for match in self._tokens.finditer(text) if match[0] in self._cutting]
-        bounds = [0, *at, len(text)]
-        return [text[a:b] for a, b in itertools.pairwise(bounds) if b > a]
+        cuts = (match.start() for match in self._tokens.finditer(text) if match[0] in self._cutting)
+        return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text))) if b > a]
 
     def _parts(self, segment: str) -> list[str]:
         """`segment`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""

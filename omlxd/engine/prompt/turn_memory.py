@@ -255,13 +255,13 @@ class TurnMemory:
         place: Place,
         answer: Digest,
         thought: Digest | None,
-        prompt: Sequence[int],
+        tokens: Sequence[int],
         generated: Sequence[int],
     ) -> None:
         """`generated` without the token that ended the turn. Reads and writes nothing itself."""
-        digest = PrefixDigest(prompt)
+        digest = PrefixDigest(tokens)
         before = digest.value
-        turn = Turn(before, len(prompt), array("I", generated), digest.add(generated).value)
+        turn = Turn(before, len(tokens), array("I", generated), digest.add(generated).value)
         with self._lock:
             entry = self._held(place) or _Entry()
             self._places.pop(place.key)

@@ -39,24 +39,24 @@ class DecodeBatch:
 
     # ----------------------------------------------------------------- joining and leaving
 
-    def add_row(self, row: Sequence) -> None:
+    def add_row(self, sequence: Sequence) -> None:
         """Add a prefilled row whose first token has been sampled, read and reported."""
         if not self.rows:
-            self._cache, self._merged = row.take_cache(), False
+            self._cache, self._merged = sequence.take_cache(), False
         else:
             if not self._merged:
                 self._cache, self._merged = mlx_adapter.merge([self._cache]), True
-            mlx_adapter.extend(self._cache, row.take_cache())
-        _advance(row, row.tokens[-1])
-        first = mx.array([row.tokens[-1]])
+            mlx_adapter.extend(self._cache, sequence.take_cache())
+        _advance(sequence, sequence.tokens[-1])
+        first = mx.array([sequence.tokens[-1]])
         self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
         self._unread.append(False)
-        self.rows.append(row)
+        self.rows.append(sequence)
         self._sampler = None
 
     def remove_rows(self, rows: Seq[Sequence]) -> None:
         """Remove `rows`. What they need of the cache must have been copied before."""
-        keep = [i for i, row in enumerate(self.rows) if row not in rows]
+        keep = [i for i, sequence in enumerate(self.rows) if sequence not in rows]
         self.rows = [self.rows[i] for i in keep]
         self._unread = [self._unread[i] for i in keep]
         self._sampler = None
@@ -68,19 +68,19 @@ class DecodeBatch:
         mlx_adapter.keep_rows(self._cache, keep)
         self._inputs = self._inputs[mx.array(keep)]
 
-    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+    def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         """KV of tokens `start` to `stop` of a row; lazy slices. Evaluate and drop them before `step`."""
         if not self._merged:
             tensors = mlx_adapter.tensors(self._cache)
             return {name: array[:, :, start:stop] for name, array in tensors.items()}
-        index = self.rows.index(row)
-        return mlx_adapter.row_tensors(self._cache, index, row.kv_length, start, stop)
+        index = self.rows.index(sequence)
+        return mlx_adapter.row_tensors(self._cache, index, sequence.kv_length, start, stop)
 
-    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+    def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
         """State of a row that exists only at its position; lazy, as `row_tensors`."""
         if not self._merged:
             return mlx_adapter.state_tensors(self._cache)
-        return mlx_adapter.row_states(self._cache, self.rows.index(row))
+        return mlx_adapter.row_states(self._cache, self.rows.index(sequence))
 
     # ----------------------------------------------------------------- stepping
 
@@ -89,23 +89,23 @@ class DecodeBatch:
         inputs, unread = self._inputs, self._unread
         assert inputs is not None
         if self._sampler is None:
-            self._sampler = BatchSampler([row.sampler for row in self.rows])
+            self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
         logits = self._model(inputs[:, None], cache=self._cache)[:, -1, :]
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
             mx.async_eval(logits)
             tokens = self._read_tokens(inputs, unread)
-            for row, token in tokens:
-                _advance(row, token)
+            for sequence, token in tokens:
+                _advance(sequence, token)
         else:
             tokens = None
         self._inputs = self._sampler(logits)
         likelihoods = self._sampler.logprobs
         mx.async_eval(self._inputs, *(likelihoods or ()))
         self._unread = [True] * len(self.rows)
-        for row in self.rows:
-            row.kv_length += 1
+        for sequence in self.rows:
+            sequence.kv_length += 1
         if tokens is None:
             tokens = self._read_tokens(inputs, unread)
         self._logprobs = self._sampler.rows, likelihoods
@@ -122,18 +122,19 @@ class DecodeBatch:
             return []
         tokens = cast(list[int], inputs.tolist())
         set_likelihoods(*self._logprobs)
-        return [(row, token) for row, token, new in zip(self.rows, tokens, unread, strict=True) if new]
+        rows = zip(self.rows, tokens, unread, strict=True)
+        return [(sequence, token) for sequence, token, new in rows if new]
 
 
-def _advance(row: Sequence, token: int) -> None:
+def _advance(sequence: Sequence, token: int) -> None:
     """Advance a row's constraint by its newest token; if that fails, the row alone does."""
-    constraint = row.sampler.constraint
+    constraint = sequence.sampler.constraint
     if constraint is None or token == NO_TOKEN:
         return
     constraint.advance(token)
-    if constraint.error is not None and not row.cancelled:
-        row.sink.failed(row, constraint.error)
-        row.cancelled = True
+    if constraint.error is not None and not sequence.cancelled:
+        sequence.sink.failed(sequence, constraint.error)
+        sequence.cancelled = True
 
 
 MASKED_COST = 6.0

@@ -319,7 +319,7 @@ class Scheduler:
             self.steps += 1
             tokens = batch.step()
             self.decoded_tokens += len(tokens)
-            self._leave(batch, [row for row, token in tokens if not self._accept(row, token)])
+            self._leave(batch, [sequence for sequence, token in tokens if not self._accept(sequence, token)])
             for sequence in batch.rows:
                 self._offer(sequence, batch)
         except Exception as error:

@@ -24,21 +24,21 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 
 @dataclass(slots=True, frozen=True)
 class RecentRequest:
-    """`model_id`: the engine's; `encoded`: the request; `began`: seconds since 1970.
+    """`model_id`: the engine's; `data`: the request in MessagePack; `began`: seconds since 1970.
 
     size  bytes that count for it: of its body, or of itself where that is more
     """
 
     model_id: str
     session: str
-    encoded: bytes
+    data: bytes
     size: int
     trace: RequestTrace
     began: float
 
     @property
     def request(self) -> GenerateRequest:
-        return _decoder.decode(self.encoded)
+        return _decoder.decode(self.data)
 
     @property
     def reached(self) -> int:
@@ -57,13 +57,13 @@ class RecentRequests:
         if nbytes > self._kept.max_cost:
             return
         try:
-            encoded = _encoder.encode(request)
+            data = _encoder.encode(request)
         except (ValueError, OverflowError, RecursionError, TypeError):
             return  # No engine will take it either, and it is refused for that.
-        size = max(nbytes, len(encoded))
+        size = max(nbytes, len(data))
         if size > self._kept.max_cost:
             return
-        self._kept.put(trace.id, RecentRequest(model_id, request.session, encoded, size, trace, time.time()))
+        self._kept.put(trace.id, RecentRequest(model_id, request.session, data, size, trace, time.time()))
 
     def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:
         """The request of that id, else the newest of that session, else the newest."""
