@@ -19,7 +19,7 @@ from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..common.files import read_small
 from ..errors import InvalidRequest, PromptTooLong
-from ..kv.cold.lease import Lease
+from ..kv.cold.writer import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint

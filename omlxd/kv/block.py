@@ -3,7 +3,7 @@
 | state    | ref_cnt | hash | in free queue | in hash map | what it is                                |
 |----------|---------|------|---------------|-------------|-------------------------------------------|
 | free     | 0       | None | yes, spare    | no          | a record to use                           |
-| filling  | >= 1    | None | no            | no          | the end of some request's table, not full |
+| filling  | >= 1    | None | no            | no          | being computed by some request            |
 | in use   | >= 1    | set  | no            | yes         | full; a table or a writer holds it        |
 | cached   | 0       | set  | yes, cached   | yes         | full; nobody holds it; may be evicted     |
 
@@ -48,8 +48,7 @@ class Payload(Protocol):
 class Block:
     """A block record; its payload, if any, is the hot tier's copy.
 
-    block_hash  None until the block is full and cached
-    num_tokens  tokens so far, at most the block size
+    block_hash  None until the block is computed and cached
     on_disk     its file was in place when last looked at
     """
 
@@ -57,7 +56,6 @@ class Block:
         "block_hash",
         "block_id",
         "next_free",
-        "num_tokens",
         "on_disk",
         "payload",
         "prev_free",
@@ -67,7 +65,6 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
-        self.num_tokens = 0
         self.block_hash: BlockHash | None = None
         self.payload: Payload | None = None
         self.on_disk = False
@@ -76,7 +73,7 @@ class Block:
 
     def __repr__(self) -> str:
         name = self.block_hash.hex()[:8] if self.block_hash else "-"
-        return f"<Block {self.block_id} {name} ref={self.ref_cnt} tokens={self.num_tokens}>"
+        return f"<Block {self.block_id} {name} ref={self.ref_cnt}>"
 
 
 class FreeQueue:

@@ -75,11 +75,7 @@ class BlockPool:
             if block.ref_cnt > 0:
                 continue
             assert block.ref_cnt == 0, f"{block} freed more often than taken"
-            if block.block_hash is None:
-                block.num_tokens = 0
-                spare.append(block)
-            else:
-                cached.append(block)
+            (spare if block.block_hash is None else cached).append(block)
 
     # ----------------------------------------------------------------- allocation
 
@@ -94,11 +90,10 @@ class BlockPool:
             block = Block(len(self._blocks))
             self._blocks.append(block)
         block.ref_cnt = 1
-        block.num_tokens = 0
         return block
 
     def cache(self, block: Block, block_hash: BlockHash, payload: Payload | None) -> Block:
-        """Name a full block. Returns the block that holds the name: `block`, or an earlier twin.
+        """Name a computed block. Returns the block that holds the name: `block`, or an earlier twin.
 
         The twin of a block computed twice keeps the name and gets the payload if it has none.
         """
@@ -153,59 +148,38 @@ class BlockPool:
     def _forget(self, block: Block) -> None:
         assert block.block_hash is not None
         del self._by_hash[block.block_hash]
-        if block.payload is not None:
-            self.drop_payload(block)
+        self.drop_payload(block)
         block.block_hash = None
         block.on_disk = False
-        if block.ref_cnt == 0:
-            block.num_tokens = 0
 
 
 class BlockTable:
-    """A request's blocks in order, append-only; it holds one reference to each.
+    """A request's blocks in order; it holds one reference to each."""
 
-    Only the last may be partly filled, and that one is never shared. `block_size` in tokens.
-    """
+    __slots__ = ("_pool", "blocks")
 
-    __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
-
-    def __init__(self, pool: BlockPool, block_size: int):
+    def __init__(self, pool: BlockPool):
         self._pool = pool
-        self._block_size = block_size
         self.blocks: list[Block] = []
-        self.num_tokens = 0
-
-    @property
-    def num_full(self) -> int:
-        """Full blocks."""
-        return self.num_tokens // self._block_size
 
     def extend_cached(self, blocks: Sequence[Block]) -> None:
-        """Append full cached blocks, a hit: each gets a reference."""
-        assert self.num_tokens % self._block_size == 0, "a hit can only follow full blocks"
+        """Append cached blocks, a hit: each gets a reference."""
         self._pool.touch(blocks)
         self.blocks.extend(blocks)
-        self.num_tokens += len(blocks) * self._block_size
 
-    def append(self, count: int) -> None:
-        """Make room for `count` more tokens: fill the last block, then take new ones."""
-        size = self._block_size
-        while count > 0:
-            used = self.num_tokens % size
-            if used == 0:
-                self.blocks.append(self._pool.allocate())
-            take = min(count, size - used)
-            self.blocks[-1].num_tokens = used + take
-            self.num_tokens += take
-            count -= take
+    def append(self, count: int = 1) -> None:
+        """Take `count` new blocks."""
+        self.blocks.extend(self._pool.allocate() for _ in range(count))
 
     def cache(self, index: int, block_hash: BlockHash, payload: Payload | None) -> Block:
-        """Name the full block at `index`; see `BlockPool.cache`. Returns the name's owner."""
-        assert index < self.num_full, "only full blocks have names"
+        """Name the block at `index`; see `BlockPool.cache`. Returns the name's owner."""
         return self._pool.cache(self.blocks[index], block_hash, payload)
 
+    def cut(self, length: int) -> None:
+        """Give back the blocks past the first `length`."""
+        self._pool.free(self.blocks[length:])
+        del self.blocks[length:]
+
     def free(self) -> None:
-        """Give every reference back. The table is empty afterwards."""
-        self._pool.free(self.blocks)
-        self.blocks = []
-        self.num_tokens = 0
+        """Give every reference back."""
+        self.cut(0)

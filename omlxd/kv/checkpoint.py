@@ -94,10 +94,7 @@ class Checkpoints:
 
     def _may_load(self, name: BlockHash) -> bool:
         """Whether a file stands there, on a disk that can be read. Any thread."""
-        flusher = self._store.flusher
-        if self._files is None or (flusher is not None and not flusher.may_read(name)):
-            return False
-        return self._files.has(name)
+        return self._files is not None and self._store.may_read(name) and self._files.has(name)
 
     def stands(self, block_hash: BlockHash) -> bool:
         """Whether a checkpoint stands after that block, in RAM or on disk. Any thread."""

@@ -22,9 +22,8 @@ from typing import Literal
 from .block import Block
 from .block_pool import BlockPool, BlockTable
 from .cold.flusher import Flusher, Post
-from .cold.lease import Lease
 from .cold.tier import ColdTier
-from .cold.writer import StoreWriter, WritablePayload
+from .cold.writer import Lease, StoreWriter, WritablePayload
 from .files.block_file import BlockFileError, BlockKey
 from .hashing import BlockHash
 
@@ -90,12 +89,12 @@ class KVStore:
         return self.flusher.writer if self.flusher is not None else None
 
     def new_table(self) -> BlockTable:
-        return BlockTable(self.pool, self.block_size)
+        return BlockTable(self.pool)
 
     # ----------------------------------------------------------------- matching
 
     def extend_match(self, table: BlockTable, hashes: Sequence[BlockHash], limit: int) -> int:
-        """Extend `table` (full blocks only) by what follows it in either tier; returns blocks added.
+        """Extend `table` by what follows it in either tier; returns blocks added.
 
         hashes  all of the chain; those past `table` are tried until the first miss
         limit   blocks that the table may hold: a hit must leave a token to compute
@@ -103,14 +102,14 @@ class KVStore:
         start = len(table.blocks)
         for index in range(start, min(limit, len(hashes))):
             block = self.pool.get_cached_block(hashes[index])
-            if block is not None and (block.payload is not None or self._may_read(hashes[index])):
+            if block is not None and (block.payload is not None or self.may_read(hashes[index])):
                 table.extend_cached([block])
                 if self.flusher is not None:
                     self.flusher.used(hashes[index], len(hashes) * self.block_size)
                 continue
             if block is not None or not self._has_file(hashes[index]):
                 break  # A record is no file: reads of a failing disk wait, whoever asks.
-            table.append(self.block_size)
+            table.append()
             table.cache(index, hashes[index], None).on_disk = True
         added = len(table.blocks) - start
         if added:
@@ -124,12 +123,6 @@ class KVStore:
         if block is not None and block.payload is not None:
             return "hot"
         return "cold" if self._has_file(block_hash) else ""
-
-    def cut(self, table: BlockTable, length: int) -> None:
-        """Give back the blocks of `table` past the first `length`."""
-        self.pool.free(table.blocks[length:])
-        del table.blocks[length:]
-        table.num_tokens = min(table.num_tokens, length * self.block_size)
 
     def count_match(self, prompt_tokens: int, hot: int, cold: int) -> None:
         """Account for a prompt and what was restored of it, in tokens."""
@@ -197,11 +190,12 @@ class KVStore:
         if self.flusher is not None:
             self.flusher.remove([name for name, had_file in names.items() if not had_file])
 
-    def _may_read(self, block_hash: BlockHash) -> bool:
+    def may_read(self, block_hash: BlockHash) -> bool:
+        """Whether a file of that name, if one is there, may be counted on. Any thread."""
         return self.flusher is None or self.flusher.may_read(block_hash)
 
     def _has_file(self, block_hash: BlockHash) -> bool:
-        return self.cold is not None and self._may_read(block_hash) and self.cold.has(block_hash)
+        return self.cold is not None and self.may_read(block_hash) and self.cold.has(block_hash)
 
     def make_room(self, nbytes: int) -> bool:
         budget = self.hot_budget()
@@ -229,7 +223,7 @@ class KVStore:
         """
         tier = tier or self.cold
         assert tier is not None
-        if not self._may_read(key.block_hash):
+        if not self.may_read(key.block_hash):
             self._count("lost")
             return False
         try:

@@ -16,9 +16,9 @@ class Bytes:
 
 def cached_chain(pool: BlockPool, names: list[bytes], nbytes: int = 10) -> list:
     """Allocate, name and free a chain, as a finished request does."""
-    table = BlockTable(pool, 4)
+    table = BlockTable(pool)
     for index, name in enumerate(names):
-        table.append(4)
+        table.append()
         table.cache(index, name, Bytes(nbytes))
     blocks = list(table.blocks)
     table.free()
@@ -64,9 +64,9 @@ def test_blocks_in_use_are_never_evicted():
 
 def test_the_twin_of_a_block_computed_twice_stays_nameless():
     pool = BlockPool(0)
-    first, second = BlockTable(pool, 4), BlockTable(pool, 4)
-    first.append(4)
-    second.append(4)
+    first, second = BlockTable(pool), BlockTable(pool)
+    first.append()
+    second.append()
     owner = first.cache(0, b"same", Bytes(10))
     assert second.cache(0, b"same", Bytes(10)) is owner is first.blocks[0]
     assert pool.hot_bytes == 10

@@ -43,16 +43,14 @@ class Sequence_:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`pages` plays the KV itself: what was written into each block record, by its id."""
-
-    SIZE = 3
+    """Blocks of one token. `pages` plays the KV itself: what was written into each block, by its id."""
 
     @initialize(initial=st.integers(0, 4), most=st.integers(1, 12))
     def start(self, initial: int, most: int) -> None:
         self.pool = BlockPool(initial, most)
         self.most = max(initial, most)
         self.live: list[Sequence_] = []
-        self.pages: dict[int, list[int]] = {}
+        self.pages: dict[int, int] = {}
         self.loose: list[Block] = []
         self.most_held = 0
 
@@ -60,12 +58,12 @@ class PoolMachine(RuleBasedStateMachine):
         return self.live[number % len(self.live)]
 
     def hashes(self, tokens: list[int]) -> list[bytes]:
-        return hash_blocks(b"root", tokens, self.SIZE)
+        return hash_blocks(b"root", tokens, 1)
 
-    @rule(tokens=st.lists(TOKENS, max_size=14))
+    @rule(tokens=st.lists(TOKENS, max_size=5))
     def request(self, tokens: list[int]) -> None:
         """Match what is cached, as a prompt does; it holds what was written under those names."""
-        sequence = Sequence_(BlockTable(self.pool, self.SIZE))
+        sequence = Sequence_(BlockTable(self.pool))
         hits = []
         for block_hash in self.hashes(tokens):
             block = self.pool.get_cached_block(block_hash)
@@ -73,24 +71,19 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             hits.append(block)
         sequence.table.extend_cached(hits)
-        sequence.tokens = tokens[: len(hits) * self.SIZE]
+        sequence.tokens = tokens[: len(hits)]
         self.live.append(sequence)
         self.append(len(self.live) - 1, tokens[len(sequence.tokens) :])
 
     @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 99), tokens=st.lists(TOKENS, max_size=7))
+    @rule(number=st.integers(0, 99), tokens=st.lists(TOKENS, max_size=3))
     def append(self, number: int, tokens: list[int]) -> None:
         sequence = self.pick(number)
         for token in tokens:
-            sequence.table.append(1)
-            at = len(sequence.tokens) % self.SIZE
+            sequence.table.append()
             block = sequence.table.blocks[-1]
-            if at == 0:
-                self.pages[block.block_id] = []
             assert block.ref_cnt == 1, "written to while shared"
-            page = self.pages[block.block_id]
-            del page[at:]
-            page.append(token)
+            self.pages[block.block_id] = token
             sequence.tokens.append(token)
 
     @precondition(lambda self: self.live)
@@ -109,9 +102,9 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self, number: int) -> None:
         sequence = self.live.pop(number % len(self.live))
         sequence.table.free()
-        assert sequence.table.blocks == [] and sequence.table.num_tokens == 0
+        assert sequence.table.blocks == []
 
-    @rule(tokens=st.lists(TOKENS, max_size=9))
+    @rule(tokens=st.lists(TOKENS, max_size=3))
     def touch(self, tokens: list[int]) -> None:
         """A writer, or a reader, holds what is cached of a chain."""
         found = [b for h in self.hashes(tokens) if (b := self.pool.get_cached_block(h)) is not None]
@@ -131,7 +124,7 @@ class PoolMachine(RuleBasedStateMachine):
         if freed < nbytes:
             assert all(b.ref_cnt for b in self.pool._by_hash.values()), "gave up too early"
 
-    @rule(tokens=st.lists(TOKENS, min_size=3, max_size=9), what=st.sampled_from(["forget", "drop"]))
+    @rule(tokens=st.lists(TOKENS, min_size=1, max_size=3), what=st.sampled_from(["forget", "drop"]))
     def lose(self, tokens: list[int], what: str) -> None:
         block = self.pool.get_cached_block(self.hashes(tokens)[-1])
         if block is not None:
@@ -150,15 +143,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool) <= max(self.most, self.most_held + 1)
         for sequence in self.live:
             table, tokens = sequence.table, sequence.tokens
-            assert table.num_tokens == len(tokens)
-            assert len(table.blocks) == -(-len(tokens) // self.SIZE)
-            names = self.hashes(tokens)
-            for index, block in enumerate(table.blocks):
-                own = tokens[index * self.SIZE : (index + 1) * self.SIZE]
-                assert self.pages[block.block_id][: len(own)] == own, "a table reads another's tokens"
-                assert block.block_hash in (None, names[index] if index < len(names) else None)
-                if block.ref_cnt == 1 or index < len(names):
-                    assert block.num_tokens == len(own)
+            for block, token, name in zip(table.blocks, tokens, self.hashes(tokens), strict=True):
+                assert self.pages[block.block_id] == token, "a table reads another's tokens"
+                assert block.block_hash in (None, name)
 
 
 def test_quick():

@@ -73,12 +73,12 @@ def test_a_match_extends_a_table_later(rig):
     second = rig.store.new_table()
     first = rig.compute(KEYS[:3])
     assert rig.store.extend_match(second, HASHES, 5) == 3
-    first.append(BLOCK)
+    first.append()
     rig.store.put(first, 3, KEYS[3], payload_of(HASHES[3]))
     assert rig.store.extend_match(second, HASHES, 5) == 1
-    assert second.num_tokens == 4 * BLOCK and first.blocks[:4] == second.blocks
-    rig.store.cut(second, 1)
-    assert second.num_tokens == BLOCK and first.blocks[1].ref_cnt == 2  # the table and the writer
+    assert len(second.blocks) == 4 and first.blocks[:4] == second.blocks
+    second.cut(1)
+    assert len(second.blocks) == 1 and first.blocks[1].ref_cnt == 2  # the table and the writer
     first.free()
     second.free()
     rig.settle()
@@ -188,7 +188,7 @@ def test_no_cold_tier_at_all():
     store = KVStore(block_size=BLOCK, pool=pool, hot_budget=lambda: budget, post=lambda f: f())
     table = store.new_table()
     for index, key in enumerate(KEYS):
-        table.append(BLOCK)
+        table.append()
         assert store.wants(key.block_hash)
         store.put(table, index, key, payload_of(key.block_hash))
     assert store.stats.not_kept == 2 and pool.hot_bytes == budget
@@ -265,7 +265,7 @@ def test_twins_computed_at_once(tmp_path, budget):
     tables = [rig.store.new_table() for _ in range(2)]
     for index, key in enumerate(KEYS):
         for table in tables:
-            table.append(BLOCK)
+            table.append()
             rig.store.put(table, index, key, payload_of(key.block_hash))
     tables[0].free()
     rig.settle()

@@ -30,7 +30,7 @@ def store_bad(rig: Rig, matched: int = 2) -> BlockTable:
     table = rig.store.new_table()
     assert rig.store.extend_match(table, HASHES, matched) == matched
     for index in range(matched, len(KEYS)):
-        table.append(BLOCK)
+        table.append()
         assert rig.store.put(table, index, KEYS[index], empty_payload(BAD)) is False
     return table
 
@@ -121,7 +121,7 @@ def test_a_file_that_was_there_before_is_another_s_and_stays(tmp_path):
     rig.drop()
     rig = Rig(tmp_path)
     table = rig.store.new_table()
-    table.append(BLOCK)
+    table.append()
     had_file = rig.store.put(table, 0, KEYS[0], empty_payload(BAD))
     assert had_file and rig.store.where(HASHES[0]) == "hot"
     rig.store.withdraw({HASHES[0]: had_file})

@@ -309,7 +309,7 @@ class Rig:
         table = self.store.new_table()
         assert self.store.extend_match(table, [k.block_hash for k in keys], matched) == matched
         for index in range(matched, len(keys)):
-            table.append(BLOCK)
+            table.append()
             self.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         return table
 
@@ -320,11 +320,11 @@ class Rig:
         for index, block in enumerate(list(table.blocks)):
             data = self.read(keys[index], block)
             if data is None:
-                self.store.cut(table, index)
+                table.cut(index)
                 break
             assert data == bytes_of(keys[index].block_hash), "wrong bytes served"
         for index in range(len(table.blocks), len(keys)):
-            table.append(BLOCK)
+            table.append()
             if self.store.wants(keys[index].block_hash):
                 self.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         table.free()
@@ -358,7 +358,7 @@ class Rig:
                 break
             assert data == bytes_of(key.block_hash), "wrong bytes served"
             got.append(data)
-        self.store.cut(table, len(got))
+        table.cut(len(got))
         table.free()
         return got
 

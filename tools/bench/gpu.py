@@ -204,7 +204,7 @@ class GPUBench(Bench):
     def _put(self, bridge: KVBridge, tokens: Seq[int], block: int, payloads: Seq[MLXPayload]) -> None:
         sequence = self._sequence(tokens, block)
         table = bridge.store.new_table()
-        table.append(len(payloads) * block)
+        table.append(len(payloads))
         for index, payload in enumerate(payloads):
             bridge.store.put(table, index, sequence.key(index, block), payload)
         table.free()

@@ -186,7 +186,7 @@ class Simulation:
         reach = store.extend_match(table, hashes, (len(tokens) - 1) // BLOCK)
         if self._checkpoints is not None:
             reach = self._checkpoints.deepest(hashes, reach)
-            store.cut(table, reach)
+            table.cut(reach)
         hot = sum(block.payload is not None for block in table.blocks)
         for block, block_hash in zip(table.blocks, hashes, strict=False):
             if block.payload is None:
@@ -203,7 +203,7 @@ class Simulation:
         store, parents = self._store, [NAMESPACE, *hashes]
         assert hasattr(table, "append")
         for index in range(done, len(hashes)):
-            table.append(BLOCK)  # type: ignore[attr-defined]
+            table.append()  # type: ignore[attr-defined]
             new = hashes[index] not in self._distinct
             self._distinct.add(hashes[index])
             self.result.minimal += new * self._payload.nbytes

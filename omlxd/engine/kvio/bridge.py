@@ -60,11 +60,11 @@ OFFER_TOKENS = 256
 class Rows(Protocol):
     """Where a sequence's KV is. Arrays are lazy, and valid until the next step."""
 
-    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+    def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         """KV of tokens `start` to `stop`, by layout name, each (1, heads, stop - start, dim)."""
         ...
 
-    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+    def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
         """State that exists only at the row's position."""
         ...
 
@@ -72,13 +72,13 @@ class Rows(Protocol):
 class _OwnCache:
     """`Rows` of a sequence that is in no batch."""
 
-    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
-        assert row.cache is not None
-        return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(row.cache).items()}
+    def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+        assert sequence.cache is not None
+        return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(sequence.cache).items()}
 
-    def row_states(self, row: Sequence) -> dict[str, mx.array]:
-        assert row.cache is not None
-        return mlx_adapter.state_tensors(row.cache)
+    def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
+        assert sequence.cache is not None
+        return mlx_adapter.state_tensors(sequence.cache)
 
 
 _OWN_CACHE = _OwnCache()
@@ -164,7 +164,7 @@ class KVBridge:
         self._unpin(sequence)
 
     def _record_end(self, sequence: Sequence, table: BlockTable) -> None:
-        used = sequence.hashes[: table.num_full]
+        used = sequence.hashes[: len(table.blocks)]
         if sequence.generated:
             self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
         if self.states is not None:
@@ -191,9 +191,8 @@ class KVBridge:
         table = sequence.table
         if table is None or not self._layout.groups:
             return
-        if sequence.kv_length > table.num_tokens:
-            table.append(sequence.kv_length - table.num_tokens)
         full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
+        table.append(full - len(table.blocks))
         sequence.hash_output(full, self._block)
         try:
             self._put_blocks(sequence, table, full, rows)
@@ -300,12 +299,12 @@ class KVBridge:
             self.store.extend_match(table, sequence.hashes, limit)
             limit = len(table.blocks)
         if self.states is not None:
-            self.store.cut(table, self.states.match(sequence, limit))
+            table.cut(self.states.match(sequence, limit))
             if sequence.resume_at and self.states.hot(sequence) is None:
                 return True
         cold = [block.payload is None for block in table.blocks]
         if any(cold) and sequence.restores >= MOST_RESTORES:
-            self.store.cut(table, cold.index(True))
+            table.cut(cold.index(True))
             return False
         return any(cold)
 
@@ -373,7 +372,7 @@ class KVBridge:
             if not isinstance(block.payload, MLXPayload):
                 break
             payloads.append(block.payload)
-        self.store.cut(table, have + len(payloads))
+        table.cut(have + len(payloads))
         if payloads:
             self._append(sequence, payloads)
 
@@ -396,7 +395,7 @@ class KVBridge:
         payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
         state = self.states.hot(sequence)
         if state is None or len(payloads) != len(table.blocks):
-            self.store.cut(table, 0)
+            table.cut(0)
             sequence.resume_at = 0
             return
         sequence.cache = mlx_adapter.new_cache(

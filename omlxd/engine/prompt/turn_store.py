@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ...kv.cold.lease import Lease
-from ...kv.cold.writer import StoreWriter
-from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, RecordError, RecordFiles
+from ...kv.cold.writer import Lease, StoreWriter
+from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, Record, RecordError, RecordFiles
 from .turn_memory import Place, Said, Turn
 
 log = logging.getLogger(__name__)
@@ -116,13 +115,14 @@ class TurnFiles:
 
     def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool:
         """Queue a record of `turns`, the newest last: as many of these as it may hold."""
-        record = self._records.record(self.name_of(place), encoded(turns, self._most_bytes))
+        payload = encoded(turns, self._most_bytes)
+        record = Record(self._records, self.name_of(place), payload)
 
         def settled(in_place: bool) -> None:
             self._count("written" if in_place else "dropped")
             done(in_place)
 
-        if record.holds_any and self._writer.submit(record.key, record, settled, record):
+        if payload and self._writer.submit(record.key, record, settled, record):
             return True
         self._count("dropped")
         return False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files.block_file import BlockFileError, BlockFormat, BlockKey
-from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place, touch_in_order
+from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place, touch_in_order, unlink
 from ..files.paths import block_path, disk_bytes
 from ..hashing import BlockHash
 
@@ -60,9 +60,9 @@ class ColdTier:
             BlockFileError,
         )
 
-    def remove(self, block_hash: BlockHash) -> None:
-        """Raises FileNotFoundError, OSError."""
-        self._fs.unlink(self._full(block_hash))
+    def remove(self, block_hash: BlockHash) -> OSError | None:
+        """None when the file is gone, else why it isn't."""
+        return unlink(self._full(block_hash), self._fs)
 
     def touch(self, hashes: Sequence[BlockHash]) -> None:
         """Make files the most recently used, the last one the most: pass leaves first."""

@@ -18,7 +18,6 @@ from ..files.block_file import BlockKey
 from ..files.fs import TempLeft
 from ..hashing import BlockHash
 from .health import ColdHealth
-from .lease import Lease
 from .tier import ColdTier
 
 log = logging.getLogger(__name__)
@@ -56,6 +55,30 @@ class Target(Protocol):
 
     def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
         """Raises OSError, leaving nothing behind, or else TempLeft."""
+        ...
+
+
+class Lease(Protocol):
+    """Grants cold-tier space (engine/kvio/lease.py). Called from writer threads; may block."""
+
+    def take(self, nbytes: int) -> bool:
+        """Set `nbytes` aside for one file. False: refused."""
+        ...
+
+    def stored(self, path: str, nbytes: int) -> None:
+        """The file is in place."""
+        ...
+
+    def give_back(self, nbytes: int) -> None:
+        """The file was not written after all."""
+        ...
+
+    def dropped(self, path: str) -> None:
+        """A file was removed because its bytes are wrong."""
+        ...
+
+    def touched(self, paths: Sequence[str]) -> None:
+        """Files that a request used, leaf first."""
         ...
 
 
@@ -188,14 +211,10 @@ class StoreWriter:
         self.after_queued(remove_all, must=True)
 
     def _remove(self, name: BlockHash) -> OSError | None:
-        try:
-            self._cold.remove(name)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            return error
-        self._lease.dropped(self._cold.path_of(name))
-        return None
+        error = self._cold.remove(name)
+        if error is None:
+            self._lease.dropped(self._cold.path_of(name))
+        return error
 
     def flush(self, deadline_s: float) -> bool:
         """Wait until every store is settled and every action has run. False: the deadline came first."""

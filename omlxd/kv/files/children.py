@@ -6,6 +6,7 @@ owner who asks why a prompt missed needs it, seldom, and can wait for seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Set
@@ -16,6 +17,7 @@ import msgspec
 
 from ...common.files import safetensors_header
 from ..hashing import BlockHash
+from .fs import entries_of, subfolders
 from .paths import file_kind, is_fan_dir
 
 _HEAD = 640
@@ -75,16 +77,10 @@ def children(namespace: Path, parents: Iterable[BlockHash], seconds: float) -> S
 
 
 def _block_files(namespace: Path) -> Iterator[str]:
-    try:
-        fans = [entry.path for entry in os.scandir(namespace) if is_fan_dir(entry.name)]
-    except OSError:
-        return
-    for fan in fans:
-        try:
-            names = os.listdir(fan)
-        except OSError:
-            continue
-        yield from (f"{fan}/{name}" for name in names if file_kind(name) == "block")
+    with contextlib.suppress(OSError):
+        for fan in subfolders(namespace, is_fan_dir):
+            with contextlib.suppress(OSError):
+                yield from (entry.path for entry in entries_of(fan.path) if file_kind(entry.name) == "block")
 
 
 def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:

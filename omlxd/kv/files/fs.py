@@ -184,10 +184,10 @@ def is_gone(path: Path) -> bool:
     return False
 
 
-def unlink(path: str | Path) -> OSError | None:
+def unlink(path: str | Path, fs: FileSystem | None = None) -> OSError | None:
     """None when the file is gone, else why it isn't."""
     try:
-        os.unlink(path)
+        (fs or os).unlink(str(path))
     except FileNotFoundError:
         return None
     except OSError as error:

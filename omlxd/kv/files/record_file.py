@@ -18,7 +18,16 @@ import xxhash
 
 from ..hashing import BlockHash
 from .block_file import BlockKey
-from .fs import FileSystem, PosixFileSystem, put_in_place, read_all, read_in_place, touch_in_order, write_all
+from .fs import (
+    FileSystem,
+    PosixFileSystem,
+    put_in_place,
+    read_all,
+    read_in_place,
+    touch_in_order,
+    unlink,
+    write_all,
+)
 from .paths import disk_bytes, record_path
 
 FORMAT = b"omlxd-record-1\0\0"
@@ -56,20 +65,11 @@ class RecordFiles:
 
     def remove(self, name: BlockHash) -> bool:
         """False: it isn't gone. Raises nothing."""
-        try:
-            self.fs.unlink(self.full(name))
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return True
+        return unlink(self.full(name), self.fs) is None
 
     def touch(self, names: Sequence[BlockHash]) -> None:
         """Make records the most recently used, the last one the most."""
         touch_in_order(self.fs, [self.full(name) for name in names])
-
-    def record(self, name: BlockHash, payload: bytes) -> Record:
-        return Record(self, name, payload)
 
 
 class Record:
@@ -79,11 +79,6 @@ class Record:
         self._files = files
         self._data = FORMAT + _digest(name, payload) + payload
         self.key = BlockKey(name, b"", ())
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether it has a payload."""
-        return len(self._data) > HEAD_BYTES
 
     @property
     def nbytes(self) -> int:

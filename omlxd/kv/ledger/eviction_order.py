@@ -119,13 +119,11 @@ class FileOrder:
 
     def _append(self, namespace: str, path: str, nbytes: int) -> None:
         self._stamp += 1
-        files = self._lists.get(namespace)
-        if files is None:
-            files = self._lists[namespace] = OrderedDict()
-            files[path] = nbytes, self._stamp
+        is_new = namespace not in self._lists
+        files = self._lists.setdefault(namespace, OrderedDict())
+        files[path] = nbytes, self._stamp
+        if is_new:
             self._queue(namespace, files)
-        else:
-            files[path] = nbytes, self._stamp
         self.nbytes += nbytes
         self._count += 1
 

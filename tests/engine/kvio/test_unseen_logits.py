@@ -26,7 +26,7 @@ class Row:
 
     spoiled = 1 << 30
 
-    def row_tensors(self, row: Sequence, start: int, stop: int) -> dict[str, mx.array]:
+    def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         ones = mx.arange(start, stop)[None, None, :, None] >= self.spoiled
         return {
             name: mx.broadcast_to(ones, (1, group.heads, stop - start, group.dim)).astype(
@@ -36,7 +36,7 @@ class Row:
             for name in group.names
         }
 
-    def row_states(self, row: Sequence) -> dict[str, mx.array]:
+    def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
         return {}
 
 

@@ -21,7 +21,7 @@ from templates import QWEN3
 from omlxd.engine.kvio.fingerprint import tokenizer_fingerprint
 from omlxd.engine.prompt.turn_memory import MOST_ANSWERS, Place, Scope, Turn, TurnMemory
 from omlxd.engine.prompt.turn_store import TurnFiles, decoded, encoded
-from omlxd.kv.files.record_file import RecordFiles
+from omlxd.kv.files.record_file import Record, RecordFiles
 
 ME = Place(("me", ""), b"b" * 16)
 ANSWER, THOUGHT = b"a" * 16, b"t" * 16
@@ -107,7 +107,7 @@ def test_a_damaged_record_heals_nothing_and_is_counted(rig: Rig):
 def test_a_good_record_of_nonsense_is_no_record(rig: Rig):
     files = files_of(rig)
     for payload in (b"", b"x", b"\x90", encoded({(b"short", None): Turn(b"", 0, array("I"), b"")}, 1000)):
-        record = RecordFiles(rig.root, NAMESPACE).record(files.name_of(ME), payload)
+        record = Record(RecordFiles(rig.root, NAMESPACE), files.name_of(ME), payload)
         record.store(record.key, record.buffers())
         assert files.load(ME) == {} and not files_in(rig.root)
     assert files.counts["bad"] == 4

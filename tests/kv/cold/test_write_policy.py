@@ -60,7 +60,7 @@ def test_min_length_goes_by_the_prompt(tmp_path):
         table = rig.store.new_table()
         rig.store.extend_match(table, [k.block_hash for k in keys], len(keys))
         for index in range(len(table.blocks), len(keys)):
-            table.append(BLOCK)
+            table.append()
             rig.store.put(table, index, keys[index], payload_of(keys[index].block_hash), tokens)
         table.free()
         rig.settle()

@@ -135,7 +135,7 @@ def test_a_bug_in_a_payload_neither_ends_the_writer_nor_keeps_the_grant(rig, cap
             raise ValueError("a bug")
 
     table = rig.store.new_table()
-    table.append(BLOCK)
+    table.append()
     rig.store.put(table, 0, KEYS[0], Broken(payload_of(HASHES[0]).arrays))
     table.free()
     rig.settle()
@@ -211,7 +211,7 @@ def test_flush_meets_its_deadline(rig):
         lease=rig.lease,
     )
     table = store.new_table()
-    table.append(BLOCK)
+    table.append()
     store.put(table, 0, KEYS[0], payload_of(HASHES[0]))
     began = time.monotonic()
     assert store.close(0.05) is False
@@ -236,11 +236,11 @@ def test_real_threads_and_a_real_engine_loop(tmp_path):
         for index, (key, block) in enumerate(zip(keys, list(table.blocks), strict=False)):
             data = rig.read(key, block)
             if data is None:
-                rig.store.cut(table, index)
+                table.cut(index)
                 break
             assert data == bytes_of(key.block_hash)
         for index in range(len(table.blocks), 6):
-            table.append(BLOCK)
+            table.append()
             if rig.store.wants(keys[index].block_hash):
                 rig.store.put(table, index, keys[index], payload_of(keys[index].block_hash))
         rig.store.record_use([k.block_hash for k in keys])

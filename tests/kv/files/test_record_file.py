@@ -30,7 +30,7 @@ PAGE = 4096
 
 
 def put(files: RecordFiles, payload: bytes = b"payload", name: bytes = NAME) -> Path:
-    record = files.record(name, payload)
+    record = Record(files, name, payload)
     record.store(record.key, record.buffers())
     return Path(files.full(name))
 
@@ -114,7 +114,7 @@ def test_records_are_counted_in_the_cap_and_evicted_with_the_blocks(tmp_path: Pa
     files = RecordFiles(tmp_path, NAMESPACE)
     cap = rig.ledger.cold_cache_bytes
     for number in range(3 * cap // PAGE):
-        assert write(rig, files.record(number.to_bytes(32, "big"), b"x" * 100))
+        assert write(rig, Record(files, number.to_bytes(32, "big"), b"x" * 100))
         assert rig.ledger.stats().bytes_used == bytes_on_disk(tmp_path) <= cap
     assert len(files_in(tmp_path)) == cap // PAGE
     key = lone_key(1)
