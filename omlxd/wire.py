@@ -293,7 +293,7 @@ class OtherNamespace(Struct, frozen=True):
     differs: tuple[str, ...] = ()
 
 
-class Explanation(Struct, frozen=True):
+class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     """Why a prompt's cached prefix ends where it does. Counts and positions in tokens.
 
     cause         none             nothing missed
@@ -306,7 +306,7 @@ class Explanation(Struct, frozen=True):
     chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
     position      of the first token that differs, else of the first missing block
     missing       path of that block's file, relative to the cache dir
-    before, given text around `position`; `stored`: what stands stored instead of `given`
+    before, prompt  text around `position`; `stored`: what stands stored instead of `prompt`
     stored_used, gone_at  seconds since 1970
     looked, complete  files whose headers were read for `stored`, and whether these were all
     """
@@ -322,7 +322,7 @@ class Explanation(Struct, frozen=True):
     reason: str = ""
     missing: str = ""
     before: str = ""
-    given: str = ""
+    prompt: str = ""
     stored: str = ""
     stored_used: float = 0.0
     gone_at: float = 0.0

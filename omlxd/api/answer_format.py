@@ -59,16 +59,16 @@ class GuidedFields(msgspec.Struct, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
 
-def format_of(given: ResponseFormat | None, param: str) -> AnswerFormat | None:
+def format_of(requested: ResponseFormat | None, param: str) -> AnswerFormat | None:
     """A `response_format` or its like; None for text. Raises InvalidRequest."""
-    if given is None or given.type == "text":
+    if requested is None or requested.type == "text":
         return None
-    nested = given.json_schema.schema if given.json_schema is not None else None
-    schema = nested if nested is not None else given.schema
-    if given.type == "json_object":
+    nested = requested.json_schema.schema if requested.json_schema is not None else None
+    schema = nested if nested is not None else requested.schema
+    if requested.type == "json_object":
         return _json(schema or ANY_OBJECT, param)
-    if given.type != "json_schema":
-        raise bad_field(f"{param}.type", f"{given.type[:40]!r} is none of text, json_object, json_schema")
+    if requested.type != "json_schema":
+        raise bad_field(f"{param}.type", f"{requested.type[:40]!r} is none of text, json_object, json_schema")
     if schema is None:
         raise bad_field(
             f"{param}.json_schema.schema" if param == "response_format" else f"{param}.schema",
@@ -91,13 +91,13 @@ def guided(body: GuidedFields) -> AnswerFormat | None:
 
 def only(*formats: AnswerFormat | None) -> AnswerFormat | None:
     """The one that is there. Raises InvalidRequest for more than one."""
-    given = [format for format in formats if format is not None]
-    if len(given) > 1:
+    present = [format for format in formats if format is not None]
+    if len(present) > 1:
         raise InvalidRequest(
-            f"{given[1].param}: the answer's format is given by {given[0].param} already; send one of them",
-            param=given[1].param,
+            f"{present[1].param}: the answer's format is in {present[0].param} already; send one of them",
+            param=present[1].param,
         )
-    return given[0] if given else None
+    return present[0] if present else None
 
 
 def _guided(kind: str, value: Any, param: str) -> AnswerFormat:

@@ -218,15 +218,15 @@ def stable_json(value: Any) -> str:
 
 def stops(value: str | list[str] | None, param: str) -> tuple[str, ...]:
     """Stop strings, checked for number and length."""
-    given = (value,) if isinstance(value, str) else tuple(value or ())
-    if len(given) > MAX_STOPS:
-        raise bad_field(param, f"at most {MAX_STOPS} strings, got {len(given)}")
-    for text in given:
+    texts = (value,) if isinstance(value, str) else tuple(value or ())
+    if len(texts) > MAX_STOPS:
+        raise bad_field(param, f"at most {MAX_STOPS} strings, got {len(texts)}")
+    for text in texts:
         if not text:
             raise bad_field(param, "a stop string must not be empty")
         if len(text) > MAX_STOP_CHARS:
             raise bad_field(param, f"a stop string is longer than {MAX_STOP_CHARS} characters")
-    return given
+    return texts
 
 
 def nucleus(top_p: float | None, top_k: int | None) -> dict[str, Any]:
@@ -260,8 +260,8 @@ def pdf(data: bytes, name: str | None, param: str, context: str | None = None) -
 
 def refuse(asked: dict[str, tuple[Any, str]]) -> None:
     """Raises InvalidRequest for the first field that is asked for. Field → (is it?, why not)."""
-    for param, (given, why) in asked.items():
-        if given:
+    for param, (wanted, why) in asked.items():
+        if wanted:
             raise bad_field(param, why)
 
 

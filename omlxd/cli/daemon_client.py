@@ -54,19 +54,19 @@ class TokenTimes:
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
 
 
-def address(given: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def address(url: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Return (URL, key) of the daemon: of --url, else of the settings. Raises ConfigError."""
     environ = os.environ if environ is None else environ
-    if given is None:
+    if url is None:
         return address_of(load_settings({}, environ))
     try:
-        parts = urlsplit(given)
+        parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         fine = False
     if not fine:
-        raise ConfigError(f"--url: {given!r} is no address like http://127.0.0.1:8000.", param="--url")
-    return given.rstrip("/").removesuffix("/v1"), environ.get(KEY_VARIABLE, "")
+        raise ConfigError(f"--url: {url!r} is no address like http://127.0.0.1:8000.", param="--url")
+    return url.rstrip("/").removesuffix("/v1"), environ.get(KEY_VARIABLE, "")
 
 
 def address_of(settings: Settings) -> tuple[str, str]:

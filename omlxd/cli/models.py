@@ -176,6 +176,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     listed = verb("list", _list, "every installed model, also without a daemon")
     listed.add_argument(
         "--found",
+        dest="local",
         action="store_true",
         help="list the models of Ollama, LM Studio and llama.cpp on this machine instead",
     )
@@ -206,7 +207,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    if args.found:
+    if args.local:
         models = local_models()
         check_models(models)
         _say(args, LocalModels(models), lambda: as_local_table(models))
@@ -318,5 +319,5 @@ def _ask(
     return fetch(url, key, path, type, None if body is None else msgspec.json.encode(body), seconds)
 
 
-def _say(args: argparse.Namespace, found: msgspec.Struct, text: Callable[[], str]) -> None:
-    print(as_json(found) if args.json else text())
+def _say(args: argparse.Namespace, answer: msgspec.Struct, text: Callable[[], str]) -> None:
+    print(as_json(answer) if args.json else text())

@@ -26,23 +26,23 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
     ConfigError.
     """
     environ = os.environ if environ is None else environ
-    given: dict[str, tuple[Any, str]] = {}
+    entries: dict[str, tuple[Any, str]] = {}
     for name, option in BY_NAME.items():
         if name in flags:
-            given[name] = flags[name], option.flag
+            entries[name] = flags[name], option.flag
         elif environ.get(option.variable):  # An empty variable is an unset one, as usual in shells.
-            given[name] = environ[option.variable], option.variable
-    path, source = _config_file(flags, environ, given)
+            entries[name] = environ[option.variable], option.variable
+    path, source = _config_file(flags, environ, entries)
     file = _File(path) if path else None
-    given = (file.serve if file else {}) | given
+    entries = (file.serve if file else {}) | entries
 
     values: dict[str, Any] = {}
     sources = {"config": source}
     for option in OPTIONS:
-        value, source = given.get(option.name, (option.default, "default"))
+        value, source = entries.get(option.name, (option.default, "default"))
         sources[option.name] = source
         values[option.field] = _value(option, value, option.flag if source == "default" else source, values)
-    if given.get("api_key", ("x", ""))[0] == "":
+    if entries.get("api_key", ("x", ""))[0] == "":
         raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.", param=sources["api_key"])
     guarded = values["api_key"] or is_loopback(values["host"])
     if not guarded and not read_keys(keys_path(values["base_path"])):
@@ -60,8 +60,8 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
 
 def settings_of(args: argparse.Namespace, *names: str, **flags: str) -> Settings:
     """The settings, with flags of `args` for the options `names` and for the file. Raises ConfigError."""
-    given = {name: getattr(args, name, None) for name in (*names, "config")}
-    return load_settings({name: value for name, value in given.items() if value is not None} | flags)
+    named = {name: getattr(args, name, None) for name in (*names, "config")}
+    return load_settings({name: value for name, value in named.items() if value is not None} | flags)
 
 
 def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) -> Any:
@@ -75,15 +75,15 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
             return 0
         case "log_level" | "ssd_cache_admission" | "allowed_host" if isinstance(value, str):
             value = value.lower()
-    wholes = {"hot_cache_max_size": total_ram, "memory_limit": total_ram}
-    wholes["paged_ssd_cache_max_size"] = lambda: disk_total(before["paged_ssd_cache_dir"])
+    full_sizes = {"hot_cache_max_size": total_ram, "memory_limit": total_ram}
+    full_sizes["paged_ssd_cache_max_size"] = lambda: disk_total(before["paged_ssd_cache_dir"])
     got = convert(
         option.type,
         value,
         place,
         wrong=option.wrong,
         secret=option.name == "api_key",
-        whole=wholes.get(option.name),
+        full_size=full_sizes.get(option.name),
     )
     problem = ""
     if option.name == "model_dir" and not got.is_dir():
@@ -98,7 +98,7 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
 
 
 def _config_file(
-    flags: Mapping[str, str], environ: Mapping[str, str], given: Mapping[str, tuple[Any, str]]
+    flags: Mapping[str, str], environ: Mapping[str, str], entries: Mapping[str, tuple[Any, str]]
 ) -> tuple[Path | None, str]:
     """The file to read, or None, and who names it. A named one must exist, the default one need not."""
     for text, source in ((flags.get("config"), "--config"), (environ.get("OMLXD_CONFIG"), "OMLXD_CONFIG")):
@@ -108,7 +108,7 @@ def _config_file(
                 raise ConfigError(f"{source}: there is no file {path}.", param=source)
             return path, source
     option = BY_NAME["base_path"]
-    text, source = given.get("base_path", (option.default, option.flag))
+    text, source = entries.get("base_path", (option.default, option.flag))
     path = _value(option, text, source, {}) / "omlxd.toml"
     return (path, "default") if path.exists() else (None, f"default ({path} is not there)")
 

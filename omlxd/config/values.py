@@ -49,7 +49,7 @@ def convert(
     *,
     wrong: str,
     secret: bool = False,
-    whole: Callable[[], int] | None = None,
+    full_size: Callable[[], int] | None = None,
 ) -> Any:
     """`value`, text or what TOML holds, as type `kind`. Raises ConfigError in one sentence.
 
@@ -62,7 +62,7 @@ def convert(
                 raise ValueError("no path")
             return Path(value).expanduser().absolute()
         if issubclass(kind, Bytes):
-            return kind(parse_size(str(value), whole, least=kind.least))
+            return kind(parse_size(str(value), full_size, least=kind.least))
         try:
             seconds = duration(str(value))
         except ValueError:

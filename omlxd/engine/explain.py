@@ -117,7 +117,7 @@ class Explainer:
     def _texts(self, tokens: Sequence[int], position: int) -> dict[str, str]:
         return {
             "before": self.text_of(tokens[max(0, position - BEFORE) : position]),
-            "given": self.text_of(tokens[position : position + AFTER]),
+            "prompt": self.text_of(tokens[position : position + AFTER]),
         }
 
     # ----------------------------------------------------------------- what stands there instead

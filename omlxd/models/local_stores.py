@@ -248,8 +248,8 @@ def _in_files(store: Store, root: Path) -> Iterator[LocalModel]:
             if (part is None or part[1] == "00001") and not path.name.startswith("mmproj"):
                 name = path.relative_to(root).with_name(_PART.sub("", path.stem))
                 stem = _PART.sub("", path.stem)
-                whole = [path] if part is None else [p for p in files if _PART.sub("", p.stem) == stem]
-                yield _of_path(store, name, "gguf", path, whole)
+                parts = [path] if part is None else [p for p in files if _PART.sub("", p.stem) == stem]
+                yield _of_path(store, name, "gguf", path, parts)
         elif path.name == "config.json":
             weights = [p for p in files if p.parent == path.parent and p.suffix == ".safetensors"]
             if weights and path.parent != root:

@@ -42,13 +42,13 @@ def test_platforms():
 
 def test_the_backend_is_asked_in_a_process_of_its_own(monkeypatch):
     found = machine.check_backend()
-    assert found.verdict in ("ok", "warn") and "MLX 0." in found.told
+    assert found.verdict in ("ok", "warn") and "MLX 0." in found.text
 
     def of(code: str) -> Finding:
         return machine.check_backend((sys.executable, "-c", code))
 
     broken = of("import sys; sys.exit('libmlx.so: no such file')")
-    assert broken.verdict == "bad" and "libmlx.so" in broken.told and broken.mend
+    assert broken.verdict == "bad" and "libmlx.so" in broken.text and broken.mend
     assert of("import os; os.abort()").verdict == "bad"
     assert of("print('hello')").verdict == "bad"
     monkeypatch.setattr(machine, "BACKEND_S", 0.05)
@@ -100,7 +100,7 @@ def test_space(tmp_path: Path, monkeypatch):
 def test_the_disk_is_timed_and_nothing_stays(tmp_path: Path, monkeypatch):
     given = settings(tmp_path)
     found = disk.check_speed(given, nbytes=2_000_000, seconds=5)
-    assert "writes" in found.told and "reads" in found.told and found.verdict in ("ok", "warn")
+    assert "writes" in found.text and "reads" in found.text and found.verdict in ("ok", "warn")
     assert list(tmp_path.iterdir()) == []
     given.paged_ssd_cache_dir.mkdir(parents=True)
     disk.check_speed(given, nbytes=100_000, seconds=5)
@@ -127,7 +127,7 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
     thread.start()
     try:
         held = network.check_port(settings(tmp_path, port=str(server.server_address[1])))
-        assert held.verdict == "bad" and f"(process {os.getpid()})" in held.told and "--port" in held.mend
+        assert held.verdict == "bad" and f"(process {os.getpid()})" in held.text and "--port" in held.mend
     finally:
         server.shutdown()
         thread.join()
@@ -135,13 +135,13 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
     with Daemon(tmp_path, env={"OMLXD_API_KEY": "k"}, wait=False) as daemon:
         port = daemon.url.rpartition(":")[2]
         ours = network.check_port(settings(tmp_path, port=port, api_key="k"))
-        assert ours.verdict == "ok" and f"(process {daemon.process.pid})" in ours.told
+        assert ours.verdict == "ok" and f"(process {daemon.process.pid})" in ours.text
         assert network.check_port(settings(tmp_path, port=port)).verdict == "warn"
         cache = settings(tmp_path, port=port).paged_ssd_cache_dir
         wait_until((cache / LOCK_NAME).exists)
         cache.rename(aside := cache.with_name("aside"))
         away = network.check_port(settings(tmp_path, port=port, api_key="k"))
-        assert away.verdict == "bad" and f"its folder {cache} is away" in away.told
+        assert away.verdict == "bad" and f"its folder {cache} is away" in away.text
         aside.rename(cache)
         assert network.check_port(settings(tmp_path, port=port, api_key="k")).verdict == "ok"
 
@@ -163,11 +163,11 @@ def test_clients_and_where_they_point(tmp_path: Path):
     def told() -> dict[str, Finding]:
         return {each.check: each for each in network.check_clients(given, environ, home)}
 
-    assert {each.told for each in told().values()} == {"not on the PATH"}
+    assert {each.text for each in told().values()} == {"not on the PATH"}
     for name in ("claude", "codex", "opencode"):
         (programs / name).write_text("#!/bin/sh\n")
         (programs / name).chmod(0o755)
-    assert all("omlxd launch" in each.told and each.verdict == "ok" for each in told().values())
+    assert all("omlxd launch" in each.text and each.verdict == "ok" for each in told().values())
     here = "http://127.0.0.1:8000"
     (home / ".claude" / "settings.json").write_text(json.dumps({"env": {"ANTHROPIC_BASE_URL": here}}))
     (home / ".codex" / "config.toml").write_text(
@@ -175,14 +175,14 @@ def test_clients_and_where_they_point(tmp_path: Path):
     )
     config = {"model": "o/m", "provider": {"o": {"options": {"baseURL": "http://localhost:8000/v1"}}}}
     (home / ".config" / "opencode" / "opencode.json").write_text(json.dumps(config))
-    assert all("set to this daemon" in each.told for each in told().values())
+    assert all("set to this daemon" in each.text for each in told().values())
     environ["ANTHROPIC_API_KEY"] = "secret"
-    assert told()["claude"].verdict == "warn" and "secret" not in told()["claude"].told
+    assert told()["claude"].verdict == "warn" and "secret" not in told()["claude"].text
     environ["ANTHROPIC_BASE_URL"] = "https://api.example.com"
-    assert "https://api.example.com" in told()["claude"].told
+    assert "https://api.example.com" in told()["claude"].text
     for path in ((home / ".codex" / "config.toml"), (home / ".config" / "opencode" / "opencode.json")):
         path.write_bytes(b"\xff[[nonsense")
-    assert "not set to any daemon" in told()["codex"].told + told()["opencode"].told
+    assert "not set to any daemon" in told()["codex"].text + told()["opencode"].text
 
 
 # --------------------------------------------------------------------------- the command

@@ -110,14 +110,14 @@ class Tools:
     that place. Server-side tools run at Anthropic; there is nothing to call here.
     """
 
-    def __init__(self, given: list[ToolParam], changes: Iterable[ToolChange] = ()):
+    def __init__(self, params: list[ToolParam], changes: Iterable[ToolChange] = ()):
         changes = list(changes)
         later = _added_later(changes)
         self._tools_by_name: dict[str, Tool] = {}
         self._names: set[str] = set()
         self._at_server: set[str] = set()
         listed = []
-        for index, param in enumerate(given):
+        for index, param in enumerate(params):
             tool = _tool(param, f"tools.{index}")
             self._names.add(tool.name if tool else param.name or "")
             if tool is None:
@@ -146,15 +146,15 @@ class Tools:
         """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
         tool = self._tools_by_name.get(name, Tool(name))
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-        told = stable_json({"type": "function", "function": function})
-        self._room -= len(told)
+        text = stable_json({"type": "function", "function": function})
+        self._room -= len(text)
         if self._room < 0:
             raise bad_field(
                 "messages",
                 f"tools are referred to so often that telling them takes over {MAX_DESCRIBED} "
                 "characters; refer to each once",
             )
-        return told
+        return text
 
     def change(self, change: ToolChange) -> str:
         """A tool that comes or goes, as the model is told; "" for what there is not here."""
@@ -165,25 +165,25 @@ class Tools:
             return f"The tool {name} can't be called any more."
         return f"From here on this tool can be called:\n{self.described(name)}"
 
-    def choice(self, given: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
+    def choice(self, choice: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
         """(`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
-        if given is None or given.type == "auto" or not self._names:
+        if choice is None or choice.type == "auto" or not self._names:
             return "auto", ()
-        if given.type == "none":
+        if choice.type == "none":
             return "none", ()
         left = tuple(tool.name for tool in self.listed if tool.name not in self._removed)
-        if given.type == "any":
+        if choice.type == "any":
             allowed = left if self._removed else ()
             return ("required", allowed) if left else ("auto", ())
-        if given.name in left:
-            return f"named:{given.name}", ()
-        if given.name in self._at_server:
+        if choice.name in left:
+            return f"named:{choice.name}", ()
+        if choice.name in self._at_server:
             return "auto", ()
-        if given.name in self._removed or given.name not in self._names:
-            raise bad_field("tool_choice.name", f"there is no tool {given.name!r}")
+        if choice.name in self._removed or choice.name not in self._names:
+            raise bad_field("tool_choice.name", f"there is no tool {choice.name!r}")
         raise bad_field(
             "tool_choice.name",
-            f"{given.name!r} is deferred, so the model is not told of it at first and it can't be forced",
+            f"{choice.name!r} is deferred, so the model is not told of it at first and it can't be forced",
         )
 
 
@@ -206,30 +206,30 @@ def _added_later(changes: list[ToolChange]) -> set[str]:
     return {name for name, added in first.items() if added}
 
 
-def _tool(given: ToolParam, param: str) -> Tool | None:
+def _tool(fields: ToolParam, param: str) -> Tool | None:
     """None for a server-side tool. Raises InvalidRequest."""
-    strict = bool(given.strict)
-    if given.input_schema is None:
-        if given.type in (None, "custom"):
+    strict = bool(fields.strict)
+    if fields.input_schema is None:
+        if fields.type in (None, "custom"):
             raise bad_field(f"{param}.input_schema", "this field is required")
-        tool = client_tool(given.type, given.name, strict)
+        tool = client_tool(fields.type, fields.name, strict)
         return tool and msgspec.structs.replace(
-            tool, description=_description(tool.description, given.input_examples, param)
+            tool, description=_description(tool.description, fields.input_examples, param)
         )
-    if not given.name:
+    if not fields.name:
         raise bad_field(f"{param}.name", "this field is required")
-    schema = free_json(given.input_schema, f"{param}.input_schema")
-    description = _description(given.description or "", given.input_examples, param)
-    return Tool(given.name, description, schema, strict=strict)
+    schema = free_json(fields.input_schema, f"{param}.input_schema")
+    description = _description(fields.description or "", fields.input_examples, param)
+    return Tool(fields.name, description, schema, strict=strict)
 
 
-def _description(told: str, given: list[dict[str, Any]] | None, param: str) -> str:
+def _description(description: str, inputs: list[dict[str, Any]] | None, param: str) -> str:
     """With the examples of its input, for which templates have no other place."""
     examples = [
         msgspec.json.encode(free_json(example, f"{param}.input_examples.{index}")).decode()
-        for index, example in enumerate(given or [])
+        for index, example in enumerate(inputs or [])
     ]
     if not examples:
-        return told
-    before = [told, ""] if told else []
+        return description
+    before = [description, ""] if description else []
     return "\n".join([*before, "Examples of its input:", *examples])

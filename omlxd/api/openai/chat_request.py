@@ -183,11 +183,11 @@ def _logprobs(request: ChatBody) -> int | None:
     return None
 
 
-def _messages(given: list[_Message]) -> tuple[chat.Message, ...]:
+def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
     messages: list[chat.Message] = []
     asked = ""
     """The id of the last `function_call`: those and their results have none, and come in turns."""
-    for index, message in enumerate(given):
+    for index, message in enumerate(items):
         if message.function_call is not None:
             asked = f"function_{index}"
         messages.append(_message(message, asked, f"messages.{index}"))
@@ -251,6 +251,6 @@ def _call(call: _Call, index: int, param: str) -> chat.ToolCallPart:
 
 
 def _called(function: _CalledFunction, id: str, param: str) -> chat.ToolCallPart:
-    given, where = function.arguments, f"{param}.arguments"
-    arguments = free_json(given, where) if isinstance(given, dict) else lenient_arguments(given or "", where)
+    value, where = function.arguments, f"{param}.arguments"
+    arguments = free_json(value, where) if isinstance(value, dict) else lenient_arguments(value or "", where)
     return chat.ToolCallPart(id, function.name, arguments)

@@ -81,9 +81,7 @@ def chat_tools(
         return ChatTools(listed, called, (), CallShape(obsolete=True))
     listed = tuple(_tool(one, f"tools.{index}") for index, one in enumerate(tools or []))
     names = {tool.name for tool in listed}
-    named, allowed = tool_choice(
-        choice, names, lambda given: [given.called] if given.called in names else None
-    )
+    named, allowed = tool_choice(choice, names, lambda tool: [tool.called] if tool.called in names else None)
     custom = frozenset(one.custom.name for one in tools or [] if isinstance(one, _CustomTool))
     for index, one in enumerate(tools or []):
         if isinstance(one, _FunctionTool) and one.function.name in custom:
@@ -107,11 +105,11 @@ def _function(function: Function, param: str) -> Tool:
     return Tool(function.name, function.description or "", schema, strict=bool(function.strict))
 
 
-def _obsolete_choice(given: Any, names: set[str]) -> str:
+def _obsolete_choice(choice: Any, names: set[str]) -> str:
     """`function_call` as Conversation.tool_choice."""
-    if given is None or given in ("auto", "none"):
-        return given or "auto"
-    name = given.get("name") if isinstance(given, dict) else None
+    if choice is None or choice in ("auto", "none"):
+        return choice or "auto"
+    name = choice.get("name") if isinstance(choice, dict) else None
     if isinstance(name, str) and name in names:
         return f"named:{name}"
     raise bad_field(

@@ -53,8 +53,8 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         raise bad_field("best_of", "it can only be as many as n")
     if request.echo and request.logprobs is not None:
         raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
-    given = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    max_tokens = limit_of(given, "max_tokens")
+    limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    max_tokens = limit_of(limit, "max_tokens")
     prompt, *more = _prompts(request.prompt, bool(request.echo), request.n or 1)
     return ParsedRequest(
         **parsed_fields(request),
@@ -70,10 +70,10 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     )
 
 
-def _prompts(given: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
+def _prompts(value: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
     """Of a text or a list of token ids: one; of a list of texts, or of such lists: each of them."""
-    several = isinstance(given, list) and given and all(isinstance(one, (str, list)) for one in given)
-    prompts = given if several else [given]
+    several = isinstance(value, list) and value and all(isinstance(one, (str, list)) for one in value)
+    prompts = value if several else [value]
     if len(prompts) * n > MAX_ANSWERS:
         raise bad_field(
             "prompt",
@@ -86,11 +86,11 @@ def _prompts(given: Any, echo: bool, n: int) -> list[chat.RawPrompt]:
     return [_prompt(one, echo) for one in prompts]
 
 
-def _prompt(given: Any, echo: bool) -> chat.RawPrompt:
-    if isinstance(given, str):
-        return chat.RawPrompt(text=given, echo=echo)
-    if isinstance(given, list) and all(map(_is_token, given)):
-        return chat.RawPrompt(tokens=tuple(given), echo=echo)
+def _prompt(value: Any, echo: bool) -> chat.RawPrompt:
+    if isinstance(value, str):
+        return chat.RawPrompt(text=value, echo=echo)
+    if isinstance(value, list) and all(map(_is_token, value)):
+        return chat.RawPrompt(tokens=tuple(value), echo=echo)
     raise bad_field("prompt", "a text or a list of token ids is needed, or a list of several of either")
 
 

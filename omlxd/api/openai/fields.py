@@ -120,11 +120,11 @@ def generate_request(
     )
 
 
-def limit_of(given: int | None, param: str) -> int | None:
+def limit_of(limit: int | None, param: str) -> int | None:
     """None: no limit. Raises InvalidRequest for 0."""
-    if given == 0:
+    if limit == 0:
         raise bad_field(param, "Expected int >= 1")
-    return None if given == -1 else given
+    return None if limit == -1 else limit
 
 
 NO_MODERATION = "nothing is moderated here; leave it out"

@@ -53,19 +53,19 @@ Names = Callable[[ToolGiven], "list[str] | None"]
 """What the model calls the tools that a choice means: none of them may be listed. None: no such tool."""
 
 
-def tool_choice(given: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
+def tool_choice(value: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
     """Return (Conversation.tool_choice, Conversation.allowed_tools). `listed`: names of the tools in the
     prompt.
     """
-    if given is None or given in ("auto", "none"):
-        return given or "auto", ()
-    if given == "required":
+    if value is None or value in ("auto", "none"):
+        return value or "auto", ()
+    if value == "required":
         if not listed:
             raise _refused("there are no tools to choose from")
-        return given, ()
-    if isinstance(given, str):
-        raise _refused(f"{given[:40]!r} is none of auto, none, required")
-    choice = _parsed(given)
+        return value, ()
+    if isinstance(value, str):
+        raise _refused(f"{value[:40]!r} is none of auto, none, required")
+    choice = _parsed(value)
     if choice.type == "allowed_tools":
         allowed = choice.allowed_tools or choice
         return _allowed(allowed.mode or "auto", allowed.tools or [], listed, names)
@@ -81,12 +81,12 @@ def tool_choice(given: Any, listed: set[str], names: Names) -> tuple[str, tuple[
 
 
 def _allowed(
-    mode: str, given: list[ToolGiven], listed: set[str], names: Names
+    mode: str, tools: list[ToolGiven], listed: set[str], names: Names
 ) -> tuple[str, tuple[str, ...]]:
-    if not given:
+    if not tools:
         raise _refused("allowed_tools names no tool; use none")
     result: dict[str, None] = {}
-    for tool in given:
+    for tool in tools:
         # Tools that run on OpenAI's side are left out of the prompt too.
         if tool.type in ("function", "custom", "namespace"):
             result.update(dict.fromkeys(_called(tool, names)))
@@ -105,11 +105,11 @@ def _called(tool: ToolGiven, names: Names) -> list[str]:
     return result
 
 
-def _parsed(given: Any) -> _Choice:
+def _parsed(value: Any) -> _Choice:
     try:
-        return msgspec.convert(given, _Choice)
+        return msgspec.convert(value, _Choice)
     except msgspec.ValidationError as error:
-        if not isinstance(given, dict):
+        if not isinstance(value, dict):
             raise _refused(
                 "this can't be enforced by this server; auto, none, required, allowed_tools and a "
                 "function or custom tool of the request can"
@@ -127,14 +127,14 @@ class _Format(msgspec.Struct):
     definition: str = ""
 
 
-def custom_tool(name: str, description: str, given: dict[str, Any] | None, param: str) -> Tool:
-    """Return a function with one text, `input`, that follows the given format.
+def custom_tool(name: str, description: str, fields: dict[str, Any] | None, param: str) -> Tool:
+    """Return a function with one text, `input`, that follows the format `fields`.
 
-    given  the format as Responses spells it: `type`, `syntax`, `definition`
+    fields  the format as Responses spells it: `type`, `syntax`, `definition`
     Raises InvalidRequest naming `param`, the field of the format.
     """
     try:
-        format = msgspec.convert(given or {}, _Format)
+        format = msgspec.convert(fields or {}, _Format)
     except msgspec.ValidationError as error:
         raise bad_field(param, f"{str(error).replace('`', '')}") from None
     if format.type == "grammar" and (
@@ -145,8 +145,8 @@ def custom_tool(name: str, description: str, given: dict[str, Any] | None, param
             "a grammar needs a syntax (lark or regex) and a definition of at most "
             f"{MAX_GRAMMAR_CHARS} characters",
         )
-    if given is not None and given.get("type") not in (None, "text"):
-        description = f"{description}\n\nFormat of the input: {stable_json(given)}".strip()
+    if fields is not None and fields.get("type") not in (None, "text"):
+        description = f"{description}\n\nFormat of the input: {stable_json(fields)}".strip()
     text: dict[str, Any] = {"type": "string"}
     if format.syntax == "regex":
         text["pattern"] = f"^(?:{format.definition})$"

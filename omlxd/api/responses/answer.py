@@ -148,11 +148,11 @@ class _Answer:
     # ----------------------------------------------------------------- calls
 
     def _call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> list[body.Event]:
-        told = tool_name(self._request.names, call.name)
-        if not told.custom:
-            return self._function_call(call, told)
+        tool = tool_name(self._request.names, call.name)
+        if not tool.custom:
+            return self._function_call(call, tool)
         # What a custom tool is given is text out of the JSON: it can't be sent before that is whole.
-        return [] if isinstance(call, chat.ToolCallDelta) else self._custom_call(call, told)
+        return [] if isinstance(call, chat.ToolCallDelta) else self._custom_call(call, tool)
 
     def _keep_call(self, call: chat.ToolCall | chat.ToolCallCut) -> body.Status:
         cut = isinstance(call, chat.ToolCallCut)
@@ -161,30 +161,30 @@ class _Answer:
         return "incomplete" if cut else "completed"
 
     def _function_call(
-        self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut, told: ToolName
+        self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut, tool: ToolName
     ) -> list[body.Event]:
         index, id = self._index, self._item_id("fc")
-        namespace = told.namespace or msgspec.UNSET
+        namespace = tool.namespace or msgspec.UNSET
         events: list[body.Event] = []
         if not self._calling.id:
-            empty = body.FunctionCall(id, call.id, told.name, "", namespace, "in_progress")
+            empty = body.FunctionCall(id, call.id, tool.name, "", namespace, "in_progress")
             events.append(body.ItemAdded(index, empty))
         if text := self._calling.take(call):
             events.append(body.ArgumentsDelta(id, index, text))
         if isinstance(call, chat.ToolCallDelta):
             return events
         status = self._keep_call(call)
-        item = body.FunctionCall(id, call.id, told.name, call.arguments, namespace, status)
+        item = body.FunctionCall(id, call.id, tool.name, call.arguments, namespace, status)
         self._output.append(item)
-        return [*events, body.ArgumentsDone(id, index, call.arguments, told.name), body.ItemDone(index, item)]
+        return [*events, body.ArgumentsDone(id, index, call.arguments, tool.name), body.ItemDone(index, item)]
 
-    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, told: ToolName) -> list[body.Event]:
+    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, tool: ToolName) -> list[body.Event]:
         index, id = self._index, self._item_id("ctc")
-        namespace = told.namespace or msgspec.UNSET
+        namespace = tool.namespace or msgspec.UNSET
         text = custom_input(call.valid_arguments)
         status = self._keep_call(call)
-        item = body.CustomCall(id, call.id, told.name, text, namespace, status)
-        empty = body.CustomCall(id, call.id, told.name, "", namespace, "in_progress")
+        item = body.CustomCall(id, call.id, tool.name, text, namespace, status)
+        empty = body.CustomCall(id, call.id, tool.name, "", namespace, "in_progress")
         self._output.append(item)
         return [
             body.ItemAdded(index, empty),
@@ -239,9 +239,9 @@ class OpenAIResponsesCollector:
         self._response: body.Response | None = None
 
     def event(self, event: chat.Event) -> None:
-        for told in self._answer.event(event):
-            if isinstance(told, (body.Completed, body.ResponseIncomplete)):
-                self._response = told.response
+        for sent in self._answer.event(event):
+            if isinstance(sent, (body.Completed, body.ResponseIncomplete)):
+                self._response = sent.response
 
     def response(self) -> bytes:
         assert self._response is not None, "response before Finished"

@@ -169,8 +169,8 @@ def _reasoning(item: Item) -> str:
     """The whole text if the item has it; its summary is better than nothing."""
     if isinstance(item.content, str):
         return item.content
-    if whole := "".join(entry.text or "" for entry in item.content or []):
-        return whole
+    if text := "".join(entry.text or "" for entry in item.content or []):
+        return text
     if item.encrypted_content and item.encrypted_content.startswith(SEALED_PREFIX):
         try:
             raw = binascii.a2b_base64(item.encrypted_content[len(SEALED_PREFIX) :], strict_mode=True)
@@ -182,16 +182,16 @@ def _reasoning(item: Item) -> str:
 
 def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> chat.ToolCallPart:
     name = tools.flat_name(item.namespace or "", item.name or kind.removesuffix("_call"))
-    given = next(
+    payload = next(
         (value for value in (item.arguments, item.input, item.action, item.operation) if value is not None),
         {},
     )
-    if isinstance(given, dict):
-        arguments = free_json(given, param)
-    elif kind == "custom_tool_call" or not isinstance(given, str):
-        arguments = free_json({CUSTOM_INPUT: given}, param)
+    if isinstance(payload, dict):
+        arguments = free_json(payload, param)
+    elif kind == "custom_tool_call" or not isinstance(payload, str):
+        arguments = free_json({CUSTOM_INPUT: payload}, param)
     else:
-        arguments = lenient_arguments(given, param)
+        arguments = lenient_arguments(payload, param)
     return chat.ToolCallPart(item.call_id or "", name, arguments)
 
 

@@ -41,7 +41,7 @@ MAX_BYTES = 32 * 1024 * 1024
 _reference_decoder = msgspec.json.Decoder(Item)
 
 
-def resolved(items: list[Item], known: KnownItem) -> list[Item]:
+def resolved(items: list[Item], item_of: KnownItem) -> list[Item]:
     """`items` with each reference replaced by what it stands for. Raises InvalidRequest."""
     out: list[Item] = []
     left = MAX_BYTES
@@ -52,7 +52,7 @@ def resolved(items: list[Item], known: KnownItem) -> list[Item]:
         param = f"input.{index}.id"
         if not isinstance(item.id, str):
             raise bad_field(param, "this field is required")
-        if (meant := known(item.id)) is None:
+        if (meant := item_of(item.id)) is None:
             raise bad_field(
                 param, f"there is no item {item.id[:100]!r} here (any more); send the item itself"
             )
@@ -132,13 +132,13 @@ def parse(
     body: bytes,
     headers: Mapping[str, str] | None = None,
     history: History = lambda _: None,
-    known: KnownItem = lambda _: None,
+    item_of: KnownItem = lambda _: None,
 ) -> ResponsesRequest:
     """Read a body of /v1/responses. Raises InvalidRequest, and NotFound for `previous_response_id`."""
     request = decode(_decoder, body)
     _refuse(request)
     if isinstance(request.input, list):
-        request.input = resolved(request.input, known)
+        request.input = resolved(request.input, item_of)
     tools = ResponseTools()
     for index, tool in enumerate(request.tools or []):
         tools.add(tool, f"tools.{index}")
@@ -228,8 +228,8 @@ class _GivenText(msgspec.Struct):
 
 def _text_echo(body: bytes) -> dict[str, Any]:
     """`text` as the client gave it, its format told in any case."""
-    given = msgspec.json.decode(body, type=_GivenText).text or {}
-    return {"format": {"type": "text"}} | {name: value for name, value in given.items() if value is not None}
+    fields = msgspec.json.decode(body, type=_GivenText).text or {}
+    return {"format": {"type": "text"}} | {name: value for name, value in fields.items() if value is not None}
 
 
 def _response(request: ResponsesBody, tools: ResponseTools, body: bytes) -> Response:

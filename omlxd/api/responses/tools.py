@@ -58,11 +58,11 @@ class ResponseTools:
     def listed(self) -> tuple[Tool, ...]:
         return tuple(self._listed.values())
 
-    def add(self, given: Any, param: str, searched: bool = False) -> None:
+    def add(self, tool: Any, param: str, searched: bool = False) -> None:
         """Take a tool. `searched`: the result of a search describes it. Raises InvalidRequest naming the
         field.
         """
-        fields = free_json(given, param)
+        fields = free_json(tool, param)
         self.echo.append(fields)
         self._add(fields, "", param, searched)
 
@@ -70,11 +70,11 @@ class ResponseTools:
         """What the model calls a tool, also one that this request doesn't offer."""
         return self._flat.get((namespace, name)) or _joined(namespace, name)
 
-    def called_by(self, given: ToolGiven) -> list[str] | None:
+    def called_by(self, choice: ToolGiven) -> list[str] | None:
         """What the model calls the tools that a choice means; None: there is no such tool."""
-        if given.type == "namespace":
-            return [flat for flat, told in self.names.items() if told.namespace == given.called] or None
-        flat = self.flat_name(given.namespace or "", given.called)
+        if choice.type == "namespace":
+            return [flat for flat, tool in self.names.items() if tool.namespace == choice.called] or None
+        flat = self.flat_name(choice.namespace or "", choice.called)
         return [flat] if flat in self.names else None
 
     def _add(self, fields: dict[str, Any], namespace: str, param: str, searched: bool) -> None:
@@ -93,13 +93,13 @@ class ResponseTools:
             for index, inner in enumerate(tool.tools or []):
                 self._add(inner, tool.name, f"{param}.tools.{index}", searched)
             return
-        told = ToolName(tool.name, namespace, tool.type == "custom")
+        called = ToolName(tool.name, namespace, tool.type == "custom")
         flat = self._name_for(namespace, tool.name)
-        self.names[flat] = told
+        self.names[flat] = called
         if searched or tool.defer_loading:  # listing it later would change the prompt's head
             return
         description = tool.description or ""
-        if told.custom:
+        if called.custom:
             self._listed[flat] = custom_tool(flat, description, tool.format, f"{param}.format")
         else:
             self._listed[flat] = Tool(flat, description, tool.parameters or {}, strict=bool(tool.strict))
@@ -121,7 +121,7 @@ def tool_name(names: dict[str, ToolName], called: str) -> ToolName:
     """How a call of `called` is told. A model that leaves a namespace out means the only such tool."""
     if (entry := names.get(called)) is not None:
         return entry
-    alike = [told for told in names.values() if told.name == called]
+    alike = [tool for tool in names.values() if tool.name == called]
     return alike[0] if len(alike) == 1 else ToolName(called)
 
 

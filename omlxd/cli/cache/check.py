@@ -74,46 +74,46 @@ def check(
 def _verify(
     root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool, say: Callable[[str], None]
 ) -> None:
-    verifier, progress = Verifier(), _Progress(len(chosen), sum(found.size for found in chosen))
+    verifier, progress = Verifier(), _Progress(len(chosen), sum(file.size for file in chosen))
     alike: dict[tuple[str, str], dict[int, list[tuple[Found, os.stat_result]]]] = {}
 
-    def condemn(found: Found, reason: str, seen: os.stat_result | None) -> None:
-        bad = Bad(found.path, reason)
+    def condemn(file: Found, reason: str, seen: os.stat_result | None) -> None:
+        bad = Bad(file.path, reason)
         if delete_bad and seen is not None:
-            bad.removed = _remove_same(f"{root}/{found.path}", seen)
+            bad.removed = _remove_same(f"{root}/{file.path}", seen)
         outcome.bad.append(bad)
         progress.clear()
         say(_line(bad))
 
-    for found in chosen:
-        path = f"{root}/{found.path}"
+    for file in chosen:
+        path = f"{root}/{file.path}"
         try:
             seen = os.lstat(path)
-            if found.kind == "record":
-                verdict = verifier.verify_record(path, found.name)
+            if file.kind == "record":
+                verdict = verifier.verify_record(path, file.name)
             else:
-                verdict = verifier.verify(path, found.namespace, found.name)
+                verdict = verifier.verify(path, file.namespace, file.name)
         except FileNotFoundError:
             outcome.gone += 1
             continue
         except OSError as error:
             # It may be good, and the disk or a permission at fault: never removed.
-            condemn(found, f"can't be read: {error.strerror or error}", None)
+            condemn(file, f"can't be read: {error.strerror or error}", None)
             continue
         outcome.checked += 1
-        outcome.bytes += found.size
+        outcome.bytes += file.size
         if verdict.fault:
-            condemn(found, verdict.fault, seen)
+            condemn(file, verdict.fault, seen)
         else:
-            siblings = alike.setdefault((found.namespace, verdict.kind), {})
-            siblings.setdefault(verdict.tensors, []).append((found, seen))
+            siblings = alike.setdefault((file.namespace, verdict.kind), {})
+            siblings.setdefault(verdict.tensors, []).append((file, seen))
         progress.show(outcome)
     for siblings in alike.values():
         most = max(map(len, siblings.values()))
         for some in siblings.values():
             if len(some) < most:
-                for found, seen in some:
-                    condemn(found, "its tensors are not those of its namespace", seen)
+                for file, seen in some:
+                    condemn(file, "its tensors are not those of its namespace", seen)
     progress.clear()
 
 
@@ -128,12 +128,12 @@ def _remove_same(path: str, seen: os.stat_result) -> bool:
     return True
 
 
-def _misplaced(root: Path, found: Found, delete_bad: bool) -> Bad:
+def _misplaced(root: Path, file: Found, delete_bad: bool) -> Bad:
     """A folder goes only if it is empty."""
-    path = root / found.path
-    is_folder = found.is_folder
+    path = root / file.path
+    is_folder = file.is_folder
     reason = "a folder, not a file" if is_folder else "not where or what a block's file is"
-    bad = Bad(found.path, "a link, not a file" if path.is_symlink() else reason)
+    bad = Bad(file.path, "a link, not a file" if path.is_symlink() else reason)
     if delete_bad:
         try:
             path.rmdir() if is_folder else path.unlink()
@@ -157,8 +157,8 @@ def summary(outcome: Outcome) -> str:
         (outcome.temporary, "temporary"),
         (outcome.strangers, "not omlxd's, left alone"),
     )
-    told = ", ".join(f"{count} {what}" for count, what in extra if count)
-    return text + (f" ({told})" if told else "")
+    extras = ", ".join(f"{count} {what}" for count, what in extra if count)
+    return text + (f" ({extras})" if extras else "")
 
 
 class _Progress:

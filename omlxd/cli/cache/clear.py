@@ -17,11 +17,11 @@ from .inventory import Found
 
 @dataclass(slots=True)
 class Plan:
-    """What would go: `files` of the namespaces `folders`, in whole if `whole`."""
+    """What would go: `files` of the namespaces `folders`, all of them if `everything`."""
 
     folders: Mapping[str, NamespaceInfo | None]
     files: list[Found] = field(default_factory=list)
-    whole: bool = False
+    everything: bool = False
 
     @property
     def bytes(self) -> int:
@@ -52,16 +52,16 @@ def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str
 
 def plan(root: Path, folders: Mapping[str, NamespaceInfo | None], older_than_s: float | None) -> Plan:
     """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds."""
-    planned = Plan(folders, whole=older_than_s is None)
+    planned = Plan(folders, everything=older_than_s is None)
     before = time.time() - (older_than_s or 0)
-    for found in inventory.walk(root, list(folders)):
+    for file in inventory.walk(root, list(folders)):
         if older_than_s is None:
-            if found.kind in ("block", "record", "temporary"):
-                planned.files.append(found)
-        elif found.kind in ("block", "record") and found.used < before:
-            planned.files.append(found)
+            if file.kind in ("block", "record", "temporary"):
+                planned.files.append(file)
+        elif file.kind in ("block", "record") and file.used < before:
+            planned.files.append(file)
     # A prefix is used by whoever goes on from it, so what is older lies after what is newer in a chain.
-    planned.files.sort(key=lambda found: found.used)
+    planned.files.sort(key=lambda file: file.used)
     return planned
 
 

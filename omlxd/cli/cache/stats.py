@@ -117,20 +117,20 @@ def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
     )
 
 
-def _count(row: NamespaceStats, found: Found, kind: str) -> None:
+def _count(row: NamespaceStats, file: Found, kind: str) -> None:
     row.files += 1
-    row.bytes += found.disk
-    if found.kind == "record":
+    row.bytes += file.disk
+    if file.kind == "record":
         row.records += 1
-        row.record_bytes += found.disk
+        row.record_bytes += file.disk
     elif kind == CHECKPOINT:
         row.checkpoints += 1
-        row.checkpoint_bytes += found.disk
+        row.checkpoint_bytes += file.disk
     else:
         row.token_blocks += 1
-        row.token_bytes += found.disk
-    row.oldest_use = found.used if row.oldest_use is None else min(row.oldest_use, found.used)
-    row.newest_use = found.used if row.newest_use is None else max(row.newest_use, found.used)
+        row.token_bytes += file.disk
+    row.oldest_use = file.used if row.oldest_use is None else min(row.oldest_use, file.used)
+    row.newest_use = file.used if row.newest_use is None else max(row.newest_use, file.used)
 
 
 # --------------------------------------------------------------------------- as text

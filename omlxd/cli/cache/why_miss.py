@@ -67,22 +67,22 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 
 def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyMiss | RecentList:
-    given: str = args.request or ""
+    request: str = args.request or ""
     asked: WhyMissBody | None = None
-    if not given and not args.session:
+    if not request and not args.session:
         if args.offline:
             raise ConfigError("--offline: give a file that holds the request.", param="--offline")
     elif args.session:
         asked = WhyMissBody(session=args.session)
-    elif given == "last":
+    elif request == "last":
         asked = WhyMissBody()
-    elif given.startswith("req_"):
-        asked = WhyMissBody(request_id=given)
+    elif request.startswith("req_"):
+        asked = WhyMissBody(request_id=request)
     else:
-        asked = read_request(given, args.path)
+        asked = read_request(request, args.path)
     from_file = asked is not None and bool(asked.path)
     if args.offline and not from_file:
-        raise ConfigError(f"--offline: of {given or args.session} only a daemon knows.", param="--offline")
+        raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.", param="--offline")
     if not args.offline:
         try:
             url, key = address_at(args.url) if args.url else address_of(settings)
@@ -177,50 +177,50 @@ def _known_name(root: Path, name: str) -> str:
 # --------------------------------------------------------------------------- as text
 
 
-def as_text(found: WhyMiss, now: float | None = None) -> str:
+def as_text(miss: WhyMiss, now: float | None = None) -> str:
     now = time.time() if now is None else now
-    told = found.explanation
-    then = f" when it ran ({found.request_id})" if found.reached >= 0 else ""
-    restored = told.hot_tokens + told.cold_tokens
-    tiers = "" if found.reached >= 0 or not restored else f" ({told.hot_tokens} RAM, {told.cold_tokens} SSD)"
+    why = miss.explanation
+    then = f" when it ran ({miss.request_id})" if miss.reached >= 0 else ""
+    restored = why.hot_tokens + why.cold_tokens
+    tiers = "" if miss.reached >= 0 or not restored else f" ({why.hot_tokens} RAM, {why.cold_tokens} SSD)"
     lines = [
-        f"{found.model}: prompt of {told.prompt_tokens} tokens, blocks of {told.block_size}, "
-        f"namespace {told.namespace[:8] or '-'}",
+        f"{miss.model}: prompt of {why.prompt_tokens} tokens, blocks of {why.block_size}, "
+        f"namespace {why.namespace[:8] or '-'}",
         f"restored{then or ', were it sent now'}: {restored} tokens{tiers}",
     ]
-    lines.append(_because(told, now))
-    lines += [f"  {other}" for other in map(_other, told.elsewhere)]
-    if told.given or told.before:
-        lines += ["", f"text around token {told.position}:", f"  before  …{told.before!r}"]
-        if told.stored:
-            lines.append(f"  stored  {told.stored!r}…")
-        lines.append(f"  prompt  {told.given!r}…")
-    if told.cause in ("never_stored", "evicted") and not told.complete:
-        lines.append(f"(after {told.looked} files the search for another text there was ended)")
+    lines.append(_because(why, now))
+    lines += [f"  {other}" for other in map(_other, why.elsewhere)]
+    if why.prompt or why.before:
+        lines += ["", f"text around token {why.position}:", f"  before  …{why.before!r}"]
+        if why.stored:
+            lines.append(f"  stored  {why.stored!r}…")
+        lines.append(f"  prompt  {why.prompt!r}…")
+    if why.cause in ("never_stored", "evicted") and not why.complete:
+        lines.append(f"(after {why.looked} files the search for another text there was ended)")
     return "\n".join(lines)
 
 
-def _because(told: Explanation, now: float) -> str:
-    block = told.position // told.block_size if told.block_size else 0
-    here = f"first miss: block {block}, from token {block * (told.block_size or 1)}"
-    if told.cause == "none":
+def _because(why: Explanation, now: float) -> str:
+    block = why.position // why.block_size if why.block_size else 0
+    here = f"first miss: block {block}, from token {block * (why.block_size or 1)}"
+    if why.cause == "none":
         return "nothing missed: every full block before the prompt's last token is there"
-    if told.cause == "reuse_off":
-        return f"prefixes are not reused: {told.reason}"
-    if told.cause == "no_checkpoint":
-        stood = told.hot_tokens + told.cold_tokens
+    if why.cause == "reuse_off":
+        return f"prefixes are not reused: {why.reason}"
+    if why.cause == "no_checkpoint":
+        stood = why.hot_tokens + why.cold_tokens
         return (
-            f"the blocks reach token {told.chain_tokens}, but the model's state can be restored only where "
+            f"the blocks reach token {why.chain_tokens}, but the model's state can be restored only where "
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
         )
     return f"{here}: " + {
-        "differs": f"another text stands stored there (last used {ago(told.stored_used, now)})",
+        "differs": f"another text stands stored there (last used {ago(why.stored_used, now)})",
         "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
         "other_namespace": "it is stored, but as made with another model file or setting:",
-        "evicted": f"it was stored, and evicted {ago(told.gone_at, now)}",
-        "cleared": f"it was stored, and cleared {ago(told.gone_at, now)}",
-        "damaged": f"its file was damaged, and removed {ago(told.gone_at, now)}",
-    }.get(told.cause, told.cause)
+        "evicted": f"it was stored, and evicted {ago(why.gone_at, now)}",
+        "cleared": f"it was stored, and cleared {ago(why.gone_at, now)}",
+        "damaged": f"its file was damaged, and removed {ago(why.gone_at, now)}",
+    }.get(why.cause, why.cause)
 
 
 def _other(other: Any) -> str:

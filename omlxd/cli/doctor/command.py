@@ -79,7 +79,7 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
 
 
 def as_text(finding: Finding) -> str:
-    lines = [f"{_SIGNS[finding.verdict]}  {finding.check:<12}  {finding.told}"]
+    lines = [f"{_SIGNS[finding.verdict]}  {finding.check:<12}  {finding.text}"]
     if finding.mend:
         lines.append(textwrap.indent(finding.mend, " " * 20))
     return "\n".join(lines)
@@ -90,5 +90,5 @@ def summary(findings: Sequence[Finding]) -> str:
     weak = sum(finding.verdict == "warn" for finding in findings)
     if not wrong and not weak:
         return "all is well"
-    told = [f"{count} {what}" for count, what in ((wrong, "to mend"), (weak, "to look at")) if count]
-    return ", ".join(told)
+    counts = [f"{count} {what}" for count, what in ((wrong, "to mend"), (weak, "to look at")) if count]
+    return ", ".join(counts)

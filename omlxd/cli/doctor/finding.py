@@ -9,8 +9,8 @@ import msgspec
 Verdict = Literal["ok", "warn", "bad"]
 
 
-class Finding(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`told`: what is so. `mend`: one sentence on what to do; "" where nothing need be done.
+class Finding(msgspec.Struct, kw_only=True, omit_defaults=True, rename={"text": "told"}):
+    """`text`: what is so. `mend`: one sentence on what to do; "" where nothing need be done.
 
     warn  it works, less well than it could
     bad   it does not work
@@ -18,17 +18,17 @@ class Finding(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     check: str
     verdict: Verdict
-    told: str
+    text: str
     mend: str = ""
 
 
-def ok(check: str, told: str) -> Finding:
-    return Finding(check=check, verdict="ok", told=told)
+def ok(check: str, text: str) -> Finding:
+    return Finding(check=check, verdict="ok", text=text)
 
 
-def warn(check: str, told: str, mend: str) -> Finding:
-    return Finding(check=check, verdict="warn", told=told, mend=mend)
+def warn(check: str, text: str, mend: str) -> Finding:
+    return Finding(check=check, verdict="warn", text=text, mend=mend)
 
 
-def bad(check: str, told: str, mend: str) -> Finding:
-    return Finding(check=check, verdict="bad", told=told, mend=mend)
+def bad(check: str, text: str, mend: str) -> Finding:
+    return Finding(check=check, verdict="bad", text=text, mend=mend)

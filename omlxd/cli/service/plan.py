@@ -60,13 +60,13 @@ def make_plan(
             "--api-key would stand in a file and in `ps`; make a key with `omlxd key add NAME` instead.",
             param="--api-key",
         )
-    given = {name: _absolute(name, text) for name, text in flags.items()}
-    settings = load_settings(given, {})  # The service will not see this shell's variables.
+    options = {name: _absolute(name, text) for name, text in flags.items()}
+    settings = load_settings(options, {})  # The service will not see this shell's variables.
     if settings.port == 0:
         raise ConfigError("--port: a service needs a port that stays; give one above 1023.", param="--port")
     if settings.log_file is None and log_file is not None:
-        given["log_file"] = str(log_file)
-    arguments = [word for name, text in given.items() for word in _words(name, text)]
+        options["log_file"] = str(log_file)
+    arguments = [word for name, text in options.items() for word in _words(name, text)]
     variables = {MARK: "1"} | {name: environ[name] for name in CARRIED if environ.get(name)}
     program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
     return Plan(

@@ -212,10 +212,10 @@ _constants: dict[str, tuple[Any, mx.array]] = {}
 
 def _constant(name: str, value: Any, dtype: Any) -> mx.array:
     """An array of one number; all layers of a step share it."""
-    known = _constants.get(name)
-    if known is None or known[0] != value:
-        known = _constants[name] = value, mx.array([value], dtype)
-    return known[1]
+    cached = _constants.get(name)
+    if cached is None or cached[0] != value:
+        cached = _constants[name] = value, mx.array([value], dtype)
+    return cached[1]
 
 
 _kernels: dict[tuple[int, int, Any], Kernel | None] = {}

@@ -207,10 +207,10 @@ class MetricsLine(Line, frozen=True, tag="metrics"):
     cold: ColdStatus | None = None
 
 
-class Cancelled(Line, frozen=True, tag="cancelled"):
-    """`found` false: there was nothing to cancel, it may have ended already."""
+class Cancelled(Line, frozen=True, tag="cancelled", rename={"ended": "found"}):
+    """`ended` false: there was nothing to cancel, it may have ended already."""
 
-    found: bool
+    ended: bool
 
 
 class Failure(Line, frozen=True, tag="error"):

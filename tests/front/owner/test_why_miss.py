@@ -111,11 +111,11 @@ def test_the_first_token_that_differs_and_the_text_around_it(tmp_path: Path):
     files.store([1, 2, 3, 4, 5, 9, 9, 9])
     told = files.why([1, 2, 3, 4, 5, 6, 70, 80, 90])
     assert (told.cause, told.position, told.cold_tokens) == ("differs", 6, 4)
-    assert (told.before, told.given, told.stored) == ("1 2 3 4 5 6", "70 80 90", "7 8")
+    assert (told.before, told.prompt, told.stored) == ("1 2 3 4 5 6", "70 80 90", "7 8")
     assert told.looked >= 3 and told.complete
     # From the very first token on.
     told = files.why([7, 7, 7, 7, 7])
-    assert (told.cause, told.position, told.before, told.given) == ("differs", 0, "", "7 7 7 7 7")
+    assert (told.cause, told.position, told.before, told.prompt) == ("differs", 0, "", "7 7 7 7 7")
 
 
 def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path):
@@ -173,7 +173,7 @@ def test_a_request_that_was_made_without_a_checkpoint_in_reach(tmp_path: Path):
     # It was computed from its first token, though two of its blocks were there.
     told = files.why(tokens, reached=0)
     assert (told.cause, told.chain_tokens, told.cold_tokens) == ("no_checkpoint", 8, 0)
-    assert (told.position, told.given.split()[0], told.stored) == (9, "70", "10 11 12")
+    assert (told.position, told.prompt.split()[0], told.stored) == (9, "70", "10 11 12")
 
 
 def test_lineage_bears_any_file(tmp_path: Path):
@@ -310,7 +310,7 @@ def test_each_cause_is_a_sentence():
             prompt_tokens=500,
             position=130,
             before="a",
-            given="b",
+            prompt="b",
             gone_at=now - 60,
         )
         text = as_text(WhyMiss("m", told), now)
@@ -351,7 +351,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         file = tmp_path / "changed.json"
         file.write_text(json.dumps({"path": CHAT, "body": body(daemon.model, changed)}))
         told = why(str(file), *url).explanation
-        assert told.cause == "differs" and "CHANGED" in told.given and "CHANGED" not in told.stored
+        assert told.cause == "differs" and "CHANGED" in told.prompt and "CHANGED" not in told.stored
         assert told.hot_tokens >= BLOCK and told.position >= told.hot_tokens
         same = tmp_path / "same.json"
         same.write_text(json.dumps(body(daemon.model, text)))
@@ -361,7 +361,7 @@ def test_over_a_daemon_and_without_one(tmp_path: Path, capsys):
         assert why(str(file), *url).explanation.cause == "none"
         found = why("last", *url)
         assert found.reached == usage["cached_hot"] + usage["cached_cold"]
-        assert found.explanation.cause == "differs" and "CHANGED" in found.explanation.given
+        assert found.explanation.cause == "differs" and "CHANGED" in found.explanation.prompt
         assert main.main(["cache", "why-miss", *url, *folder]) == 0
         assert found.request_id in capsys.readouterr().out
         assert main.main(["cache", "why-miss", found.request_id, *url, *folder]) == 0
