@@ -86,7 +86,6 @@ class Report(msgspec.Struct, kw_only=True):
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 if the model can't be loaded. Raises ConfigError."""
-    parser.allow_abbrev = False
     parser.add_argument("model", help="a folder, a name of `omlxd models list`, a hub id or a GGUF file")
     parser.add_argument(
         "--lengths", metavar="N,…", help="prompt lengths in tokens, as 1k,4k; default: 1k up to the context"

@@ -279,7 +279,6 @@ def _context(target: Target) -> str:
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 if there is no answer. Raises ConfigError."""
-    parser.allow_abbrev = False
     parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
     parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")

@@ -33,9 +33,8 @@ class Shown(msgspec.Struct):
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError, as `omlxd serve` would for the same settings."""
-    parser.allow_abbrev = False
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    show = verbs.add_parser("show", help="each setting and where it comes from", allow_abbrev=False)
+    show = verbs.add_parser("show", help="each setting and where it comes from")
     show.add_argument("--json", action="store_true", help="a JSON list")
     add_flags(show)
     args = vars(parser.parse_args(argv))

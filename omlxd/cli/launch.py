@@ -198,7 +198,6 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:at], argv[at + 1 :]
     parser.usage = f"omlxd launch {'|'.join(AGENTS)} [--url URL] [--model NAME] [--print-env] [-- ARGS …]"
-    parser.allow_abbrev = False
     parser.add_argument("agent", choices=list(AGENTS), help="which agent; it is looked for on the PATH")
     parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
     parser.add_argument(

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..config import OPTIONS, add_flags, closest, load_settings
@@ -50,7 +50,10 @@ VERBS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that ends in one sentence instead of a page of usage."""
+    """argparse that ends in one sentence instead of a page of usage, and takes no shortened flags."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         kind, _, words = message.partition(": ")
@@ -101,7 +104,6 @@ def _main(argv: list[str]) -> int:
         help="serve a model over HTTP",
         description="Serve a model over HTTP with OpenAI and Anthropic APIs. Every flag can also be "
         "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
-        allow_abbrev=False,
     )
     add_flags(serve)
     for name, (_, description) in VERBS.items():

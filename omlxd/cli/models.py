@@ -166,7 +166,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
     def verb(name: str, run: Callable[[argparse.Namespace], int], text: str, *, asks: bool = True):
-        made = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        made = verbs.add_parser(name, help=text, description=text)
         made.set_defaults(run=run)
         made.add_argument("--json", action="store_true", help="one JSON object")
         if asks:

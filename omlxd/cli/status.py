@@ -77,7 +77,6 @@ PATH = "/omlxd/status"
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError and DaemonError."""
-    parser.allow_abbrev = False
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)

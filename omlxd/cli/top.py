@@ -32,7 +32,6 @@ _STATE_STYLES = {"ready": "green", "failed": "red"}
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError, and DaemonError if there is no daemon at the start."""
-    parser.allow_abbrev = False
     add_url(parser)
     parser.add_argument("--interval", metavar="S", default="1", help="seconds between updates (default: 1)")
     parser.add_argument("--looks", metavar="N", default="0", help="end after N updates (default: never)")

@@ -52,22 +52,20 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 def _add_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    shown = verbs.add_parser("stats", help="what each model takes", allow_abbrev=False)
+    shown = verbs.add_parser("stats", help="what each model takes")
     shown.add_argument("--json", action="store_true", help="one JSON object")
-    checked = verbs.add_parser("check", help="verify files; exit 1 if any is bad", allow_abbrev=False)
+    checked = verbs.add_parser("check", help="verify files; exit 1 if any is bad")
     extent = checked.add_mutually_exclusive_group()
     extent.add_argument("--all", action="store_true", help="every file (the default)")
     extent.add_argument("--sample", metavar="N/M", type=_fraction, help="N of every M files, by chance")
     checked.add_argument("--delete-bad", action="store_true", help="remove bad files; a daemon may run")
-    scrubbed = verbs.add_parser(
-        "scrub", help="check everything, remove bad files and leftovers", allow_abbrev=False
-    )
+    scrubbed = verbs.add_parser("scrub", help="check everything, remove bad files and leftovers")
     scrubbed.add_argument("--orphans", action="store_true", help="and the KV of models that are gone")
-    cleared = verbs.add_parser("clear", help="remove KV, by model or by age", allow_abbrev=False)
+    cleared = verbs.add_parser("clear", help="remove KV, by model or by age")
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
-    why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends", allow_abbrev=False)
+    why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
     why_miss.add_arguments(why)
     why.set_defaults(run=why_miss.run)
     add_flags(why, *_FOLDER_OPTIONS)

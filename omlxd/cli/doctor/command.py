@@ -28,7 +28,6 @@ class Report(msgspec.Struct):
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError for settings that make no sense, as `omlxd serve` would."""
-    parser.allow_abbrev = False
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--no-disk-test", action="store_true", help="don't write and read 256 MB")
     parser.add_argument("--url", help="the daemon's address, for --host and --port")

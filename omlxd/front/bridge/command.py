@@ -44,7 +44,6 @@ _NOT_HERE = frozenset(
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Ends the process, with status 1 if another omlxd holds the SSD cache. Raises ConfigError."""
-    parser.allow_abbrev = False
     add_flags(parser, *(option.name for option in OPTIONS if option.name not in _NOT_HERE))
     flags = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     settings = replace(
