@@ -19,7 +19,7 @@ ANSWER_S = 30.0
 
 
 class FrontLease:
-    """`kv.cold.lease.Lease` over the wire. `send(message)` may be called from any thread."""
+    """`kv.cold.writer.Lease` over the wire. `send(message)` may be called from any thread."""
 
     def __init__(self, send: Callable[[Any], None]):
         self._send = send

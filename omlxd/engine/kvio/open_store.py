@@ -15,9 +15,8 @@ from ...errors import ModelError
 from ...kv.block_pool import BlockPool
 from ...kv.checkpoint import CheckpointFiles, Checkpoints
 from ...kv.cold.flusher import Flusher, write_policy
-from ...kv.cold.lease import Lease
 from ...kv.cold.tier import ColdTier
-from ...kv.cold.writer import StoreWriter
+from ...kv.cold.writer import Lease, StoreWriter
 from ...kv.files.block_file import BlockFormat
 from ...kv.files.fs import PosixFileSystem
 from ...kv.files.namespace import NamespaceInfo, describe_namespace
