@@ -150,13 +150,6 @@ class EngineProcess:
         self.supervisor.begin_unload(grace_s)
         return True
 
-    async def unload(self, grace_s: float = UNLOAD_S) -> bool:
-        """End the process in order; True once it is gone. False: requests are in flight, it stays."""
-        begun = self.begin_unload(grace_s)
-        if begun:
-            await self.supervisor.gone()
-        return begun
-
     def give_up_load(self) -> None:
         """Fail whoever waits for a load under way, which the owner ends."""
         if self.state in ("loading", "restarting"):

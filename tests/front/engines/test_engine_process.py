@@ -246,7 +246,8 @@ async def test_an_unload_does_not_wait_for_an_engine_that_is_stopped():
         assert pid
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        assert await made.unload()
+        assert made.begin_unload()
+        await made.supervisor.gone()
         assert not alive(pid) and made.state == "unloaded"
         assert time.monotonic() - began < AT_ONCE_S
         assert words(await collect(made, "up")) == ["up"]

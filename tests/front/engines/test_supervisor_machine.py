@@ -156,6 +156,14 @@ class FakeCold:
         return FakeAccount(self.machine)
 
 
+async def unload(made: EngineProcess) -> bool:
+    """As the pool does."""
+    begun = made.begin_unload()
+    if begun:
+        await made.supervisor.gone()
+    return begun
+
+
 class Machine(RuleBasedStateMachine):
     @initialize(slots=st.integers(1, 8))
     def begin(self, slots: int) -> None:
@@ -270,7 +278,7 @@ class Machine(RuleBasedStateMachine):
     def unload(self, ticks: int, gives_up: bool) -> None:
         if gives_up:
             self.now(self.made.give_up_load)
-        self.unloads.append(self.now(lambda: asyncio.ensure_future(self.made.unload())))
+        self.unloads.append(self.now(lambda: asyncio.ensure_future(unload(self.made))))
         self.ticks(ticks)
 
     @rule(ticks=TICKS)
