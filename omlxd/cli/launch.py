@@ -31,12 +31,17 @@ class LaunchError(OmlxdError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A daemon and one of its models. `context`: tokens; None where the daemon can't tell."""
+    """A daemon and one of its models.
+
+    context  tokens; None where the daemon can't tell
+    sees     the model takes images. Claude Code and Codex take every model for one that does
+    """
 
     url: str
     key: str
     model: str
     context: int | None
+    sees: bool = False
 
     @property
     def output_tokens(self) -> int | None:
@@ -107,7 +112,10 @@ def _toml(text: str) -> str:
 
 
 def _opencode(target: Target) -> Start:
-    model: dict[str, Any] = {"name": target.model}
+    # PDFs are read for every model: as text, or as pictures of their pages.
+    inputs = ["text", "pdf", *(["image"] if target.sees else [])]
+    modalities = {"input": inputs, "output": ["text"]}
+    model: dict[str, Any] = {"name": target.model, "attachment": True, "modalities": modalities}
     if target.context is not None:
         model["limit"] = {"context": target.context, "output": target.output_tokens}
     provider = {
@@ -140,6 +148,7 @@ AGENTS = {
 
 class _Extension(msgspec.Struct):
     state: str = "ready"
+    input_modalities: list[str] = []
 
 
 class _Model(msgspec.Struct):
@@ -162,7 +171,8 @@ def find_target(url: str, key: str, name: str | None) -> Target:
         models = fetch(url, key, "/v1/models", Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
         if model.omlxd.state != "loading":
-            return Target(url, key, model.id, model.max_input_tokens)
+            sees = "image" in model.omlxd.input_modalities
+            return Target(url, key, model.id, model.max_input_tokens, sees)
         if time.monotonic() > deadline:
             raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")
         if not announced:

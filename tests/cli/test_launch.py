@@ -19,8 +19,8 @@ sys.exit(7)
 """
 
 
-def entry(id="org/tiny", context=4096, state="ready"):
-    return {"id": id, "max_input_tokens": context, "omlxd": {"state": state}}
+def entry(id="org/tiny", context=4096, state="ready", **more):
+    return {"id": id, "max_input_tokens": context, "omlxd": {"state": state, **more}}
 
 
 class FakeDaemon:
@@ -152,6 +152,15 @@ def test_opencode(launch, daemon):
     provider = config["provider"]["omlxd"]
     assert provider["options"] == {"baseURL": f"{daemon.url}/v1", "apiKey": "omlxd"}
     assert provider["models"]["org/tiny"]["limit"] == {"context": 4096, "output": 1024}
+    assert provider["models"]["org/tiny"]["attachment"] is True
+
+
+@pytest.mark.parametrize(("more", "sees"), [({}, False), ({"input_modalities": ["text", "image"]}, True)])
+def test_opencode_is_told_what_the_model_reads(launch, daemon, more, sees):
+    daemon.answers = [[entry(**more)]]
+    _, env = given(launch("opencode"))
+    model = json.loads(env["OPENCODE_CONFIG_CONTENT"])["provider"]["omlxd"]["models"]["org/tiny"]
+    assert model["modalities"] == {"input": ["text", "pdf", *["image"] * sees], "output": ["text"]}
 
 
 def test_no_file_is_written(launch, tmp_path):

@@ -21,6 +21,7 @@ from omlxd.engine.vision.media import Media, Picture
 from omlxd.errors import InvalidRequest
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+pytest.importorskip("pypdfium2", reason="pypdfium2 is not installed")
 
 FIELD = "messages.3.content.1"
 
