@@ -1,14 +1,15 @@
 """Run the real clients against a daemon whose model follows a script, and say what was computed twice.
 
-    python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns] [--template FILE]
+    python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns] [--template FILE] [--vision]
 
 Clients: claude-code (two versions), codex, opencode, openai, anthropic. They are installed from npm and
 PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
 with no key, against 127.0.0.1 alone. Only the model's logits follow the script (clients/script.py):
 tokenizer, template, KV and parsers are real.
 
-Each client plays a tool loop with file reads, a second turn, an interrupted turn and what follows it, a
-turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent and a compaction.
+Each client plays a tool loop with file reads, a second turn, a PDF, an interrupted turn and what follows it,
+a turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent and a compaction.
+With --vision the model sees, and each agent reads a picture too.
 
 A row tells, in tokens of the model: prompts, cached, recomputed, the ideal (what a prompt shares with
 anything that the daemon had computed before), and the most that one request lost of it. A request that
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, ClaudeCode, Codex, OpenCode, write_files
 from clients.install import InstallError, python_with
@@ -67,6 +69,7 @@ def main() -> int:
     parser.add_argument("--turns", action="store_true", help="also a row for each turn that passed")
     parser.add_argument("--keep", type=Path, help="folder that keeps logs and homes of the clients")
     parser.add_argument("--template", type=Path, help="a chat template (Jinja) instead of the demo's")
+    parser.add_argument("--vision", action="store_true", help="a model that sees")
     options = parser.parse_args()
     template = options.template.read_text() if options.template else ""
     options.home.mkdir(parents=True, exist_ok=True)
@@ -74,13 +77,20 @@ def main() -> int:
     passed = True
     with tempfile.TemporaryDirectory(prefix="omlxd-clients-") as temporary:
         scratch = options.keep or Path(temporary)
-        model = build_script_model(scratch / "scripted", template=template)
+        if options.vision:
+            from vision_families import build_vision_family
+
+            model = build_vision_family("qwen2_5_vl", scratch / "scripted")
+        else:
+            model = build_script_model(scratch / "scripted", template=template)
         for entry in CLIENTS:
             if entry.name not in options.only:
                 continue
             total = Row(f"{entry.name} {entry.version}", "all")
             # A daemon each: none finds in the cache what another left there.
-            for row in _rows(entry, options.home, scratch / f"{entry.name}-{entry.version}", model):
+            for row in _rows(
+                entry, options.home, scratch / f"{entry.name}-{entry.version}", model, options.vision
+            ):
                 if entry.kind and (options.turns or row.problem):
                     _print(row)
                 total.add(row)
@@ -93,7 +103,7 @@ def _print(row: Row) -> None:
     print("| " + " | ".join(map(str, row.cells())) + " |", flush=True)
 
 
-def _rows(entry: Entry, home: Path, scratch: Path, model: Path) -> Iterator[Row]:
+def _rows(entry: Entry, home: Path, scratch: Path, model: Path, sees: bool) -> Iterator[Row]:
     name = f"{entry.name} {entry.version}"
     try:
         with contextlib.ExitStack() as stack:
@@ -102,7 +112,7 @@ def _rows(entry: Entry, home: Path, scratch: Path, model: Path) -> Iterator[Row]
             served = first_model(daemon.url)
             if entry.kind is not None:
                 agent: Agent = entry.kind(
-                    entry.kind.install(home, entry.version), scratch, recorder.url, served
+                    entry.kind.install(home, entry.version), scratch, recorder.url, served, sees
                 )
                 agent.prepare()
                 yield from agent_turns(name, agent, recorder, daemon)

@@ -9,8 +9,8 @@ from typing import ClassVar
 import openai
 import pytest
 from fake_engine import FakeEngine
+from media_files import pdf
 from msgspec.structs import replace
-from pdf_files import pdf
 from sdk_clients import claude, gpt
 
 from omlxd import chat

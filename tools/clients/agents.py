@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from media_files import pdf, png
+
 from .install import npm_program
 from .run import Running, start_client
 
@@ -15,27 +17,33 @@ OPENCODE = "1.18.33"
 CODEX = "0.169.0"
 CONTEXT_TOKENS = 131072
 
-FILES = {
+FILES: dict[str, str | bytes] = {
     "alpha.txt": "The kettle is on the shelf.\n",
     "beta.txt": "The saucer is under the cup.\n" * 20,
     "gamma.txt": "The spoons are in the drawer.\n" * 5,
+    "pages.pdf": pdf(["The kettle sings.\n" * 30, "The saucer listens.\n" * 30]),
+    "shot.png": png(320, 200),
 }
 
 
 def write_files(folder: Path) -> None:
     """The files that scenarios read."""
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
+    for name, content in FILES.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @dataclass(slots=True, frozen=True)
 class Agent:
-    """One agent at one version, with a home and a project folder of its own under `scratch`."""
+    """One agent at one version, with a home and a project folder of its own under `scratch`.
+
+    sees  it is told that the model does
+    """
 
     program: Path
     scratch: Path
     url: str
     model: str
+    sees: bool = False
 
     @property
     def home(self) -> Path:
@@ -94,7 +102,15 @@ class OpenCode(Agent):
             "name": "omlxd",
             "options": {"baseURL": f"{self.url}/v1", "apiKey": "none"},
             "models": {
-                self.model: {"name": self.model, "limit": {"context": CONTEXT_TOKENS, "output": 16384}}
+                self.model: {
+                    "name": self.model,
+                    "limit": {"context": CONTEXT_TOKENS, "output": 16384},
+                    "attachment": True,
+                    "modalities": {
+                        "input": ["text", "pdf", *(["image"] if self.sees else [])],
+                        "output": ["text"],
+                    },
+                }
             },
         }
         name = f"omlxd/{self.model}"

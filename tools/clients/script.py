@@ -66,6 +66,8 @@ SCENARIOS: dict[str, list[Step]] = {
         Read(["alpha.txt"], "The sub-agent is done."),
         Say("The sub-agent read gamma, I read alpha."),
     ],
+    "pdf": [Read(["pages.pdf"], "I read the pages."), Say("The pages tell of a kettle.")],
+    "picture": [Read(["shot.png"], "I look at the shot."), Say("The shot is red and blue.")],
     "weather": [
         Call("get_weather", {"city": "Oslo", "days": 2}),
         Call("get_weather", {"city": "Røros", "days": 1}),
@@ -138,6 +140,8 @@ def _read_call(path: str, tools: Sequence[Tool]) -> tuple[str, dict[str, Any]]:
     for name, argument in (("Read", "file_path"), ("read", "filePath"), ("read_file", "path")):
         if name in names:
             return name, {argument: path}
+    if path.endswith(".png") and "view_image" in names:
+        return "view_image", {"path": path}
     for name, argument in (("exec_command", "cmd"), ("shell_command", "command"), ("shell", "command")):
         if name in names:
             schema = names[name].parameters.get("properties", {}).get(argument, {})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from .agents import Agent, ClaudeCode
+from .agents import Agent, ClaudeCode, Codex
 from .own_daemon import OwnDaemon
 from .recorder import GONE, Recorder, Request
 from .reuse import Reuse, ReuseLog, changed, main_of
@@ -146,6 +146,10 @@ def agent_turns(client: str, agent: Agent, recorder: Recorder, daemon: OwnDaemon
 
     yield session.turn("tool loop", play("two-files", False), "beta of saucers", follows=False)
     yield session.turn("second turn", play("once-more"), "Gamma tells of spoons")
+    if not isinstance(agent, Codex):  # It reads no PDFs.
+        yield session.turn("PDF", play("pdf"), "tell of a kettle")
+    if agent.sees:
+        yield session.turn("picture", play("picture"), "red and blue")
     yield session.cancelled("interrupted", play("long"))
     yield session.turn("after that", play("both-at-once"), "Both are read")
     if isinstance(agent, ClaudeCode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pdf_files import locked_pdf, pdf
+from media_files import locked_pdf, pdf
 
 from omlxd.chat import Conversation, DocumentPart, ImagePart, Message, TextPart, ToolResultPart
 from omlxd.engine.prompt.canonical import chain_of

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pdf_files import locked_pdf, pdf
+from media_files import locked_pdf, pdf, png
 
 from omlxd.chat import DocumentPart, ImagePart
 from omlxd.engine.vision import media as media_room
@@ -148,16 +148,6 @@ def test_other_depths_and_colours_are_read(media):
 # --------------------------------------------------------------------------- limits
 
 
-def hollow_png(width: int, height: int, body: bytes = b"") -> bytes:
-    """A PNG of RGBA pixels that says its size, and holds `body`."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    head = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-
-
 def test_sizes_at_and_past_the_limits(media):
     assert picture(media, encoded(Image.new("RGB", (1, 1), "red"))).rgb == b"\xff\0\0"
     assert picture(media, encoded(Image.new("1", (20_000, 100)))).width == 20_000
@@ -169,8 +159,8 @@ def test_sizes_at_and_past_the_limits(media):
 
 def test_a_bomb_is_refused_before_it_is_decoded(media):
     began = time.monotonic()
-    assert "pixels" in refusal(media, hollow_png(2**31 - 1, 2**31 - 1))
-    assert "pixels" in refusal(media, hollow_png(50_000, 50_000, zlib.compress(b"\0" * 10_000_000)))
+    assert "pixels" in refusal(media, png(2**31 - 1, 2**31 - 1, b"", 6))
+    assert "pixels" in refusal(media, png(50_000, 50_000, zlib.compress(b"\0" * 10_000_000), 6))
     text = b"zTXtx\0\0" + zlib.compress(b"a" * 100_000_000)
     data = encoded(Image.new("RGB", (2, 2)))
     bomb = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))

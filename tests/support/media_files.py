@@ -1,8 +1,23 @@
-"""Small PDFs, written by hand."""
+"""Small PNGs and PDFs, written by hand."""
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
+
+
+def png(width: int, height: int, rows: bytes | None = None, colour: int = 2) -> bytes:
+    """A PNG. `rows`: its data, compressed; None: a gradient from red to blue. `colour`: PNG's colour type."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    if rows is None:
+        line = b"".join(bytes((255 * x // width, 0, 255 - 255 * x // width)) for x in range(width))
+        rows = zlib.compress((b"\0" + line) * height)
+    head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
 def pdf(pages: Sequence[str], size: tuple[float, float] = (612, 792)) -> bytes:
