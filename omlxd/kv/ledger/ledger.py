@@ -287,6 +287,7 @@ class Ledger:
 
     def stored(self, files: Iterable[tuple[str, int]]) -> None:
         """Granted bytes became files; they are the most recently used."""
+        self._writes.turn_the_page()
         for path, nbytes in files:
             self._reserved = max(0, self._reserved - nbytes)
             self._written += nbytes
@@ -366,6 +367,7 @@ class Ledger:
         def written_to(name: str) -> bool:
             return name == gone.namespace if gone.namespace else is_namespace_dir(name)
 
+        self._writes.turn_the_page()
         unwritten = gone.outstanding
         for _, path, size in sorted(self._walk(only=written_to, dead=gone.pid)):
             if self._files.nbytes_of(path) != size:  # New, or a record that was replaced.

@@ -60,8 +60,11 @@ class WriteBudget:
         self.outstanding: Callable[[], int] = lambda: 0
 
     def open(self) -> None:
-        """Take up what this day has had so far. Never raises OSError."""
-        self._day, self._spent = self._today(), 0
+        """Take up what this day has had so far: the file's sum, or its own if that is more.
+
+        Never raises OSError.
+        """
+        self.turn_the_page()
         with contextlib.suppress(OSError):
             self._fs.unlink(self._path + TEMP_SUFFIX)
         try:
@@ -76,7 +79,7 @@ class WriteBudget:
                 )
                 self._refused = True
         if saved is not None and saved.day == self._day:
-            self._spent = max(0, saved.bytes)
+            self._spent = max(self._spent, saved.bytes)
         self._saved = self._spent
 
     def close(self) -> None:
@@ -87,18 +90,18 @@ class WriteBudget:
     @property
     def spent(self) -> int:
         """Bytes granted today and not given back."""
-        self._turn_the_page()
+        self.turn_the_page()
         return self._spent
 
     @property
     def used_up(self) -> bool:
         """Something was refused today."""
-        self._turn_the_page()
+        self.turn_the_page()
         return self._refused
 
     def spend(self, nbytes: int) -> bool:
         """Grant `nbytes` more. False: today's budget has no room for them."""
-        self._turn_the_page()
+        self.turn_the_page()
         if self.limit and self._spent + nbytes > self.limit:
             # An engine that is refused a large lease asks again for a single file.
             if nbytes < AHEAD or self.limit - self._spent < _NOTHING:
@@ -112,7 +115,7 @@ class WriteBudget:
 
     def give_back(self, nbytes: int) -> None:
         """Granted bytes that were not written."""
-        self._turn_the_page()
+        self.turn_the_page()
         self._spent = max(0, self._spent - nbytes)
 
     def _tell(self) -> None:
@@ -123,7 +126,8 @@ class WriteBudget:
                 self.limit // 10**6,
             )
 
-    def _turn_the_page(self) -> None:
+    def turn_the_page(self) -> None:
+        """Begin a new day, if there is one, with what is `outstanding`: call it before that grows less."""
         if (today := self._today()) != self._day:
             self._day, self._spent, self._saved, self._refused = today, self.outstanding(), 0, False
 

@@ -1,20 +1,24 @@
-"""The ledger's promise after every step: what lies on disk and what engines may still write fits the cap.
+"""The ledger's promises after every step: the cap, the account, whose turn it is to go, the day's writes.
 
 Several engines write files of several sizes and replace some (records), and each one's messages come late.
-Engines die at any moment, folders can't be read, and the cache dir goes and comes back. The oracle is
-outside: bytes of real files, and the grants that the engines themselves count.
+Engines die at any moment, files can't be removed, folders can't be read, models are removed, days pass, the
+daemon is killed, and the cache dir goes and comes back. Two oracles: bytes of real files with the grants that
+the engines themselves count, and `Account`, which does in plain lists what the ledger is to do.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -26,51 +30,171 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kv_fakes import bytes_on_disk, files_in, ram_folder, temps_in
+from kv_fakes import files_in, ram_folder, temps_in
 from kv_machines import LONG, QUICK
-from ledger_files import PAGE, name
+from ledger_files import PAGE
 
 import omlxd.kv.ledger.ledger as ledger_module
-from omlxd.kv.ledger.ledger import Ledger
+from omlxd.kv.files.fs import PosixFileSystem, touch_in_order
+from omlxd.kv.files.namespace import FILE_NAME, NamespaceInfo, describe_namespace
+from omlxd.kv.files.paths import LOCK_NAME, RECORD_SUFFIX, SUFFIX, file_kind, is_stored_path, temp_owner
+from omlxd.kv.files.record_file import MOST_AGE_S
+from omlxd.kv.ledger import write_budget
+from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
+from omlxd.kv.ledger.write_budget import WriteBudget
 
 ENGINES = st.integers(0, 9)
+FILE = st.integers(0, 3)
+RECORD = 3
+AHEAD = 2 * PAGE
+
+
+def path_of(letter: str, file: int) -> str:
+    digest = sha256(f"{letter}{file}".encode()).hexdigest()
+    return f"{letter * 32}/{digest[:2]}/{digest}{RECORD_SUFFIX if file == RECORD else SUFFIX}"
 
 
 @dataclass(eq=False)
 class Engine:
     """balance      bytes that it may still write
     outstanding  bytes that the front has granted it, less what it has said of them
-    messages     what it has said and the ledger has not heard yet
+    messages     what it has said and the ledger has not heard yet, and the bytes of a file that it is about
     writing      its temporary file, the file's name, and bytes
     """
 
     pid: int
-    namespace: str
+    letter: str
     balance: int = 0
     outstanding: int = 0
-    messages: deque[Callable[[], None]] = field(default_factory=deque)
+    messages: deque[tuple[Callable[[], None], int]] = field(default_factory=deque)
     writing: tuple[Path, str, int] | None = None
 
 
+@dataclass
+class Day:
+    """What the write budget is to know. `on_file`: day and bytes that the next life will read."""
+
+    limit: int
+    day: int = 1
+    spent: int = 0
+    saved: int = 0
+    on_file: tuple[int, int] = (0, 0)
+
+    def turn(self, today: int, reserved: int) -> None:
+        if today != self.day:
+            self.day, self.spent, self.saved = today, reserved, 0
+
+    def spend(self, nbytes: int) -> bool:
+        if self.limit and self.spent + nbytes > self.limit:
+            return False
+        self.spent += nbytes
+        if self.spent > self.saved:
+            ahead = self.spent + AHEAD
+            self.save(min(ahead, self.limit) if self.limit else ahead)
+        return True
+
+    def save(self, nbytes: int) -> None:
+        if not LedgerMachine.unwritable:
+            self.saved, self.on_file = nbytes, (self.day, nbytes)
+
+    def open(self, today: int, reserved: int) -> None:
+        """A sum that could not be written is in memory alone."""
+        self.turn(today, reserved)
+        if self.on_file[0] == today:
+            self.spent = max(self.spent, self.on_file[1])
+        self.saved = self.spent
+
+
+@dataclass
+class Account:
+    """What the ledger is to know. `files`: path → bytes, the next to go first; `stuck` can't be removed.
+
+    gone   engines that ended and could not be counted: (outstanding, of that said to nobody, pid, letter)
+    what   became of files: path → word
+    """
+
+    cap: int
+    day: Day
+    files: dict[str, int] = field(default_factory=dict)
+    stuck: set[str] = field(default_factory=set)
+    reserved: int = 0
+    written: int = 0
+    evicted: list[str] = field(default_factory=list)
+    gone: list[tuple[int, int, int, str]] = field(default_factory=list)
+    away: bool = False
+    has_stock: bool = True
+    what: dict[str, str] = field(default_factory=dict)
+
+    def add(self, path: str, nbytes: int) -> None:
+        self.files.pop(path, None)
+        self.stuck.discard(path)
+        self.files[path] = nbytes
+        self.written += nbytes
+
+    def use(self, path: str) -> None:
+        if path in self.files:
+            self.files[path] = self.files.pop(path)
+
+    def excess(self, nbytes: int = 0) -> int:
+        return sum(self.files.values()) + self.reserved + nbytes - self.cap
+
+    def evict(self, excess: int, orphans: set[str]) -> None:
+        """Orphans' files first, then the least recently used; what can't be removed goes to the back."""
+        tries = len(self.files)
+        while excess > 0 and tries and self.files:
+            path = min(self.files, key=lambda p: p in self.stuck or p.partition("/")[0] not in orphans)
+            nbytes = self.files.pop(path)
+            self.stuck.discard(path)
+            if path in LedgerMachine.undeletable:
+                self.files[path] = nbytes
+                self.stuck.add(path)
+                tries -= 1
+            else:
+                excess -= nbytes
+                self.evicted.append(path)
+                self.what[path] = "evicted"
+
+
 class LedgerMachine(RuleBasedStateMachine):
-    """One ledger, engines of two models, and one folder."""
+    """One ledger, engines of three models, and one folder. A rule tells `account` first."""
 
     unreadable = False
+    unwritable = False
+    undeletable: ClassVar[set[str]] = set()
 
-    @initialize(pages=st.integers(2, 12), letters=st.lists(st.sampled_from("ab"), min_size=2, max_size=4))
-    def start(self, pages: int, letters: list[str]) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="omlxd-ledger-", dir=ram_folder()))
-        self.cap = pages * PAGE
-        self.pids = 0
-        self.open()
+    @initialize(
+        pages=st.integers(2, 12),
+        daily=st.sampled_from([0, 0, 8, 20]),
+        letters=st.lists(st.sampled_from("ab"), min_size=2, max_size=4),
+    )
+    def start(self, pages: int, daily: int, letters: list[str]) -> None:
+        self.home = Path(tempfile.mkdtemp(prefix="omlxd-ledger-", dir=ram_folder()))
+        self.root = self.home / "cache"
+        self.models = {letter: self.home / letter for letter in "abc"}
+        self.strangers = [Path("c" * 32) / "notes.txt", Path("d" * 40) / "00" / "x.safetensors"]
+        self.strangers.append(Path(path_of("a", 99)))
+        for stranger in self.strangers:
+            (self.root / stranger).parent.mkdir(parents=True, exist_ok=True)
+        for stranger in self.strangers[:2]:
+            (self.root / stranger).touch()
+        (self.root / self.strangers[2]).symlink_to(self.home)
+        self.cap, self.daily, self.today = pages * PAGE, daily * PAGE, 1
+        self.pids = self.written_today = self.unseen = 0
+        self.missing: set[str] = set()
+        """Files that were removed, perhaps before the ledger hears that they were written."""
+        self.open(Day(self.daily))
         for letter in letters:
             self.begins(letter)
 
-    def open(self) -> None:
+    def open(self, day: Day) -> None:
         self.engines: list[Engine] = []
         self.aside: Path | None = None
-        LedgerMachine.unreadable = False
-        self.ledger = Ledger(self.root, self.cap)
+        LedgerMachine.unreadable = LedgerMachine.unwritable = False
+        LedgerMachine.undeletable.clear()
+        self.account = Account(self.cap, day)
+        self.counts_anew()
+        writes = WriteBudget(self.root, self.daily, BudgetFiles(), lambda: f"2026-01-{self.today}")
+        self.ledger = Ledger(self.root, self.cap, writes)
         self.ledger.open()
         assert temps_in(self.root) == []
 
@@ -78,39 +202,129 @@ class LedgerMachine(RuleBasedStateMachine):
         if hasattr(self, "ledger"):
             self.come_back()
             self.ledger.close()
-            shutil.rmtree(self.root)
+            shutil.rmtree(self.home)
 
     def pick(self, number: int) -> Engine:
         return self.engines[number % len(self.engines)]
 
+    # ----------------------------------------------------------------- what the ledger is to do
+
+    def evicts(self, excess: int) -> None:
+        in_use = {engine.letter for engine in self.engines}
+        orphans = {
+            letter * 32
+            for letter, folder in self.models.items()
+            if letter not in in_use
+            and not (folder.exists() and (self.root / (letter * 32) / FILE_NAME).exists())
+        }
+        before = len(self.account.evicted)
+        self.account.evict(excess, orphans)
+        self.missing.update(self.account.evicted[before:])
+
+    def on_disk(self, letters: str = "abc") -> list[tuple[int, str, int]]:
+        """(mtime, path, bytes) of those that count, the oldest first."""
+        folders = tuple(letter * 32 for letter in letters)
+        paths = [str(path.relative_to(self.root)) for path in files_in(self.root)]
+        stats = [(path, (self.root / path).stat()) for path in paths if is_stored_path(path)]
+        return sorted((s.st_mtime_ns, path, s.st_size) for path, s in stats if path.startswith(folders))
+
+    def counts_anew(self) -> None:
+        """A walk of all: temporary files go, and records that nobody has used for long."""
+        account = self.account
+        for engine in self.engines:
+            if engine.writing is not None:
+                engine.balance += engine.writing[2]
+                engine.writing = None
+        oldest = (time.time() - MOST_AGE_S) * 1e9
+        files = [(at, path, n) for at, path, n in self.on_disk() if not (is_record(path) and at < oldest)]
+        account.files = {path: nbytes for _, path, nbytes in files}
+        account.stuck = set()
+        account.reserved -= sum(outstanding for outstanding, *_ in account.gone)
+        account.gone = []
+        account.away, account.has_stock = False, True
+        self.evicts(account.excess())
+        account.day.open(self.today, account.reserved)
+
+    def looks_there(self) -> bool:
+        """The folder is looked at. False: it is not usable."""
+        account = self.account
+        if self.aside is not None:
+            account.away = True
+        elif account.away and LedgerMachine.unreadable:
+            account.has_stock, account.files = False, {}
+        elif account.away:
+            self.counts_anew()
+        return not account.away
+
+    def settles_gone(self) -> None:
+        account = self.account
+        if LedgerMachine.unreadable:
+            return
+        gone, account.gone = account.gone, []
+        for outstanding, unsaid, _, letter in gone:
+            account.day.turn(self.today, account.reserved)
+            unwritten = outstanding
+            for _, path, nbytes in self.on_disk(letter):
+                if account.files.get(path) != nbytes:
+                    account.add(path, nbytes)
+                    unwritten -= nbytes
+            # A record replaced by one of its size looks as before, and what was removed since is gone.
+            self.unseen += max(0, unsaid - (outstanding - unwritten))
+            account.reserved -= outstanding
+            account.day.spent = max(0, account.day.spent - max(0, unwritten))
+            self.evicts(account.excess())
+
     # ----------------------------------------------------------------- engines
 
     @precondition(lambda self: len(self.engines) < 4)
-    @rule(letter=st.sampled_from("ab"))
+    @rule(letter=st.sampled_from("abc"))
     def begins(self, letter: str) -> None:
         self.pids += 1
-        engine = Engine(self.pids, letter * 32)
-        self.ledger.engine_loaded(engine.namespace, str(self.root))
-        self.engines.append(engine)
+        self.models[letter].mkdir(exist_ok=True)
+        if letter != "c":
+            info = NamespaceInfo(
+                model_id=letter,
+                model_path=str(self.models[letter]),
+                model_type="tiny",
+                block_size=4,
+                block_bytes=PAGE,
+                facts_digest=letter * 64,
+            )
+            describe_namespace(self.root, info, PosixFileSystem(str(self.root / LOCK_NAME)))
+        self.ledger.engine_loaded(letter * 32, str(self.models[letter]))
+        self.engines.append(Engine(self.pids, letter))
+
+    @rule(letter=st.sampled_from("abc"))
+    def model_is_removed(self, letter: str) -> None:
+        shutil.rmtree(self.models[letter], ignore_errors=True)
 
     @precondition(lambda self: self.engines)
     @rule(number=ENGINES, pages=st.integers(1, 4))
     def reserves(self, number: int, pages: int) -> None:
-        engine = self.pick(number)
+        engine, account, nbytes = self.pick(number), self.account, pages * PAGE
         self.hears(number, len(engine.messages))
-        granted = self.ledger.reserve(pages * PAGE)
-        assert granted in (0, pages * PAGE)
-        engine.balance += granted
-        engine.outstanding += granted
+        expected = 0
+        if self.looks_there():
+            self.settles_gone()
+            if account.reserved + nbytes <= self.cap:
+                account.day.turn(self.today, account.reserved)
+                if account.day.spend(nbytes):
+                    self.evicts(account.excess(nbytes))
+                    expected = nbytes if account.excess(nbytes) <= 0 else 0
+                    account.day.spent -= nbytes - expected
+        assert self.ledger.reserve(nbytes) == expected
+        account.reserved += expected
+        engine.balance += expected
+        engine.outstanding += expected
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, file=st.integers(0, 3), pages=st.integers(1, 3))
+    @rule(number=ENGINES, file=FILE, pages=st.integers(1, 3))
     def begins_to_write(self, number: int, file: int, pages: int) -> None:
         engine = self.pick(number)
         nbytes = min(pages * PAGE, engine.balance)
         if engine.writing is not None or not nbytes or self.aside is not None:
             return
-        path = name(file, engine.namespace)
+        path = path_of(engine.letter, file)
         temp = self.root / f"{path}.{engine.pid}-1.tmp"
         temp.parent.mkdir(parents=True, exist_ok=True)
         temp.write_bytes(bytes(nbytes))
@@ -121,24 +335,24 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=ENGINES)
     def ends_to_write(self, number: int) -> None:
         engine = self.pick(number)
-        if engine.writing is None:
+        if engine.writing is None or self.aside is not None:
             return
         (temp, path, nbytes), engine.writing = engine.writing, None
-        if not temp.exists():  # The folder is away, or was counted anew meanwhile.
-            engine.balance += nbytes
-            if self.aside is not None:
-                (self.aside / temp.relative_to(self.root)).unlink(missing_ok=True)
-            return
         temp.rename(self.root / path)
+        self.missing.discard(path)
+        self.written_today += nbytes
 
         def said() -> None:
-            self.ledger.stored([(path, nbytes)])
+            self.account.day.turn(self.today, self.account.reserved)
+            self.account.add(path, nbytes)
+            self.account.reserved -= nbytes
             engine.outstanding -= nbytes
+            self.ledger.stored([(path, nbytes)])
 
-        engine.messages.append(said)
+        engine.messages.append((said, nbytes))
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, file=st.integers(0, 3), pages=st.integers(1, 3))
+    @rule(number=ENGINES, file=FILE, pages=st.integers(1, 3))
     def writes(self, number: int, file: int, pages: int) -> None:
         """All of it; the ledger hears of the file later."""
         if self.pick(number).balance < pages * PAGE:
@@ -149,48 +363,122 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     @rule(number=ENGINES)
     def gives_back(self, number: int) -> None:
-        engine = self.pick(number)
+        engine, account = self.pick(number), self.account
         nbytes, engine.balance = engine.balance, 0
 
         def said() -> None:
-            self.ledger.released(nbytes)
+            account.day.turn(self.today, account.reserved)
+            account.day.spent = max(0, account.day.spent - nbytes)
+            account.reserved -= nbytes
             engine.outstanding -= nbytes
+            self.ledger.released(nbytes)
 
-        engine.messages.append(said)
-
-    @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, file=st.integers(0, 3))
-    def finds_damage(self, number: int, file: int) -> None:
-        path = name(file, self.pick(number).namespace)
-        (self.root / path).unlink(missing_ok=True)
-        self.pick(number).messages.append(lambda: self.ledger.dropped([path]))
+        engine.messages.append((said, 0))
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, count=st.integers(1, 3))
-    def hears(self, number: int, count: int) -> None:
+    @rule(number=ENGINES, file=FILE, removed=st.booleans())
+    def finds_damage(self, number: int, file: int, removed: bool) -> None:
+        """`removed`: and could remove it."""
+        path, account = path_of(self.pick(number).letter, file), self.account
+        if removed and self.aside is None:
+            (self.root / path).unlink(missing_ok=True)
+            self.missing.add(path)
+
+        def said() -> None:
+            account.what[path] = "damaged"
+            if self.looks_there() and not (self.root / path).exists():
+                account.files.pop(path, None)
+            self.ledger.dropped([path])
+
+        self.pick(number).messages.append((said, 0))
+
+    @precondition(lambda self: self.engines)
+    @rule(number=ENGINES, files=st.lists(FILE, min_size=1, max_size=4, unique=True))
+    def uses(self, number: int, files: list[int]) -> None:
+        """Leaf first."""
+        engine = self.pick(number)
+        paths = [path_of(engine.letter, file) for file in files]
+        touch_in_order(PosixFileSystem(), [str(self.root / path) for path in paths])
+
+        def said() -> None:
+            for path in paths:
+                self.account.use(path)
+            self.ledger.touched(paths)
+
+        engine.messages.append((said, 0))
+
+    @precondition(lambda self: self.engines)
+    @rule(number=ENGINES, count=st.integers(1, 3), midnight=st.booleans())
+    def hears(self, number: int, count: int, midnight: bool = False) -> None:
         messages = self.pick(number).messages
+        if midnight and messages:
+            self.next_day()
         for _ in range(min(count, len(messages))):
-            messages.popleft()()
+            messages.popleft()[0]()
 
     @precondition(lambda self: self.engines)
     @rule(number=ENGINES, unsaid=st.integers(0, 2))
     def dies(self, number: int, unsaid: int) -> None:
         """Killed; its last words may not have been sent."""
-        engine = self.pick(number)
+        engine, account = self.pick(number), self.account
         self.hears(number, max(0, len(engine.messages) - unsaid))
         self.engines.remove(engine)
-        self.ledger.engine_gone(engine.outstanding, engine.pid, engine.namespace)
+        if engine.outstanding:
+            unsaid = sum(nbytes for _, nbytes in engine.messages)
+            account.gone.append((engine.outstanding, unsaid, engine.pid, engine.letter))
+            if self.looks_there():
+                self.settles_gone()
+        self.ledger.engine_gone(engine.outstanding, engine.pid, engine.letter * 32)
+        pids = [pid for _, _, pid, _ in account.gone]
+        if engine.outstanding and engine.pid not in pids and self.aside is None:
+            assert not [temp for temp in temps_in(self.root) if temp_owner(temp.name) == engine.pid]
 
-    # ----------------------------------------------------------------- the folder
+    # ----------------------------------------------------------------- the owner
+
+    @rule(
+        files=st.lists(st.tuples(st.sampled_from("abc"), FILE), min_size=1, max_size=4), remove=st.booleans()
+    )
+    def owner_forgets(self, files: list[tuple[str, int]], remove: bool) -> None:
+        account, count, nbytes, troubles = self.account, 0, 0, 0
+        here = self.looks_there()
+        for path in dict.fromkeys(path_of(*file) for file in files):
+            if remove and path in LedgerMachine.undeletable:
+                troubles += 1
+                continue
+            if remove and self.aside is None:
+                self.missing.add(path)
+            if path in account.files and here and (remove or not (self.root / path).exists()):
+                count, nbytes = count + 1, nbytes + account.files.pop(path)
+                account.what[path] = "cleared"
+        paths = list(dict.fromkeys(path_of(*file) for file in files))
+        forgotten = self.ledger.forget(paths, remove)
+        assert (*forgotten[:2], len(forgotten[2])) == (count, nbytes, troubles)
+
+    @rule(letter=st.sampled_from("abc"))
+    def record_ages(self, letter: str) -> None:
+        path = self.root / path_of(letter, RECORD)
+        if path.exists():
+            os.utime(path, (1, 1))
+
+    # ----------------------------------------------------------------- the disk
+
+    @rule(letter=st.sampled_from("abc"), file=FILE)
+    def sticks(self, letter: str, file: int) -> None:
+        """It can't be removed, or can again."""
+        LedgerMachine.undeletable.symmetric_difference_update({path_of(letter, file)})
 
     @rule(unreadable=st.booleans())
     def reads_fail(self, unreadable: bool) -> None:
         LedgerMachine.unreadable = unreadable
 
+    @rule(unwritable=st.booleans())
+    def the_sum_can_not_be_written(self, unwritable: bool) -> None:
+        LedgerMachine.unwritable = unwritable
+
     @precondition(lambda self: self.aside is None)
     @rule()
     def folder_goes(self) -> None:
-        self.aside = self.root.with_name(f"{self.root.name}-aside")
+        self.aside = self.root.with_name("aside")
         self.root.rename(self.aside)
 
     @precondition(lambda self: self.aside is not None)
@@ -212,16 +500,40 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule()
     def looks(self) -> None:
         """The clock's turn."""
-        self.ledger.check_folder()
-        assert self.ledger.stats().folder_away == (self.aside is not None) or self.unreadable
+        usable = self.looks_there()
+        if usable:
+            self.settles_gone()
+        assert self.ledger.check_folder() == usable
 
-    @rule(pages=st.integers(2, 12))
-    def restarts(self, pages: int) -> None:
+    @precondition(lambda self: self.aside is None)
+    @rule()
+    def another_daemon_comes(self) -> None:
+        with pytest.raises(LedgerBusy) as refused:
+            Ledger(self.root, self.cap).lock()
+        assert refused.value.pid == os.getpid()
+
+    @rule()
+    def next_day(self) -> None:
+        self.today += 1
+        self.written_today = self.unseen = 0
+
+    @rule(pages=st.integers(2, 12), killed=st.booleans())
+    def restarts(self, pages: int, killed: bool) -> None:
         """With all engines, and perhaps another cap."""
         self.come_back()
+        account, day = self.account, self.account.day
+        if killed:
+            self.ledger._has_stock = False
+        elif account.has_stock and day.saved != day.spent:
+            day.save(day.spent)
         self.ledger.close()
+        # What was not on file is forgotten.
+        on_file = day.on_file[1] if day.on_file[0] == day.day else 0
+        if day.day == self.today:
+            self.unseen += max(0, day.spent - on_file)
         self.cap = pages * PAGE
-        self.open()
+        self.engines = []
+        self.open(Day(self.daily, self.today, on_file=day.on_file))
 
     # ----------------------------------------------------------------- what must hold
 
@@ -231,18 +543,49 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         folder = self.aside or self.root
         stats = self.ledger.stats()
-        possible = bytes_on_disk(folder) + sum(engine.balance for engine in self.engines)
+        written = sum(path.stat().st_blocks * 512 for path in files_in(folder) if file_kind(path.name))
+        possible = written + sum(engine.balance for engine in self.engines)
         assert possible <= self.cap, "over the cap"
         if self.aside is None and not stats.folder_away:
             assert possible <= stats.bytes_used + stats.reserved <= self.cap, "not on the account"
-        heard = not any(engine.messages or engine.outstanding for engine in self.engines)
-        if self.aside is None and heard and not stats.folder_away and not self.ledger._gone:
-            assert stats.reserved == 0, "a grant leaked"
-            assert len(files_in(folder)) <= stats.files
+        assert not self.daily or self.written_today <= self.daily + self.unseen, "over the day's budget"
+        for stranger in self.strangers:
+            assert os.path.lexists(folder / stranger), "not ours"
+
+    @invariant()
+    def the_account_is_right(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        account, folder = self.account, self.aside or self.root
+        account.day.turn(self.today, account.reserved)
+        stats = self.ledger.stats()
+        assert stats.reserved == account.reserved, "a grant leaked"
+        assert stats.written_today_bytes == max(0, account.day.spent - account.reserved)
+        assert stats.folder_away == account.away
+        assert stats.evicted_files == len(account.evicted)
+        for path, word in account.what.items():
+            removal = self.ledger.evicted_log.of(path)
+            assert is_record(path) or (removal is not None and removal.what == word)
+        if not account.away:
+            assert (stats.files, stats.bytes_used) == (len(account.files), sum(account.files.values()))
+            assert stats.written_bytes_total == account.written
+            for path in account.files.keys() - self.missing:
+                assert (folder / path).exists(), "removed out of turn"
+
+
+def is_record(path: str) -> bool:
+    return path.endswith(RECORD_SUFFIX)
+
+
+class BudgetFiles(PosixFileSystem):
+    def open_new(self, path: str) -> int:
+        if LedgerMachine.unwritable:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().open_new(path)
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def faults(monkeypatch: pytest.MonkeyPatch) -> None:
     def may_fail(function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any) -> Any:
             if LedgerMachine.unreadable:
@@ -251,7 +594,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
+    def unlink(path: str | Path, unlink: Callable[..., Any] = ledger_module.unlink) -> OSError | None:
+        sticks = any(str(path).endswith(name) for name in LedgerMachine.undeletable)
+        return PermissionError(errno.EPERM, "Operation not permitted") if sticks else unlink(path)
+
     monkeypatch.setattr(ledger_module, "JUDGE_S", 0.0)
+    monkeypatch.setattr(ledger_module, "unlink", unlink)
+    monkeypatch.setattr(write_budget, "AHEAD", AHEAD)
     for listing in ("entries_of", "subfolders"):
         monkeypatch.setattr(ledger_module, listing, may_fail(getattr(ledger_module, listing)))
 
