@@ -218,7 +218,11 @@ class EngineProcess:
         self._end_trial()
         self._again.clear()
         self._requests.fail(failed)
+        self._end_loads(failed)
+
+    def _end_loads(self, failed: Failed | None = None) -> None:
         settle(self._load_waiters, failed)
+        self._load_waiters.clear()  # In this step: they keep nothing loaded any more.
 
     # ----------------------------------------------------------------- what the supervisor calls
 
@@ -228,7 +232,7 @@ class EngineProcess:
             if not request.sends:
                 self._send(request)
         self._send_again()
-        settle(self._load_waiters)
+        self._end_loads()
 
     def _on_lost(self, failed: Failed, was_ready: bool) -> None:
         """Requests that the dead engine has not begun to answer go to the next one."""

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from ...config import Settings
-from ...errors import InvalidRequest, ModelError, NotFound, NotNow
+from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
@@ -207,7 +207,11 @@ class EnginePool:
         engine = await self.find_engine(model_name)
         engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
-        await engine.process.load()
+        try:
+            await engine.process.load()
+        except OmlxdError:
+            engine.by_name, engine.keep_alive = False, None
+            raise
         self._note()
         return engine
 
@@ -221,8 +225,11 @@ class EnginePool:
         return not engine.leaving
 
     def keep_alive(self, engine: ModelEngine, seconds: float) -> None:
-        """A request asks that `engine` stays for so long once it has ended; 0: it goes at once."""
-        engine.keep_alive, engine.leaving = seconds, False
+        """A request asks that `engine` stays for so long once it has ended; 0: it goes at once.
+
+        One that the owner had unloaded goes all the same.
+        """
+        engine.keep_alive = seconds
         self._note()
 
     def pin(self, model_name: str, pinned: bool) -> ModelEngine:
@@ -304,7 +311,7 @@ class EnginePool:
     def _note_change(self) -> None:
         self._note()
         for engine in self._engines.values():
-            if engine.state in ("unloaded", "restarting", "failed"):
+            if not engine.process.supervisor.has_process:
                 engine.admitted = False
 
     async def _keep(self) -> None:

@@ -193,6 +193,11 @@ class Supervisor:
     def pid(self) -> int | None:
         return self.link.pid if self.link else None
 
+    @property
+    def has_process(self) -> bool:
+        """Whether a process runs, or is being prepared."""
+        return self.link is not None or (self._spawning is not None and not self._spawning.done())
+
     def check_hold(self) -> None:
         """Raises Unavailable while the model is refused because its loads failed."""
         if self.state == "failed" and (left := self.restarts.hold_left_s) > 0:
@@ -231,7 +236,7 @@ class Supervisor:
             return
         self._wanted.clear()
         link, was_ready = self.link, self.state == "ready"
-        if link is None and (self._spawning is None or self._spawning.done()):
+        if not self.has_process:
             if self.state == "loading":
                 self.state = "unloaded"
             return
