@@ -107,27 +107,36 @@ class Checkpoints:
 
     # ----------------------------------------------------------------- storing and loading
 
-    def put(self, block_hash: BlockHash, position: int, payload: WritablePayload, *, write: bool) -> None:
+    def put(self, block_hash: BlockHash, position: int, payload: WritablePayload, *, write: bool) -> bool:
         """Keep the state after `position` tokens, the end of that block; `write`: on disk too.
 
         One that is in RAM already stays, and is what is written.
+        True: a file of it was there before, and stays as it is.
         """
-        pool, name = self._store.pool, checkpoint_name(block_hash)
+        pool, name, flusher = self._store.pool, checkpoint_name(block_hash), self._store.flusher
+        had_file = self._may_load(name) and not self._store.distrusts(name)
+        block = pool.get_cached_block(name)
+        if block is not None and block.payload is None and not had_file:
+            pool.forget(block)
+            block = None
         own: list[Block] = []
-        if (block := pool.get_cached_block(name)) is not None:
+        if block is not None:
             self._store.promote(block, name, payload)
         elif self._store.make_room(payload.nbytes):
             own = [pool.allocate()]
-            pool.cache(own[0], name, payload)
-        block = pool.get_cached_block(name)
-        flusher = self._store.flusher
-        lacks_file = not self._may_load(name) or self._store.distrusts(name)
-        if write and flusher is not None and self._files is not None and lacks_file:
-            key, tier = self._key(block_hash, position), self._files.at(position)
-            hot = block is not None and block.payload is not None
-            kept = cast(WritablePayload, block.payload) if block is not None and hot else payload
-            flusher.offer(key, kept, block if hot else None, tier, tokens=position)
+            block = pool.cache(own[0], name, payload)
+        if flusher is not None and self._files is not None:
+            if block is not None and (had_file or write):
+                block.on_disk = had_file  # A file may have been evicted since it was written.
+            if had_file:
+                flusher.unwritten.pop(name)
+            elif write:
+                hot = block is not None and block.payload is not None
+                kept = cast(WritablePayload, block.payload) if block is not None and hot else payload
+                key, tier = self._key(block_hash, position), self._files.at(position)
+                flusher.offer(key, kept, block if hot else None, tier, tokens=position)
         pool.free(own)
+        return had_file
 
     def load_into(self, block_hash: BlockHash, position: int, buffers: Sequence[memoryview]) -> bool:
         """Read a checkpoint's file into `buffers` and check it. Any thread. False: a miss."""

@@ -41,11 +41,14 @@ from kv_fakes import (
     payload_of,
     queued,
     ram_folder,
+    state_layout,
+    state_of,
     temps_in,
 )
 from kv_machines import LONG, QUICK
 
 from omlxd.kv.block_pool import BlockTable
+from omlxd.kv.checkpoint import checkpoint_name
 from omlxd.kv.cold import writer
 from omlxd.kv.cold.flusher import IDLE_S
 from omlxd.kv.cold.tier import ColdTier
@@ -55,7 +58,8 @@ from omlxd.kv.files.paths import LOCK_NAME, namespace_dir
 FOLDER = "5" * 32
 """A namespace of nobody's."""
 
-SPOILED = empty_payload().tobytes()
+NAN = 0xEE
+SPOILED = empty_payload(NAN).tobytes()
 """What stands for KV of NaN: no block of the oracle holds it."""
 
 TOKENS = st.integers(0, 1)
@@ -196,8 +200,13 @@ class StoreMachine(RuleBasedStateMachine):
                 self.rig.store.put(request.table, index, key, payload_of(key.block_hash))
 
     @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 99), blocks=st.lists(TOKENS, min_size=1, max_size=3), steps=st.integers(0, 4))
-    def spoil(self, number: int, blocks: list[int], steps: int) -> None:
+    @rule(
+        number=st.integers(0, 99),
+        blocks=st.lists(TOKENS, min_size=1, max_size=3),
+        steps=st.integers(0, 4),
+        writes=st.lists(st.booleans(), max_size=2),
+    )
+    def spoil(self, number: int, blocks: list[int], steps: int, writes: list[bool]) -> None:
         """A request stores NaN, and withdraws it; whatever the queues hold, it is never read again."""
         request, own = self.pick(number), {}
         request.tokens += [token for block in blocks for token in [block] * BLOCK]
@@ -205,10 +214,72 @@ class StoreMachine(RuleBasedStateMachine):
         done, request.keys = len(request.keys), chain(request.tokens)
         for index, key in enumerate(request.keys[done:], done):
             if self.rig.store.wants(key.block_hash):
-                own[key.block_hash] = self.rig.store.put(request.table, index, key, empty_payload())
+                own[key.block_hash] = self.rig.store.put(request.table, index, key, empty_payload(NAN))
+        for write in writes:
+            last, position = request.keys[-1].block_hash, len(request.keys) * BLOCK
+            if self.rig.states.hot(last) is None:
+                name = checkpoint_name(last)
+                had_file = self.put_state(last, position, write, NAN)
+                own[name] = own.get(name, True) and had_file
+            self.write(steps)
         self.write(steps)
         self.rig.store.withdraw(own)
         self.spoiled.update(name for name, had_file in own.items() if not had_file)
+
+    # ----------------------------------------------------------------- checkpoints
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 99), write=st.booleans())
+    def checkpoint(self, number: int, write: bool) -> None:
+        """A request keeps its state at its last block's end."""
+        keys = self.pick(number).keys
+        if keys:
+            self.put_state(keys[-1].block_hash, len(keys) * BLOCK, write)
+
+    def put_state(self, block_hash: bytes, position: int, write: bool, fill: int | None = None) -> bool:
+        """True: a file of it was there before."""
+        states, name = self.rig.states, checkpoint_name(block_hash)
+        before = states.hot(block_hash)
+        if before is None:
+            self.rig.in_ram_alone.add(name)
+        had_file = states.put(block_hash, position, state_of(block_hash, position, fill), write=write)
+        assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
+        hot = states.hot(block_hash)
+        assert before is None or hot is before, "it stays as it is"
+        if write and not had_file:
+            self.rig.in_ram_alone.discard(name)
+            noted = {*self.rig.flusher.unwritten.due, *self.rig.flusher.unwritten.held}
+            assert hot is None or self.rig.flusher.is_writing(name) or name in noted, "never written"
+        return had_file
+
+    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6), leave=st.integers(0, 2), keep=st.booleans())
+    def resume(self, blocks: list[int], leave: int, keep: bool) -> None:
+        """A prompt goes on from the deepest checkpoint that stands within its match."""
+        names = [key.block_hash for key in chain(token for block in blocks for token in [block] * BLOCK)]
+        states, reach = self.rig.states, max(0, len(names) - leave)
+        stands = [length for length in range(1, reach + 1) if states.stands(names[length - 1])]
+        missing = states.missing
+        length = states.deepest(names, reach)
+        assert length == max(stands, default=0)
+        assert states.missing - missing == (length < reach)
+        if not length:
+            return
+        last, position = names[length - 1], length * BLOCK
+        hot = states.hot(last)
+        data = hot.tobytes() if hot is not None else self.read_state(last, position)
+        name = checkpoint_name(last)
+        if data == state_of(last, position, NAN).tobytes() and name in self.earlier:
+            self.rig.store.withdraw({name: False})
+        elif data is not None:
+            assert data == state_of(last, position).tobytes(), "wrong state"
+            if keep:
+                self.put_state(last, position, False)
+
+    def read_state(self, block_hash: bytes, position: int) -> bytes | None:
+        buffer = bytearray(state_layout(position).nbytes(1))
+        return (
+            bytes(buffer) if self.rig.states.load_into(block_hash, position, [memoryview(buffer)]) else None
+        )
 
     @rule(count=st.integers(1, 4))
     def busy(self, count: int) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from omlxd.kv.block import Block, FreeQueue
 from omlxd.kv.block_pool import BlockPool, BlockTable
+from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints, checkpoint_name
 from omlxd.kv.cold.flusher import Flusher, write_policy
 from omlxd.kv.cold.health import ColdHealth
 from omlxd.kv.cold.tier import ColdTier
@@ -70,9 +71,9 @@ def empty_payload(fill: int = 0xEE) -> ArrayPayload:
     return ArrayPayload([np.full(g.nbytes(BLOCK), fill, np.uint8) for g in LAYOUT.groups])
 
 
-def bytes_of(block_hash: bytes) -> bytes:
-    """What the block of that name holds, now and always."""
-    return shake_128(block_hash).digest(LAYOUT.nbytes(BLOCK))
+def bytes_of(block_hash: bytes, nbytes: int = LAYOUT.nbytes(BLOCK)) -> bytes:
+    """What the block or checkpoint of that name holds, now and always."""
+    return shake_128(block_hash).digest(nbytes)
 
 
 def payload_of(block_hash: bytes) -> ArrayPayload:
@@ -82,6 +83,18 @@ def payload_of(block_hash: bytes) -> ArrayPayload:
         array[:] = np.frombuffer(data, np.uint8, array.nbytes, at)
         at += array.nbytes
     return payload
+
+
+def state_layout(position: int) -> KVLayout:
+    """A checkpoint's: of a window that fills up."""
+    return KVLayout((Group(("state",), 1, 2 * min(position, 4 * BLOCK), "F16"),))
+
+
+def state_of(block_hash: bytes, position: int, fill: int | None = None) -> ArrayPayload:
+    """The checkpoint after that block; `fill`: a byte that stands for wrong ones."""
+    nbytes = state_layout(position).nbytes(1)
+    data = bytes_of(checkpoint_name(block_hash), nbytes) if fill is None else bytes([fill]) * nbytes
+    return ArrayPayload([np.frombuffer(data, np.uint8).copy()])
 
 
 def chain(tokens: Iterable[int], root: bytes = NAMESPACE) -> list[BlockKey]:
@@ -284,6 +297,9 @@ class Rig:
             flusher=self.flusher,
             lease=self.lease,
         )
+        self.states = Checkpoints(self.store, CheckpointFiles(root, namespace, state_layout, fs))
+        self.in_ram_alone: set[bytes] = set()
+        """Checkpoints that nobody has asked to be written."""
 
     def use_writer(self, writer: StoreWriter) -> None:
         """Another writer, with threads."""
@@ -385,7 +401,8 @@ class Rig:
             assert block.payload is not None or block.on_disk, "named, and readable nowhere"
             noted = name in unwritten.due or name in unwritten.held
             on_its_way = self.flusher.is_writing(name) or self.flusher.is_removing(name)
-            assert block.on_disk or noted or on_its_way or ends.failed, "dirty, and nobody will write it"
+            written = block.on_disk or name in self.in_ram_alone
+            assert written or noted or on_its_way or ends.failed, "dirty, and nobody will write it"
 
     def drop(self) -> None:
         """What a crash leaves: the lock given up, everything in RAM forgotten, queued stores lost."""

@@ -111,9 +111,11 @@ class Checkpointer:
         assert sequence.last_checkpoint is not None
         blocks, payload = sequence.last_checkpoint
         block_hash = sequence.hashes[blocks - 1]
-        if self.checkpoints.hot(block_hash) is None:
-            sequence.stored[checkpoint_name(block_hash)] = self.checkpoints.stands(block_hash)
-        self.checkpoints.put(block_hash, blocks * self._block, payload, write=write)
+        was_hot = self.checkpoints.hot(block_hash) is not None
+        had_file = self.checkpoints.put(block_hash, blocks * self._block, payload, write=write)
+        if not was_hot:
+            name = checkpoint_name(block_hash)
+            sequence.stored[name] = had_file and sequence.stored.get(name, True)
 
     def finish(self, sequence: Sequence) -> list[BlockHash]:
         """The sequence ends, however: what it holds aside is kept. Names of the checkpoints it used."""
