@@ -45,7 +45,7 @@ State = Literal["unloaded", "loading", "ready", "unloading", "restarting", "fail
 Spawn = Callable[[], Awaitable[tuple[EngineLink, wire.Load]]]
 Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
-BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 LOAD_ATTEMPTS = 3
 HOLD_S = 60.0
 """Clients give up at once on a retry-after above 60."""

@@ -90,7 +90,7 @@ def import_gguf(
     return folder
 
 
-def _generation(metadata: Mapping[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _generation(metadata: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:
     own = {new: metadata.get(f"general.sampling.{old}") for old, new in _SAMPLING.items()}
     numbers = {name: value for name, value in own.items() if isinstance(value, int | float)}
     return {"eos_token_id": eos_ids(metadata), **sampling, **numbers}
