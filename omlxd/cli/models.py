@@ -229,8 +229,10 @@ def _show(args: argparse.Namespace) -> int:
         names = [model.id for model in models]
         matching = [m for m in models if args.model in (m.id, m.id.rpartition("/")[2])]
         if not matching:
+            there_are = ", ".join(names) or "none"
             raise DaemonError(
-                f"There is no model {args.model!r} on this machine; there are: {', '.join(names) or 'none'}."
+                f"There is no model {args.model!r} on this machine; there are: {there_are}. "
+                f"`omlxd models pull ORG/NAME` downloads one, also {DEFAULT_ID}."
             ) from None
         result = matching[0]
         result.trouble = why_broken(result)
