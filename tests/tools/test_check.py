@@ -37,6 +37,17 @@ def test_a_room_without_tests_runs_those_of_the_room_above(tmp_path: Path):
     assert chosen(tmp_path, "omlxd/engine/vision/encoder.py") == ["engine/test_frames.py"]
 
 
+def test_tests_that_name_the_changed_module_run_before_the_others_of_the_room(tmp_path: Path):
+    tree(tmp_path)
+    (tmp_path / "tests/kv/test_loss.py").write_text("from omlxd.kv.files.fs import unlink\n")
+    (tmp_path / "tests/kv/test_writes.py").write_text("from omlxd.kv.block_pool import BlockPool\n")
+    assert chosen(tmp_path, "omlxd/kv/block_pool.py") == [
+        "kv/test_writes.py",
+        "kv/test_loss.py",
+        "kv/test_store.py",
+    ]
+
+
 def test_a_changed_test_runs_first_and_a_helper_runs_its_importers(tmp_path: Path):
     assert chosen(tmp_path, "omlxd/kv/store.py", "tests/tools/test_replay.py") == [
         "tools/test_replay.py",
