@@ -1,10 +1,11 @@
 """Who gets the next slot."""
 
+from omlxd.chat import Sampling
 from omlxd.engine.schedule.queue import PATIENCE, RequestQueue
-from omlxd.engine.schedule.sampling import RowSampling, SamplerRow
+from omlxd.engine.schedule.sampling import UNNAMED, RowSampling, SamplerRow
 from omlxd.engine.sequence import Sequence
 
-GREEDY = RowSampling(0.0, 1.0, 0, 0.0, 1.0, 0.0, 0.0, (), None)
+GREEDY = RowSampling.of(Sampling(temperature=0.0), UNNAMED)
 
 
 def sequence(session: str = "") -> Sequence:
