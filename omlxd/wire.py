@@ -244,7 +244,10 @@ class TokenBytes(Struct, frozen=True):
 
 
 class ModelInfo(Struct, frozen=True):
-    """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not."""
+    """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not.
+
+    images  it takes images; `blind`: why a vision model takes none
+    """
 
     model_id: str
     model_type: str
@@ -261,6 +264,8 @@ class ModelInfo(Struct, frozen=True):
     note: str = ""
     token_bytes: TokenBytes = TokenBytes()
     speed: str = ""
+    images: bool = False
+    blind: str = ""
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
@@ -299,6 +304,7 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     cause         none             nothing missed
                   reuse_off        prefixes are not reused: `reason`
                   differs          another text stands stored there: `stored`
+                  other_image      another image stands stored there
                   never_stored     no other text stands there either
                   other_namespace  it is there, but made otherwise: `elsewhere`
                   no_checkpoint    the blocks are there, the state that stands only at a position is not

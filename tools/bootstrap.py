@@ -26,6 +26,8 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "omlxd-installed.json")
 """Written last: an install that was interrupted has none, and is done again."""
 OLDEST = (3, 11)
+VISION = "mlx-vlm==0.7.10"
+"""Without its dependencies: a web server, training and audio, 700 MB. What images need is omlxd[vision]."""
 CONTAMINANTS = (
     "PYTHONPATH",
     "PYTHONHOME",
@@ -63,6 +65,7 @@ def main(argv):
             "digest": hashlib.sha256(lock.read()).hexdigest(),
             "cuda": cuda,
             "test": verb == "test",
+            "vision": VISION,
         }
         make_venv(environ)
         if not is_installed(wanted):
@@ -209,7 +212,7 @@ def read_stamp():
 def is_installed(wanted):
     """Whether the last finished install covers `wanted`; the test extra only adds."""
     stamp = read_stamp()
-    if not stamp or any(stamp.get(key) != wanted[key] for key in ("root", "digest", "cuda")):
+    if not stamp or any(stamp.get(key) != wanted[key] for key in ("root", "digest", "cuda", "vision")):
         return False
     return stamp.get("test") or not wanted["test"]
 
@@ -219,10 +222,11 @@ def install(wanted, environ):
     wanted = dict(wanted, test=wanted["test"] or bool(stamp and stamp.get("test")))
     if os.path.exists(STAMP):
         os.remove(STAMP)
-    extras = [name for name in ("cuda", "test") if wanted[name]]
-    target = f"{ROOT}[{','.join(extras)}]" if extras else ROOT
+    extras = [name for name in ("cuda", "test", "vision") if wanted[name]]
+    target = f"{ROOT}[{','.join(extras)}]"
     say("installing omlxd into .venv, once; this takes a minute or so")
     pip(environ, "install", "--editable", target)
+    pip(environ, "install", "--no-deps", VISION)
     if wanted["cuda"]:
         use_cuda(environ)
     elif stamp and stamp.get("cuda"):

@@ -65,6 +65,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 load_bytes=prints.loading() if prints else None,
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
+                images=prints.images if prints else None,
                 origin=origin_of(model.folder) if model.folder is not None else "",
                 tools=takes_tools(model.folder) if model.folder is not None else None,
             )
@@ -136,6 +137,11 @@ def as_page(model: InstalledStatus) -> str:
         "to load it": f"about {_bytes(model.load_bytes)}",
         "in RAM": _bytes(model.memory_bytes),
         "context": f"{model.context_length} tokens" if model.context_length else "-",
+        "reads": "text, images"
+        if model.images
+        else f"text; no images: {model.blind}"
+        if model.blind
+        else "text",
         "KV": f"{human(model.kv_bytes_per_token)} a token" if model.kv_bytes_per_token else "-",
         "tools": _TOOLS[model.tools],
         "stays": _stays(model),

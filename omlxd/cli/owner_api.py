@@ -23,6 +23,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not
     trouble       why it can't serve, a sentence
+    images        it takes images; `blind`: why a vision model takes none
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
     """
@@ -41,6 +42,8 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     memory_bytes: int | None = None
     context_length: int | None = None
     kv_bytes_per_token: int | None = None
+    images: bool | None = None
+    blind: str = ""
     idle_s: float | None = None
     expires_in_s: float | None = None
     loads: int = 0

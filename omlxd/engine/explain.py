@@ -10,7 +10,7 @@ engine remembered how they were generated are rendered anew. No KV is restored o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -26,13 +26,15 @@ from ..kv.checkpoint import checkpoint_name
 from ..kv.files.children import Child, children
 from ..kv.files.namespace import NamespaceInfo, read_namespace
 from ..kv.files.paths import block_path, is_namespace_dir, namespace_dir
-from ..kv.hashing import BlockHash, chain_root, hash_blocks
+from ..kv.hashing import BlockHash, ExtraKey, chain_root, hash_blocks
 
 SEARCH_S = 5.0
 """How long headers are read, for the block that stands where the prompt's would: some 100,000 files."""
 BEFORE, AFTER = 24, 16
 """Tokens of text that are shown on either side of the difference."""
 MOST_NAMESPACES = 64
+
+ExtraKeys = Mapping[int, Sequence[ExtraKey]]
 
 Where = Callable[[BlockHash], str]
 """Which tier has a block: `hot`, `cold`, or "" for neither."""
@@ -42,13 +44,13 @@ Where = Callable[[BlockHash], str]
 class Explainer:
     """What is asked of a model. `where` and `stands`: of its tiers, callable from any thread.
 
-    tokens_of  the prompt as the model gets it
+    prompt_of  the prompt as the model gets it, and the extra keys of its blocks
     text_of    token ids as text
     stands     whether a checkpoint stands after that block; None: the model needs none
     root       the cache dir; None without a cold tier
     """
 
-    tokens_of: Callable[[GenerateRequest], list[int]]
+    prompt_of: Callable[[GenerateRequest], tuple[list[int], ExtraKeys]]
     text_of: Callable[[Sequence[int]], str]
     namespace: BlockHash
     block_size: int
@@ -64,11 +66,11 @@ class Explainer:
 
         Raises OmlxdError for a prompt that can't be rendered.
         """
-        tokens = self.tokens_of(request)
+        tokens, keys = self.prompt_of(request)
         size = self.block_size
         root = chain_root(self.namespace, request.cache_salt)
         # A hit always leaves a token to compute.
-        hashes = hash_blocks(root, tokens, size)[: max(0, len(tokens) - 1) // size]
+        hashes = hash_blocks(root, tokens, size, keys)[: max(0, len(tokens) - 1) // size]
         tiers = self._chain(hashes) if reached < 0 else ["hot"] * min(len(hashes), reached // size)
         chain = len(tiers)
         usable = self._usable(hashes, chain) if reached < 0 else chain
@@ -90,13 +92,13 @@ class Explainer:
         explanation = replace(explanation, **self._texts(tokens, chain * size))
         if usable < chain:
             explanation = replace(explanation, cause="no_checkpoint")
-        elif elsewhere := self._elsewhere(tokens, request, chain):
+        elif elsewhere := self._elsewhere(tokens, keys, request, chain):
             explanation = replace(explanation, cause="other_namespace", elsewhere=elsewhere)
         # All that is left of the past is what was restored; where checkpoints are needed, the chain of blocks
         # may have reached further than it.
         further = reached >= 0 and self.stands is not None
         return self._beside(
-            explanation, tokens, [root, *hashes], chain, len(hashes) if further else chain + 1
+            explanation, tokens, keys, [root, *hashes], chain, len(hashes) if further else chain + 1
         )
 
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
@@ -126,6 +128,7 @@ class Explainer:
         self,
         explanation: wire.Explanation,
         tokens: Sequence[int],
+        keys: ExtraKeys,
         chain: Sequence[BlockHash],
         first: int,
         end: int,
@@ -160,6 +163,16 @@ class Explainer:
 
         nearest = max(others, key=nearness)
         common = _shared(nearest.tokens, own)
+        image = _other_image(tuple(keys.get(at, ())), nearest.extra_keys)
+        if image is not None and image <= common:
+            position = at * self.block_size + image
+            return replace(
+                explanation,
+                cause="other_image" if explanation.cause == "never_stored" else explanation.cause,
+                position=position,
+                stored_used=nearest.used,
+                **self._texts(tokens, position),
+            )
         position = at * self.block_size + common
         return replace(
             explanation,
@@ -171,7 +184,7 @@ class Explainer:
         )
 
     def _elsewhere(
-        self, tokens: Sequence[int], request: GenerateRequest, chain: int
+        self, tokens: Sequence[int], keys: ExtraKeys, request: GenerateRequest, chain: int
     ) -> tuple[wire.OtherNamespace, ...]:
         """Namespaces of the same model that reach further than ours, and in what they differ."""
         if self.root is None:
@@ -184,9 +197,10 @@ class Explainer:
             other = bytes.fromhex(info.facts_digest)
             limit = max(0, len(tokens) - 1) // info.block_size
             held = 0
-            for block_hash in hash_blocks(chain_root(other, request.cache_salt), tokens, info.block_size)[
-                :limit
-            ]:
+            root, size = chain_root(other, request.cache_salt), info.block_size
+            # Keys are of blocks of our size; a prompt with images is not looked for in others.
+            hashes = hash_blocks(root, tokens, size, keys) if size == self.block_size or not keys else []
+            for block_hash in hashes[:limit]:
                 if not (self.root / block_path(other, block_hash)).is_file():
                     break
                 held += info.block_size
@@ -261,21 +275,24 @@ def offline(asked: Offline) -> wire.Explanation:
     from . import mlx_adapter
     from .prompt.pipeline import PromptPipeline
     from .vision.documents import read_documents
+    from .vision.images import make_images, prompt_with_images
     from .vision.media import Media
 
-    tokenizer = mlx_adapter.load_tokenizer(Path(info.model_path))
-    namespace = bytes.fromhex(info.facts_digest)
-
+    folder = Path(info.model_path)
+    tokenizer = mlx_adapter.load_tokenizer(folder)
+    sees = mlx_adapter.blindness(folder) == ""
     media = Media()
     prompts = PromptPipeline(
-        tokenizer, read_documents=lambda prompt: read_documents(prompt, media, sees=False)
+        tokenizer, read_documents=lambda prompt: read_documents(prompt, media, sees=sees), images=sees
     )
+    images = make_images(folder, prompts.traits.image, None, media) if sees else None
+    namespace = bytes.fromhex(info.facts_digest)
 
     def has(block_hash: BlockHash) -> bool:
         return (root / block_path(namespace, block_hash)).is_file()
 
     return Explainer(
-        tokens_of=lambda request: prompts.render(request.prompt).tokens,
+        prompt_of=lambda request: prompt_with_images(prompts.render(request.prompt), images, info.block_size),
         text_of=lambda tokens: tokenizer.decode(list(tokens)),
         namespace=namespace,
         block_size=info.block_size,
@@ -308,6 +325,13 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _other_image(own: tuple[ExtraKey, ...], stored: tuple[ExtraKey, ...]) -> int | None:
+    """Where in its block the first image begins that is another one in a stored block; None: none is."""
+    differing = [value for kind, value in own if (kind, value) not in stored]
+    starts = [max(0, int(value.rpartition("@")[2] or 0)) for value in differing if "@" in value]
+    return min(starts) if stored and starts else None
 
 
 def _shared(one: list[int], other: list[int]) -> int:

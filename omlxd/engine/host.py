@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ import mlx.core as mx
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..common.files import read_small
-from ..errors import InvalidRequest, PromptTooLong
+from ..errors import InvalidRequest, ModelError, PromptTooLong
 from ..kv.cold.writer import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
@@ -35,12 +36,13 @@ from .output.sink import OutputThread, RequestSink, usage_of
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
-from .prompt.turn_memory import Answer, Place, Scope
+from .prompt.turn_memory import Answer, Scope
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
 from .sequence import SamplerRow, Sequence
 from .vision.documents import read_documents
+from .vision.images import Images, PromptImages, make_images, prompt_with_images
 from .vision.media import Media
 
 log = logging.getLogger(__name__)
@@ -97,8 +99,10 @@ class EngineHost:
             turn_memory=load.prompts.healing,
             hoist_system=load.prompts.hoist_system,
             files=self._store.turns,
-            read_documents=lambda prompt: read_documents(prompt, self.media, sees=False),
+            read_documents=lambda prompt: read_documents(prompt, self.media, sees=self.images is not None),
+            images=self.loaded.blind == "",
         )
+        self.images = self._make_images()
         self._sessions = Sessions()
         self._traffic = TrafficCounters(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf
@@ -130,8 +134,20 @@ class EngineHost:
             supports_tools=bool(loaded.tokenizer.has_tool_calling),
             supports_thinking=bool(loaded.tokenizer.has_thinking),
             note=_note(Path(load.model_path)),
+            images=self.images is not None,
+            blind=loaded.blind or "",
             token_bytes=self.prompts.tokens.bound.token_bytes,
         )
+
+    def _make_images(self) -> Images | None:
+        """None for a model that takes none; `loaded.blind` says why."""
+        if self.loaded.blind != "":
+            return None
+        try:
+            return make_images(Path(self._path), self.prompts.traits.image, self.loaded.model, self.media)
+        except ModelError as error:
+            self.loaded.blind = error.message
+            return None
 
     # ----------------------------------------------------------------- requests
 
@@ -140,7 +156,8 @@ class EngineHost:
         most = self.loaded.context_length - 1
         refuse = wire.COUNTED_CONTEXTS * most
         try:
-            return len(self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse).tokens)
+            rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
+            return len(self._place_images(rendered)[0])
         except PromptTooLong as error:
             raise PromptTooLong(error.tokens, most) from None
 
@@ -154,7 +171,7 @@ class EngineHost:
         if rendered.tool_calls and self._warns_of_tools:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
-        tokens = rendered.tokens
+        tokens, images = self._place_images(rendered)
         room = context - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), context - 1)
@@ -170,6 +187,7 @@ class EngineHost:
             constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         block = self._settings.block_size
         root = chain_root(self.namespace, request.cache_salt)
+        extra_keys = images.extra_keys(block) if images is not None else {}
         parser = OutputParser(
             self.loaded.tokenizer,
             tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls and not request.forced else (),
@@ -190,13 +208,17 @@ class EngineHost:
             tokens=tokens,
             prompt_length=len(tokens),
             root=root,
-            hashes=hash_blocks(root, tokens, block) if self.scheduler.bridge else [],
+            hashes=hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else [],
+            images=images,
+            extra_keys=extra_keys,
             max_new=room if wanted is None else min(wanted, room),
             eos=frozenset(self.loaded.tokenizer.eos_token_ids),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
             session=request.session,
         )
+        if images is not None:
+            images.fetch(self._cached_tokens(sequence))
         lineage = lineage_of(request, rendered, sequence.hashes)
         standing = self._sessions.begin(lineage) if lineage else Standing()
         sequence.pins = standing.pins
@@ -205,7 +227,7 @@ class EngineHost:
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
         if not request.forced:
-            sink.learn = lambda answer: self._learn(rendered.place, sequence, answer)
+            sink.learn = lambda answer: self._learn(rendered, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
         self.prompts.begin(rendered)
@@ -236,12 +258,13 @@ class EngineHost:
         self.scheduler.cancel(sequence)
         sequence.sink.abandon()
 
-    def _learn(self, place: Place | None, sequence: Sequence, answer: Answer) -> None:
-        """A turn is over: later prompts get it as it was generated."""
+    def _learn(self, rendered: RenderedPrompt, sequence: Sequence, answer: Answer) -> None:
+        """A turn is over: later prompts get it as it was generated, each image a placeholder again."""
         tokens, start = sequence.tokens, sequence.prompt_length
         if len(tokens) > start and not sequence.timed_out:
             end = len(tokens) - (tokens[-1] in sequence.eos)
-            self.prompts.learn(place, answer, tokens[:start], tokens[start:end])
+            prompt = tokens[:start] if sequence.images is None else rendered.tokens
+            self.prompts.learn(rendered.place, answer, prompt, tokens[start:end])
 
     def _sampler(
         self, request: GenerateRequest, tokens: list[int], constraint: Constraint | ForcedAnswer | None
@@ -258,6 +281,21 @@ class EngineHost:
         scope = Scope(request.session, request.cache_salt)
         return self.prompts.render(request.prompt, scope=scope, most=context - 1, refuse=context - 1)
 
+    def _place_images(self, rendered: RenderedPrompt) -> tuple[list[int], PromptImages | None]:
+        """The prompt's tokens, its images among them. Raises InvalidRequest."""
+        if self.images is None:
+            if rendered.images:
+                raise InvalidRequest(f"this model takes no images: {self.loaded.blind}", param="messages")
+            return rendered.tokens, None
+        return self.images.place(rendered.tokens, rendered.images)
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the prompt that are cached now: whose images need no pixels."""
+        if (bridge := self.scheduler.bridge) is None:
+            return 0
+        cached = takewhile(bridge.store.where, sequence.hashes)
+        return sum(1 for _ in cached) * self._settings.block_size
+
     def _context(self, request: GenerateRequest) -> int:
         return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
 
@@ -267,7 +305,9 @@ class EngineHost:
         tokenizer = self.loaded.tokenizer
         states = bridge.states if bridge is not None else None
         return Explainer(
-            tokens_of=lambda request: self._render(request, self._context(request)).tokens,
+            prompt_of=lambda request: prompt_with_images(
+                self._render(request, self._context(request)), self.images, settings.block_size
+            ),
             text_of=lambda tokens: tokenizer.decode(list(tokens)),
             namespace=self.namespace,
             block_size=settings.block_size,

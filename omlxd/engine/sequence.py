@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -26,9 +27,10 @@ from ..kv.block import Block
 from ..kv.block_pool import BlockTable
 from ..kv.cold.writer import WritablePayload
 from ..kv.files.block_file import BlockKey
-from ..kv.hashing import BlockHash, hash_blocks
+from ..kv.hashing import BlockHash, ExtraKey, hash_blocks
 from .constrain.constraint import Constraint, ForcedAnswer
 from .mlx_adapter import Cache
+from .vision.images import PromptImages
 
 
 class State(Enum):
@@ -79,6 +81,8 @@ class Sequence:
     prompt_length  tokens of the prompt
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
+    images         those of its prompt; None: it has none
+    extra_keys     of blocks, by index, beside their tokens
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
     max_new        tokens to generate at most
@@ -104,6 +108,8 @@ class Sequence:
     eos: frozenset[int]
     sampler: SamplerRow
     sink: Any = None
+    images: PromptImages | None = None
+    extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
     session: str = ""
     state: State = State.WAITING
     cache: Cache | None = None
@@ -137,6 +143,17 @@ class Sequence:
     def remaining_prefill(self) -> int:
         return max(0, self.prompt_length - self.kv_length)
 
+    def may_end(self, position: int) -> bool:
+        """Whether a pass, and with it a cached prefix, may end at token `position`."""
+        return self.images is None or self.images.may_end(position)
+
+    def last_boundary(self, block_size: int) -> int:
+        """The last multiple of a block before the prompt's end where a pass may end."""
+        last = (self.prompt_length - 1) // block_size * block_size
+        while not self.may_end(last):
+            last -= block_size
+        return last
+
     def take_cache(self) -> Cache:
         """Hand the cache over; the sequence keeps no reference, which would make appends copy."""
         cache, self.cache = self.cache, None
@@ -148,8 +165,9 @@ class Sequence:
         hashed = len(self.hashes)
         if blocks > hashed:
             parent = self.hashes[-1] if hashed else self.root
+            keys = {index - hashed: keys for index, keys in self.extra_keys.items() if index >= hashed}
             self.hashes += hash_blocks(
-                parent, self.tokens[hashed * block_size : blocks * block_size], block_size
+                parent, self.tokens[hashed * block_size : blocks * block_size], block_size, keys
             )
 
     def key(self, index: int, block_size: int) -> BlockKey:
@@ -158,6 +176,7 @@ class Sequence:
             self.hashes[index],
             self.hashes[index - 1] if index else self.root,
             self.tokens[index * block_size : (index + 1) * block_size],
+            tuple(self.extra_keys.get(index, ())),
         )
 
 

@@ -24,7 +24,7 @@ BlockHash = bytes
 """32 bytes."""
 
 ExtraKey = tuple[str, str]
-"""(kind, value), such as ("image", digest)."""
+"""(kind, value), such as ("image", its digest and the place in the block where it begins)."""
 
 
 def namespace_of(facts: Mapping[str, Any]) -> BlockHash:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from ..common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+"""Settings of a vision model's image processor."""
+INSTALL_VISION = "`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm==0.7.10`"
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -31,6 +36,7 @@ class Footprint(msgspec.Struct, frozen=True):
     kv_fixed      of what a sequence keeps whatever its length: full windows, recurrent state
     working       while a GPU computes a chunk of a prompt, but for the scores of its attention
     pair          of the scores of one token with another, in a layer of full attention
+    images        it holds a vision tower, and mlx-vlm is installed
     """
 
     weights: int
@@ -39,6 +45,7 @@ class Footprint(msgspec.Struct, frozen=True):
     working: int
     context_length: int | None
     pair: int = 0
+    images: bool = False
 
     def loading(self, backend: str = "") -> int:
         """To load it and answer something short. `backend`: `cpu` computes shorter passes; "": unknown."""
@@ -66,7 +73,36 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         working=_working(text, element),
         context_length=_context(config),
         pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
+        images=vision_obstacle(folder, config) == "",
     )
+
+
+def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
+    """Why the vision model in `folder` can take no images; "": it can; None: it is a text model.
+
+    A folder whose config names a tower, but without the tower's weights, holds a text model.
+    """
+    if not isinstance(config.get("vision_config"), dict) or not _holds_tower(folder):
+        return None
+    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        return "its folder has no preprocessor_config.json"
+    if config.get("model_file"):
+        return "its config.json names a Python file, and code of a model is never run"
+    if not all(map(find_spec, ("mlx_vlm", "PIL", "requests"))):
+        return f"mlx-vlm is not installed: {INSTALL_VISION}"
+    return ""
+
+
+def _holds_tower(folder: Path) -> bool:
+    """Whether a weight is named as one of a vision tower."""
+    try:
+        index = msgspec.json.decode(
+            read_small(folder / "model.safetensors.index.json", sys.maxsize), type=_Index
+        )
+        names = iter(index.weight_map)
+    except (OSError, msgspec.MsgspecError, RecursionError):
+        names = (name for file in folder.glob("*.safetensors") for name in _header(file))
+    return any("vision" in name or "visual" in name for name in names)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -151,6 +187,10 @@ class _Tensor(msgspec.Struct):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
 
 
 def _header(file: Path) -> dict[str, _Tensor]:

@@ -102,6 +102,10 @@ class FakeEngine:
     def context_length(self) -> int | None:
         return self.info.context_length if self.info else None
 
+    @property
+    def images(self) -> bool | None:
+        return self.info.images if self.info else None
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         # Whatever a protocol makes of a body must be fit for the frames that real engines get.
         (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Generate(1, request)))

@@ -22,12 +22,13 @@ from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.sequence import Sequence
+from omlxd.engine.vision.images import PromptImages
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
-from omlxd.kv.files.block_file import BlockFormat
+from omlxd.kv.files.block_file import EXTRA_ROOM, BlockFormat
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
@@ -44,8 +45,8 @@ class Recorder:
         self._model = model
         self.logits: list[tuple[int, np.ndarray]] = []
 
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        out = self._model(tokens, cache=cache)
+    def __call__(self, tokens: mx.array, cache: Any, **inputs: Any) -> mx.array:
+        out = self._model(tokens, cache=cache, **inputs)
         if tokens.shape[0] == 1 and tokens.shape[1] <= BLOCK:
             last = out[0, -1].astype(mx.float32)
             mx.eval(last)
@@ -152,7 +153,8 @@ class Rig:
             self.ledger = Ledger(self.root, self._cap)
             self.ledger.open()
             lease = LedgerLease(self.ledger)
-            cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK))
+            room = EXTRA_ROOM if loaded.blind == "" else 0
+            cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK, extra_room=room))
             writer = StoreWriter(cold, lease, max_queue_bytes=1 << 30)
             flusher = Flusher(self.pool, writer, self.scheduler.post)
         self.store = KVStore(
@@ -191,16 +193,20 @@ class Rig:
         salt: str = "",
         output: Output | None = None,
         pins: Seq[bytes] = (),
+        images: PromptImages | None = None,
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
+        keys = images.extra_keys(BLOCK) if images is not None else {}
         params = RowSampling.of(sampling, SamplingDefaults())
         output.sequence = Sequence(
             id=0,
             tokens=list(tokens),
             prompt_length=len(tokens),
             root=root,
-            hashes=hash_blocks(root, tokens, BLOCK) if self.scheduler.bridge else [],
+            hashes=hash_blocks(root, tokens, BLOCK, keys) if self.scheduler.bridge else [],
+            images=images,
+            extra_keys=keys,
             max_new=n,
             eos=frozenset(eos),
             sampler=SamplerRow(params, prompt=list(tokens) if params.penalised else ()),

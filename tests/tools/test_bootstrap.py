@@ -30,7 +30,7 @@ def bootstrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-WANTED = {"root": "/r", "digest": "d", "cuda": False, "test": False}
+WANTED = {"root": "/r", "digest": "d", "cuda": False, "test": False, "vision": "v"}
 
 
 def stamp(module: ModuleType, **values: object) -> None:
@@ -113,7 +113,7 @@ def test_it_installs_when_something_changed_and_only_then(bootstrap: ModuleType)
     assert not bootstrap.is_installed({**WANTED, "test": True})
     stamp(bootstrap, **{**WANTED, "test": True})
     assert bootstrap.is_installed(WANTED) and bootstrap.is_installed({**WANTED, "test": True})
-    for key, value in (("digest", "other"), ("cuda", True), ("root", "/elsewhere")):
+    for key, value in (("digest", "other"), ("cuda", True), ("root", "/elsewhere"), ("vision", "w")):
         assert not bootstrap.is_installed({**WANTED, key: value})
     Path(bootstrap.STAMP).write_text("{ half")
     assert not bootstrap.is_installed(WANTED)
@@ -128,7 +128,10 @@ def test_an_install_that_fails_leaves_no_stamp(bootstrap: ModuleType, monkeypatc
     assert not Path(bootstrap.STAMP).exists()
     monkeypatch.setattr(bootstrap, "pip", lambda environ, *arguments: ran.append(arguments))
     bootstrap.install({**WANTED, "test": True}, {})
-    assert ran[-1] == ("install", "--editable", bootstrap.ROOT + "[test]")
+    assert ran[-2:] == [
+        ("install", "--editable", bootstrap.ROOT + "[test,vision]"),
+        ("install", "--no-deps", bootstrap.VISION),
+    ]
     assert bootstrap.is_installed({**WANTED, "test": True})
 
 
@@ -138,11 +141,11 @@ def test_cuda_replaces_the_cpu_wheel_and_back(bootstrap: ModuleType, monkeypatch
     monkeypatch.setattr(bootstrap, "pip", lambda environ, *arguments: ran.append(" ".join(arguments)))
     monkeypatch.setattr(bootstrap, "PYTHON", sys.executable)
     bootstrap.install({**WANTED, "cuda": True}, dict(os.environ))
-    assert ran[0].endswith("[cuda]") and ran[1] == "uninstall --yes mlx-cpu"
-    assert ran[2].startswith("install --force-reinstall --no-deps mlx-cuda-13==")
+    assert ran[0].endswith("[cuda,vision]") and ran[2] == "uninstall --yes mlx-cpu"
+    assert ran[3].startswith("install --force-reinstall --no-deps mlx-cuda-13==")
     ran.clear()
     bootstrap.install(WANTED, dict(os.environ))
-    assert ran[1].startswith("uninstall --yes mlx-cuda-13") and "mlx-cpu==" in ran[2]
+    assert ran[2].startswith("uninstall --yes mlx-cuda-13") and "mlx-cpu==" in ran[3]
 
 
 def test_a_broken_venv_is_found(bootstrap: ModuleType, tmp_path: Path):

@@ -4,8 +4,7 @@ A store compares a file with the header that it expects. Here that header is mad
 and the store's own code (`BlockFormat.read`) compares it and digests the payload.
 
 Only the model knows the right names and types of tensors, but all files of a namespace have the same:
-`Verdict.tensors` shows the odd ones. A block with extra keys (images) would be called bad; none is stored
-yet.
+`Verdict.tensors` shows the odd ones.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import msgspec
 from ...common.files import safetensors_header
 from ...kv.checkpoint import KIND as CHECKPOINT
 from ...kv.checkpoint import checkpoint_name
-from ...kv.files.block_file import FORMAT, BlockFileError, BlockFormat, BlockKey
+from ...kv.files.block_file import EXTRA_ROOM, FORMAT, BlockFileError, BlockFormat, BlockKey, keys_of_text
 from ...kv.files.fs import PosixFileSystem
 from ...kv.files.record_file import RecordError, checked
 from ...kv.hashing import hash_blocks
@@ -30,6 +29,7 @@ MOST_HEADER = 64 << 20
 """Bytes. A header is some 100 bytes a tensor; a length beyond this is no length."""
 
 _TOKEN_LIST = re.compile(r"\d{1,10}(,\d{1,10})*")
+_EXTRA = re.compile(r"(\w+=[^,=\"]+(,\w+=[^,=\"]+)*)?")
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
 
@@ -42,6 +42,7 @@ class _Claims(msgspec.Struct, forbid_unknown_fields=True):
     hash: _Hex
     parent: _Hex
     tokens: str
+    extra: str = ""
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
@@ -113,12 +114,18 @@ class Verifier:
         if claims.hash != name:
             raise BlockFileError(f"is the file of {claims.hash[:16]}…")
         key = BlockKey(
-            bytes.fromhex(claims.hash), bytes.fromhex(claims.parent), [*map(int, claims.tokens.split(","))]
+            bytes.fromhex(claims.hash),
+            bytes.fromhex(claims.parent),
+            [*map(int, claims.tokens.split(","))],
+            keys_of_text(claims.extra),
         )
         _check_name(key, claims.kind, width)
         # Names of the same prefix stand for one namespace in a path, and a header gives no more of it.
-        format = BlockFormat(bytes.fromhex(namespace.ljust(64, "0")), layout, width, claims.kind)
-        if (size := self._fs.size(fd)) != format.file_bytes:
+        root, size = bytes.fromhex(namespace.ljust(64, "0")), self._fs.size(fd)
+        format = BlockFormat(root, layout, width, claims.kind)
+        if size != format.file_bytes:
+            format = BlockFormat(root, layout, width, claims.kind, extra_room=EXTRA_ROOM)
+        if size != format.file_bytes:
             raise BlockFileError(f"{size} bytes instead of {format.file_bytes}")
         if len(self._buffer) < format.data_bytes:
             self._buffer = bytearray(format.data_bytes)
@@ -140,7 +147,7 @@ def _claims(header: bytes) -> tuple[_Claims, KVLayout, int]:
         raise BlockFileError(f"has format {claims.format[:32]!r}, not {FORMAT!r}")
     if claims.kind not in (TOKENS, CHECKPOINT):
         raise BlockFileError(f"is of unknown kind {claims.kind[:32]!r}")
-    if not _TOKEN_LIST.fullmatch(claims.tokens):
+    if not _TOKEN_LIST.fullmatch(claims.tokens) or not _EXTRA.fullmatch(claims.extra):
         raise BlockFileError("its tokens can't be read")
     width = 1 if claims.kind == CHECKPOINT else claims.tokens.count(",") + 1
     for name, tensor in tensors.items():
@@ -155,5 +162,6 @@ def _check_name(key: BlockKey, kind: str, width: int) -> None:
         if checkpoint_name(key.parent) != key.block_hash or len(key.tokens) != 1:
             raise BlockFileError("its parent doesn't give its name")
         return
-    if max(key.tokens) >= 1 << 32 or hash_blocks(key.parent, key.tokens, width) != [key.block_hash]:
+    extra = {0: key.extra_keys}
+    if max(key.tokens) >= 1 << 32 or hash_blocks(key.parent, key.tokens, width, extra) != [key.block_hash]:
         raise BlockFileError("its parent and tokens don't give its name")

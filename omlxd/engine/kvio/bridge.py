@@ -129,7 +129,7 @@ class KVBridge:
         if batch is None:
             self._offer_blocks(sequence, _OWN_CACHE)
             if self.states is not None:
-                last = self._limit(sequence) * self._block
+                last = sequence.last_boundary(self._block)
                 self.states.after_chunk(sequence, last, lambda: _OWN_CACHE.row_states(sequence))
             return
         self._hold_state(sequence, batch)
@@ -289,7 +289,7 @@ class KVBridge:
 
     def _limit(self, sequence: Sequence) -> int:
         """Blocks that a hit may cover: at least one token is left to compute."""
-        return (sequence.prompt_length - 1) // self._block
+        return sequence.last_boundary(self._block) // self._block
 
     def _needs_disk(self, sequence: Sequence) -> bool:
         """Take the longest cached prefix into the sequence's table. True: the disk must be read for it."""

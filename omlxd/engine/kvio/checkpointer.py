@@ -132,7 +132,7 @@ class Checkpointer:
 
     def _write_prompt_end(self, sequence: Sequence) -> int:
         """Write the checkpoint at the prompt's last boundary, if it is hot; its blocks, else 0."""
-        blocks = (sequence.prompt_length - 1) // self._block
+        blocks = sequence.last_boundary(self._block) // self._block
         if not blocks or sequence.kv_length < blocks * self._block:
             return 0
         return self._write_hot(sequence, blocks)

@@ -17,7 +17,7 @@ from ...kv.checkpoint import CheckpointFiles, Checkpoints
 from ...kv.cold.flusher import Flusher, write_policy
 from ...kv.cold.tier import ColdTier
 from ...kv.cold.writer import Lease, StoreWriter
-from ...kv.files.block_file import BlockFormat
+from ...kv.files.block_file import EXTRA_ROOM, BlockFormat
 from ...kv.files.fs import PosixFileSystem
 from ...kv.files.namespace import NamespaceInfo, describe_namespace
 from ...kv.files.paths import LOCK_NAME
@@ -129,6 +129,8 @@ class ModelStore:
         }
         if self._loaded.float32:
             self._facts["float32"] = True
+        if self._loaded.blind == "":
+            self._facts["vision"] = mlx_adapter.VLM_VERSION
         self._tokenizer = tokenizer_fingerprint(path)
         if file_identities(path) != files:
             raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")
@@ -160,6 +162,7 @@ class ModelStore:
                 loaded.layout,
                 settings.block_size,
                 read_bytes=transport().read_bytes,
+                extra_room=EXTRA_ROOM if loaded.blind == "" else 0,
             )
             root = Path(settings.cold_dir)
             self._fs = PosixFileSystem(str(root / LOCK_NAME))

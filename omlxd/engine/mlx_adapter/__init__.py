@@ -1,4 +1,4 @@
-"""The one package that touches mlx-lm's internals. Pinned to mlx-lm 0.32.2.
+"""The one package that touches mlx-lm's and mlx-vlm's (vision.py) internals. Pinned to mlx-lm 0.32.2.
 
 What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_adapter.py:
 - `KVCache` keeps `keys` and `values` of shape (1, heads, capacity, dim) and `offset`; it grows by
@@ -44,8 +44,11 @@ from .cache_kinds import (
 from .device import backend, compute_dtype, storage_dtype, versions
 from .loading import LayerHook, LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
 from .quantised import Quantisation
+from .vision import VERSION as VLM_VERSION
+from .vision import blindness
 
 __all__ = [
+    "VLM_VERSION",
     "Cache",
     "EvenBatchKVCache",
     "LayerHook",
@@ -56,6 +59,7 @@ __all__ = [
     "append_tokens",
     "backend",
     "blank_arrays",
+    "blindness",
     "compute_dtype",
     "extend",
     "filled_cache",

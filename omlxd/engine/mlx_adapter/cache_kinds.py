@@ -149,6 +149,11 @@ KINDS = {kind.type: kind for kind in _ROWS}
 _BATCHED = {kind.batch: kind for kind in _ROWS}
 
 
+def add_arrays_kind(type: Any) -> None:
+    """Add a row for mlx-vlm's own ArraysCache, which its models need and which is batched as mlx-lm's."""
+    KINDS[type] = _BATCHED[type] = CacheKind(type, False, _numbered, _put_numbered, type)
+
+
 # --------------------------------------------------------------------------- what a model keeps
 
 

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...errors import ModelError
 from ...kv.layout import KVLayout
-from . import attention
+from . import attention, vision
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -70,6 +70,7 @@ class LoadedModel:
     layout   its per-token KV; without groups when it keeps none
     states   its state that exists only at a position; without tensors when it keeps none
     Both None: its KV can't be reused, and `kv_reuse` says why.
+    blind    why a vision model takes no images; None: it is a text model; "": it takes them
     """
 
     model: Any
@@ -84,6 +85,7 @@ class LoadedModel:
     batchable: bool
     hook: LayerHook = field(default_factory=LayerHook)
     float32: bool = False
+    blind: str | None = None
 
     @property
     def model_type(self) -> str:
@@ -101,7 +103,10 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
-    model, tokenizer, config, converted = read_model(path, float32)
+    blind = vision.blindness(path)
+    model, tokenizer, config, converted = read_model(
+        path, float32, vision.load_vision_model if blind == "" else None
+    )
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -124,17 +129,23 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
         batchable=batchable,
         hook=LayerHook(model),
         float32=converted,
+        blind=blind,
     )
 
 
-def read_model(path: Path, float32: bool = False) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
+def read_model(
+    path: Path, float32: bool = False, load: Callable[[Path], tuple[Any, dict[str, Any]]] | None = None
+) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
     """Model, tokenizer and config, as mlx-lm's own `load` gives them; whether weights became float32.
+
+    load  gives a model, its weights not read yet, and its config; None: mlx-lm's
+
 
     The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
     computes without Python's lock. Modules of models are imported by this thread, before: they may
     hold arrays, and MLX's streams are a thread's own.
     """
-    model, config = mlx_load_model(path, lazy=True)
+    model, config = load(path) if load is not None else mlx_load_model(path, lazy=True)
     converted = float32 and make_float32(model)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:
         tokenizer = aside.submit(mlx_load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))

@@ -21,7 +21,7 @@ from typing import Any
 
 from ... import chat
 from ...errors import InvalidRequest, bad_field
-from .template_traits import TemplateTraits, as_parts
+from .template_traits import IMAGE, TemplateTraits, as_parts
 
 TemplateMessage = dict[str, Any]
 """A message as Hugging Face's chat templates define it."""
@@ -110,20 +110,41 @@ def _call_names(messages: Sequence[chat.Message]) -> dict[str, str]:
 def _messages_of(
     message: chat.Message, names: dict[str, str], traits: TemplateTraits
 ) -> list[TemplateMessage]:
-    _refuse_images(message)
+    _refuse_images(message, traits)
     if message.role == "tool":
         results = [part for part in message.parts if isinstance(part, chat.ToolResultPart)]
-        return [_result(part, names, traits) for part in results]
-    text = "\n".join(part.text for part in message.parts if isinstance(part, chat.TextPart))
+        messages = [_result(part, names, traits) for part in results]
+        if not traits.tool_images and (images := [IMAGE for part in results for _ in part.images]):
+            messages.append({"role": "user", "content": images})
+        return messages
     if message.role == "assistant":
+        text = "\n".join(part.text for part in message.parts if isinstance(part, chat.TextPart))
         return [_assistant(message, text, traits)]
-    return [{"role": message.role, "content": text}]
+    return [{"role": message.role, "content": _content(message.parts)}]
 
 
-def _refuse_images(message: chat.Message) -> None:
+def _content(parts: Sequence[chat.Part]) -> str | list[TemplateMessage]:
+    """Texts, joined with a newline where they follow each other, and images in their places."""
+    content: list[TemplateMessage] = []
+    for part in parts:
+        if isinstance(part, chat.ImagePart):
+            content.append(IMAGE)
+        elif isinstance(part, chat.TextPart) and content and content[-1] is not IMAGE:
+            content[-1]["text"] += f"\n{part.text}"
+        elif isinstance(part, chat.TextPart):
+            content.append({"type": "text", "text": part.text})
+    if IMAGE in content:
+        return content
+    return content[0]["text"] if content else ""
+
+
+def _refuse_images(message: chat.Message, traits: TemplateTraits) -> None:
     for part in message.parts:
         if isinstance(part, chat.ImagePart) or (isinstance(part, chat.ToolResultPart) and part.images):
-            raise InvalidRequest("this model takes no images", param="messages")
+            if not traits.image:
+                raise InvalidRequest("this model takes no images", param="messages")
+            if message.role not in ("user", "tool"):
+                raise bad_field("messages", f"an image in a message of the {message.role}")
 
 
 def _assistant(message: chat.Message, text: str, traits: TemplateTraits) -> TemplateMessage:
@@ -163,7 +184,10 @@ def _result(part: chat.ToolResultPart, names: dict[str, str], traits: TemplateTr
     if not traits.tool_role:
         return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
     name = names.get(part.call_id, "")
-    return {"role": "tool", "tool_call_id": _call_id(part.call_id, traits), "name": name, "content": text}
+    content: Any = text
+    if part.images and traits.tool_images:
+        content = [*([{"type": "text", "text": text}] if text else []), *(IMAGE for _ in part.images)]
+    return {"role": "tool", "tool_call_id": _call_id(part.call_id, traits), "name": name, "content": content}
 
 
 # --------------------------------------------------------------------------- their order
@@ -209,8 +233,16 @@ def _join(messages: list[TemplateMessage], traits: TemplateTraits) -> None:
 
 
 def _merged(one: TemplateMessage, two: TemplateMessage) -> TemplateMessage:
-    texts = [message["content"] for message in (one, two) if message["content"]]
-    merged = {**two, **one, "content": "\n\n".join(texts)}
+    contents = [message["content"] for message in (one, two) if message["content"]]
+    merged = {**two, **one, "content": _joined_contents(contents)}
     if calls := one.get("tool_calls", []) + two.get("tool_calls", []):
         merged["tool_calls"] = calls
     return merged
+
+
+def _joined_contents(contents: list[Any]) -> Any:
+    """Contents of neighbours: texts joined with an empty line, parts one after the other."""
+    if all(isinstance(content, str) for content in contents):
+        return "\n\n".join(contents)
+    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+    return [part for each in parts for part in each]

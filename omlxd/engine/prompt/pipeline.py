@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...chat import Conversation, RawPrompt
+from ...chat import Conversation, ImagePart, RawPrompt, media_of
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template import Renderer, Text
@@ -51,6 +51,7 @@ class RenderedPrompt:
     unknown             turns at places without an entry
     turns               places of those that have one
     exposed             somebody's control tokens are read as control tokens
+    images              in the order of their placeholders in `tokens`
     """
 
     tokens: list[int]
@@ -66,6 +67,7 @@ class RenderedPrompt:
     unknown: int = 0
     turns: tuple[Place, ...] = ()
     exposed: bool = False
+    images: tuple[ImagePart, ...] = ()
 
 
 class PromptPipeline:
@@ -76,6 +78,7 @@ class PromptPipeline:
     memory  turns as they were generated; None: `--no-healing`
     files   where they are kept beyond this process; None: nowhere
     read_documents  makes a conversation's documents text or images
+    images  the model takes images
     """
 
     def __init__(
@@ -86,12 +89,13 @@ class PromptPipeline:
         hoist_system: str = "auto",
         files: TurnFiles | None = None,
         read_documents: Callable[[Conversation], Conversation] = lambda conversation: conversation,
+        images: bool = False,
     ):
         self._tokenizer = tokenizer
         self._read_documents = read_documents
         self.tokens = TokenCache(tokenizer)
         hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
-        self._renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist)
+        self._renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist, images=images)
         self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
         self.memory = TurnMemory(files=files) if turn_memory else None
         self._files = files
@@ -133,6 +137,7 @@ class PromptPipeline:
             reasoning=True,
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
             exposed=text.exposed,
+            images=tuple(part for part in media_of(prompt.messages) if isinstance(part, ImagePart)),
         )
         if scope is None:
             return rendered

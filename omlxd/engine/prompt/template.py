@@ -105,9 +105,10 @@ class Renderer:
     traits   what the template takes
     cuttable the tokenizer takes a text in pieces
     hoist    system messages before the first answer go to the head
+    images   the model takes images
     """
 
-    def __init__(self, tokenizer: Any, cuttable: bool, hoist: bool = False):
+    def __init__(self, tokenizer: Any, cuttable: bool, hoist: bool = False, images: bool = False):
         install()
         self._tokenizer = tokenizer
         self._cuttable = cuttable
@@ -115,7 +116,7 @@ class Renderer:
         self._switches = _template_switches(tokenizer)
         self.has_template = bool(tokenizer.has_chat_template)
         try:
-            self.traits: TemplateTraits = probe(self.apply) if self.has_template else PLAIN
+            self.traits: TemplateTraits = probe(self.apply, images) if self.has_template else PLAIN
         except ChildLost as error:
             raise ModelError(f"its chat template can't be used: {error}") from None
         specials = special_tokens(tokenizer)

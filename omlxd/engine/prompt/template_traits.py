@@ -34,6 +34,8 @@ class TemplateTraits:
     any_call_id       call ids of any form; else nine letters and digits, as Mistral's templates want
     reasoning_key     the field of an assistant message that holds its thinking; "": none
     thinking_and_text a message with a call may have both
+    image             what it writes for an image of a user; "": it shows none, or the model takes none
+    tool_images       it shows images of a tool's result
     """
 
     content_parts: bool = False
@@ -49,12 +51,19 @@ class TemplateTraits:
     any_call_id: bool = True
     reasoning_key: str = "reasoning_content"
     thinking_and_text: bool = True
+    image: str = ""
+    tool_images: bool = False
 
     def missing(self) -> list[str]:
         """Names of the features that the template doesn't take, for the load log."""
         lacks = [f.name for f in fields(self) if getattr(self, f.name) in (False, "")]
-        return [name for name in lacks if name not in ("content_parts", "arguments_text")]
+        return [name for name in lacks if name not in _NO_LACK]
 
+
+_NO_LACK = ("content_parts", "arguments_text", "image", "tool_images")
+
+IMAGE = {"type": "image"}
+"""An image as a part of a message's content."""
 
 PLAIN = TemplateTraits(tools=False, tool_calls=False, tool_role=False, reasoning_key="")
 """Of the plain rendering that stands in for a template (messages.plain_text)."""
@@ -69,8 +78,11 @@ _TOOL = {
 }
 
 
-def probe(apply: Apply) -> TemplateTraits:
-    """The traits of a template. `apply` renders with a generation prompt. Raises ChildLost alone."""
+def probe(apply: Apply, images: bool = False) -> TemplateTraits:
+    """The traits of a template. `apply` renders with a generation prompt. Raises ChildLost alone.
+
+    images  the model takes images
+    """
     parts = not _shows(apply, [_user("falcon")], "falcon") and _shows(
         apply, [_user([{"type": "text", "text": "falcon"}])], "falcon"
     )
@@ -91,6 +103,8 @@ def probe(apply: Apply) -> TemplateTraits:
     named = [user, _with_id(call, "call_0123456789abcdef"), _result("call_0123456789abcdef")]
     reasoning_key = _reasoning_key(shows, call)
     both = {**call, "content": "merlin", reasoning_key: "petrel"}
+    image = _image(apply) if images else ""
+    seen = {**_result(), "content": [{"type": "text", "text": "siskin"}, IMAGE]}
     return TemplateTraits(
         content_parts=parts,
         system_first=system_first,
@@ -110,7 +124,22 @@ def probe(apply: Apply) -> TemplateTraits:
         reasoning_key=reasoning_key,
         # Where thinking is left out beside text, that is the template's own choice.
         thinking_and_text=not reasoning_key or shows([_user("falcon"), both, _result()], "merlin"),
+        image=image,
+        tool_images=bool(image) and tool_role and shows([user, call, seen], "siskin", image),
     )
+
+
+def _image(apply: Apply) -> str:
+    """What the template writes for an image between two texts of a user."""
+    texts = [{"type": "text", "text": word} for word in ("falcon", "heron")]
+    try:
+        text = apply([_user([texts[0], IMAGE, texts[1]])], None)
+    except ChildLost:
+        raise
+    except Exception:  # a template raises what it likes
+        return ""
+    between = text.partition("falcon")[2].partition("heron")
+    return between[0].strip() if between[1] else ""
 
 
 def _reasoning_key(shows: Callable[..., bool], call: dict[str, Any]) -> str:

@@ -90,7 +90,9 @@ class DecodeBatch:
         assert inputs is not None
         if self._sampler is None:
             self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
-        logits = self._model(inputs[:, None], cache=self._cache)[:, -1, :]
+        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
+        moved = {"deltas": deltas} if any(deltas) else {}
+        logits = self._model(inputs[:, None], cache=self._cache, **moved)[:, -1, :]
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.

@@ -61,14 +61,14 @@ class PrefillBudget:
 
     def next_stop(self, sequence: Sequence) -> int:
         """Where the next pass of `sequence` ends. The last one begins at its last boundary, or past it."""
-        start, last = sequence.kv_length, self.last_boundary(sequence)
-        stop = sequence.prompt_length if start >= last else min(last, self.chunk_end(start))
+        start, last = sequence.kv_length, sequence.last_boundary(self._block)
+        if start >= last:
+            return sequence.prompt_length
         divergence = sequence.divergence * self._block
-        return min(stop, divergence) if start < divergence else stop
-
-    def last_boundary(self, sequence: Sequence) -> int:
-        """The last multiple of a block before the prompt's end."""
-        return (sequence.prompt_length - 1) // self._block * self._block
+        stop = min(last, self.chunk_end(start), divergence if start < divergence else last)
+        while not sequence.may_end(stop):
+            stop += self._block
+        return stop
 
     def chunk_end(self, start: int) -> int:
         """Where a pass that begins at token `start` ends: the next multiple of its size."""
@@ -118,11 +118,16 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
     """
     start, length = sequence.kv_length, sequence.prompt_length
     assert sequence.cache is not None
-    if last_alone and start < length - 1 and stop == length:
-        model(mx.array([sequence.tokens[start : stop - 1]]), cache=sequence.cache)
+    if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
+        _pass(model, sequence, start, stop - 1)
         mx.eval(mlx_adapter.state_arrays(sequence.cache))
         start = stop - 1
-    logits = model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache)
+    logits = _pass(model, sequence, start, stop)
     if stop < length:
         mx.eval(mlx_adapter.state_arrays(sequence.cache))
     return logits
+
+
+def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
+    inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
+    return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)

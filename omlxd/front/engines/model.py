@@ -140,6 +140,13 @@ class ModelEngine:
         return min(self._context, limit) if self._context and limit else self._context or limit
 
     @property
+    def images(self) -> bool | None:
+        """Whether it takes images; None while nobody knows."""
+        if self.process.supervisor.info is not None:
+            return self.process.supervisor.info.images
+        return self.footprint.images if self.footprint is not None else None
+
+    @property
     def footprint(self) -> Footprint | None:
         """What its files say that it takes; None while they are not there, or were not read."""
         return self._footprints[self.float32] if self._footprints else None

@@ -22,6 +22,7 @@ class Engine(Protocol):
     state           `unloaded`, `loading`, `ready`, `unloading`, `restarting` or `failed`
     info            None until the model has been loaded once
     context_length  tokens of prompt and answer at most; None while nobody knows
+    images          it takes images; None while nobody knows
     starts          engine processes started so far
     deaths          of these, ended by themselves
     pid             of the engine process; None without one
@@ -50,6 +51,8 @@ class Engine(Protocol):
     def is_refused(self) -> bool: ...
     @property
     def context_length(self) -> int | None: ...
+    @property
+    def images(self) -> bool | None: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The events of one request, the last one Finished or Failed; or it raises OmlxdError.

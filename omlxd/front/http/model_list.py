@@ -12,13 +12,15 @@ from ..engines.protocol import Engine, basename
 
 class ModelExtension(msgspec.Struct):
     """What neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
-    `context_length` and `block_size` in tokens, null while nobody knows, before the first load."""
+    `context_length` and `block_size` in tokens, null while nobody knows, before the first load.
+    `input_modalities`: what a prompt may hold."""
 
     state: str
     context_length: int | None
     kv_reuse: str
     block_size: int | None
     note: str
+    input_modalities: list[str]
 
 
 class ModelEntry(msgspec.Struct):
@@ -58,6 +60,7 @@ def model_entry(engine: Engine, created: int) -> ModelEntry:
             kv_reuse=info.kv_reuse if info else "",
             block_size=info.block_size if info else None,
             note=info.note if info else "",
+            input_modalities=["text", "image"] if engine.images else ["text"],
         ),
     )
 

@@ -51,6 +51,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         kv_bytes_per_token=prints.kv_per_token if prints else None,
         memory_bytes=engine.memory_bytes,
         context_length=engine.context_length,
+        images=engine.images,
+        blind=engine.info.blind if engine.info else "",
         idle_s=None if engine.is_pinned or idle == float("inf") else idle,
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ..hashing import BlockHash
+from ..hashing import BlockHash, ExtraKey
 from ..layout import KVLayout
 from .fs import IOV_MAX, FileSystem, read_all, write_all
 from .paths import namespace_dir
@@ -43,6 +43,8 @@ Tried: neighbouring blocks read side by side, so that a page is filled soon afte
 that is digested as a whole and copied by numpy: no faster; one digest over a mapping: engine/kvio/bridge.py.
 """
 DIGEST_HEX = 32
+EXTRA_ROOM = 1024
+"""Bytes of a header for the extra keys of a block, in a namespace whose blocks may have some."""
 _TOKEN_DIGITS = 10
 
 
@@ -52,11 +54,12 @@ class BlockFileError(Exception):
 
 @dataclass(slots=True, frozen=True)
 class BlockKey:
-    """What a block is, for its file: its name, its parent's, and its token ids."""
+    """What a block is, for its file: its name, its parent's, its token ids and its extra keys."""
 
     block_hash: BlockHash
     parent: BlockHash
     tokens: Sequence[int]
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 class BlockFormat:
@@ -67,6 +70,7 @@ class BlockFormat:
     block_size  tokens a block
     kind        of payload: `tokens`, or `checkpoint` (kv/checkpoint.py)
     read_bytes  what is read and digested at a time
+    extra_room  bytes of a header for extra keys: 0 or `EXTRA_ROOM`
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class BlockFormat:
         block_size: int,
         kind: str = "tokens",
         read_bytes: int = READ_BYTES,
+        extra_room: int = 0,
     ):
         self.kind = kind
         self._read_bytes = read_bytes
@@ -85,7 +90,7 @@ class BlockFormat:
         self.data_bytes = layout.nbytes(block_size)
         self._tensors = _tensor_section(layout, block_size)
         longest = len(self._json(BlockKey(namespace, namespace, [10**_TOKEN_DIGITS - 1] * block_size), b""))
-        self.header_bytes = -(-(8 + longest + DIGEST_HEX) // ALIGNMENT) * ALIGNMENT
+        self.header_bytes = -(-(8 + longest + extra_room + DIGEST_HEX) // ALIGNMENT) * ALIGNMENT
         """Length word and header; the data starts here."""
 
     @property
@@ -101,10 +106,11 @@ class BlockFormat:
             FORMAT.encode(),
             self.kind.encode(),
             namespace_dir(self.namespace).encode(),
-        ) + b'"hash":"%b","parent":"%b","tokens":"%b"},%b}' % (
+        ) + b'"hash":"%b","parent":"%b","tokens":"%b"%b},%b}' % (
             key.block_hash.hex().encode(),
             key.parent.hex().encode(),
             ",".join(map(str, key.tokens)).encode(),
+            b',"extra":"%b"' % text_of_keys(key.extra_keys).encode() if key.extra_keys else b"",
             self._tensors,
         )
 
@@ -156,6 +162,17 @@ class BlockFormat:
                 update(buffer)
         if state.hexdigest().encode() != digest:
             raise BlockFileError("its payload fails its digest")
+
+
+def text_of_keys(keys: Iterable[ExtraKey]) -> str:
+    """Extra keys as a header has them: `image=…,image=…`. Kinds and values hold no `"`, `=` or `,`."""
+    return ",".join(f"{kind}={value}" for kind, value in keys)
+
+
+def keys_of_text(text: str) -> tuple[ExtraKey, ...]:
+    """Inverse of `text_of_keys`. Raises ValueError."""
+    pairs = [part.split("=") for part in text.split(",")] if text else []
+    return tuple((kind, value) for kind, value in pairs)
 
 
 def digest_of(buffers: Iterable[memoryview]) -> bytes:

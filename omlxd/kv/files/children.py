@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from ...common.files import safetensors_header
-from ..hashing import BlockHash
+from ..hashing import BlockHash, ExtraKey
+from .block_file import keys_of_text
 from .fs import entries_of, subfolders
 from .paths import file_kind, is_fan_dir
 
@@ -27,11 +28,12 @@ _MOST_HEADER = 1 << 20
 
 @dataclass(slots=True, frozen=True)
 class Child:
-    """A stored block: its name, its token ids, and when it was last used (seconds since 1970)."""
+    """A stored block: its name, token ids and extra keys, and when it was last used (seconds since 1970)."""
 
     block_hash: BlockHash
     tokens: list[int]
     used: float
+    extra_keys: tuple[ExtraKey, ...] = ()
 
 
 @dataclass(slots=True)
@@ -47,6 +49,7 @@ class _Claims(msgspec.Struct):
     hash: str
     parent: str
     tokens: str
+    extra: str = ""
 
 
 class _Header(msgspec.Struct):
@@ -98,5 +101,5 @@ def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:
             return None
         claims = msgspec.json.decode(header, type=_Header).claims
         tokens = [int(token) for token in claims.tokens.split(",")]
-        child = Child(bytes.fromhex(claims.hash), tokens, facts.st_mtime)
+        child = Child(bytes.fromhex(claims.hash), tokens, facts.st_mtime, keys_of_text(claims.extra))
         return bytes.fromhex(claims.parent), child

@@ -61,7 +61,7 @@ class Files:
             PosixFileSystem(),
         )
         self.explainer = Explainer(
-            tokens_of=lambda request: list(request.prompt.tokens),
+            prompt_of=lambda request: (list(request.prompt.tokens), {}),
             text_of=lambda tokens: " ".join(map(str, tokens)),
             namespace=self.namespace,
             block_size=self.size,

@@ -1,0 +1,350 @@
+"""Vision models, by mlx-vlm: which folder holds one, its model, its image processor.
+
+Pinned to mlx-vlm 0.7.10. What this file relies on, each tested in tests/engine/vision:
+- `get_input_embeddings(tokens, pixel_values, mask=…)` of the tokens of one image alone gives the embeddings
+  that they have in any prompt; without pixels it gives those of text;
+- a language model with `get_rope_index` takes `position_ids` of shape (3, rows, tokens) for exactly the
+  tokens of a pass, and keeps positions of its own in `_position_ids` and `_rope_deltas` unless reset;
+- Qwen3-VL takes `visual_pos_masks` and `deepstack_visual_embeds` of exactly the tokens of a pass;
+- a tower computes an image alone as it does beside others;
+- its KVCache and RotatingKVCache keep what mlx-lm's do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from ...common.files import read_small
+from ...errors import ModelError
+from ...models.footprint import PROCESSOR_FILES, read_config, vision_obstacle
+from .cache_kinds import Cache, add_arrays_kind, leaves
+
+VERSION = "0.7.10"
+_FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
+
+Pixels = Mapping[str, Any]
+"""What a processor makes of one image: `pixel_values` and its shape in the family's own words, NumPy arrays
+or lists of them."""
+
+
+# --------------------------------------------------------------------------- which folder holds one
+
+
+def blindness(folder: Path) -> str | None:
+    """As `vision_obstacle`; also for a family that mlx-vlm doesn't have."""
+    config = read_config(folder)
+    if (obstacle := vision_obstacle(folder, config)) == "":
+        try:
+            _model_package(config)
+        except (ImportError, ValueError, KeyError) as error:
+            return f"mlx-vlm {VERSION} has no such family: {error}"
+    return obstacle
+
+
+def _vlm(name: str) -> ModuleType:
+    """A module of mlx-vlm, without running its `__init__`, which imports servers, converters and training."""
+    if "mlx_vlm" not in sys.modules:
+        spec = importlib.util.find_spec("mlx_vlm")
+        if spec is None:
+            raise ImportError("mlx-vlm is not installed")
+        sys.modules["mlx_vlm"] = importlib.util.module_from_spec(spec)
+    return importlib.import_module(f"mlx_vlm.{name}")
+
+
+def _model_package(config: dict[str, Any]) -> ModuleType:
+    return _vlm("utils").get_model_and_args(dict(config))[0]
+
+
+# --------------------------------------------------------------------------- the model
+
+
+@dataclass(slots=True, frozen=True)
+class Features:
+    """What an image gives the language model, evaluated.
+
+    embeds     (tokens, hidden)
+    visual     (tokens,), NumPy booleans: which of the tokens are the tower's; None: no deepstack
+    deepstack  of each layer that adds some: (tower's tokens, hidden)
+    """
+
+    embeds: mx.array
+    visual: np.ndarray | None = None
+    deepstack: tuple[mx.array, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeds.nbytes + sum(layer.nbytes for layer in self.deepstack)
+
+
+@dataclass(slots=True, frozen=True)
+class Piece:
+    """Tokens `start` to `stop` of an image, from token `at` of a pass on."""
+
+    at: int
+    features: Features
+    start: int
+    stop: int
+
+
+class VisionModel(nn.Module):
+    """An mlx-vlm model that is called as mlx-lm's are: model(tokens, cache=…) gives logits.
+
+    whole_images  an image's tokens see each other, so that no pass may end within one
+
+    A pass over an image's tokens also takes `pass_inputs`. Nothing of a request stays in it.
+    """
+
+    def __init__(self, vlm: Any):
+        super().__init__()
+        self.vlm = vlm
+        self._mrope = hasattr(vlm.language_model, "get_rope_index")
+        names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+        self.whole_images = _let_images_see_themselves(vlm.language_model)
+        self._visual_ids = [id for name in names if isinstance(id := getattr(vlm.config, name, None), int)]
+
+    @property
+    def layers(self) -> Any:
+        return self.vlm.layers
+
+    @property
+    def mrope(self) -> bool:
+        """Whether an image's tokens have places in three dimensions, and what follows it is moved by that."""
+        return self._mrope
+
+    def make_cache(self) -> Cache:
+        return [_own(layer) for layer in _vlm("models.cache").make_prompt_cache(self.vlm.language_model)]
+
+    def __call__(
+        self, tokens: mx.array, cache: Any = None, deltas: Sequence[int] | None = None, **inputs: Any
+    ) -> mx.array:
+        """Logits of `tokens` (rows, tokens).
+
+        deltas  of each row: by how much its images move its positions; None: by nothing
+        inputs  as `pass_inputs` gives them
+        """
+        language = self.vlm.language_model
+        if self._mrope:
+            language._position_ids = language._rope_deltas = None
+            inputs.setdefault("position_ids", _positions(cache, tokens.shape, deltas))
+        return language(tokens, cache=cache, **inputs).logits
+
+    # ----------------------------------------------------------------- images
+
+    def see_image(self, tokens: Sequence[int], pixels: Pixels) -> Features:
+        """Run the tower. `tokens`: those that stand for the image in a prompt, all of them."""
+        out = self._embed(tokens, **{name: _arrays(value) for name, value in pixels.items()})
+        deepstack = (
+            tuple(out["deepstack_visual_embeds"]) if out["deepstack_visual_embeds"] is not None else ()
+        )
+        visual = np.array(out["visual_pos_masks"][0]) if deepstack else None
+        features = Features(mx.contiguous(out["inputs_embeds"][0]), visual, deepstack)
+        mx.eval(features.embeds, *deepstack)
+        return features
+
+    def positions(
+        self, tokens: Sequence[int], spans: Sequence[tuple[int, int]], grids: Sequence[Pixels]
+    ) -> tuple[mx.array, int]:
+        """Positions (3, 1, tokens) of a whole prompt, and by how much its images move what follows it.
+
+        spans, grids  of the images, in order. An image token elsewhere is one that the model said.
+        """
+        plain = np.array(tokens)
+        plain[np.isin(plain, self._visual_ids) & ~self._is_visual(plain, spans)] = 0
+        ids = mx.array(plain[None])
+        grid = mx.array(np.concatenate([grid["image_grid_thw"] for grid in grids]))
+        positions, deltas = self.vlm.language_model.get_rope_index(ids, grid, None, mx.ones_like(ids))
+        return positions, int(cast(Any, deltas.reshape(-1)[0].item()))
+
+    def pass_inputs(
+        self,
+        tokens: Sequence[int],
+        start: int,
+        pieces: Sequence[Piece],
+        spans: Sequence[tuple[int, int]],
+    ) -> dict[str, Any]:
+        """Embeddings of a pass over the last of `tokens`, from `start` on.
+
+        pieces  of images in the pass, in order
+        spans   of all images of the prompt
+        """
+        if not pieces:
+            return {}
+        out = self._embed(tokens[start:])
+        embeds, at, joined = out["inputs_embeds"], 0, []
+        for piece in pieces:
+            joined += [embeds[:, at : piece.at], piece.features.embeds[None, piece.start : piece.stop]]
+            at = piece.at + piece.stop - piece.start
+        inputs = {"inputs_embeds": mx.concatenate([*joined, embeds[:, at:]], axis=1)}
+        if out["per_layer_inputs"] is not None:
+            inputs["per_layer_inputs"] = out["per_layer_inputs"]
+        if self.whole_images:
+            types = self._is_visual(np.array(tokens), spans)
+            inputs["mm_token_type_ids"] = mx.array(types[None].astype(np.int32))
+        return inputs | _deepstack(len(tokens) - start, pieces)
+
+    def _is_visual(self, tokens: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+        """(tokens,), booleans: which are the tower's."""
+        image = np.zeros(len(tokens), dtype=bool)
+        for start, stop in spans:
+            image[start:stop] = True
+        return image & np.isin(tokens, self._visual_ids)
+
+    def _embed(self, tokens: Sequence[int], **pixels: Any) -> dict[str, Any]:
+        ids = mx.array([tokens])
+        pixels.setdefault("pixel_values", None)
+        features = self.vlm.get_input_embeddings(ids, mask=mx.ones_like(ids), **pixels)
+        return {name: getattr(features, name) for name in _FEATURES}
+
+
+def _deepstack(length: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Features that some layers add to an image's tokens."""
+    if not pieces[0].features.deepstack:
+        return {}
+    mask = np.zeros((1, length), dtype=bool)
+    layers: list[list[mx.array]] = [[] for _ in pieces[0].features.deepstack]
+    for piece in pieces:
+        visual = piece.features.visual
+        assert visual is not None
+        mask[0, piece.at : piece.at + piece.stop - piece.start] = visual[piece.start : piece.stop]
+        first, last = int(visual[: piece.start].sum()), int(visual[: piece.stop].sum())
+        for rows, layer in zip(layers, piece.features.deepstack, strict=True):
+            rows.append(layer[first:last])
+    return {
+        "visual_pos_masks": mx.array(mask),
+        "deepstack_visual_embeds": [mx.concatenate(rows) for rows in layers],
+    }
+
+
+def _let_images_see_themselves(language: Any) -> bool:
+    """Whether an image's tokens see each other (Gemma 4); lets them do so behind a cached prefix too.
+
+    mlx-vlm does it only in a pass over a whole prompt, whose mask is square: another pass is causal.
+    """
+    text = getattr(language, "model", None)
+    if getattr(getattr(text, "config", None), "use_bidirectional_attention", None) != "vision":
+        return False
+
+    def overlay(base_mask: mx.array, types: mx.array) -> mx.array:
+        """`types` (1, tokens): of all tokens up to the pass's end."""
+        blocks = text._block_sequence_ids_for_mask(types)
+        queries, keys = (blocks[:, -length:] for length in base_mask.shape[-2:])
+        same = (queries[:, :, None] != -1) & (queries[:, :, None] == keys[:, None])
+        return base_mask | same[:, None]
+
+    text._apply_blockwise_bidirectional_overlay = overlay
+    return True
+
+
+def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None) -> mx.array:
+    """(3, rows, tokens): the places after what `cache` holds, all three dimensions alike."""
+    offset = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
+    start = mx.array(offset).reshape(-1, 1)
+    if deltas is not None:
+        start = start + mx.array(deltas).reshape(-1, 1)
+    return mx.broadcast_to((start + mx.arange(shape[1]))[None], (3, *shape))
+
+
+def _own(layer: Any) -> Any:
+    """mlx-lm's cache in place of mlx-vlm's of the same kind."""
+    theirs = _vlm("models.cache")
+    if type(layer) is theirs.KVCache:
+        return KVCache()
+    if type(layer) is theirs.RotatingKVCache:
+        return RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
+    if type(layer) is theirs.ArraysCache:
+        add_arrays_kind(theirs.ArraysCache)
+    return layer
+
+
+def _arrays(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return mx.array(value)
+    return [_arrays(item) for item in value] if isinstance(value, list) else value
+
+
+def load_vision_model(folder: Path) -> tuple[VisionModel, dict[str, Any]]:
+    """The model, its weights not read yet, and its config. Raises what mlx-vlm raises."""
+    utils = _vlm("utils")
+    return VisionModel(utils.load_model(folder, lazy=True)), utils.load_config(folder)
+
+
+# --------------------------------------------------------------------------- its image processor
+
+
+class ImageProcessor:
+    """One model's image processor. Thread-safe; nothing of it runs on the engine thread.
+
+    placeholder  the token, as text and as id, that a chat template writes for an image
+    digest       of its settings
+    """
+
+    def __init__(self, folder: Path, shown: str):
+        """`shown`: what the chat template makes of a message with an image. Raises ModelError."""
+        self._utils = _vlm("utils")
+        self._lock = threading.Lock()
+        settings = sha256()
+        for name in PROCESSOR_FILES:
+            if (folder / name).is_file():
+                settings.update(read_small(folder / name))
+        self.digest = settings.digest()
+        try:
+            self._processor = self._utils.load_processor(
+                folder, False, trust_remote_code=False, local_files_only=True
+            )
+            image_processor = self._utils.load_image_processor(folder)
+        except Exception as error:  # A processor's own code, and what the folder says.
+            raise ModelError(f"its image processor can't be made: {error}") from error
+        if image_processor is not None:
+            self._processor.image_processor = image_processor
+        self.placeholder, self.placeholder_id = self._find_placeholder(shown)
+
+    def _find_placeholder(self, shown: str) -> tuple[str, int]:
+        tokenizer = getattr(self._processor, "tokenizer", self._processor)
+        for name in ("image_token", "boi_token"):
+            token = getattr(self._processor, name, None) or getattr(tokenizer, name, None)
+            token = getattr(token, "content", token) or "<image>"
+            if isinstance(token, str) and shown.count(token) == 1:
+                ids = tokenizer.encode(token, add_special_tokens=False)
+                if len(ids) == 1:
+                    return token, ids[0]
+        raise ModelError("its chat template shows no image, or not as one token")
+
+    def process_image(self, rgb: np.ndarray) -> tuple[list[int], dict[str, Any]]:
+        """(tokens that stand for the image, its pixels for the tower). `rgb`: (height, width, 3), bytes."""
+        from PIL import Image
+
+        with self._lock:
+            out = self._utils.prepare_inputs(
+                self._processor,
+                images=[Image.fromarray(rgb)],
+                prompts=self.placeholder,
+                add_special_tokens=False,
+            )
+            pixels = {
+                name: _numpy(value)
+                for name, value in out.items()
+                if name not in ("input_ids", "attention_mask") and value is not None
+            }
+            return [int(id) for id in np.array(out["input_ids"]).reshape(-1)], pixels
+
+
+def _numpy(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_numpy(item) for item in value]
+    if isinstance(value, mx.array) and value.dtype == mx.bfloat16:
+        value = value.astype(mx.float32)
+    return np.array(value)

@@ -1,0 +1,225 @@
+"""The images of a prompt: their tokens, their part of the block hashes, and their features in a pass.
+
+| thread  | does                                                                                       |
+|---------|--------------------------------------------------------------------------------------------|
+| request | decodes (media.py), runs the model's image processor, puts an image's tokens into a prompt |
+| engine  | runs the vision tower for images that no cached block covers; embeds a pass                |
+
+An image's tokens and digest are remembered by the picture: an image that a client sends again with every
+turn is decoded once, and its pixels are not asked for where its KV is cached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...chat import ImagePart
+from ...common.bounded_map import BoundedMap
+from ...errors import InvalidRequest
+from ...kv.hashing import ExtraKey
+from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, VisionModel
+from ..prompt.pipeline import RenderedPrompt
+from .media import Media
+
+MOST_IMAGES = 4096
+"""Images whose tokens and digests are remembered."""
+FEATURE_BYTES = 256 << 20
+"""Of the features that are kept: a screenshot of 1,500 tokens has 12 MB in a model of 8B."""
+
+
+MOST_KEYS = 8
+"""Images that a block's file names; the room for their keys is bounded."""
+
+
+@dataclass(slots=True, frozen=True)
+class Image:
+    """An image as the model gets it.
+
+    digest  of processed pixels, their shape and the processor's settings, in hex
+    tokens  that stand for it in a prompt
+    grid    its shape, in the family's own words
+    """
+
+    digest: str
+    tokens: tuple[int, ...]
+    grid: Pixels
+
+
+@dataclass(slots=True, frozen=True)
+class Span:
+    """Tokens `start` to `stop` of a prompt, which are an image."""
+
+    start: int
+    stop: int
+    image: Image
+    part: ImagePart
+
+
+class Images:
+    """One model's images. Thread-safe, but for `features_of`, which is the engine thread's."""
+
+    def __init__(self, model: VisionModel, processor: ImageProcessor, media: Media):
+        self.model = model
+        self.processor = processor
+        self._media = media
+        self._lock = threading.Lock()
+        self._known: BoundedMap[bytes, Image] = BoundedMap(max_items=MOST_IMAGES)
+        self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
+        self.towers = 0  # Images that the tower was run for.
+
+    def place(self, tokens: list[int], parts: Sequence[ImagePart]) -> tuple[list[int], PromptImages | None]:
+        """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest."""
+        if not parts:
+            return tokens, None
+        placeholder = self.processor.placeholder_id
+        if (shown := tokens.count(placeholder)) != len(parts):
+            raise InvalidRequest(
+                f"the prompt holds {len(parts)} images, and the model's chat template shows {shown}",
+                param="messages",
+            )
+        pixels: dict[str, Pixels] = {}
+        spans: list[Span] = []
+        placed: list[int] = []
+        at = 0
+        for part, identity in zip(parts, self._media.identities(parts), strict=True):
+            with self._lock:
+                image = self._known.get(identity.digest)
+            if image is None:
+                image, made = self._process(part)
+                pixels[image.digest] = made
+                with self._lock:
+                    self._known.put(identity.digest, image)
+            end = tokens.index(placeholder, at)
+            placed += tokens[at:end]
+            spans.append(Span(len(placed), len(placed) + len(image.tokens), image, part))
+            placed += image.tokens
+            at = end + 1
+        placed += tokens[at:]
+        return placed, PromptImages(self, placed, tuple(spans), pixels)
+
+    def pixels_of(self, part: ImagePart) -> Pixels:
+        return self._process(part)[1]
+
+    def _process(self, part: ImagePart) -> tuple[Image, Pixels]:
+        [picture] = self._media.pictures([part])
+        rgb = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+        tokens, pixels = self.processor.process_image(rgb)
+        state = sha256(self.processor.digest)
+        state.update(repr(tokens).encode())
+        for name in sorted(pixels):
+            for array in _flat(pixels[name]):
+                state.update(f"{name} {array.dtype} {array.shape} ".encode())
+                state.update(np.ascontiguousarray(array))
+        grid = {name: array for name, array in pixels.items() if name != "pixel_values"}
+        return Image(state.hexdigest(), tuple(tokens), grid), pixels
+
+    def features_of(self, image: Image, pixels: Callable[[], Pixels]) -> Features:
+        """What the tower makes of `image`; runs it unless that is kept. Engine thread."""
+        features = self._features.get(image.digest)
+        if features is None:
+            features = self.model.see_image(image.tokens, pixels())
+            self.towers += 1
+            self._features.put(image.digest, features)
+        return features
+
+
+class PromptImages:
+    """The images of one prompt. Made on a request thread, then the engine thread's.
+
+    spans  in order
+    delta  by how much they move the positions behind them, once a pass has been embedded
+    """
+
+    def __init__(self, images: Images, tokens: list[int], spans: tuple[Span, ...], pixels: dict[str, Pixels]):
+        self._images = images
+        self._tokens = tokens[:]
+        self.spans = spans
+        self._bounds = [(span.start, span.stop) for span in spans]
+        self._pixels = pixels
+        self._positions: Any = None
+        self.delta = 0
+
+    def extra_keys(self, block_size: int) -> dict[int, list[ExtraKey]]:
+        """Keys of the blocks that hold an image's tokens: its digest, and where in the block it begins."""
+        keys: dict[int, list[ExtraKey]] = {}
+        for span in self.spans:
+            for block in range(span.start // block_size, (span.stop - 1) // block_size + 1):
+                offset = span.start - block * block_size
+                keys.setdefault(block, []).append(("image", f"{span.image.digest}@{offset}"))
+        return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
+
+    def fetch(self, start: int) -> None:
+        """Have the pixels of images that end behind token `start`, and drop the others. Request thread."""
+        needed = {span.image.digest: span.part for span in self.spans if span.stop > start}
+        self._pixels = {
+            digest: self._pixels.get(digest) or self._images.pixels_of(part)
+            for digest, part in needed.items()
+        }
+
+    def see(self, start: int, stop: int) -> list[Piece]:
+        """Run the tower for the images of the pass over tokens `start` to `stop`. Engine thread."""
+        return [
+            Piece(
+                max(span.start - start, 0),
+                self._images.features_of(span.image, lambda span=span: self._pixels_of(span)),
+                max(start - span.start, 0),
+                min(stop, span.stop) - span.start,
+            )
+            for span in self._between(start, stop)
+        ]
+
+    def inputs(self, start: int, stop: int) -> dict[str, Any]:
+        """What the model gets beside tokens `start` to `stop`. Engine thread."""
+        model = self._images.model
+        inputs = model.pass_inputs(self._tokens[:stop], start, self.see(start, stop), self._bounds)
+        if model.mrope:
+            if self._positions is None:
+                grids = [span.image.grid for span in self.spans]
+                self._positions, self.delta = model.positions(self._tokens, self._bounds, grids)
+            inputs["position_ids"] = self._positions[..., start:stop]
+        return inputs
+
+    def may_end(self, position: int) -> bool:
+        """Whether a pass may end at token `position`: not within an image whose tokens see each other."""
+        whole = self._images.model.whole_images
+        return not (whole and any(start < position < stop for start, stop in self._bounds))
+
+    def _between(self, start: int, stop: int) -> Iterator[Span]:
+        return (span for span in self.spans if span.start < stop and span.stop > start)
+
+    def _pixels_of(self, span: Span) -> Pixels:
+        pixels = self._pixels.pop(span.image.digest, None)
+        # Its blocks were there when it was asked for, and are gone.
+        return pixels if pixels is not None else self._images.pixels_of(span.part)
+
+
+def make_images(folder: Path, shown: str, model: Any, media: Media) -> Images:
+    """`shown`: what the chat template writes for an image. Raises ModelError."""
+    return Images(model, ImageProcessor(folder, shown), media)
+
+
+def prompt_with_images(
+    rendered: RenderedPrompt, images: Images | None, block_size: int
+) -> tuple[list[int], dict[int, list[ExtraKey]]]:
+    """A rendered prompt's tokens, and the extra keys of its blocks. Raises InvalidRequest."""
+    if images is None:
+        return rendered.tokens, {}
+    tokens, placed = images.place(rendered.tokens, rendered.images)
+    return tokens, placed.extra_keys(block_size) if placed is not None else {}
+
+
+def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:
+    return [("images", sha256(repr(keys).encode()).hexdigest())]
+
+
+def _flat(value: Any) -> list[np.ndarray]:
+    if isinstance(value, list):
+        return [array for item in value for array in _flat(item)]
+    return [np.asarray(value)]

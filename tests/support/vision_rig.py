@@ -1,0 +1,74 @@
+"""A rig (rig.py) whose prompts may hold pictures, each by its number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cold_run import outputs, prompt
+from rig import Output, Rig
+from vision_families import VISION_FAMILIES, picture
+
+from omlxd.chat import ImagePart
+from omlxd.engine.vision.images import make_images
+from omlxd.engine.vision.media import Picture
+
+Segments = Sequence[tuple[int, int] | ImagePart | list[int]]
+"""(tokens, seed) of a text, an image, or tokens."""
+
+
+def image(seed: int, width: int = 112, height: int = 112) -> ImagePart:
+    return ImagePart(f"{seed} {width} {height}".encode())
+
+
+class Album:
+    """In place of `Media`: nothing is decoded."""
+
+    def pictures(self, parts: Sequence[ImagePart], param: str = "") -> list[Picture]:
+        shots = [picture(*map(int, part.data.split())) for part in parts]
+        return [Picture(s.shape[1], s.shape[0], _digest(s), rgb=s.tobytes()) for s in shots]
+
+    identities = pictures
+
+
+def _digest(pixels: np.ndarray) -> bytes:
+    return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
+
+
+class VisionRig(Rig):
+    """`family`: one of VISION_FAMILIES, which `model` is of."""
+
+    def __init__(self, family: str, model: Path, root: Path | None = None, **options: Any):
+        super().__init__(model, root, record=True, **options)
+        self.family = VISION_FAMILIES[family]
+        self.images: Any = make_images(model, self.family.shown, self.recorder._model, Album())  # type: ignore[arg-type]
+        tokenizer = self.images.processor._processor.tokenizer
+        self._shown = tokenizer.encode(self.family.shown, add_special_tokens=False)
+        if not self.family.per_token:
+            self.use_grid(128)
+
+    def place(self, segments: Segments) -> tuple[list[int], Any]:
+        """(tokens, images) of a prompt."""
+        tokens: list[int] = []
+        parts: list[ImagePart] = []
+        for segment in segments:
+            if isinstance(segment, ImagePart):
+                tokens += self._shown
+                parts.append(segment)
+            else:
+                tokens += segment if isinstance(segment, list) else prompt(*segment)
+        return self.images.place(tokens, parts)
+
+    def begin(self, segments: Segments, n: int = 4, **options: Any) -> Output:
+        tokens, images = self.place(segments)
+        return self.start(tokens, n, images=images, **options)
+
+    def ask(self, segments: Segments, n: int = 4) -> tuple[Output, list[np.ndarray]]:
+        """(the output, the logits rows that its tokens were sampled from)."""
+        self.recorder.logits.clear()
+        tokens, images = self.place(segments)
+        output = self.run(tokens, n, images=images)
+        return output, outputs(self, n)
