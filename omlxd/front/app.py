@@ -26,7 +26,7 @@ from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from .engines.link import in_background
-from .engines.protocol import Engines
+from .engines.protocol import Engine, Engines, check_images
 from .http.generation import (
     ANTHROPIC,
     OPENAI_CHAT,
@@ -160,7 +160,7 @@ class _Routes:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
-        engine = await self._engines.find_engine(parsed.model)
+        engine = await self._find_engine(parsed)
         if not parsed.model:
             trace_of(request.scope).model = engine.model_id
             parsed = msgspec.structs.replace(parsed, model=engine.model_id)
@@ -169,6 +169,11 @@ class _Routes:
         trace = trace_of(request.scope)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
+
+    async def _find_engine(self, parsed: ParsedRequest) -> Engine:
+        engine = await self._engines.find_engine(parsed.model)
+        check_images(engine, self._engines.models(), parsed.generate.prompt)
+        return engine
 
     async def _parsed(self, request: Request, parse: Parse) -> tuple[int, ParsedRequest]:
         """Bytes of the body, and what `parse` makes of it. A thread parses large bodies, one at a time."""
@@ -194,7 +199,7 @@ class _Routes:
     async def _count(self, request: Request, parse: Parse) -> int:
         _, parsed = await self._parsed(request, parse)
         trace_of(request.scope).model = parsed.model
-        engine = await self._engines.find_engine(parsed.model)
+        engine = await self._find_engine(parsed)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
 
     async def models(self, request: Request) -> Response:

@@ -67,6 +67,7 @@ INFO = ModelInfo(
     block_size=64,
     backend="cpu",
     note="a test",
+    images=True,
 )
 
 

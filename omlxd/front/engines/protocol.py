@@ -9,8 +9,8 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ...chat import Conversation, Event, GenerateRequest, RawPrompt
-from ...errors import NotFound
+from ...chat import Conversation, Event, GenerateRequest, ImagePart, RawPrompt, media_of
+from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...wire import Explanation, ModelInfo, Stats
@@ -107,6 +107,19 @@ class Engines(Protocol):
     def keep_alive(self, engine: Any, seconds: float) -> None:
         """`engine`, one that `resolve` gave, stays loaded for so long after its requests have ended."""
         ...
+
+
+def check_images(engine: Engine, engines: Sequence[Engine], prompt: Conversation | RawPrompt) -> None:
+    """Raises InvalidRequest for images that `engine` can't read; names one of `engines` that can."""
+    if engine.images is not False or not isinstance(prompt, Conversation):
+        return
+    image = next((part for part in media_of(prompt.messages) if isinstance(part, ImagePart)), None)
+    if image is None:
+        return
+    why = f" ({engine.info.blind})" if engine.info and engine.info.blind else ""
+    seeing = next((other.model_id for other in engines if other.images), None)
+    others = f"{seeing} does: ask for that model" if seeing else "no installed model does"
+    raise bad_field(image.param, f"{engine.model_id} reads no images{why}, and {others}")
 
 
 def basename(model_id: str) -> str:
