@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
             verbs = next((action.choices for action in self._actions if action.metavar == "VERB"), None)
             message = f"{words} is missing" + (f": one of {', '.join(verbs)}" if verbs else "")
         elif kind == "unrecognized arguments":
-            message = f"{words} is not a flag of `{self.prog}`"
+            message = f"{words.split()[0]} is not a flag of `{self.prog}`"
         elif choice := re.fullmatch(r"invalid choice: ('.*') \(choose from (.*)\)", words):
             message = f"{choice[1]} is not one of {choice[2].replace(chr(39), '')}"
         raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ...kv.files.fs import entries_of
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo, read_namespace
 from ...kv.files.paths import (
     NAMESPACE_HEX,
@@ -66,11 +67,11 @@ def namespaces(root: Path) -> dict[str, NamespaceInfo | None]:
 def walk(root: Path, folders: list[str]) -> Iterator[Found]:
     """Everything in the namespaces `folders`, but for their descriptions. What vanishes is left out."""
     for folder in folders:
-        for entry in _entries(root, folder):
+        for entry in entries_of(f"{root}/{folder}"):
             if entry.name == FILE_NAME:
                 continue
             if is_fan_dir(entry.name) and entry.is_dir(follow_symlinks=False):
-                for inner in _entries(root, f"{folder}/{entry.name}"):
+                for inner in entries_of(entry.path):
                     yield from _files(inner, f"{folder}/{entry.name}/{inner.name}", entry.name)
             else:
                 yield from _files(entry, f"{folder}/{entry.name}", "")
@@ -90,11 +91,3 @@ def _files(entry: os.DirEntry[str], path: str, fan: str) -> Iterator[Found]:
         if is_file and name[:2] == fan and (named := file_kind(name)) in ("block", "record"):
             kind = "block" if named == "block" else "record"
     yield Found(kind, path, status.st_size, status.st_mtime, stat.S_ISDIR(status.st_mode))
-
-
-def _entries(root: Path, folder: str) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(root / folder) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...config import OPTIONS
+from ...config import add_flags
 from ...errors import ConfigError
 from .launchd import Launchd
 from .manager import Manager, Status
@@ -65,26 +65,14 @@ def _parse(argv: list[str], parser: argparse.ArgumentParser) -> argparse.Namespa
     args = parser.parse_args(argv)
     if rest and args.verb != "install":
         raise ConfigError(f"`omlxd service {args.verb}` takes no flags of the daemon.")
-    args.flags = _serve_flags(rest) if args.verb == "install" else {}
+    args.flags = _serve_flags(rest, type(parser)(prog="omlxd serve", add_help=False))
     return args
 
 
-def _serve_flags(words: list[str]) -> dict[str, str]:
-    """Option name → text, as `omlxd serve` would read `words`."""
-    parser = argparse.ArgumentParser(prog="omlxd service install --", add_help=False, exit_on_error=False)
-    parser.add_argument("--config")
-    for option in OPTIONS:
-        if option.is_switch:
-            parser.add_argument(option.flag, dest=option.name, action="store_const", const="true")
-        else:
-            parser.add_argument(option.flag, dest=option.name)
-    try:
-        args, unknown = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"{error}; see `omlxd serve --help`.") from error
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is not a flag of `omlxd serve`; see `omlxd serve --help`.")
-    return {name: value for name, value in vars(args).items() if value is not None}
+def _serve_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Option name → text, as `omlxd serve` reads `words`."""
+    add_flags(parser)
+    return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
 
 
 def _run(args: argparse.Namespace, manager: Manager) -> int:

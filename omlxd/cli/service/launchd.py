@@ -18,7 +18,17 @@ from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
 
-from .manager import ServiceError, Status, addresses, check_free, read_ours, run, tail, write_whole
+from .manager import (
+    ServiceError,
+    Status,
+    addresses,
+    check_free,
+    check_installed,
+    read_ours,
+    run,
+    tail,
+    write_whole,
+)
 from .plan import EXIT_TIMEOUT_S, FILES, LAUNCHD_NAME, MARK, THROTTLE_S, Plan
 
 LABEL = "dev.omlxd.serve"
@@ -79,7 +89,7 @@ class Launchd:
         return True
 
     def start(self) -> None:
-        self._check_installed()
+        check_installed(self.file, MARK)
         if not self._loaded():
             self._bootstrap()
         done = run("launchctl", "kickstart", self._service)
@@ -87,7 +97,7 @@ class Launchd:
             raise ServiceError(f"launchd would not start it: {done.said}.")
 
     def stop(self) -> None:
-        self._check_installed()
+        check_installed(self.file, MARK)
         self._bootout()
 
     def restart(self) -> None:
@@ -113,7 +123,7 @@ class Launchd:
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        self._check_installed()
+        check_installed(self.file, MARK)
         agent = plistlib.loads(self.file.read_bytes())
         words = agent["ProgramArguments"]
         files = [Path(agent["StandardErrorPath"])]
@@ -122,10 +132,6 @@ class Launchd:
         return tail([file for file in files if file.exists()] or files, lines, follow)
 
     # ----------------------------------------------------------------- launchctl
-
-    def _check_installed(self) -> None:
-        if read_ours(self.file, MARK) is None:
-            raise ServiceError("the service is not installed; `omlxd service install` does that.")
 
     def _loaded(self) -> bool:
         return run("launchctl", "print", self._service).status == 0

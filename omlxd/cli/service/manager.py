@@ -115,6 +115,12 @@ def read_ours(path: Path, mark: str) -> bytes | None:
     return content
 
 
+def check_installed(path: Path, mark: str) -> None:
+    """Raise ServiceError unless `path` is a file of ours."""
+    if read_ours(path, mark) is None:
+        raise ServiceError("the service is not installed; `omlxd service install` does that.")
+
+
 def addresses(host: str) -> list[tuple[str, bool]]:
     """Return (address, is IPv6) of each address that the manager listens on for `host`.
 

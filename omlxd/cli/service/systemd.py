@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .manager import ServiceError, Status, addresses, check_free, read_ours, run, write_whole
+from .manager import ServiceError, Status, addresses, check_free, check_installed, read_ours, run, write_whole
 from .plan import EXIT_TIMEOUT_S, FILES, THROTTLE_S, Plan
 
 SERVICE, SOCKET = "omlxd.service", "omlxd.socket"
@@ -79,17 +79,17 @@ class Systemd:
         return True
 
     def start(self) -> None:
-        self._check_installed()
+        check_installed(self.file, MARK)
         self._forget_failures()
         self._systemctl("start", SOCKET, SERVICE)
 
     def stop(self) -> None:
-        self._check_installed()
+        check_installed(self.file, MARK)
         # Together: a socket that still listened would start it again.
         self._systemctl("stop", SOCKET, SERVICE)
 
     def restart(self) -> None:
-        self._check_installed()
+        check_installed(self.file, MARK)
         self._forget_failures()
         self._systemctl("restart", SERVICE)
 
@@ -106,7 +106,7 @@ class Systemd:
         return Status(state="waiting" if waiting else "stopped", file=self.file, last_exit=last)
 
     def logs(self, lines: int, follow: bool) -> list[str]:
-        self._check_installed()
+        check_installed(self.file, MARK)
         more = ["--follow"] if follow else ["--no-pager"]
         # Users have a journal of their own only on disk, and root has none. In the system's journal,
         # those see theirs who may read it; journalctl says so to the others.
@@ -115,10 +115,6 @@ class Systemd:
         return ["journalctl", *unit, "--lines", str(lines), "--output", "cat", *more]
 
     # ----------------------------------------------------------------- systemctl
-
-    def _check_installed(self) -> None:
-        if read_ours(self.file, MARK) is None:
-            raise ServiceError("the service is not installed; `omlxd service install` does that.")
 
     def _forget_failures(self) -> None:
         """Forget failed starts: systemd refuses a service for a while after several, mended or not."""
