@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from starlette.applications import Starlette
@@ -82,13 +83,15 @@ def create_app(
     routes = _Routes(engines, settings or HttpSettings())
     app = PacedApp(
         routes=[
-            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
-            Route("/v1/completions", routes.completions, methods=["POST"]),
-            Route("/v1/responses", routes.responses, methods=["POST"]),
+            Route("/v1/chat/completions", partial(routes.generate, dialect=OPENAI_CHAT), methods=["POST"]),
+            Route("/v1/completions", partial(routes.generate, dialect=OPENAI_COMPLETIONS), methods=["POST"]),
+            Route(
+                "/v1/responses", partial(routes.generate, dialect=routes.responses_dialect), methods=["POST"]
+            ),
             Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
             Route("/v1/responses/{id:response}", routes.stored.get),
             Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
-            Route("/v1/messages", routes.messages, methods=["POST"]),
+            Route("/v1/messages", partial(routes.generate, dialect=ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             Route("/v1/models", routes.models),
             Route("/v1/models/{id:path}", routes.model),
@@ -135,28 +138,16 @@ class _Routes:
         self._engines = engines
         self._created = int(time.time())
         store = ResponseStore()
-        self._responses = responses_dialect(store)
+        self.responses_dialect = responses_dialect(store)
         self.stored = StoredResponses(store)
         metrics = MetricsOf(engines)
         self._metrics = Metrics(engines, metrics)
         self._admin = Admin(engines, metrics)
         self._recent = RecentRequests()
         self._large = asyncio.Semaphore(1)
-        self._explaining = Explaining(engines, self._recent, self._responses)
+        self._explaining = Explaining(engines, self._recent, self.responses_dialect)
 
-    async def chat_completions(self, request: Request) -> GenerationResponse:
-        return await self._generate(request, OPENAI_CHAT)
-
-    async def completions(self, request: Request) -> GenerationResponse:
-        return await self._generate(request, OPENAI_COMPLETIONS)
-
-    async def responses(self, request: Request) -> GenerationResponse:
-        return await self._generate(request, self._responses)
-
-    async def messages(self, request: Request) -> GenerationResponse:
-        return await self._generate(request, ANTHROPIC)
-
-    async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
+    async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
@@ -194,7 +185,7 @@ class _Routes:
         return _json(TokenCount(await self._count(request, anthropic.parse)))
 
     async def input_tokens(self, request: Request) -> Response:
-        return _json(InputTokens(await self._count(request, self._responses.parse)))
+        return _json(InputTokens(await self._count(request, self.responses_dialect.parse)))
 
     async def _count(self, request: Request, parse: Parse) -> int:
         _, parsed = await self._parsed(request, parse)

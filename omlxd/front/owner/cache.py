@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from ...api.body import check_shape
+from ...api.body import decode
 from ...cli.owner_api import Forget, Forgotten
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.paths import is_stored_path
 from ..engines.protocol import Engines
 
+_FORGET = msgspec.json.Decoder(Forget)
+
 
 async def forget(engines: Engines, body: bytes) -> Forgotten:
     """Raises OmlxdError."""
-    check_shape(body)
-    try:
-        asked = msgspec.json.decode(body, type=Forget)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"This is no list of files: {error}.") from None
+    asked = decode(_FORGET, body)
     for path in asked.paths:
         if not is_stored_path(path):
             raise InvalidRequest(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ...api.body import check_shape
+from ...api.body import decode
 from ...cli.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound
 from ...wire import Explanation
@@ -25,6 +25,7 @@ DIALECTS: Mapping[str, Dialect] = {
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
 }
+_WHY_MISS = msgspec.json.Decoder(WhyMissBody)
 
 
 class Explaining:
@@ -40,11 +41,7 @@ class Explaining:
 
     async def why(self, body: bytes) -> WhyMiss:
         """Raises OmlxdError."""
-        check_shape(body)
-        try:
-            asked = msgspec.json.decode(body or b"{}", type=WhyMissBody)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"This is no request to explain: {error}.") from None
+        asked = decode(_WHY_MISS, body or b"{}")
         if asked.path:
             return await self._of_body(asked)
         kept = self._recent.find_request(asked.request_id, asked.session)

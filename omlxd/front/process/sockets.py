@@ -96,7 +96,6 @@ def _listens(made: socket.socket) -> bool:
 def launch_activate_socket(name: str) -> list[int]:
     """macOS's own call. [] if this job has no such sockets, isn't launchd's, or there is no such call."""
     import ctypes
-    import errno
 
     libc = ctypes.CDLL(None)
     call = getattr(libc, "launch_activate_socket", None)
