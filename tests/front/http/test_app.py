@@ -60,7 +60,7 @@ async def test_models_and_health_and_root():
             "kv_reuse": "",
             "block_size": 64,
             "note": "a test",
-            "input_modalities": ["text"],
+            "input_modalities": ["text", "image"],
         }
         assert second["omlxd"]["state"] == "loading" and second["omlxd"]["context_length"] is None
         assert (await http.get("/v1/models/org/tiny")).json() == first
