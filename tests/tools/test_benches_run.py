@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from daemon import family_model
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -16,6 +17,7 @@ RUNS = {
     "restore": ("--shape small --megabytes 20 --threads 1 --blocks 64", "peak memory"),
     "block_files": ("--shape small --megabytes 20 --threads 1", "ColdTier.store"),
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
+    "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
@@ -43,6 +45,7 @@ def test_every_script_starts():
 @pytest.mark.parametrize("bench", RUNS)
 def test_it_runs(bench: str):
     arguments, shown = RUNS[bench]
+    arguments = arguments.replace("{llama}", str(family_model("llama")))
     done = subprocess.run(
         [sys.executable, "-m", f"tools.bench.{bench}", *arguments.split()],
         cwd=REPO,
