@@ -44,7 +44,10 @@ from omlxd.kv.ledger.ledger import Ledger, LedgerBusy
 from omlxd.kv.ledger.write_budget import WriteBudget
 
 ENGINES = st.integers(0, 9)
+NUMBER = st.integers(0, 99)
 FILE = st.integers(0, 3)
+LETTERS = st.lists(st.sampled_from("abc"), min_size=2, max_size=4)
+"""Namespaces of engines. Nobody describes `c`'s, and somebody else's file lies in its folder."""
 RECORD = 3
 AHEAD = 2 * PAGE
 
@@ -165,7 +168,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(2, 12),
         daily=st.sampled_from([0, 0, 8, 20]),
-        letters=st.lists(st.sampled_from("ab"), min_size=2, max_size=4),
+        letters=LETTERS,
     )
     def start(self, pages: int, daily: int, letters: list[str]) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="omlxd-ledger-", dir=ram_folder()))
@@ -203,6 +206,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.come_back()
             self.ledger.close()
             shutil.rmtree(self.home)
+
+    def some_path(self, number: int) -> str:
+        paths = sorted(self.account.files) or [path_of("a", 0)]
+        return paths[number % len(paths)]
 
     def pick(self, number: int) -> Engine:
         return self.engines[number % len(self.engines)]
@@ -352,13 +359,19 @@ class LedgerMachine(RuleBasedStateMachine):
         engine.messages.append((said, nbytes))
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, file=FILE, pages=st.integers(1, 3))
-    def writes(self, number: int, file: int, pages: int) -> None:
-        """All of it; the ledger hears of the file later."""
-        if self.pick(number).balance < pages * PAGE:
-            self.reserves(number, pages)
-        self.begins_to_write(number, file, pages)
-        self.ends_to_write(number)
+    @rule(
+        number=ENGINES,
+        files=st.lists(st.tuples(FILE, st.integers(1, 3)), min_size=1, max_size=5),
+        says=st.booleans(),
+    )
+    def writes(self, number: int, files: list[tuple[int, int]], says: bool) -> None:
+        """All of it, one by one; `says`: the ledger hears of each at once, else later."""
+        for file, pages in files:
+            if self.pick(number).balance < pages * PAGE:
+                self.reserves(number, pages)
+            self.begins_to_write(number, file, pages)
+            self.ends_to_write(number)
+            self.hears(number, 9 * says)
 
     @precondition(lambda self: self.engines)
     @rule(number=ENGINES)
@@ -376,10 +389,10 @@ class LedgerMachine(RuleBasedStateMachine):
         engine.messages.append((said, 0))
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, file=FILE, removed=st.booleans())
+    @rule(number=ENGINES, file=NUMBER, removed=st.booleans())
     def finds_damage(self, number: int, file: int, removed: bool) -> None:
         """`removed`: and could remove it."""
-        path, account = path_of(self.pick(number).letter, file), self.account
+        path, account = self.some_path(file), self.account
         if removed and self.aside is None:
             (self.root / path).unlink(missing_ok=True)
             self.missing.add(path)
@@ -408,7 +421,7 @@ class LedgerMachine(RuleBasedStateMachine):
         engine.messages.append((said, 0))
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, count=st.integers(1, 3), midnight=st.booleans())
+    @rule(number=ENGINES, count=st.integers(1, 3), midnight=st.sampled_from([False, False, False, True]))
     def hears(self, number: int, count: int, midnight: bool = False) -> None:
         messages = self.pick(number).messages
         if midnight and messages:
@@ -435,13 +448,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- the owner
 
-    @rule(
-        files=st.lists(st.tuples(st.sampled_from("abc"), FILE), min_size=1, max_size=4), remove=st.booleans()
-    )
-    def owner_forgets(self, files: list[tuple[str, int]], remove: bool) -> None:
+    @rule(files=st.lists(NUMBER, min_size=1, max_size=4), remove=st.booleans())
+    def owner_forgets(self, files: list[int], remove: bool) -> None:
         account, count, nbytes, troubles = self.account, 0, 0, 0
+        paths = list(dict.fromkeys(self.some_path(file) for file in files))
         here = self.looks_there()
-        for path in dict.fromkeys(path_of(*file) for file in files):
+        for path in paths:
             if remove and path in LedgerMachine.undeletable:
                 troubles += 1
                 continue
@@ -450,7 +462,6 @@ class LedgerMachine(RuleBasedStateMachine):
             if path in account.files and here and (remove or not (self.root / path).exists()):
                 count, nbytes = count + 1, nbytes + account.files.pop(path)
                 account.what[path] = "cleared"
-        paths = list(dict.fromkeys(path_of(*file) for file in files))
         forgotten = self.ledger.forget(paths, remove)
         assert (*forgotten[:2], len(forgotten[2])) == (count, nbytes, troubles)
 
@@ -462,10 +473,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- the disk
 
-    @rule(letter=st.sampled_from("abc"), file=FILE)
-    def sticks(self, letter: str, file: int) -> None:
+    @rule(file=NUMBER)
+    def sticks(self, file: int) -> None:
         """It can't be removed, or can again."""
-        LedgerMachine.undeletable.symmetric_difference_update({path_of(letter, file)})
+        LedgerMachine.undeletable.symmetric_difference_update({self.some_path(file)})
 
     @rule(unreadable=st.booleans())
     def reads_fail(self, unreadable: bool) -> None:
@@ -517,8 +528,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.today += 1
         self.written_today = self.unseen = 0
 
-    @rule(pages=st.integers(2, 12), killed=st.booleans())
-    def restarts(self, pages: int, killed: bool) -> None:
+    @rule(pages=st.integers(2, 12), killed=st.booleans(), letters=LETTERS)
+    def restarts(self, pages: int, killed: bool, letters: list[str]) -> None:
         """With all engines, and perhaps another cap."""
         self.come_back()
         account, day = self.account, self.account.day
@@ -534,6 +545,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.cap = pages * PAGE
         self.engines = []
         self.open(Day(self.daily, self.today, on_file=day.on_file))
+        for letter in letters:
+            self.begins(letter)
 
     # ----------------------------------------------------------------- what must hold
 
