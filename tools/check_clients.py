@@ -29,7 +29,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, ClaudeCode, Codex, OpenCode, write_files
+from clients.agents import (
+    CLAUDE_CODE,
+    CODEX,
+    CONTEXT_TOKENS,
+    OPENCODE,
+    Agent,
+    ClaudeCode,
+    Codex,
+    OpenCode,
+    write_files,
+)
 from clients.install import InstallError, python_with
 from clients.own_daemon import OwnDaemon, first_model
 from clients.recorder import Recorder
@@ -78,9 +88,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="omlxd-clients-") as temporary:
         scratch = options.keep or Path(temporary)
         if options.vision:
-            from vision_families import build_vision_family
-
-            model = build_vision_family("qwen2_5_vl", scratch / "scripted")
+            model = _seeing_model(scratch / "scripted")
         else:
             model = build_script_model(scratch / "scripted", template=template)
         for entry in CLIENTS:
@@ -97,6 +105,14 @@ def main() -> int:
             _print(total)
             passed = passed and not total.problem
     return 0 if passed else 1
+
+
+def _seeing_model(folder: Path) -> Path:
+    """A tiny Qwen2.5-VL, with a context that an agent's prompt fits into."""
+    from vision_families import VISION_FAMILIES, build_vision_family
+
+    VISION_FAMILIES["qwen2_5_vl"].config["max_position_embeddings"] = CONTEXT_TOKENS
+    return build_vision_family("qwen2_5_vl", folder)
 
 
 def _print(row: Row) -> None:

@@ -157,7 +157,7 @@ class EngineHost:
         refuse = wire.COUNTED_CONTEXTS * most
         try:
             rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
-            return len(self._place_images(rendered)[0])
+            return len(self._place_images(rendered, refuse)[0])
         except PromptTooLong as error:
             raise PromptTooLong(error.tokens, most) from None
 
@@ -171,7 +171,7 @@ class EngineHost:
         if rendered.tool_calls and self._warns_of_tools:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
-        tokens, images = self._place_images(rendered)
+        tokens, images = self._place_images(rendered, context - 1)
         room = context - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), context - 1)
@@ -281,13 +281,13 @@ class EngineHost:
         scope = Scope(request.session, request.cache_salt)
         return self.prompts.render(request.prompt, scope=scope, most=context - 1, refuse=context - 1)
 
-    def _place_images(self, rendered: RenderedPrompt) -> tuple[list[int], PromptImages | None]:
-        """The prompt's tokens, its images among them. Raises InvalidRequest."""
+    def _place_images(self, rendered: RenderedPrompt, most: int) -> tuple[list[int], PromptImages | None]:
+        """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
         if self.images is None:
             if rendered.images:
                 raise InvalidRequest(f"this model takes no images: {self.loaded.blind}", param="messages")
             return rendered.tokens, None
-        return self.images.place(rendered.tokens, rendered.images)
+        return self.images.place(rendered.tokens, rendered.images, most)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the prompt that are cached now: whose images need no pixels."""

@@ -11,8 +11,9 @@ turn is decoded once, and its pixels are not asked for where its KV is cached.
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +23,7 @@ import numpy as np
 
 from ...chat import ImagePart
 from ...common.bounded_map import BoundedMap
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, PromptTooLong
 from ...kv.hashing import ExtraKey
 from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, VisionModel
 from ..prompt.pipeline import RenderedPrompt
@@ -33,7 +34,9 @@ MOST_IMAGES = 4096
 FEATURE_BYTES = 256 << 20
 """Of the features that are kept: a screenshot of 1,500 tokens has 12 MB in a model of 8B."""
 
-
+PIXEL_BYTES = 512 << 20
+"""Of processed pixels that wait for the tower, over all requests: 18 screenshots of 1,500 tokens in
+Qwen2.5-VL. Others are processed when their pass is computed."""
 MOST_KEYS = 8
 """Images that a block's file names; the room for their keys is bounded."""
 
@@ -72,10 +75,15 @@ class Images:
         self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(max_items=MOST_IMAGES)
         self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
+        self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
         self.towers = 0  # Images that the tower was run for.
 
-    def place(self, tokens: list[int], parts: Sequence[ImagePart]) -> tuple[list[int], PromptImages | None]:
-        """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest."""
+    def place(
+        self, tokens: list[int], parts: Sequence[ImagePart], most: int = sys.maxsize
+    ) -> tuple[list[int], PromptImages | None]:
+        """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest, and
+        PromptTooLong at the first image that ends past `most` tokens.
+        """
         if not parts:
             return tokens, None
         placeholder = self.processor.placeholder_id
@@ -84,7 +92,6 @@ class Images:
                 f"the prompt holds {len(parts)} images, and the model's chat template shows {shown}",
                 param="messages",
             )
-        pixels: dict[str, Pixels] = {}
         spans: list[Span] = []
         placed: list[int] = []
         at = 0
@@ -92,20 +99,43 @@ class Images:
             with self._lock:
                 image = self._known.get(identity.digest)
             if image is None:
-                image, made = self._process(part)
-                pixels[image.digest] = made
+                image, pixels = self._process(part)
                 with self._lock:
                     self._known.put(identity.digest, image)
+                    if self._pixels.cost + _nbytes(pixels) <= PIXEL_BYTES:
+                        self._pixels.put(image.digest, pixels)
             end = tokens.index(placeholder, at)
             placed += tokens[at:end]
             spans.append(Span(len(placed), len(placed) + len(image.tokens), image, part))
             placed += image.tokens
             at = end + 1
+            if len(placed) > most:
+                raise PromptTooLong(len(placed) + len(tokens) - at, most)
         placed += tokens[at:]
-        return placed, PromptImages(self, placed, tuple(spans), pixels)
+        return placed, PromptImages(self, placed, tuple(spans))
 
-    def pixels_of(self, part: ImagePart) -> Pixels:
-        return self._process(part)[1]
+    def fetch(self, spans: Iterable[Span]) -> None:
+        """Have the pixels of images that the tower will see: of many, the first ones. Request thread."""
+        room = PIXEL_BYTES
+        for span in spans:
+            digest = span.image.digest
+            if self._features.peek(digest) is not None:
+                continue
+            with self._lock:
+                pixels = self._pixels.get(digest)
+            if pixels is None:
+                _, pixels = self._process(span.part)
+            room -= _nbytes(pixels)
+            if room < 0:
+                return
+            with self._lock:
+                self._pixels.put(digest, pixels)
+
+    def take_pixels(self, span: Span) -> Pixels:
+        """The pixels of an image, which are dropped: its features are kept from now on. Engine thread."""
+        with self._lock:
+            pixels = self._pixels.pop(span.image.digest)
+        return pixels if pixels is not None else self._process(span.part)[1]
 
     def _process(self, part: ImagePart) -> tuple[Image, Pixels]:
         [picture] = self._media.pictures([part])
@@ -137,12 +167,11 @@ class PromptImages:
     delta  by how much they move the positions behind them, once a pass has been embedded
     """
 
-    def __init__(self, images: Images, tokens: list[int], spans: tuple[Span, ...], pixels: dict[str, Pixels]):
+    def __init__(self, images: Images, tokens: list[int], spans: tuple[Span, ...]):
         self._images = images
         self._tokens = tokens[:]
         self.spans = spans
         self._bounds = [(span.start, span.stop) for span in spans]
-        self._pixels = pixels
         self._positions: Any = None
         self.delta = 0
 
@@ -156,19 +185,15 @@ class PromptImages:
         return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
 
     def fetch(self, start: int) -> None:
-        """Have the pixels of images that end behind token `start`, and drop the others. Request thread."""
-        needed = {span.image.digest: span.part for span in self.spans if span.stop > start}
-        self._pixels = {
-            digest: self._pixels.get(digest) or self._images.pixels_of(part)
-            for digest, part in needed.items()
-        }
+        """Have the pixels of images that end behind token `start`. Request thread."""
+        self._images.fetch(span for span in self.spans if span.stop > start)
 
     def see(self, start: int, stop: int) -> list[Piece]:
         """Run the tower for the images of the pass over tokens `start` to `stop`. Engine thread."""
         return [
             Piece(
                 max(span.start - start, 0),
-                self._images.features_of(span.image, lambda span=span: self._pixels_of(span)),
+                self._images.features_of(span.image, lambda span=span: self._images.take_pixels(span)),
                 max(start - span.start, 0),
                 min(stop, span.stop) - span.start,
             )
@@ -194,11 +219,6 @@ class PromptImages:
     def _between(self, start: int, stop: int) -> Iterator[Span]:
         return (span for span in self.spans if span.start < stop and span.stop > start)
 
-    def _pixels_of(self, span: Span) -> Pixels:
-        pixels = self._pixels.pop(span.image.digest, None)
-        # Its blocks were there when it was asked for, and are gone.
-        return pixels if pixels is not None else self._images.pixels_of(span.part)
-
 
 def make_images(folder: Path, shown: str, model: Any, media: Media) -> Images:
     """`shown`: what the chat template writes for an image. Raises ModelError."""
@@ -217,6 +237,10 @@ def prompt_with_images(
 
 def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:
     return [("images", sha256(repr(keys).encode()).hexdigest())]
+
+
+def _nbytes(pixels: Pixels) -> int:
+    return sum(array.nbytes for value in pixels.values() for array in _flat(value))
 
 
 def _flat(value: Any) -> list[np.ndarray]:

@@ -1,0 +1,94 @@
+"""Many large images take bounded memory before the model sees them; none past the context is processed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from omlxd.chat import ImagePart
+from omlxd.engine.vision import images as images_room
+from omlxd.engine.vision.images import Images
+from omlxd.engine.vision.media import Picture
+from omlxd.errors import PromptTooLong
+
+PAD = 7
+TOKENS = 10
+KEPT = 4
+
+
+class FakeMedia:
+    """Each part's first byte is its picture."""
+
+    def pictures(self, parts):
+        return [Picture(1, 1, part.data[:1], rgb=part.data[:1] * 3) for part in parts]
+
+    def identities(self, parts):
+        return [picture.identity for picture in self.pictures(parts)]
+
+
+class FakeProcessor:
+    placeholder_id = PAD
+    digest = b"settings"
+
+    def __init__(self):
+        self.processed: list[int] = []
+
+    def process_image(self, rgb):
+        self.processed.append(int(rgb[0, 0, 0]))
+        return [PAD] * TOKENS, {"pixel_values": np.full(1000, rgb[0, 0, 0], np.float32)}
+
+
+class FakeModel:
+    whole_images = mrope = False
+
+    def see_image(self, tokens, pixels):
+        return pixels["pixel_values"]
+
+
+@pytest.fixture
+def images(monkeypatch):
+    monkeypatch.setattr(images_room, "PIXEL_BYTES", KEPT * 4000)
+    return Images(FakeModel(), FakeProcessor(), FakeMedia())  # type: ignore[arg-type]
+
+
+def parts(count: int, first: int = 0) -> list[ImagePart]:
+    return [ImagePart(bytes([first + n])) for n in range(count)]
+
+
+def test_the_pixels_of_many_images_are_bounded_and_the_first_are_there(images):
+    tokens, prompt = images.place([1, PAD] * 20, parts(20))
+    assert len(tokens) == 20 * (1 + TOKENS) and images.processor.processed == [*range(20)]
+    prompt.fetch(0)
+    assert images._pixels.cost <= images_room.PIXEL_BYTES and len(images._pixels) == KEPT
+    images.processor.processed.clear()
+    seen = [images.features_of(s.image, lambda s=s: images.take_pixels(s))[0] for s in prompt.spans]
+    assert seen == [*range(20)] and images.processor.processed == [*range(KEPT, 20)]
+    assert not len(images._pixels)
+
+
+def test_another_request_with_many_images_takes_no_more(images):
+    for first in (0, 100):
+        _, prompt = images.place([PAD] * 9, parts(9, first))
+        prompt.fetch(0)
+        assert images._pixels.cost <= images_room.PIXEL_BYTES
+    images.processor.processed.clear()
+    span = prompt.spans[0]
+    assert images.features_of(span.image, lambda: images.take_pixels(span))[0] == 100
+    assert not images.processor.processed
+
+
+def test_images_that_are_cached_or_whose_features_are_kept_need_no_pixels(images):
+    _, prompt = images.place([PAD] * 3, parts(3))
+    for span in prompt.spans:
+        images.features_of(span.image, lambda span=span: images.take_pixels(span))
+    images.processor.processed.clear()
+    _, again = images.place([PAD] * 4, parts(4))
+    again.fetch(3 * TOKENS)
+    again.fetch(0)
+    assert images.processor.processed == [3]
+
+
+def test_images_past_the_context_are_not_processed(images):
+    with pytest.raises(PromptTooLong) as caught:
+        images.place([1, PAD] * 50, parts(50), 5 * TOKENS)
+    assert images.processor.processed == [*range(5)] and caught.value.message.startswith("prompt is too long")
