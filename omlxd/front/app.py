@@ -46,7 +46,6 @@ from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.trace import trace_of
-from .owner.cache import forget
 from .owner.engine_metrics import MetricsOf
 from .owner.metrics import Metrics
 from .owner.status import Admin
@@ -230,7 +229,7 @@ class _Routes:
         return _json(self._explaining.recent())
 
     async def forget(self, request: Request) -> Response:
-        return _json(await forget(self._engines, await request.body()))
+        return _json(await self._admin.forget_files(await request.body()))
 
     async def why_miss(self, request: Request) -> Response:
         return _json(await self._explaining.why(await request.body()))

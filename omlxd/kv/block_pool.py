@@ -175,11 +175,11 @@ class BlockTable:
         """Name the block at `index`; see `BlockPool.cache`. Returns the name's owner."""
         return self._pool.cache(self.blocks[index], block_hash, payload)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Give back the blocks past the first `length`."""
         self._pool.free(self.blocks[length:])
         del self.blocks[length:]
 
     def free(self) -> None:
         """Give every reference back."""
-        self.cut(0)
+        self.truncate(0)

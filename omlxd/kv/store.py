@@ -23,7 +23,7 @@ from .block import Block
 from .block_pool import BlockPool, BlockTable
 from .cold.flusher import Flusher, Post
 from .cold.tier import ColdTier
-from .cold.writer import Lease, StoreWriter, WritablePayload
+from .cold.writer import Lease, WritablePayload
 from .files.block_file import BlockFileError, BlockKey
 from .hashing import BlockHash
 
@@ -83,10 +83,6 @@ class KVStore:
         self.stats = StoreStats()
         if flusher is not None:
             flusher.on_written = self._trust
-
-    @property
-    def writer(self) -> StoreWriter | None:
-        return self.flusher.writer if self.flusher is not None else None
 
     def new_table(self) -> BlockTable:
         return BlockTable(self.pool)

@@ -18,7 +18,7 @@ from omlxd.chat import Sampling
 from omlxd.engine.kvio import bridge, checkpointer
 from omlxd.engine.kvio.restore import Restore
 from omlxd.errors import OmlxdError
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.store import KVStore
 
 
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_that_can_not_be_removed_is_written_anew(
             raise PermissionError(errno.EACCES, "Permission denied", path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(PosixFileSystem, "unlink", denied)
+            patched.setattr(FileSystem, "unlink", denied)
             assert rig.run(prompt(200), 5).cold == 0
     with Rig(recurrent, tmp_path) as rig:
         assert rig.run(prompt(200), 5).cold == 3 * BLOCK

@@ -155,7 +155,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.rig.store.withdraw({name: False})  # As the engine does before the first token.
                 data = None
             if data is None:
-                table.cut(index)
+                table.truncate(index)
                 break
             assert data == bytes_of(name), "wrong bytes"
         return table

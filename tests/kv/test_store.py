@@ -77,7 +77,7 @@ def test_a_match_extends_a_table_later(rig):
     rig.store.put(first, 3, KEYS[3], payload_of(HASHES[3]))
     assert rig.store.extend_match(second, HASHES, 5) == 1
     assert len(second.blocks) == 4 and first.blocks[:4] == second.blocks
-    second.cut(1)
+    second.truncate(1)
     assert len(second.blocks) == 1 and first.blocks[1].ref_cnt == 2  # the table and the writer
     first.free()
     second.free()

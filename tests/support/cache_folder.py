@@ -12,7 +12,7 @@ from omlxd.cli.main import main
 from omlxd.kv.checkpoint import CheckpointFiles, checkpoint_name
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import BlockKey
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 
 DAY = 86400
@@ -61,7 +61,7 @@ def describe(root: Path, model: Path, name: str = "org/tiny") -> None:
             block_bytes=20480,
             facts_digest=NAMESPACE.hex(),
         ),
-        PosixFileSystem(),
+        FileSystem(),
     )
 
 

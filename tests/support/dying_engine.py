@@ -30,7 +30,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule import scheduler
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.service import EngineService
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 
 MOMENTS = ("loading", "prefill", "decode", "writing")
 """The weights are there and nobody knows yet; a prompt's first chunk is done, others are not; some tokens
@@ -94,7 +94,7 @@ def _deaf(self: EngineService) -> None:
 
 _step, _writev, _handle, _run = (
     DecodeBatch.step,
-    PosixFileSystem.writev,
+    FileSystem.writev,
     EngineService._handle,
     EngineService.run,
 )
@@ -117,7 +117,7 @@ def _counted_step(batch: DecodeBatch) -> Any:
     return _step(batch)
 
 
-def _half_written(self: PosixFileSystem, fd: int, buffers: Any) -> int:
+def _half_written(self: FileSystem, fd: int, buffers: Any) -> int:
     written = _writev(self, fd, buffers[:1])  # As a kernel may; the rest is written by the next call.
     here("writing")
     return written
@@ -132,6 +132,6 @@ if __name__ == "__main__":
     scheduler.compute_chunk = _after(scheduler.compute_chunk, "prefill")
     EngineService._handle = _noted
     DecodeBatch.step = _counted_step
-    PosixFileSystem.writev = _half_written
+    FileSystem.writev = _half_written
     sys.argv = sys.argv[2:]
     runpy.run_module("omlxd.engine", run_name="__main__")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from omlxd.kv.files.fs import Buffer, PosixFileSystem
+from omlxd.kv.files.fs import Buffer, FileSystem
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Fault:
     errno: int = 0
 
 
-class FaultyFileSystem(PosixFileSystem):
+class FaultyFileSystem(FileSystem):
     """`count`: operations so far. `hit`: the fault has been met. `crashed`: nothing works any more.
 
     `watch` is called after every operation: for what must hold at every instant.
@@ -98,10 +98,10 @@ class FaultyFileSystem(PosixFileSystem):
     # ----------------------------------------------------------------- the operations
 
     def open_read(self, path: str) -> int:
-        return self._operation(lambda: self._opened(PosixFileSystem.open_read(self, path)))
+        return self._operation(lambda: self._opened(FileSystem.open_read(self, path)))
 
     def open_new(self, path: str) -> int:
-        return self._operation(lambda: self._opened(PosixFileSystem.open_new(self, path)))
+        return self._operation(lambda: self._opened(FileSystem.open_new(self, path)))
 
     def _opened(self, fd: int) -> int:
         self._open.add(fd)
@@ -115,41 +115,41 @@ class FaultyFileSystem(PosixFileSystem):
         self._operation(lambda: None)
 
     def size(self, fd: int) -> int:
-        return self._operation(lambda: PosixFileSystem.size(self, fd))
+        return self._operation(lambda: FileSystem.size(self, fd))
 
     def readv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         return self._operation(
-            lambda: PosixFileSystem.readv(self, fd, buffers, offset),
-            lambda: PosixFileSystem.readv(self, fd, _half(buffers), offset),
+            lambda: FileSystem.readv(self, fd, buffers, offset),
+            lambda: FileSystem.readv(self, fd, _half(buffers), offset),
         )
 
     def writev(self, fd: int, buffers: Sequence[Buffer]) -> int:
         return self._operation(
-            lambda: PosixFileSystem.writev(self, fd, buffers),
-            lambda: PosixFileSystem.writev(self, fd, _half(buffers)),
+            lambda: FileSystem.writev(self, fd, buffers),
+            lambda: FileSystem.writev(self, fd, _half(buffers)),
         )
 
     def sync(self, fd: int) -> None:
-        self._operation(lambda: PosixFileSystem.sync(self, fd))
+        self._operation(lambda: FileSystem.sync(self, fd))
 
     def rename(self, source: str, target: str) -> None:
-        self._operation(lambda: PosixFileSystem.rename(self, source, target))
+        self._operation(lambda: FileSystem.rename(self, source, target))
 
     def unlink(self, path: str) -> None:
-        self._operation(lambda: PosixFileSystem.unlink(self, path))
+        self._operation(lambda: FileSystem.unlink(self, path))
 
     def make_folder(self, path: str) -> None:
-        self._operation(lambda: PosixFileSystem.make_folder(self, path))
+        self._operation(lambda: FileSystem.make_folder(self, path))
 
     def is_file(self, path: str) -> bool:
         # The seam promises that it raises nothing, so a fault here is "not there".
         try:
-            return self._operation(lambda: PosixFileSystem.is_file(self, path))
+            return self._operation(lambda: FileSystem.is_file(self, path))
         except OSError:
             return False
 
     def touch(self, path: str, mtime_ns: int) -> None:
-        self._operation(lambda: PosixFileSystem.touch(self, path, mtime_ns))
+        self._operation(lambda: FileSystem.touch(self, path, mtime_ns))
 
 
 def _half(buffers: Sequence[Buffer]) -> list[memoryview]:

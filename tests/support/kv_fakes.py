@@ -336,7 +336,7 @@ class Rig:
         for index, block in enumerate(list(table.blocks)):
             data = self.read(keys[index], block)
             if data is None:
-                table.cut(index)
+                table.truncate(index)
                 break
             assert data == bytes_of(keys[index].block_hash), "wrong bytes served"
         for index in range(len(table.blocks), len(keys)):
@@ -374,7 +374,7 @@ class Rig:
                 break
             assert data == bytes_of(key.block_hash), "wrong bytes served"
             got.append(data)
-        table.cut(len(got))
+        table.truncate(len(got))
         table.free()
         return got
 

@@ -28,7 +28,7 @@ def main(root: Path, cap: int, seed: int) -> None:
         rig.store.extend_match(table, [key.block_hash for key in keys], len(keys) - 1)
         for index, block in enumerate(list(table.blocks)):
             if rig.read(keys[index], block) is None:
-                table.cut(index)
+                table.truncate(index)
                 break
         for index in range(len(table.blocks), len(keys)):
             table.append(rig.store.block_size)

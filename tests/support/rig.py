@@ -229,8 +229,8 @@ class Rig:
         while self.scheduler.active_sequences:
             assert time.monotonic() < deadline, "a request did not end"
             time.sleep(0.002)
-        if self.scheduler.bridge is not None and self.store.writer is not None:
-            assert self.store.writer.flush(seconds)
+        if self.scheduler.bridge is not None and self.store.flusher is not None:
+            assert self.store.flusher.writer.flush(seconds)
         posted = threading.Event()
         self.scheduler.post(posted.set)
         assert posted.wait(seconds)

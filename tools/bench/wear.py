@@ -35,7 +35,7 @@ from omlxd.kv.cold.flusher import Flusher, write_policy
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockFormat, BlockKey
-from omlxd.kv.files.fs import Buffer, PosixFileSystem
+from omlxd.kv.files.fs import Buffer, FileSystem
 from omlxd.kv.hashing import hash_blocks, namespace_of
 from omlxd.kv.layout import Group, KVLayout
 from omlxd.kv.ledger.ledger import Ledger
@@ -60,7 +60,7 @@ POLICIES = (
 """(admission, write-back)."""
 
 
-class SizesOnly(PosixFileSystem):
+class SizesOnly(FileSystem):
     """Files are their sizes."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Simulation:
         reach = store.extend_match(table, hashes, (len(tokens) - 1) // BLOCK)
         if self._checkpoints is not None:
             reach = self._checkpoints.deepest(hashes, reach)
-            table.cut(reach)
+            table.truncate(reach)
         hot = sum(block.payload is not None for block in table.blocks)
         for block, block_hash in zip(table.blocks, hashes, strict=False):
             if block.payload is None:

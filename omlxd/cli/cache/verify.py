@@ -19,7 +19,7 @@ from ...common.files import safetensors_header
 from ...kv.checkpoint import KIND as CHECKPOINT
 from ...kv.checkpoint import checkpoint_name
 from ...kv.files.block_file import EXTRA_ROOM, FORMAT, BlockFileError, BlockFormat, BlockKey, keys_of_text
-from ...kv.files.fs import PosixFileSystem
+from ...kv.files.fs import FileSystem
 from ...kv.files.record_file import RecordError, checked
 from ...kv.hashing import hash_blocks
 from ...kv.layout import ITEM_BYTES, Group, KVLayout
@@ -64,7 +64,7 @@ class Verifier:
     """Checks files one after another, with one buffer. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._fs = PosixFileSystem()
+        self._fs = FileSystem()
         self._buffer = bytearray()
 
     def verify(self, path: str, namespace: str, name: str) -> Verdict:

@@ -299,12 +299,12 @@ class KVBridge:
             self.store.extend_match(table, sequence.hashes, limit)
             limit = len(table.blocks)
         if self.states is not None:
-            table.cut(self.states.match(sequence, limit))
+            table.truncate(self.states.match(sequence, limit))
             if sequence.resume_at and self.states.hot(sequence) is None:
                 return True
         cold = [block.payload is None for block in table.blocks]
         if any(cold) and sequence.restores >= MOST_RESTORES:
-            table.cut(cold.index(True))
+            table.truncate(cold.index(True))
             return False
         return any(cold)
 
@@ -372,7 +372,7 @@ class KVBridge:
             if not isinstance(block.payload, MLXPayload):
                 break
             payloads.append(block.payload)
-        table.cut(have + len(payloads))
+        table.truncate(have + len(payloads))
         if payloads:
             self._append(sequence, payloads)
 
@@ -395,7 +395,7 @@ class KVBridge:
         payloads = [b.payload for b in table.blocks if isinstance(b.payload, MLXPayload)]
         state = self.states.hot(sequence)
         if state is None or len(payloads) != len(table.blocks):
-            table.cut(0)
+            table.truncate(0)
             sequence.resume_at = 0
             return
         sequence.cache = mlx_adapter.new_cache(

@@ -18,7 +18,7 @@ from ...kv.cold.flusher import Flusher, write_policy
 from ...kv.cold.tier import ColdTier
 from ...kv.cold.writer import Lease, StoreWriter
 from ...kv.files.block_file import EXTRA_ROOM, BlockFormat
-from ...kv.files.fs import PosixFileSystem
+from ...kv.files.fs import FileSystem
 from ...kv.files.namespace import NamespaceInfo, describe_namespace
 from ...kv.files.paths import LOCK_NAME
 from ...kv.files.record_file import RecordFiles
@@ -165,7 +165,7 @@ class ModelStore:
                 extra_room=EXTRA_ROOM if loaded.blind == "" else 0,
             )
             root = Path(settings.cold_dir)
-            self._fs = PosixFileSystem(str(root / LOCK_NAME))
+            self._fs = FileSystem(str(root / LOCK_NAME))
             cold = ColdTier(root, format, self._fs)
             queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
             flusher = Flusher(

@@ -193,7 +193,7 @@ class Restore:
             sequence = self._sequence
             sequence.cache, sequence.kv_length, sequence.offered, sequence.resume_at = None, 0, 0, 0
             if sequence.table is not None:
-                sequence.table.cut(0)
+                sequence.table.truncate(0)
         self._ready()
 
     def _accept(self) -> None:
@@ -208,7 +208,7 @@ class Restore:
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
             sequence.resume_at = 0
-        table.cut(good)
+        table.truncate(good)
         if arrival is not None and (good or sequence.resume_at):
             self._take_arrival(arrival, good)
 

@@ -1,4 +1,4 @@
-"""The daemon's own account: `GET /omlxd/status`, for `omlxd status`, and `GET /ready`.
+"""The daemon's own account: `GET /omlxd/status`, `GET /ready` and `POST /omlxd/cache/forget`.
 
 Each model's engine values stand there as the engine names them, so that a new one needs no field here.
 """
@@ -8,8 +8,13 @@ from __future__ import annotations
 import os
 import time
 
+import msgspec
+
 from ... import __version__
-from ...cli.owner_api import ColdStatus, DaemonStatus, ModelStatus, Readiness
+from ...api.body import decode
+from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness
+from ...errors import InvalidRequest, Unavailable
+from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.protocol import Engine, Engines
 from .engine_metrics import EngineMetrics, MetricsOf
@@ -19,8 +24,11 @@ _CANNOT = frozenset({"loading", "restarting", "failed"})
 _SOON = frozenset({"loading", "restarting"})
 
 
+_FORGET = msgspec.json.Decoder(Forget)
+
+
 class Admin:
-    """Makes both from figures of the engines and the ledger."""
+    """Makes them from figures of the engines and the ledger."""
 
     def __init__(self, engines: Engines, metrics: MetricsOf):
         self._engines = engines
@@ -39,6 +47,19 @@ class Admin:
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(self._engines.cold_dir, ledger) if ledger is not None else None,
         )
+
+    async def forget_files(self, body: bytes) -> Forgotten:
+        """Take files out of the SSD cache that its owner has removed or wants gone. Raises OmlxdError."""
+        asked = decode(_FORGET, body)
+        for path in asked.paths:
+            if not is_stored_path(path):
+                raise InvalidRequest(
+                    f"paths: {path[:200]!r} is no block or record in the cache dir.", param="paths"
+                )
+        done = await self._engines.cold_forget(asked.paths, asked.remove)
+        if done is None:
+            raise Unavailable("This daemon has no SSD cache.")
+        return Forgotten(*done)
 
     def readiness(self) -> Readiness:
         """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""

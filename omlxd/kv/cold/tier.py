@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..files.block_file import BlockFileError, BlockFormat, BlockKey
-from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_in_place, touch_in_order, unlink
+from ..files.fs import FileSystem, put_in_place, read_in_place, touch_in_order, unlink
 from ..files.paths import block_path, disk_bytes
 from ..hashing import BlockHash
 
@@ -22,7 +22,7 @@ class ColdTier:
     def __init__(self, root: Path, format: BlockFormat, fs: FileSystem | None = None):
         self.root = str(root)
         self.format = format
-        self._fs: FileSystem = fs or PosixFileSystem()
+        self._fs = fs or FileSystem()
 
     @property
     def bytes_per_block(self) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..block import Payload
 from ..files.block_file import BlockKey
 from ..files.fs import TempLeft
 from ..hashing import BlockHash
@@ -30,11 +31,8 @@ MOST_ACTIONS = 1000
 """Touches that wait at most. Behind a disk that hangs they would gather without end."""
 
 
-class WritablePayload(Protocol):
+class WritablePayload(Payload, Protocol):
     """A payload whose bytes can be read from any thread."""
-
-    @property
-    def nbytes(self) -> int: ...
 
     def buffers(self) -> Sequence[memoryview]:
         """Byte views in file order."""
@@ -107,7 +105,7 @@ class _Store:
 
 
 class StoreWriter:
-    """`threads` writers over one queue of at most `max_queue_bytes` of payload."""
+    """`threads` writers over one queue of at most `max_queue_bytes` of payload; `queued_bytes` are in it."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class StoreWriter:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._room = threading.Condition(self._lock)
-        self._queued_bytes = 0
+        self.queued_bytes = 0
         self._last_ticket = 0
         self._unsettled: OrderedDict[int, None] = OrderedDict()  # tickets of stores, oldest first
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()  # (last ticket waited for, action)
@@ -140,10 +138,6 @@ class StoreWriter:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def queued_bytes(self) -> int:
-        return self._queued_bytes
-
     def submit(self, key: BlockKey, payload: WritablePayload, done: Done, tier: Target | None = None) -> bool:
         """Queue a store. `done(in place?)` runs on a writer thread. False, and no `done`: not taken.
 
@@ -153,13 +147,13 @@ class StoreWriter:
             if self._closed:
                 self.stats.refused += 1
                 return False
-            if self._queued_bytes and self._queued_bytes + payload.nbytes > self._max_queue_bytes:
+            if self.queued_bytes and self.queued_bytes + payload.nbytes > self._max_queue_bytes:
                 self.stats.dropped_full += 1
                 return False
             if (may := self.health.may_store()) == "no":
                 self.stats.refused += 1
                 return False
-            self._queued_bytes += payload.nbytes
+            self.queued_bytes += payload.nbytes
             self._last_ticket += 1
             self._unsettled[self._last_ticket] = None
             self._jobs += 1
@@ -169,7 +163,7 @@ class StoreWriter:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether the queue takes a payload of `nbytes` now."""
-        return not self._queued_bytes or self._queued_bytes + nbytes <= self._max_queue_bytes
+        return not self.queued_bytes or self.queued_bytes + nbytes <= self._max_queue_bytes
 
     def wait_for_room(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until it does. False: not in time."""
@@ -254,7 +248,7 @@ class StoreWriter:
             self.health.probe_over()
         _guarded(lambda: job.done(in_place))
         with self._room:
-            self._queued_bytes -= job.payload.nbytes
+            self.queued_bytes -= job.payload.nbytes
             self._room.notify_all()
             del self._unsettled[job.ticket]
             due = self._take_due()

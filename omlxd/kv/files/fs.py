@@ -1,6 +1,6 @@
 """The cold tier's file system, as a seam: tests put one that fails or crashes at its N-th operation here.
 
-`FileSystem` has what the cold tier uses, in POSIX's terms; every method raises OSError as `os` does.
+`FileSystem` has what the cold tier uses, in POSIX's terms; a test overrides its methods.
 `put_in_place` and `read_in_place` make a store atomic and a load checked. The rest lists the cache dir.
 """
 
@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from .paths import TEMP_SUFFIX
 
@@ -22,27 +22,6 @@ Buffer = bytes | bytearray | memoryview
 
 IOV_MAX = 1024
 """Buffers that one readv or writev takes, on Linux and macOS alike."""
-
-
-class FileSystem(Protocol):
-    def open_read(self, path: str) -> int: ...
-    def open_new(self, path: str) -> int: ...
-    def close(self, fd: int) -> None: ...
-    def size(self, fd: int) -> int: ...
-    def readv(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int: ...
-    def writev(self, fd: int, buffers: Sequence[Buffer]) -> int: ...
-    def sync(self, fd: int) -> None: ...
-    def rename(self, source: str, target: str) -> None: ...
-    def unlink(self, path: str) -> None: ...
-    def make_folder(self, path: str) -> None:
-        """Make a folder and at most its parent: a cache dir that is away is not made anew."""
-        ...
-
-    def is_file(self, path: str) -> bool:
-        """An ordinary file, not a link to one. Raises nothing."""
-        ...
-
-    def touch(self, path: str, mtime_ns: int) -> None: ...
 
 
 def identity(path: str | int) -> tuple[int, int] | None:
@@ -54,8 +33,8 @@ def identity(path: str | int) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-class PosixFileSystem:
-    """The file system of the operating system.
+class FileSystem:
+    """The operating system's. Every method but `is_file` raises OSError as `os` does.
 
     lock  the cache dir's: no folder is made while another file than at first, or none, has that path
     """
@@ -96,6 +75,7 @@ class PosixFileSystem:
         os.unlink(path)
 
     def make_folder(self, path: str) -> None:
+        """Make a folder and at most its parent: a cache dir that is away is not made anew."""
         if self._lock:
             now = identity(self._lock)
             if now is None or now != (self._identity or now):
@@ -106,6 +86,7 @@ class PosixFileSystem:
                 os.mkdir(folder, 0o700)
 
     def is_file(self, path: str) -> bool:
+        """Whether `path` is an ordinary file, and no link to one. Raises nothing."""
         try:
             return stat.S_ISREG(os.lstat(path).st_mode)
         except OSError:

@@ -20,7 +20,6 @@ from ..hashing import BlockHash
 from .block_file import BlockKey
 from .fs import (
     FileSystem,
-    PosixFileSystem,
     put_in_place,
     read_all,
     read_in_place,
@@ -50,7 +49,7 @@ class RecordFiles:
     def __init__(self, root: Path, namespace: BlockHash, fs: FileSystem | None = None):
         self._root = str(root)
         self._namespace = namespace
-        self.fs: FileSystem = fs or PosixFileSystem()
+        self.fs = fs or FileSystem()
 
     def path_of(self, name: BlockHash) -> str:
         """Path relative to the cache dir."""

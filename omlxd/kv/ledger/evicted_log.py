@@ -42,9 +42,6 @@ class EvictedLog:
         key = _key(path)
         return None if key is None else self._gone.peek(key)
 
-    def __len__(self) -> int:
-        return len(self._gone)
-
 
 def _key(path: str) -> int | None:
     """The first 8 bytes of the hash in a block file's name: names are as good as random."""

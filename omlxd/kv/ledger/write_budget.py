@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..files.fs import FileSystem, PosixFileSystem, put_in_place, read_all, write_all
+from ..files.fs import FileSystem, put_in_place, read_all, write_all
 from ..files.paths import LOCK_NAME, TEMP_SUFFIX, WRITES_NAME
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class WriteBudget:
     ):
         self.limit = limit
         self._path = str(root / WRITES_NAME)
-        self._fs: FileSystem = fs or PosixFileSystem(str(root / LOCK_NAME))
+        self._fs = fs or FileSystem(str(root / LOCK_NAME))
         self._today = today
         self._day = ""
         self._spent = 0

@@ -17,10 +17,10 @@ from tokenizers_zoo import fast, zoo
 
 from omlxd.chat import Conversation, RawPrompt
 from omlxd.engine.prompt import token_cache
-from omlxd.engine.prompt.lanes import Lane
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.token_bound import TokenBound
 from omlxd.engine.prompt.token_cache import TokenCache
+from omlxd.engine.service import Lane
 from omlxd.errors import InvalidRequest, PromptTooLong
 
 CONTEXT = 131_071

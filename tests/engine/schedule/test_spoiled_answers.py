@@ -80,7 +80,7 @@ def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
         for _ in range(2):
             fails(rig, LONG)
             assert files_in(tmp_path) == before and rig.pool.num_cached == names
-        assert rig.store.writer is not None and rig.store.writer.stats.written > len(before)
+        assert rig.store.flusher is not None and rig.store.flusher.writer.stats.written > len(before)
         rig.scheduler._model = whole
         again = rig.run(LONG, 5)
         assert again.got == want

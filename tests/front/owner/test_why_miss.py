@@ -25,7 +25,7 @@ from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
 from omlxd.kv.files.children import children
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
@@ -58,7 +58,7 @@ class Files:
                 facts=facts,
                 facts_digest=self.namespace.hex(),
             ),
-            PosixFileSystem(),
+            FileSystem(),
         )
         self.explainer = Explainer(
             prompt_of=lambda request: (list(request.prompt.tokens), {}),
@@ -200,7 +200,9 @@ def test_fates_are_bounded():
         evicted_log.note(path, "evicted")
     evicted_log.note(paths[3], "damaged")
     evicted_log.note("x/y.tmp", "evicted")
-    assert len(evicted_log) == 3 and evicted_log.of(paths[0]) is None and evicted_log.of("x/y.tmp") is None
+    assert (
+        len(evicted_log._gone) == 3 and evicted_log.of(paths[0]) is None and evicted_log.of("x/y.tmp") is None
+    )
     assert evicted_log.of(paths[3]).what == "damaged" and evicted_log.of(paths[4]).what == "evicted"
 
 

@@ -24,7 +24,7 @@ from kv_fakes import (
 )
 
 from omlxd.kv.cold.tier import ColdTier
-from omlxd.kv.files.fs import PosixFileSystem, TempLeft
+from omlxd.kv.files.fs import FileSystem, TempLeft
 
 KEY = lone_key(0)
 
@@ -67,7 +67,7 @@ def test_namespaces_do_not_meet(tier, tmp_path):
 def test_the_name_appears_only_when_the_file_is_whole(tmp_path):
     seen: list[bool] = []
 
-    class Watching(PosixFileSystem):
+    class Watching(FileSystem):
         def writev(self, fd, buffers):
             seen.append(tier.has(KEY.block_hash))
             return os.write(fd, memoryview(buffers[0])[:1000])
@@ -151,7 +151,7 @@ def test_no_folder_is_made_in_place_of_a_cache_dir_that_went_away(tmp_path):
     root, lock = tmp_path / "cache", tmp_path / "cache" / ".lock"
     root.mkdir()
     lock.touch()
-    tier = ColdTier(root, block_format(), PosixFileSystem(str(lock)))
+    tier = ColdTier(root, block_format(), FileSystem(str(lock)))
     root.rename(tmp_path / "aside")
     keys = chain(range(4))
     for make in (lambda: None, root.mkdir, lock.touch):

@@ -30,7 +30,7 @@ from kv_fakes import (
 
 from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.writer import StoreWriter
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.store import KVStore
 from tools.bench.ledger_lease import LedgerLease
 
@@ -116,7 +116,7 @@ def test_a_folder_in_a_blocks_place_costs_that_block_only(rig, tmp_path):
 
 def test_a_folder_that_is_away_pauses_the_writer_with_one_line(tmp_path, caplog):
     (tmp_path / "here").touch()
-    rig = Rig(tmp_path, fs=PosixFileSystem(str(tmp_path / "here")))
+    rig = Rig(tmp_path, fs=FileSystem(str(tmp_path / "here")))
     rig.serve(KEYS[:1])
     (tmp_path / "here").rename(tmp_path / "away")
     rig.serve(KEYS)
@@ -236,7 +236,7 @@ def test_real_threads_and_a_real_engine_loop(tmp_path):
         for index, (key, block) in enumerate(zip(keys, list(table.blocks), strict=False)):
             data = rig.read(key, block)
             if data is None:
-                table.cut(index)
+                table.truncate(index)
                 break
             assert data == bytes_of(key.block_hash)
         for index in range(len(table.blocks), 6):

@@ -31,7 +31,7 @@ from safetensors.numpy import load_file
 import omlxd.kv.files.block_file as block_file
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.files.block_file import ALIGNMENT, BlockFileError, BlockFormat, BlockKey
-from omlxd.kv.files.fs import IOV_MAX, PosixFileSystem
+from omlxd.kv.files.fs import IOV_MAX, FileSystem
 from omlxd.kv.layout import Group, KVLayout
 
 KEYS = chain(range(12))
@@ -237,7 +237,7 @@ def test_a_file_of_zeros_of_the_right_size_is_a_miss(tier):
 def test_a_file_that_ends_while_it_is_read_is_a_miss(tier, tmp_path):
     path = stored(tier)
 
-    class Shrinking(PosixFileSystem):
+    class Shrinking(FileSystem):
         def size(self, fd: int) -> int:
             size = super().size(fd)
             os.truncate(path, size - 100)

@@ -35,7 +35,7 @@ from kv_machines import LONG, QUICK
 from ledger_files import PAGE
 
 import omlxd.kv.ledger.ledger as ledger_module
-from omlxd.kv.files.fs import PosixFileSystem, touch_in_order
+from omlxd.kv.files.fs import FileSystem, touch_in_order
 from omlxd.kv.files.namespace import FILE_NAME, NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import LOCK_NAME, RECORD_SUFFIX, SUFFIX, file_kind, is_stored_path, temp_owner
 from omlxd.kv.files.record_file import MOST_AGE_S
@@ -297,7 +297,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 block_bytes=PAGE,
                 facts_digest=letter * 64,
             )
-            describe_namespace(self.root, info, PosixFileSystem(str(self.root / LOCK_NAME)))
+            describe_namespace(self.root, info, FileSystem(str(self.root / LOCK_NAME)))
         self.ledger.engine_loaded(letter * 32, str(self.models[letter]))
         self.engines.append(Engine(self.pids, letter))
 
@@ -411,7 +411,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Leaf first."""
         engine = self.pick(number)
         paths = [path_of(engine.letter, file) for file in files]
-        touch_in_order(PosixFileSystem(), [str(self.root / path) for path in paths])
+        touch_in_order(FileSystem(), [str(self.root / path) for path in paths])
 
         def said() -> None:
             for path in paths:
@@ -590,7 +590,7 @@ def is_record(path: str) -> bool:
     return path.endswith(RECORD_SUFFIX)
 
 
-class BudgetFiles(PosixFileSystem):
+class BudgetFiles(FileSystem):
     def open_new(self, path: str) -> int:
         if LedgerMachine.unwritable:
             raise OSError(errno.ENOSPC, "No space left on device")

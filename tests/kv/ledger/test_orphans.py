@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kv_fakes import bytes_on_disk
 
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import FILE_NAME, NamespaceInfo, describe_namespace
 from omlxd.kv.ledger import ledger as ledger_module
 from omlxd.kv.ledger.eviction_order import FileOrder
@@ -54,7 +54,7 @@ class House:
                 block_bytes=PAGE,
                 facts_digest=letter * 64,
             ),
-            PosixFileSystem(),
+            FileSystem(),
         )
 
     def load(self, letter: str, model: str) -> None:

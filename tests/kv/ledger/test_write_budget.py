@@ -12,7 +12,7 @@ import pytest
 from faulty_fs import Crash, Fault, FaultyFileSystem, Kind
 from kv_fakes import files_in
 
-from omlxd.kv.files.fs import PosixFileSystem
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.paths import WRITES_NAME
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.ledger.write_budget import AHEAD, WriteBudget
@@ -34,7 +34,7 @@ def days() -> Days:
     return Days()
 
 
-def opened(root: Path, limit: int, days: Days, fs: PosixFileSystem | None = None) -> WriteBudget:
+def opened(root: Path, limit: int, days: Days, fs: FileSystem | None = None) -> WriteBudget:
     budget = WriteBudget(root, limit, fs, days)
     budget.open()
     return budget
