@@ -287,7 +287,7 @@ class EngineHost:
             if rendered.images:
                 raise InvalidRequest(f"this model takes no images: {self.loaded.blind}", param="messages")
             return rendered.tokens, None
-        return self.images.place(rendered.tokens, rendered.images, most)
+        return self.images.place(rendered.tokens, rendered.images, rendered.generated, most)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the prompt that are cached now: whose images need no pixels."""

@@ -17,7 +17,7 @@ from omlxd.engine.vision.images import make_images
 from omlxd.engine.vision.media import Picture
 
 Segments = Sequence[tuple[int, int] | ImagePart | list[int]]
-"""(tokens, seed) of a text, an image, or tokens."""
+"""(tokens, seed) of a text, an image, or tokens that the model said."""
 
 
 def image(seed: int, width: int = 112, height: int = 112) -> ImagePart:
@@ -54,13 +54,16 @@ class VisionRig(Rig):
         """(tokens, images) of a prompt."""
         tokens: list[int] = []
         parts: list[ImagePart] = []
+        generated: list[tuple[int, int]] = []
         for segment in segments:
             if isinstance(segment, ImagePart):
                 tokens += self._shown
                 parts.append(segment)
             else:
+                if isinstance(segment, list):
+                    generated.append((len(tokens), len(tokens) + len(segment)))
                 tokens += segment if isinstance(segment, list) else prompt(*segment)
-        return self.images.place(tokens, parts)
+        return self.images.place(tokens, parts, generated)
 
     def begin(self, segments: Segments, n: int = 4, **options: Any) -> Output:
         tokens, images = self.place(segments)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -155,19 +155,15 @@ class VisionModel(nn.Module):
         mx.eval(features.embeds, *deepstack)
         return features
 
-    def positions(
-        self, tokens: Sequence[int], spans: Sequence[tuple[int, int]], grids: Sequence[Pixels]
-    ) -> tuple[mx.array, int]:
-        """Positions (3, 1, tokens) of a whole prompt, and by how much its images move what follows it.
-
-        spans, grids  of the images, in order. An image token elsewhere is one that the model said.
-        """
-        plain = np.array(tokens)
-        plain[np.isin(plain, self._visual_ids) & ~self._is_visual(plain, spans)] = 0
-        ids = mx.array(plain[None])
-        grid = mx.array(np.concatenate([grid["image_grid_thw"] for grid in grids]))
-        positions, deltas = self.vlm.language_model.get_rope_index(ids, grid, None, mx.ones_like(ids))
-        return positions, int(cast(Any, deltas.reshape(-1)[0].item()))
+    def image_places(self, tokens: Sequence[int], grid: Pixels) -> np.ndarray:
+        """Positions (3, tokens) of an image's tokens, from the first one's on; text follows the largest."""
+        # Some families look for an image behind this token.
+        start = getattr(self.vlm.config, "vision_start_token_id", 0)
+        ids = mx.array([[start, *tokens]])
+        places, _ = self.vlm.language_model.get_rope_index(
+            ids, mx.array(grid["image_grid_thw"]), None, mx.ones_like(ids)
+        )
+        return np.array(places)[:, 0, 1:] - 1
 
     def pass_inputs(
         self,

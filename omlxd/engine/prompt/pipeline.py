@@ -52,6 +52,7 @@ class RenderedPrompt:
     turns               places of those that have one
     exposed             somebody's control tokens are read as control tokens
     images              in the order of their placeholders in `tokens`
+    generated           (start, stop) of tokens that the model said: what looks there as a placeholder is none
     """
 
     tokens: list[int]
@@ -68,6 +69,7 @@ class RenderedPrompt:
     turns: tuple[Place, ...] = ()
     exposed: bool = False
     images: tuple[ImagePart, ...] = ()
+    generated: tuple[tuple[int, int], ...] = ()
 
 
 class PromptPipeline:
@@ -231,8 +233,13 @@ class PromptPipeline:
             refused += spliced.refused
             if most is not None and len(spliced.tokens) > most:
                 refused.append("too_long")
-            elif spliced.count:
-                rendered = replace(rendered, tokens=spliced.tokens, spliced=spliced.count)
+            elif spliced.turns:
+                rendered = replace(
+                    rendered,
+                    tokens=spliced.tokens,
+                    spliced=len(spliced.turns),
+                    generated=tuple(spliced.turns),
+                )
         return replace(rendered, refused=tuple(refused))
 
 

@@ -39,10 +39,10 @@ _MOST_TRIES = 8
 
 @dataclass(slots=True)
 class Spliced:
-    """tokens: the prompt. count: turns as they were generated. refused: reasons."""
+    """tokens: the prompt. turns: (start, stop) of those that are as they were generated. refused: reasons."""
 
     tokens: list[int]
-    count: int
+    turns: list[tuple[int, int]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
 
 
@@ -76,14 +76,14 @@ class Splicer:
             if not left:
                 break
             try:
-                tokens = self._spliced(conversation, text, left)
+                tokens, spans = self._spliced(conversation, text, left)
             except _NoFit as misfit:
                 index, reason = misfit.args
                 del left[index]
                 refused.append(reason)
             else:
-                return Spliced(tokens, len(left), refused)
-        return Spliced(self.encode(text.text, text.sentinel), 0, [*refused, *("template" for _ in left)])
+                return Spliced(tokens, spans, refused)
+        return Spliced(self.encode(text.text, text.sentinel), [], [*refused, *("template" for _ in left)])
 
     def encode(self, rendered: str, sentinel: str, most: int | None = None) -> list[int]:
         """Tokens of a text that is cut at `sentinel`. Raises PromptTooLong if there are more than `most`."""
@@ -91,7 +91,10 @@ class Splicer:
             return self._tokens.encode_pieces(rendered.split(sentinel), most=most)
         return self._tokens.encode(rendered, most=most)
 
-    def _spliced(self, conversation: Conversation, text: Text, turns: dict[int, Turn]) -> list[int]:
+    def _spliced(
+        self, conversation: Conversation, text: Text, turns: dict[int, Turn]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """(tokens, those of the turns)."""
         first = min(turns)
         sentinels = unused_sentinels(text.plain, 2)
         if text.exposed or len(sentinels) < 2:
@@ -107,6 +110,7 @@ class Splicer:
         if [int(number) for number in echoes[::2]] != order:
             raise _NoFit(first, "template")
         gaps: list[str] = []
+        spans: list[tuple[int, int]] = []
         tokens: list[int] = []
         digest = PrefixDigest()
         for index, echo in zip(order, echoes[1::2], strict=True):
@@ -116,6 +120,7 @@ class Splicer:
             digest.add(new).add(turns[index].tokens)
             tokens += new
             tokens += turns[index].tokens
+            spans.append((len(tokens) - len(turns[index].tokens), len(tokens)))
             message, *following = conversation.messages[index : index + 2]
             gap = self._from_end(echo, sentinels[1], index, any(map(_has_text, following)))
             if not any(isinstance(part, ToolCallPart) for part in message.parts):
@@ -127,7 +132,7 @@ class Splicer:
         sent = [gap.replace(rendered.sentinel, text.sentinel) if rendered.sentinel else gap for gap in gaps]
         if not _in_order(sent, text.text):
             raise _NoFit(order[-1], "template")
-        return tokens + self.encode(gaps[-1], rendered.sentinel)
+        return tokens + self.encode(gaps[-1], rendered.sentinel), spans
 
     def _before(
         self, gap: str, sentinel: str, digest: PrefixDigest, turn: Turn, index: int

@@ -19,6 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ...chat import ImagePart
@@ -66,7 +67,7 @@ class Span:
 
 
 class Images:
-    """One model's images. Thread-safe, but for `features_of`, which is the engine thread's."""
+    """One model's images. Thread-safe, but for `places_of` and `features_of`."""
 
     def __init__(self, model: VisionModel, processor: ImageProcessor, media: Media):
         self.model = model
@@ -74,28 +75,40 @@ class Images:
         self._media = media
         self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(max_items=MOST_IMAGES)
+        self._places: BoundedMap[str, np.ndarray] = BoundedMap(max_items=MOST_IMAGES)
         self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
         self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
         self.towers = 0  # Images that the tower was run for.
 
     def place(
-        self, tokens: list[int], parts: Sequence[ImagePart], most: int = sys.maxsize
+        self,
+        tokens: list[int],
+        parts: Sequence[ImagePart],
+        generated: Sequence[tuple[int, int]] = (),
+        most: int = sys.maxsize,
     ) -> tuple[list[int], PromptImages | None]:
         """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest, and
         PromptTooLong at the first image that ends past `most` tokens.
+
+        generated  (start, stop) of tokens that the model said
         """
         if not parts:
             return tokens, None
-        placeholder = self.processor.placeholder_id
-        if (shown := tokens.count(placeholder)) != len(parts):
+        shown = np.array(tokens) == self.processor.placeholder_id
+        for start, stop in generated:
+            shown[start:stop] = False
+        placeholders = np.flatnonzero(shown).tolist()
+        if len(placeholders) != len(parts):
             raise InvalidRequest(
-                f"the prompt holds {len(parts)} images, and the model's chat template shows {shown}",
+                f"the prompt holds {len(parts)} images, and the model's chat template shows "
+                f"{len(placeholders)}",
                 param="messages",
             )
         spans: list[Span] = []
         placed: list[int] = []
         at = 0
-        for part, identity in zip(parts, self._media.identities(parts), strict=True):
+        identities = self._media.identities(parts)
+        for end, part, identity in zip(placeholders, parts, identities, strict=True):
             with self._lock:
                 image = self._known.get(identity.digest)
             if image is None:
@@ -104,7 +117,6 @@ class Images:
                     self._known.put(identity.digest, image)
                     if self._pixels.cost + _nbytes(pixels) <= PIXEL_BYTES:
                         self._pixels.put(image.digest, pixels)
-            end = tokens.index(placeholder, at)
             placed += tokens[at:end]
             spans.append(Span(len(placed), len(placed) + len(image.tokens), image, part))
             placed += image.tokens
@@ -150,6 +162,14 @@ class Images:
         grid = {name: array for name, array in pixels.items() if name != "pixel_values"}
         return Image(state.hexdigest(), tuple(tokens), grid), pixels
 
+    def places_of(self, image: Image) -> np.ndarray:
+        """As `image_places`. Engine thread."""
+        places = self._places.get(image.digest)
+        if places is None:
+            places = self.model.image_places(image.tokens, image.grid)
+            self._places.put(image.digest, places)
+        return places
+
     def features_of(self, image: Image, pixels: Callable[[], Pixels]) -> Features:
         """What the tower makes of `image`; runs it unless that is kept. Engine thread."""
         features = self._features.get(image.digest)
@@ -172,7 +192,6 @@ class PromptImages:
         self._tokens = tokens[:]
         self.spans = spans
         self._bounds = [(span.start, span.stop) for span in spans]
-        self._positions: Any = None
         self.delta = 0
 
     def extra_keys(self, block_size: int) -> dict[int, list[ExtraKey]]:
@@ -205,11 +224,23 @@ class PromptImages:
         model = self._images.model
         inputs = model.pass_inputs(self._tokens[:stop], start, self.see(start, stop), self._bounds)
         if model.mrope:
-            if self._positions is None:
-                grids = [span.image.grid for span in self.spans]
-                self._positions, self.delta = model.positions(self._tokens, self._bounds, grids)
-            inputs["position_ids"] = self._positions[..., start:stop]
+            inputs["position_ids"] = mx.array(self._positions(start, stop)[:, None])
         return inputs
+
+    def _positions(self, start: int, stop: int) -> np.ndarray:
+        """Positions (3, tokens) of tokens `start` to `stop`; sets `delta`."""
+        positions = np.broadcast_to(np.arange(start, stop), (3, stop - start)).copy()
+        self.delta = 0
+        for span in self.spans:
+            places = self._images.places_of(span.image)
+            first, last = max(span.start, start), min(span.stop, stop)
+            if first < last:
+                own = span.start + self.delta + places
+                positions[:, first - start : last - start] = own[:, first - span.start : last - span.start]
+            moved = int(places.max()) + 1 - places.shape[1]
+            positions[:, max(span.stop - start, 0) :] += moved
+            self.delta += moved
+        return positions
 
     def may_end(self, position: int) -> bool:
         """Whether a pass may end at token `position`: not within an image whose tokens see each other."""
@@ -231,7 +262,7 @@ def prompt_with_images(
     """A rendered prompt's tokens, and the extra keys of its blocks. Raises InvalidRequest."""
     if images is None:
         return rendered.tokens, {}
-    tokens, placed = images.place(rendered.tokens, rendered.images)
+    tokens, placed = images.place(rendered.tokens, rendered.images, rendered.generated)
     return tokens, placed.extra_keys(block_size) if placed is not None else {}
 
 

@@ -90,5 +90,5 @@ def test_images_that_are_cached_or_whose_features_are_kept_need_no_pixels(images
 
 def test_images_past_the_context_are_not_processed(images):
     with pytest.raises(PromptTooLong) as caught:
-        images.place([1, PAD] * 50, parts(50), 5 * TOKENS)
+        images.place([1, PAD] * 50, parts(50), most=5 * TOKENS)
     assert images.processor.processed == [*range(5)] and caught.value.message.startswith("prompt is too long")

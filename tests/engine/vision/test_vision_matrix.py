@@ -6,15 +6,18 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("mlx_vlm") is None:
+if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 
 from rig import BLOCK
-from vision_families import VISION_FAMILIES, build_vision_family
+from vision_families import IMAGE, VISION_FAMILIES, build_vision_family
 from vision_rig import Segments, VisionRig, image
+
+from omlxd.engine.mlx_adapter import vision
 
 FAST = ("qwen3_vl", "gemma4")
 ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in VISION_FAMILIES]
@@ -146,3 +149,39 @@ def test_rows_with_and_without_images_decode_together(rig: VisionRig, uncached: 
     together = [rig.begin(each, 12) for each in prompts]
     assert [output.tokens() for output in together] == alone
     rig.settle()
+
+
+def test_mlx_vlms_own_generate_says_the_same(rig: VisionRig, model: Path):
+    output, _ = rig.ask(TALK, n=12)
+    tokens, images = rig.place(TALK)
+    pixels = {name: vision._arrays(value) for name, value in rig.images.take_pixels(images.spans[0]).items()}
+    loaded, _ = vision.load_vision_model(model)
+    ids = mx.array([tokens])
+    if "mm_token_type_ids" in pixels:  # Of the whole prompt.
+        pixels["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
+    theirs = vision._vlm("generate.ar").generate_step(
+        ids,
+        loaded.vlm,
+        pixels.pop("pixel_values"),
+        mx.ones_like(ids),
+        max_tokens=12,
+        temperature=0.0,
+        **pixels,
+    )
+    assert [int(token) for token, _ in theirs] == output.got
+
+
+def test_positions_are_those_of_the_model(rig: VisionRig):
+    """Where an image's tokens have places in three dimensions: mlx-vlm's own of the prompt as one."""
+    tokens, images = rig.place([(30, 1), image(1), image(2, 168), (20, 3), image(1), (9, 4)])
+    if not images._images.model.mrope:
+        return
+    language = images._images.model.vlm.language_model
+    ids = mx.array([tokens])
+    grids = mx.array(np.concatenate([span.image.grid["image_grid_thw"] for span in images.spans]))
+    want, delta = language.get_rope_index(ids, grids, None, mx.ones_like(ids))
+    assert np.array_equal(np.array(want)[:, 0], images._positions(0, len(tokens)))
+    assert images.delta == int(delta.item()) < 0
+    for start in range(0, len(tokens) - 16, 7):
+        own = images._positions(start, start + 16)
+        assert np.array_equal(np.array(want)[:, 0, start : start + 16], own)
