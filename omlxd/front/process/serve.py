@@ -8,7 +8,7 @@ Stopping, on SIGTERM or ^C: no new connections, answers under way end (`DRAIN_S`
 flushes its blocks and quits, exit 0; early_stop.py sees to those that come before there is anything to
 end. A second signal ends everything at once, exit 1; once all has ended in order it changes nothing, and
 the exit status stays 0. SIGHUP reads the configuration again (reload.py), unless
-a terminal's end sent it: then it is a SIGTERM. If the files of the only model are no model, the daemon
+a terminal's end sent it: then it is a SIGTERM. If the files of `--model` are no model, the daemon
 stops by itself, exit 1.
 """
 

@@ -37,7 +37,7 @@ def print_address(urls: str, model: str) -> None:
 async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, key_required: bool) -> str:
     """Wait until the default model is loaded, or can't be, and print the page.
 
-    Returns why nothing can ever be served, and prints nothing then; else "".
+    Returns why its files are no model, and prints nothing then; else "".
 
     url  the first address, as a client writes it
     """
@@ -48,7 +48,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
             await engine.process.load()
         except OmlxdError as error:
             trouble = error.message
-    if engine is not None and trouble and engine.broken and len(pool.models()) == 1:
+    if engine is not None and trouble and engine.broken:
         return trouble
     rows = _model_rows(engine, len(pool.models()), trouble)
     rows.append(("cache", _cache(pool.cold_dir, *await _count(pool))))

@@ -110,7 +110,7 @@ def _split_files(path: Path, count: int) -> list[Path]:
 def _read_file(path: Path) -> Header:
     try:
         if not path.is_file():
-            raise ModelError(f"{path} is not a regular file.")
+            raise ModelError(f"{path} is {'not a regular file' if path.exists() else 'not there'}.")
         if not path.stat().st_size:
             raise ModelError(f"{path.name} can't be imported: it is empty; copy or download it again.")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

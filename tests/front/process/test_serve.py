@@ -260,19 +260,22 @@ def test_a_model_that_cannot_be_loaded_is_told_to_clients(start):
     assert daemon.stop() == 0
 
 
-def test_a_broken_file_ends_it_with_1_unless_another_model_is_here(start, tmp_path: Path):
+def test_a_broken_file_ends_it_with_1_and_later_ones_are_told_to_clients(start, tmp_path: Path):
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF" + bytes(64))
+    broken = make(tmp_path / "models" / "other")
     daemon = start("--model", str(file), model=False)
     assert daemon.process.wait(PATIENCE_S) == 1
     assert re.search(r"\nomlxd: broken can't be loaded: .*version is 0.*\n$", daemon.logged())
-    make(tmp_path / "models" / "other")
-    daemon = start("--model", str(file), model=False)
-    assert daemon.complete("x").status_code == 503
-    other = httpx.post(
-        daemon.url + "/v1/completions", json={"model": "other", "prompt": "x"}, trust_env=False
-    )
-    assert other.status_code == 200
+    file.unlink()
+    gone = start("--model", str(file), model=False)
+    assert gone.process.wait(PATIENCE_S) == 1 and "broken.gguf is not there." in gone.logged()
+    (broken / "tokenizer.json").unlink()
+    daemon = start()
+    ask = {"model": "other", "prompt": "x"}
+    other = httpx.post(daemon.url + "/v1/completions", json=ask, timeout=60, trust_env=False)
+    assert other.status_code == 503 and "tokenizer.json" in other.text
+    assert daemon.complete("x").status_code == 200
     assert daemon.stop() == 0
 
 
