@@ -25,6 +25,7 @@ from .own_daemon import own_daemon
 from .status import table
 
 PROMPT = "> "
+LEAVE = ("/quit", "/exit", "/bye")
 MAX_TOKENS = 4096
 """Of an answer: a model that never ends its turn would fill the context."""
 CUT = "cut: the limit of tokens (--max-tokens) or the context is reached"
@@ -161,7 +162,7 @@ class Terminal:
         }
 
     def run(self) -> None:
-        """Read lines until Ctrl-D."""
+        """Read lines until one of `LEAVE`, or Ctrl-D."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for `input`)
         target = self._conversation.target
@@ -174,6 +175,8 @@ class Terminal:
                 continue
             except EOFError:
                 print()
+                return
+            if line in LEAVE:
                 return
             try:
                 self._take(line)
@@ -218,7 +221,11 @@ class Terminal:
 
     def _help(self, rest: str) -> None:
         rows = [(name, text) for name, (text, _) in self._commands.items()]
-        self._say("\n".join(table([*rows, ("Ctrl-C", "stops an answer"), ("Ctrl-D", "leaves")])))
+        self._say(
+            "\n".join(
+                table([*rows, ("Ctrl-C", "stops an answer"), ("Ctrl-D", f"leaves, as {LEAVE[0]} does")])
+            )
+        )
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style))

@@ -133,7 +133,7 @@ def test_a_session(terminal, start, capsys: pytest.CaptureFixture[str]):  # noqa
     say(screen, "/model", r"\* tiny +\w+\n>$")
     say(screen, "/model other", r"There is no model 'other' there; the models are: tiny\.\n>$")
     say(screen, "/nonsense", r"There is no /nonsense; /help lists commands\.\n>$")
-    say(screen, "/help", r"/clear +begins a new conversation(.|\n)*Ctrl-D +leaves\n>$")
+    say(screen, "/help", r"/clear +begins a new conversation(.|\n)*Ctrl-D +leaves, as /quit does\n>$")
     shown = say(screen, "/clear", r"A new conversation begins\.\n>$")
     say(screen, "/stats", r"There is no answer yet\.\n>$")
     screen.press("C-d")
@@ -153,8 +153,7 @@ def test_a_session_without_a_daemon_starts_one_and_ends_it(terminal, tmp_path: P
     say(screen, "hi", r"hellothere\n>$")
     serves = daemons_of(tmp_path)
     assert len(serves) == 1
-    screen.press("C-d")
-    wait_for(screen, "status=0")
+    say(screen, "/quit", "status=0")
     assert not any(serve.is_running() and serve.status() != psutil.STATUS_ZOMBIE for serve in serves)
     assert "quit" in (tmp_path / "notes.txt").read_text()
 
