@@ -7,7 +7,7 @@ PyPI at pinned versions under --home (about 1.6 GB), and run with an environment
 with no key, against 127.0.0.1 alone. Only the model's logits follow the script (clients/script.py):
 tokenizer, template, KV and parsers are real.
 
-Each client plays a tool loop with file reads, a second turn, a PDF, an interrupted turn and what follows it,
+Each client plays a tool loop with file reads, a second turn, an interrupted turn and what follows it, a PDF,
 a turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent and a compaction.
 With --vision the model sees, and each agent reads a picture too.
 
@@ -108,10 +108,13 @@ def main() -> int:
 
 
 def _seeing_model(folder: Path) -> Path:
-    """A tiny Qwen2.5-VL, with a context that an agent's prompt fits into."""
+    """A Qwen2.5-VL as narrow as build_script_model's, with a context that an agent's prompt fits into."""
     from vision_families import VISION_FAMILIES, build_vision_family
 
-    VISION_FAMILIES["qwen2_5_vl"].config["max_position_embeddings"] = CONTEXT_TOKENS
+    config = VISION_FAMILIES["qwen2_5_vl"].config
+    config |= {"max_position_embeddings": CONTEXT_TOKENS, "num_hidden_layers": 1, "hidden_size": 32}
+    config |= {"intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config["vision_config"] = {**config["vision_config"], "out_hidden_size": 32}
     return build_vision_family("qwen2_5_vl", folder)
 
 

@@ -19,6 +19,7 @@ RUNS = {
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
+    "images": ("--peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 
@@ -44,6 +45,8 @@ def test_every_script_starts():
 @pytest.mark.slow
 @pytest.mark.parametrize("bench", RUNS)
 def test_it_runs(bench: str):
+    if bench == "images":
+        pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
     arguments, shown = RUNS[bench]
     arguments = arguments.replace("{llama}", str(family_model("llama")))
     done = subprocess.run(

@@ -146,16 +146,16 @@ def agent_turns(client: str, agent: Agent, recorder: Recorder, daemon: OwnDaemon
 
     yield session.turn("tool loop", play("two-files", False), "beta of saucers", follows=False)
     yield session.turn("second turn", play("once-more"), "Gamma tells of spoons")
-    if not isinstance(agent, Codex):  # It reads no PDFs.
-        yield session.turn("PDF", play("pdf"), "tell of a kettle")
-    if agent.sees:
-        yield session.turn("picture", play("picture"), "red and blue")
     yield session.cancelled("interrupted", play("long"))
     yield session.turn("after that", play("both-at-once"), "Both are read")
     if isinstance(agent, ClaudeCode):
         yield session.turn("sub-agent", play("sub-agent"), "The sub-agent read gamma")
         yield session.turn("compaction", lambda: agent.ask("/compact", go_on=True))
         yield _shorter(session.turn("after compaction", play("two-files"), "beta of saucers"))
+    if not isinstance(agent, Codex):  # It reads no PDFs.
+        yield session.turn("PDF", play("pdf"), "tell of a kettle")
+    if agent.sees:
+        yield session.turn("picture", play("picture"), "red and blue")
     yield session.cancelled("killed", play("long"), signal.SIGKILL)
     daemon.kill_and_restart()
     yield session.turn("daemon killed", play("once-more"), "Gamma tells of spoons")

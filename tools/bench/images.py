@@ -1,0 +1,250 @@
+"""Time to first token of conversations with images, beside mlx-vlm's own server with its prefix cache on.
+
+    python -m tools.bench.images --mlx-vlm PYTHON [--model FOLDER | --shape small|8b] [--rounds 3] [--turns 8]
+                                 [--size 448x280] [--peers omlxd,mlx-vlm]
+
+PYTHON is one that has mlx-vlm's server (`pip install 'mlx[cpu]' mlx-vlm` in a venv of its own). One model,
+one run, the peers in turn, round after round (A B A B …), medians at the end. Both get the same pictures and
+texts over /v1/chat/completions, greedy, streamed; answers in the history are made up. Rows:
+
+- first image      a text of some 400 tokens and one picture, which nobody has seen
+- second turn      the same, an answer and another question
+- after kill -9    a third turn, after the server was killed (SIGKILL, once nothing more was being written)
+                   and started again; what a fresh process pays for at first, another picture has paid
+- turn N           a session whose turns bring a screenshot each: the last of them; and all of them, summed
+
+The aim: a second turn at least 5 times faster than mlx-vlm's, after kill -9 too; a first image no slower.
+On a CPU both compute with the BLAS of MLX's wheel. Without --model a Qwen2.5-VL of random weights is
+built: `small` for a laptop's CPU, `8b` of the 7B's shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tools.bench.serve import free_port, settle
+
+REPO = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPO / "tests" / "support")]
+
+OURS, THEIRS = "omlxd", "mlx-vlm"
+START_S = 600.0
+QUESTIONS = ("What is in it?", "And what stands beside it?", "Which of them is larger?")
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "vision": {"depth": 4, "hidden_size": 128, "num_heads": 4, "intermediate_size": 256},
+        "dtype": "float32",
+    },
+    "8b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420},
+        "dtype": "bfloat16",
+    },
+}
+
+
+def build_model(shape: str, folder: Path) -> Path:
+    """A Qwen2.5-VL of random weights in `folder`, unless one is there."""
+    import vision_families
+
+    if (folder / "model.safetensors").exists():
+        return folder
+    sizes = dict(SHAPES[shape])
+    vision, dtype = sizes.pop("vision"), sizes.pop("dtype")
+    family = vision_families.VISION_FAMILIES["qwen2_5_vl"]
+    tower = {**family.config["vision_config"], **vision, "out_hidden_size": sizes["hidden_size"]}
+    tower |= {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1]}
+    config = {**family.config, **sizes, "max_position_embeddings": 131072, "vision_config": tower}
+    processor = {**family.processor, "max_pixels": 1280 * 28 * 28}
+    vision_families.VISION_FAMILIES["qwen2_5_vl"] = replace(
+        family, config={**config, "torch_dtype": dtype}, processor=processor
+    )
+    return vision_families.build_vision_family("qwen2_5_vl", folder)
+
+
+def screenshot(seed: int, width: int, height: int) -> str:
+    """A picture of coloured windows as a data URL; another for each seed."""
+    import io
+
+    from PIL import Image
+
+    rng = np.random.default_rng(seed)
+    pixels = np.full((height, width, 3), rng.integers(0, 256, 3), np.uint8)
+    for _ in range(40):
+        x, y = rng.integers(0, width), rng.integers(0, height)
+        w, h = rng.integers(8, width // 2), rng.integers(8, height // 2)
+        pixels[y : y + h, x : x + w] = rng.integers(0, 256, 3)
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def words(count: int, seed: int) -> str:
+    rng = np.random.default_rng(seed)
+    names = ["kettle", "saucer", "spoon", "shelf", "drawer", "window", "garden", "letter", "stone", "river"]
+    return " ".join(str(rng.choice(names)) for _ in range(count))
+
+
+class Server:
+    """`cache`: the folder that it stores in."""
+
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], port: int, model: str, cache: Path
+    ):
+        self.name, self._command, self._env, self._model, self.cache = name, command, env, model, cache
+        self.url = f"http://127.0.0.1:{port}"
+        self.start()
+
+    def start(self) -> None:
+        with open(os.environ.get("BENCH_LOG", os.devnull), "ab") as log:
+            env = {**os.environ, **self._env}
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env, cwd=REPO)
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                self.ttft([{"role": "user", "content": "hello there"}])
+                return
+            except httpx.HTTPError:
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    raise RuntimeError(f"{self.name} did not start") from None
+                time.sleep(0.3)
+
+    def ttft(self, messages: list[dict[str, Any]]) -> float:
+        """Seconds to the first text. Raises httpx.HTTPError."""
+        body = {"model": self._model, "messages": messages, "max_tokens": 6, "temperature": 0, "stream": True}
+        began = first = time.perf_counter()
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=900) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if "error" in event:
+                    raise RuntimeError(f"{self.name}: {event['error']}")
+                deltas = (choice.get("delta", {}) for choice in event.get("choices", ()))
+                if first == began and any(d.get("content") or d.get("reasoning_content") for d in deltas):
+                    first = time.perf_counter()
+        return (first if first > began else time.perf_counter()) - began
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def user(text: str, *images: str) -> dict[str, Any]:
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+def run_round(
+    server: Server, index: int, turns: int, size: tuple[int, int], note: Callable[[str, str, float], None]
+) -> None:
+    """One peer's rows of one round."""
+    server.ttft([user("Warm.", screenshot(10_000 + index, *size))])
+    answer = {"role": "assistant", "content": "A kettle and a saucer."}
+    messages = [user(f"{words(120, index)} {QUESTIONS[0]}", screenshot(index, *size))]
+    note("first image, TTFT", server.name, server.ttft(messages))
+    messages += [answer, user(QUESTIONS[1])]
+    note("second turn, TTFT", server.name, server.ttft(messages))
+    settle(server.cache)
+    server.kill()
+    server.start()
+    server.ttft([user("Warm again.", screenshot(20_000 + index, *size))])
+    messages += [answer, user(QUESTIONS[2])]
+    note("third turn after kill -9, TTFT", server.name, server.ttft(messages))
+    messages, total = [{"role": "system", "content": words(120, 500 + index)}], 0.0
+    for turn in range(turns):
+        messages.append(user(f"Step {turn}.", screenshot(1000 * (index + 1) + turn, *size)))
+        last = server.ttft(messages)
+        total += last
+        messages.append(answer)
+    note(f"turn {turns} with as many screenshots, TTFT", server.name, last)
+    note(f"all {turns} turns, TTFTs together", server.name, total)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--mlx-vlm", metavar="PYTHON", help="a Python that has mlx-vlm's server")
+    parser.add_argument("--model", type=Path, help="folder of a vision model that both serve")
+    parser.add_argument("--shape", choices=list(SHAPES), default="small")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--size", default="448x280")
+    parser.add_argument("--peers", default=f"{OURS},{THEIRS}")
+    options = parser.parse_args()
+    width, height = map(int, options.size.split("x"))
+    peers = options.peers.split(",")
+    rows: dict[str, dict[str, list[float]]] = {}
+
+    def note(row: str, who: str, seconds: float) -> None:
+        rows.setdefault(row, {}).setdefault(who, []).append(seconds * 1000)
+
+    with tempfile.TemporaryDirectory(prefix="omlxd-images-") as temporary:
+        home = Path(temporary)
+        model = options.model or build_model(options.shape, home / "model")
+        for index in range(options.rounds):
+            for peer in peers:
+                server = _server(peer, options.mlx_vlm, model, home / f"{peer}-{index}")
+                try:
+                    run_round(server, index, options.turns, (width, height), note)
+                finally:
+                    server.kill()
+    print(f"| ms | {' | '.join(peers)} |\n|---|{'---|' * len(peers)}")
+    for row, values in rows.items():
+        print(f"| {row} | {' | '.join(_cell(values.get(peer, [])) for peer in peers)} |")
+    return 0
+
+
+def _server(name: str, python: str | None, model: Path, cache: Path) -> Server:
+    port = free_port()
+    cache.mkdir(parents=True)
+    if name == OURS:
+        command = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
+        command += ["--base-path", str(cache), "--log-level", "warning"]
+        return Server(name, command, {"OMLXD_CPU_BLAS": "off"}, port, model.name, cache)
+    if python is None:
+        sys.exit("--mlx-vlm is needed: a Python that has mlx-vlm's server.")
+    command = [python, "-m", "mlx_vlm.server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    env = {"APC_ENABLED": "1", "APC_DISK_PATH": str(cache), "HF_HUB_OFFLINE": "1"}
+    return Server(name, command, env, port, str(model), cache)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.0f} ({min(values):.0f} to {max(values):.0f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
