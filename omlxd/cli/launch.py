@@ -166,7 +166,7 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     DaemonError.
     """
     deadline = time.monotonic() + LOADING_S
-    announced = False
+    announced, pause_s = False, 0.1
     while True:
         models = fetch(url, key, "/v1/models", Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
@@ -178,7 +178,8 @@ def find_target(url: str, key: str, name: str | None) -> Target:
         if not announced:
             print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
             announced = True
-        time.sleep(0.5)
+        time.sleep(pause_s)
+        pause_s = min(2.0, 1.5 * pause_s)  # Each look is a line of the daemon's log.
 
 
 def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
