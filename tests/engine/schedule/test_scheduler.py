@@ -69,7 +69,7 @@ def test_a_short_prompt_overtakes_a_long_one(model: Path):
 
         both_are_there = threading.Event()
         rig.scheduler.post(both_are_there.wait)
-        long = rig.start(prompt(6000), 1, output=Named("long"))
+        long = rig.start(prompt(1500), 1, output=Named("long"))
         short = rig.start(prompt(40, seed=1), 1, output=Named("short"))
         both_are_there.set()
         long.tokens()
