@@ -214,7 +214,7 @@ def _because(why: Explanation, now: float) -> str:
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
         )
     return f"{here}: " + {
-        "other_image": f"another image begins at token {why.position} of what is stored there "
+        "other_image": f"another image stands stored there, from token {why.position} on "
         f"(last used {ago(why.stored_used, now)})",
         "differs": f"another text stands stored there (last used {ago(why.stored_used, now)})",
         "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",

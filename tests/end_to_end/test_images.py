@@ -1,0 +1,99 @@
+"""Images sent to a daemon whose model sees: cached over turns and kills, named by why-miss, bounded."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from daemon import BLOCK, Daemon, own_usage, prose
+from media_files import pdf, png
+
+from omlxd.cli.main import main
+
+if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL", "pypdfium2"))):
+    pytest.skip("mlx-vlm, pillow or pypdfium2 is not installed", allow_module_level=True)
+
+from vision_families import build_vision_family
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_vision_family("qwen2_5_vl", tmp_path_factory.mktemp("models") / "seeing")
+
+
+def source(data: bytes, media_type: str = "image/png") -> dict[str, str]:
+    return {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image", "source": source(data)}
+
+
+def session(shot: bytes) -> list[dict[str, Any]]:
+    """A user's PDF, and a picture that a tool gives back."""
+    pages = {"type": "document", "source": source(pdf(["A kettle.", "A saucer."]), "application/pdf")}
+    call = {"type": "tool_use", "id": "c1", "name": "Read", "input": {"file_path": "shot.png"}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": [image(shot)]}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": prose(60)}, pages]},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "text", "text": prose(30, 1)}]},
+    ]
+
+
+def restored(answer: dict[str, Any]) -> int:
+    usage = own_usage(answer)
+    return usage["cached_hot"] + usage["cached_cold"]
+
+
+def tokens(answer: dict[str, Any]) -> int:
+    return restored(answer) + own_usage(answer)["computed"]
+
+
+def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
+    turns = session(png(112, 84))
+    with Daemon(tmp_path, model=model) as daemon:
+        listed = daemon.http.get("/v1/models").json()["data"][0]["omlxd"]
+        assert listed["input_modalities"] == ["text", "image"]
+        first = daemon.messages(*turns)
+        turns += [{"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Go on."}]
+        second = daemon.messages(*turns)
+        assert restored(second) >= tokens(first) // BLOCK * BLOCK
+        ask = {"model": daemon.model, "max_tokens": 8, "messages": session(png(112, 84, green=200))}
+        other = daemon.post("/v1/messages", ask)
+        assert tokens(other.json()) == tokens(first) and 0 < restored(other.json()) < restored(second)
+        daemon.settled()
+        assert main(["cache", "why-miss", other.headers["request-id"], "--url", daemon.url]) == 0
+        assert "another image stands stored there, from token" in capsys.readouterr().out
+        daemon.settled()
+        daemon.kill()
+    with Daemon(tmp_path, model=model) as daemon:
+        again = daemon.messages(*turns)
+        assert restored(again) >= restored(second) and again["content"] == second["content"]
+
+
+def test_hostile_images_cost_their_own_request(model, tmp_path):
+    shot = png(112, 84)
+    with Daemon(tmp_path, model=model) as daemon:
+        engine = daemon.engine_pid()
+        for bad, why in (
+            (png(60_000, 60_000, b""), "60000 x 60000 pixels, and 64,000,000 are the most"),
+            (png(20_000, 1), "one side may be at most 200 times as long"),
+            (shot[: len(shot) // 2], "can't be read, it may be damaged"),
+            (b"BM" + bytes(60), "is no PNG, JPEG, WebP or GIF"),
+        ):
+            ask = {"model": daemon.model, "max_tokens": 4, "messages": session(bad)}
+            answer = daemon.post("/v1/messages", ask)
+            message = answer.json()["error"]["message"]
+            assert answer.status_code == 400 and why in message
+            assert message.startswith("messages.2.content.0.content.0.source: the image ")
+        many = {"role": "user", "content": [image(png(112, 84, green=shade)) for shade in range(101)]}
+        ask = {"model": daemon.model, "max_tokens": 4, "messages": [many]}
+        assert "100 images" in daemon.post("/v1/messages", ask).json()["error"]["message"]
+        many["content"].pop()
+        assert tokens(daemon.messages(many)) > 100
+        assert tokens(daemon.messages(*session(png(1, 1)))) > 100
+        assert daemon.engine_pid() == engine
