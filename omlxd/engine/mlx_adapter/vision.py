@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +31,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ...common.files import read_small
 from ...errors import ModelError
 from ...models.footprint import PROCESSOR_FILES, read_config, vision_obstacle
+from . import attention
 from .cache_kinds import Cache, add_arrays_kind, leaves
 
 VERSION = "0.7.10"
@@ -66,6 +67,8 @@ def _vlm(name: str) -> ModuleType:
 
 
 def _model_package(config: dict[str, Any]) -> ModuleType:
+    if attention.installed():  # Before models take the function from there.
+        cast(Any, _vlm("models.base")).scaled_dot_product_attention = attention.attend
     return _vlm("utils").get_model_and_args(dict(config))[0]
 
 
@@ -147,11 +150,12 @@ class VisionModel(nn.Module):
     def see_image(self, tokens: Sequence[int], pixels: Pixels) -> Features:
         """Run the tower. `tokens`: those that stand for the image in a prompt, all of them."""
         out = self._embed(tokens, **{name: _arrays(value) for name, value in pixels.items()})
-        deepstack = (
-            tuple(out["deepstack_visual_embeds"]) if out["deepstack_visual_embeds"] is not None else ()
-        )
+        # Some towers keep the pixels' float32, and KV must have the type that text gives it.
+        dtype = self._embed(tokens[:1])["inputs_embeds"].dtype
+        layers = out["deepstack_visual_embeds"]
+        deepstack = tuple(layer.astype(dtype) for layer in layers) if layers is not None else ()
         visual = np.array(out["visual_pos_masks"][0]) if deepstack else None
-        features = Features(mx.contiguous(out["inputs_embeds"][0]), visual, deepstack)
+        features = Features(mx.contiguous(out["inputs_embeds"][0].astype(dtype)), visual, deepstack)
         mx.eval(features.embeds, *deepstack)
         return features
 
@@ -230,7 +234,7 @@ def _let_images_see_themselves(language: Any) -> bool:
 
     mlx-vlm does it only in a pass over a whole prompt, whose mask is square: another pass is causal.
     """
-    text = getattr(language, "model", None)
+    text: Any = getattr(language, "model", None)
     if getattr(getattr(text, "config", None), "use_bidirectional_attention", None) != "vision":
         return False
 
@@ -250,7 +254,7 @@ def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None)
     offset = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
     start = mx.array(offset).reshape(-1, 1)
     if deltas is not None:
-        start = start + mx.array(deltas).reshape(-1, 1)
+        start = start + mx.array(list(deltas)).reshape(-1, 1)
     return mx.broadcast_to((start + mx.arange(shape[1]))[None], (3, *shape))
 
 

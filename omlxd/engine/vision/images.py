@@ -158,7 +158,7 @@ class Images:
         for name in sorted(pixels):
             for array in _flat(pixels[name]):
                 state.update(f"{name} {array.dtype} {array.shape} ".encode())
-                state.update(np.ascontiguousarray(array))
+                state.update(np.ascontiguousarray(array).data)
         grid = {name: array for name, array in pixels.items() if name != "pixel_values"}
         return Image(state.hexdigest(), tuple(tokens), grid), pixels
 

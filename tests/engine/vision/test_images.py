@@ -6,6 +6,7 @@ import importlib.util
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -233,6 +234,21 @@ def test_nothing_of_a_prompt_stays_in_the_model(model: Path, rig: VisionRig):
     loaded.vlm.language_model._rope_deltas = mx.array([[50]])
     loaded.vlm.language_model._position_ids = mx.zeros((3, 1, 500), mx.int32)
     assert np.array_equal(logits(loaded, rig, TALK, 16), plain)
+
+
+def test_features_have_the_type_of_texts_embeddings():
+    """KV of a pass with an image must have the type that the model's layout says."""
+
+    def get_input_embeddings(ids: mx.array, pixel_values: Any = None, mask: Any = None) -> Any:
+        dtype = mx.bfloat16 if pixel_values is None else mx.float32
+        embeds = mx.ones((1, ids.shape[1], 8), dtype)
+        return SimpleNamespace(**(dict.fromkeys(vision._FEATURES) | {"inputs_embeds": embeds}))
+
+    vlm = SimpleNamespace(
+        config=SimpleNamespace(), language_model=None, get_input_embeddings=get_input_embeddings
+    )
+    features = vision.VisionModel(vlm).see_image([1, 2, 3], {"pixel_values": np.ones(3)})
+    assert features.embeds.dtype == mx.bfloat16
 
 
 def test_an_images_tokens_see_each_other_behind_a_cached_prefix_too(tmp_path: Path):
