@@ -23,7 +23,7 @@ import msgspec
 
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
-from .chat import StreamOptions
+from .chat import StreamOptions, Usage
 from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
 from .launch import find_target
 from .own_daemon import own_daemon
@@ -129,15 +129,9 @@ class _Choice(msgspec.Struct):
     text: str = ""
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: dict[str, int] = {}
-
-
 class _Chunk(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class _Body(msgspec.Struct):
@@ -155,11 +149,11 @@ class _Answer(msgspec.Struct):
     text: str
     ttft_s: float
     tokens_per_s: float | None
-    usage: _Usage
+    usage: Usage
 
     @property
     def cached(self) -> int:
-        return self.usage.prompt_tokens_details.get("cached_tokens", 0)
+        return self.usage.omlxd.cached_hot + self.usage.omlxd.cached_cold
 
 
 def measure(model: str, wanted: Sequence[int] | None, perplexity_tokens: int) -> Report:
@@ -256,7 +250,7 @@ class _Bench:
         return (head + self._text * (letters // len(self._text) + 1))[:letters]
 
     def _ask(self, prompt: str) -> _Answer:
-        times, text, usage = TokenTimes(), "", _Usage(0, 0)
+        times, text, usage = TokenTimes(), "", Usage(0, 0)
         body = msgspec.json.encode(_Body(self._model, prompt))
         with closing(stream(self._url, KEY, "/v1/completions", body, _Chunk)) as chunks:
             for chunk in chunks:

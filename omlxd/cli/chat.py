@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..config import load_settings
 from ..models.offer import offer_default_model
-from .daemon_client import DaemonError, NoDaemon, TokenTimes, address, fetch, stream
+from .daemon_client import DaemonError, NoDaemon, TokenTimes, add_url, address, fetch, stream
 from .launch import LaunchError, Models, Target, find_target
 from .own_daemon import own_daemon
 from .status import table
@@ -69,7 +69,7 @@ class _Cached(msgspec.Struct):
     cached_cold: int = 0
 
 
-class _Usage(msgspec.Struct):
+class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     omlxd: _Cached = msgspec.field(default_factory=_Cached)
@@ -77,7 +77,7 @@ class _Usage(msgspec.Struct):
 
 class Chunk(msgspec.Struct):
     choices: list[_Choice]
-    usage: _Usage | None = None
+    usage: Usage | None = None
 
 
 class Answer:
@@ -85,7 +85,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.text = self.thinking = self.finish_reason = ""
-        self.usage: _Usage | None = None
+        self.usage: Usage | None = None
         self.times = TokenTimes()
 
     def add(self, chunk: Chunk) -> _Delta:
@@ -289,7 +289,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
     parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")
-    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    add_url(parser)
     parser.add_argument("--system", metavar="TEXT", default="", help="what stands before the conversation")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, default=MAX_TOKENS, help=f"of an answer; default: {MAX_TOKENS}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import http.client
 import os
@@ -52,6 +53,11 @@ class TokenTimes:
         """The rate of an answer of `tokens` tokens; None: they are too few."""
         seconds = self.last_s - self.first_s
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that `address` reads."""
+    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
 
 
 def address(url: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:

@@ -18,7 +18,7 @@ import msgspec
 
 from ..config import is_loopback
 from ..errors import ConfigError, OmlxdError
-from .daemon_client import KEY_VARIABLE, DaemonError, address, fetch
+from .daemon_client import KEY_VARIABLE, DaemonError, add_url, address, fetch
 
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000
@@ -210,7 +210,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     own, rest = argv[:at], argv[at + 1 :]
     parser.usage = f"omlxd launch {'|'.join(AGENTS)} [--url URL] [--model NAME] [--print-env] [-- ARGS …]"
     parser.add_argument("agent", choices=list(AGENTS), help="which agent; it is looked for on the PATH")
-    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    add_url(parser)
     parser.add_argument(
         "--model", metavar="NAME", help="default: the first one that is loaded, else the first one"
     )

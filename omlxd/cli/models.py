@@ -21,7 +21,7 @@ from ..models.catalog import Catalog, default_model, origin_of, takes_tools
 from ..models.footprint import footprint
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
-from .daemon_client import DaemonError, NoDaemon, address, fetch
+from .daemon_client import DaemonError, NoDaemon, add_url, address, fetch
 from .owner_api import (
     InstalledStatus,
     InstalledStatuses,
@@ -176,7 +176,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         made.set_defaults(run=run)
         made.add_argument("--json", action="store_true", help="one JSON object")
         if asks:
-            made.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+            add_url(made)
         return made
 
     listed = verb("list", _list, "every installed model, also without a daemon")

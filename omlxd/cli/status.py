@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..common.units import human
-from .daemon_client import address, fetch
+from .daemon_client import add_url, address, fetch
 from .owner_api import DaemonStatus, ModelStatus
 
 
@@ -89,10 +89,6 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def as_json(value: object) -> str:
     """`value` as JSON of several lines."""
     return msgspec.json.format(msgspec.json.encode(value)).decode()
-
-
-def add_url(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
 
 
 def as_text(status: DaemonStatus, url: str) -> str:

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from ..common.units import human
 from ..errors import ConfigError
-from .daemon_client import DaemonError, NoDaemon, address, fetch
+from .daemon_client import DaemonError, NoDaemon, add_url, address, fetch
 from .owner_api import DaemonStatus, ModelStatus
-from .status import PATH, add_url, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
+from .status import PATH, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
 
 INTERVAL_S = 1.0
 WIDE = 100

@@ -19,7 +19,7 @@ import msgspec
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation
-from ..daemon_client import NoDaemon, address_of, fetch
+from ..daemon_client import NoDaemon, add_url, address_of, fetch
 from ..daemon_client import address as address_at
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--session", metavar="ID", help="the last request of this session")
     parser.add_argument("--path", metavar="PATH", help="where the body goes, as /v1/messages")
-    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    add_url(parser)
     parser.add_argument("--offline", action="store_true", help="ask no daemon: only what lies on SSD counts")
     parser.add_argument("--model", metavar="NAME", help="whose KV to look at, with --offline")
     parser.add_argument("--json", action="store_true", help="one JSON object")
