@@ -19,7 +19,7 @@ import mlx.core as mx
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..common.files import read_small
-from ..errors import InvalidRequest, ModelError, PromptTooLong
+from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
 from ..kv.cold.writer import Lease
 from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
@@ -285,7 +285,8 @@ class EngineHost:
         """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
         if self.images is None:
             if rendered.images:
-                raise InvalidRequest(f"this model takes no images: {self.loaded.blind}", param="messages")
+                why = f"this model takes no images: {self.loaded.blind}"
+                raise bad_field(rendered.images[0].param or "messages", why)
             return rendered.tokens, None
         return self.images.place(rendered.tokens, rendered.images, rendered.generated, most)
 

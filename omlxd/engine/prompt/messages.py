@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import chat
-from ...errors import InvalidRequest, bad_field
+from ...errors import bad_field
 from .template_traits import IMAGE, TemplateTraits, as_parts
 
 TemplateMessage = dict[str, Any]
@@ -139,12 +139,11 @@ def _content(parts: Sequence[chat.Part]) -> str | list[TemplateMessage]:
 
 
 def _refuse_images(message: chat.Message, traits: TemplateTraits) -> None:
-    for part in message.parts:
-        if isinstance(part, chat.ImagePart) or (isinstance(part, chat.ToolResultPart) and part.images):
-            if not traits.image:
-                raise InvalidRequest("this model takes no images", param="messages")
-            if message.role not in ("user", "tool"):
-                raise bad_field("messages", f"an image in a message of the {message.role}")
+    for part in chat.media_of([message]):
+        if not traits.image:
+            raise bad_field(part.param or "messages", "this model takes no images")
+        if message.role not in ("user", "tool"):
+            raise bad_field(part.param or "messages", f"an image in a message of the {message.role}")
 
 
 def _assistant(message: chat.Message, text: str, traits: TemplateTraits) -> TemplateMessage:

@@ -24,7 +24,7 @@ import numpy as np
 
 from ...chat import ImagePart
 from ...common.bounded_map import BoundedMap
-from ...errors import InvalidRequest, PromptTooLong
+from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
 from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, VisionModel
 from ..prompt.pipeline import RenderedPrompt
@@ -152,7 +152,12 @@ class Images:
     def _process(self, part: ImagePart) -> tuple[Image, Pixels]:
         [picture] = self._media.pictures([part])
         rgb = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
-        tokens, pixels = self.processor.process_image(rgb)
+        try:
+            tokens, pixels = self.processor.process_image(rgb)
+        except Exception as error:  # A family's processor raises what it likes.
+            size = f"{picture.width} x {picture.height}"
+            why = f"the model's image processor can't take an image of {size} pixels: {error}"
+            raise bad_field(part.param or "messages", why) from error
         state = sha256(self.processor.digest)
         state.update(repr(tokens).encode())
         for name in sorted(pixels):

@@ -9,7 +9,7 @@ from omlxd.chat import ImagePart
 from omlxd.engine.vision import images as images_room
 from omlxd.engine.vision.images import Images
 from omlxd.engine.vision.media import Picture
-from omlxd.errors import PromptTooLong
+from omlxd.errors import InvalidRequest, PromptTooLong
 
 PAD = 7
 TOKENS = 10
@@ -92,3 +92,13 @@ def test_images_past_the_context_are_not_processed(images):
     with pytest.raises(PromptTooLong) as caught:
         images.place([1, PAD] * 50, parts(50), most=5 * TOKENS)
     assert images.processor.processed == [*range(5)] and caught.value.message.startswith("prompt is too long")
+
+
+def test_an_image_that_the_processor_cannot_take_is_an_error_of_the_image(images):
+    def refuse(rgb):
+        raise ValueError("absolute aspect ratio must be smaller than 20")
+
+    images.processor.process_image = refuse
+    with pytest.raises(InvalidRequest, match="an image of 1 x 1 pixels: absolute aspect") as caught:
+        images.place([PAD], [ImagePart(b"a", "", "messages.0.content.1")])
+    assert caught.value.param == "messages.0.content.1"
