@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import subprocess
 import sys
@@ -39,6 +40,8 @@ class _Child:
             bufsize=0,
             start_new_session=True,  # A terminal's ^C is for the front.
         )
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)
 
     def kill(self) -> None:
         self.process.kill()
@@ -49,21 +52,27 @@ class _Child:
 
     def ask(self, frame: bytes, seconds: float) -> bytes:
         """Raises ChildLost, OSError and EOFError."""
-        writer = self.process.stdin
-        assert writer is not None
         until = time.monotonic() + seconds
-        # The child reads a whole frame before it answers, so that neither waits for the other.
-        for part in (len(frame).to_bytes(4, "little"), frame):
-            view = memoryview(part)
-            while view:
-                view = view[writer.write(view) or 0 :]
         try:
+            # The child reads a whole frame before it answers, so that neither waits for the other.
+            for part in (len(frame).to_bytes(4, "little"), frame):
+                self._write(part, until)
             length = int.from_bytes(self._read(4, until), "little")
             if length > MOST_REPLY_BYTES:
                 raise EOFError
             return self._read(length, until)
         except TimeoutError:
             raise ChildLost(f"it did not end within {seconds:.0f} s") from None
+
+    def _write(self, data: bytes, until: float) -> None:
+        writer = self.process.stdin
+        assert writer is not None
+        view = memoryview(data)
+        with selectors.DefaultSelector() as ready:
+            ready.register(writer, selectors.EVENT_WRITE)
+            while view:
+                self._wait(ready, until)
+                view = view[writer.write(view) or 0 :]
 
     def _read(self, length: int, until: float) -> bytes:
         reader = self.process.stdout
@@ -72,14 +81,17 @@ class _Child:
         with selectors.DefaultSelector() as ready:
             ready.register(reader, selectors.EVENT_READ)
             while len(data) < length:
-                while not ready.select(LOOK_S):
-                    if time.monotonic() > until:
-                        raise TimeoutError
-                    self._check_memory()
+                self._wait(ready, until)
                 if not (piece := reader.read(min(length - len(data), 1 << 20))):
                     raise EOFError
                 data += piece
         return bytes(data)
+
+    def _wait(self, ready: selectors.BaseSelector, until: float) -> None:
+        while not ready.select(LOOK_S):
+            if time.monotonic() > until:
+                raise TimeoutError
+            self._check_memory()
 
     def _check_memory(self) -> None:
         """Where the system does not limit it."""

@@ -161,6 +161,11 @@ def test_a_bomb_is_refused_before_it_is_decoded(media):
     began = time.monotonic()
     assert "pixels" in refusal(media, png(2**31 - 1, 2**31 - 1, b"", 6))
     assert "pixels" in refusal(media, png(50_000, 50_000, zlib.compress(b"\0" * 10_000_000), 6))
+    frames = [Image.new("RGB", (9, 9), color) for color in ("red", "lime")]
+    webp = bytearray(encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:]))
+    at = webp.index(b"VP8X") + 12
+    webp[at : at + 6] = (49_999).to_bytes(3, "little") * 2
+    assert "image" in refusal(media, bytes(webp))
     text = b"zTXtx\0\0" + zlib.compress(b"a" * 100_000_000)
     data = encoded(Image.new("RGB", (2, 2)))
     bomb = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
@@ -182,13 +187,14 @@ def test_wrong_types_are_refused(media):
         assert "no PNG, JPEG, WebP or GIF" in refusal(media, data)
 
 
-def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch):
+@pytest.mark.parametrize("trailing", [0, 1 << 20])
+def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch, trailing):
     good = encoded(gradient())
-    picture(media, good)
+    picture(media, good + bytes(trailing))
     [child] = media._children._idle
     child.process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(media_room, "DEADLINE_S", 0.2)
-    assert "did not end within" in refusal(media, encoded(Image.new("RGB", (5, 5))))
+    assert "did not end within" in refusal(media, encoded(Image.new("RGB", (5, 5))) + bytes(trailing))
     assert child.process.returncode is not None
     monkeypatch.undo()
     assert picture(media, encoded(Image.new("RGB", (6, 5)))).width == 6
