@@ -158,6 +158,28 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         per_token=False,
         exact=False,
     ),
+    "qwen3_5_moe": VisionFamily(
+        {
+            **_QWEN_IDS,
+            "text_config": {
+                **TEXT,
+                **_LINEAR_ATTENTION,
+                **_MOE,
+                "shared_expert_intermediate_size": 32,
+                "model_type": "qwen3_5_moe_text",
+                "rope_parameters": {
+                    "type": "default",
+                    "rope_theta": 10000.0,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [1, 1, 2],
+                },
+            },
+            "vision_config": {**_QWEN3_VISION, "model_type": "qwen3_5_moe", "deepstack_visual_indexes": []},
+        },
+        {**_QWEN_PROCESSOR, "processor_class": "Qwen3VLProcessor"},
+        per_token=False,
+        exact=False,
+    ),
     "glm4v": VisionFamily(
         {
             "image_token_index": IMAGE,
@@ -380,6 +402,18 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
         shown="<image>",
         tokens=("<fake_token_around_image>", "<end_of_utterance>", "<image>", "<global-img>"),
         files={"processor_config.json": {"image_seq_len": 16, "processor_class": "SmolVLMProcessor"}},
+    ),
+    "internvl": VisionFamily(
+        {
+            "image_token_id": IMAGE,
+            "downsample_ratio": 0.5,
+            "text_config": {**TEXT, "model_type": "qwen3"},
+            "vision_config": {**_SIGLIP, "model_type": "internvl_vision", "image_size": 112},
+        },
+        {"image_processor_type": "GotOcr2ImageProcessorFast", "processor_class": "InternVLProcessor"},
+        shown="<IMG_CONTEXT>",
+        tokens=("<img>", "</img>", "<IMG_CONTEXT>"),
+        files={"processor_config.json": {"image_seq_length": 16, "processor_class": "InternVLProcessor"}},
     ),
     "internvl_chat": VisionFamily(
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
+from ...common.files import read_small
 from ...errors import ModelError
 from ...kv.layout import KVLayout
 from . import attention, vision
@@ -104,9 +106,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
     blind = vision.blindness(path)
-    model, tokenizer, config, converted = read_model(
-        path, float32, vision.load_vision_model if blind == "" else None
-    )
+    model, tokenizer, config, converted = read_model(path, float32, blind)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -134,23 +134,34 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> L
 
 
 def read_model(
-    path: Path, float32: bool = False, load: Callable[[Path], tuple[Any, dict[str, Any]]] | None = None
+    path: Path, float32: bool = False, blind: str | None = None
 ) -> tuple[Any, TokenizerWrapper, dict[str, Any], bool]:
     """Model, tokenizer and config, as mlx-lm's own `load` gives them; whether weights became float32.
 
-    load  gives a model, its weights not read yet, and its config; None: mlx-lm's
-
+    blind  as `LoadedModel` has it
 
     The tokenizer is read while the weights are: those of large vocabularies take a second, and MLX
     computes without Python's lock. Modules of models are imported by this thread, before: they may
     hold arrays, and MLX's streams are a thread's own.
     """
-    model, config = load(path) if load is not None else mlx_load_model(path, lazy=True)
+    model, config = _model_and_config(path, blind)
     converted = float32 and make_float32(model)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as aside:
-        tokenizer = aside.submit(mlx_load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = aside.submit(load_tokenizer, path, config.get("eos_token_id"))
         mx.eval(model.parameters())
         return model, tokenizer.result(), config, converted
+
+
+def _model_and_config(path: Path, blind: str | None) -> tuple[Any, dict[str, Any]]:
+    """By mlx-vlm for a model that takes images, else by mlx-lm; weights are not read yet."""
+    if blind == "":
+        return vision.load_vision_model(path)
+    try:
+        return mlx_load_model(path, lazy=True)
+    except ValueError as error:
+        if blind:
+            raise ModelError(f"mlx-lm does not have this vision model ({error}), and {blind}") from error
+        raise
 
 
 def make_float32(model: Any) -> bool:
@@ -177,9 +188,22 @@ def make_float32(model: Any) -> bool:
     return tree_bytes(model.parameters()) != before
 
 
-def load_tokenizer(path: Path) -> TokenizerWrapper:
+def load_tokenizer(path: Path, eos_token_ids: Any = None) -> TokenizerWrapper:
     """Tokenizer and template alone, as `load` would give them. Raises what mlx-lm raises."""
-    return mlx_load_tokenizer(path)
+    return mlx_load_tokenizer(path, _processors_template(path), eos_token_ids=eos_token_ids)
+
+
+def _processors_template(path: Path) -> dict[str, Any]:
+    """The chat template of older vision models, which stands beside the processor, not the tokenizer."""
+    try:
+        if "chat_template" in json.loads(read_small(path / "tokenizer_config.json")):
+            return {}
+        if (path / "chat_template.jinja").exists():
+            return {}
+        template = json.loads(read_small(path / "chat_template.json"))["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return {"chat_template": template} if isinstance(template, str) else {}
 
 
 def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:

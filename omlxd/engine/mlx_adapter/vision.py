@@ -314,10 +314,14 @@ class ImageProcessor:
 
     def _find_placeholder(self, shown: str) -> tuple[str, int]:
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
-        for name in ("image_token", "boi_token"):
-            token = getattr(self._processor, name, None) or getattr(tokenizer, name, None)
-            token = getattr(token, "content", token) or "<image>"
-            if isinstance(token, str) and shown.count(token) == 1:
+        named = [
+            getattr(holder, name, None)
+            for name in ("image_token", "boi_token")
+            for holder in (self._processor, tokenizer)
+        ]
+        for token in [*named, "<image>", "<IMG_CONTEXT>"]:
+            token = getattr(token, "content", token)
+            if isinstance(token, str) and token and shown.count(token) == 1:
                 ids = tokenizer.encode(token, add_special_tokens=False)
                 if len(ids) == 1:
                     return token, ids[0]

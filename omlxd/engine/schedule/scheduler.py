@@ -223,8 +223,9 @@ class Scheduler:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
         stop = self.prefill_budget.next_stop(sequence)
-        if sequence.images is not None:
-            sequence.images.see(start, stop)  # Now, so that a pass is timed without it.
+        if sequence.images is not None and sequence.images.see_next(start, stop):
+            self.steps += 1
+            return  # A turn for each image: decoding rows have their step in between.
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s

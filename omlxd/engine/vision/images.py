@@ -197,6 +197,7 @@ class PromptImages:
         self._tokens = tokens[:]
         self.spans = spans
         self._bounds = [(span.start, span.stop) for span in spans]
+        self._features: dict[str, Features] = {}
         self.delta = 0
 
     def extra_keys(self, block_size: int) -> dict[int, list[ExtraKey]]:
@@ -212,25 +213,44 @@ class PromptImages:
         """Have the pixels of images that end behind token `start`. Request thread."""
         self._images.fetch(span for span in self.spans if span.stop > start)
 
-    def see(self, start: int, stop: int) -> list[Piece]:
-        """Run the tower for the images of the pass over tokens `start` to `stop`. Engine thread."""
-        return [
+    def see_next(self, start: int, stop: int) -> bool:
+        """Run the tower for one image of the pass over tokens `start` to `stop`. False: none is left.
+
+        Engine thread.
+        """
+        for span in self._between(start, stop):
+            if span.image.digest not in self._features:
+                self._features_of(span)
+                return True
+        return False
+
+    def inputs(self, start: int, stop: int) -> dict[str, Any]:
+        """What the model gets beside tokens `start` to `stop`. Engine thread."""
+        model = self._images.model
+        pieces = [
             Piece(
                 max(span.start - start, 0),
-                self._images.features_of(span.image, lambda span=span: self._images.take_pixels(span)),
+                self._features_of(span),
                 max(start - span.start, 0),
                 min(stop, span.stop) - span.start,
             )
             for span in self._between(start, stop)
         ]
-
-    def inputs(self, start: int, stop: int) -> dict[str, Any]:
-        """What the model gets beside tokens `start` to `stop`. Engine thread."""
-        model = self._images.model
-        inputs = model.pass_inputs(self._tokens[:stop], start, self.see(start, stop), self._bounds)
+        inputs = model.pass_inputs(self._tokens[:stop], start, pieces, self._bounds)
         if model.mrope:
             inputs["position_ids"] = mx.array(self._positions(start, stop)[:, None])
+        later = {span.image.digest for span in self._between(stop, stop + 1)}
+        self._features = {name: each for name, each in self._features.items() if name in later}
         return inputs
+
+    def _features_of(self, span: Span) -> Features:
+        """The features of an image, kept until the pass that ends it."""
+        name = span.image.digest
+        if name not in self._features:
+            self._features[name] = self._images.features_of(
+                span.image, lambda: self._images.take_pixels(span)
+            )
+        return self._features[name]
 
     def _positions(self, start: int, stop: int) -> np.ndarray:
         """Positions (3, tokens) of tokens `start` to `stop`; sets `delta`."""

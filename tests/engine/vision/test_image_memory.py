@@ -102,3 +102,17 @@ def test_an_image_that_the_processor_cannot_take_is_an_error_of_the_image(images
     with pytest.raises(InvalidRequest, match="an image of 1 x 1 pixels: absolute aspect") as caught:
         images.place([PAD], [ImagePart(b"a", "", "messages.0.content.1")])
     assert caught.value.param == "messages.0.content.1"
+
+
+def test_each_image_of_a_pass_is_a_turn_of_its_own_and_is_kept_until_the_pass_ends(images):
+    """However little the model's features may take: a pass would never begin if they drove each other out."""
+    images._features.max_cost = 0
+    _, prompt = images.place([PAD] * 3, parts(3))
+    end = 3 * TOKENS
+    assert [prompt.see_next(0, end) for _ in range(5)] == [True, True, True, False, False]
+    images.model.pass_inputs = lambda tokens, start, pieces, spans: {"pieces": pieces}
+    assert [piece.at for piece in prompt.inputs(0, end)["pieces"]] == [0, TOKENS, 2 * TOKENS]
+    assert images.towers == 3
+    assert prompt.see_next(0, TOKENS)  # They were let go behind the pass.
+    prompt.inputs(0, TOKENS + 1)
+    assert not prompt.see_next(TOKENS, TOKENS + 1)  # The second goes on in the next pass.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +35,11 @@ from omlxd.chat import (
     ToolCallPart,
     ToolResultPart,
 )
+from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import vision
 from omlxd.engine.prompt.turn_memory import Scope
-from omlxd.errors import InvalidRequest
+from omlxd.errors import InvalidRequest, ModelError
+from omlxd.models.footprint import footprint, vision_obstacle
 
 LONG = " ".join(f"line {i} of the file" for i in range(40))
 
@@ -139,6 +142,40 @@ def test_an_image_of_the_assistant_is_refused(host: Host):
 def test_why_a_prompt_missed_names_the_image(host: Host, tmp_path: Path):
     explainer: Any = host.engine.explain(request(user(LONG, encoded(8), LONG)), -1)
     assert explainer.cause == "never_stored"  # Without a cold tier nothing is known of what stands there.
+
+
+# --------------------------------------------------------------------------- folders
+
+
+def test_the_template_of_an_older_model_stands_beside_its_processor(tmp_path: Path):
+    folder = build_vision_family("smolvlm", tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": settings.pop("chat_template")}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    host = Host(folder)
+    try:
+        assert host.engine.info.images
+        assert text_of(host.ask(request(user("Look", encoded(1)))))
+    finally:
+        host.close()
+
+
+def test_folders_without_a_tower_or_of_another_family_hold_text_models(model: Path, tmp_path: Path):
+    config = json.loads((model / "config.json").read_text())
+    assert vision_obstacle(model, config) == ""
+    assert vision_obstacle(tmp_path, config) is None  # No weights of a tower.
+    assert vision_obstacle(model, {**config, "vision_config": None}) is None
+    assert "florence2" in (vision_obstacle(model, {**config, "model_type": "florence2"}) or "")
+    assert "Python file" in (vision_obstacle(model, {**config, "model_file": "a.py"}) or "")
+
+
+def test_without_mlx_vlm_a_vision_model_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("omlxd.models.footprint.find_spec", lambda name: None)
+    blind = vision.blindness(model)
+    assert blind and "omlxd[vision]" in blind and f"mlx-vlm=={vision.VERSION}" in blind
+    assert not footprint(model).images
+    with pytest.raises(ModelError, match="pip install"):
+        mlx_adapter.load(build_vision_family("glm4v", model.parent / "glm4v"))
 
 
 # --------------------------------------------------------------------------- keys
