@@ -205,8 +205,9 @@ class StoreMachine(RuleBasedStateMachine):
         blocks=st.lists(TOKENS, min_size=1, max_size=3),
         steps=st.integers(0, 4),
         writes=st.lists(st.booleans(), max_size=2),
+        unreadable=st.booleans(),
     )
-    def spoil(self, number: int, blocks: list[int], steps: int, writes: list[bool]) -> None:
+    def spoil(self, number: int, blocks: list[int], steps: int, writes: list[bool], unreadable: bool) -> None:
         """A request stores NaN, and withdraws it; whatever the queues hold, it is never read again."""
         request, own = self.pick(number), {}
         request.tokens += [token for block in blocks for token in [block] * BLOCK]
@@ -215,10 +216,12 @@ class StoreMachine(RuleBasedStateMachine):
         for index, key in enumerate(request.keys[done:], done):
             if self.rig.store.wants(key.block_hash):
                 own[key.block_hash] = self.rig.store.put(request.table, index, key, empty_payload(NAN))
+        last, position = request.keys[-1].block_hash, len(request.keys) * BLOCK
+        name = checkpoint_name(last)
+        if writes and unreadable and self.aside is None:
+            self.spoil_file(name)
         for write in writes:
-            last, position = request.keys[-1].block_hash, len(request.keys) * BLOCK
             if self.rig.states.hot(last) is None:
-                name = checkpoint_name(last)
                 had_file = self.put_state(last, position, write, NAN)
                 own[name] = own.get(name, True) and had_file
             self.write(steps)
@@ -228,13 +231,22 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- checkpoints
 
-    @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 99), write=st.booleans())
-    def checkpoint(self, number: int, write: bool) -> None:
-        """A request keeps its state at its last block's end."""
-        keys = self.pick(number).keys
-        if keys:
-            self.put_state(keys[-1].block_hash, len(keys) * BLOCK, write)
+    @rule(
+        blocks=st.lists(TOKENS, min_size=1, max_size=3),
+        writes=st.lists(st.booleans(), min_size=1, max_size=3),
+        between=st.sampled_from(["", "", "settle", "cleared", "demoted"]),
+    )
+    def checkpoint(self, blocks: list[int], writes: list[bool], between: str) -> None:
+        """Prompts that begin alike keep their state at the same place, and its file may go in between."""
+        last = chain(token for block in blocks for token in [block] * BLOCK)[-1].block_hash
+        for write in writes:
+            self.put_state(last, len(blocks) * BLOCK, write)
+            if between:
+                self.settle()
+            if between == "cleared":
+                self.rig.ledger.forget([self.rig.cold.path_of(checkpoint_name(last))], True)
+            if between == "demoted":
+                self.demote(4)
 
     def put_state(self, block_hash: bytes, position: int, write: bool, fill: int | None = None) -> bool:
         """True: a file of it was there before."""
@@ -242,6 +254,8 @@ class StoreMachine(RuleBasedStateMachine):
         before = states.hot(block_hash)
         if before is None:
             self.rig.in_ram_alone.add(name)
+        else:
+            fill = NAN  # What is in RAM stays, so these bytes are never read.
         had_file = states.put(block_hash, position, state_of(block_hash, position, fill), write=write)
         assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
         hot = states.hot(block_hash)
@@ -280,6 +294,14 @@ class StoreMachine(RuleBasedStateMachine):
         return (
             bytes(buffer) if self.rig.states.load_into(block_hash, position, [memoryview(buffer)]) else None
         )
+
+    def spoil_file(self, name: bytes) -> None:
+        """It is no good, and could not be removed when that was seen."""
+        path = self.root / self.rig.cold.path_of(name)
+        if path.is_file() and not path.is_symlink():
+            path.write_bytes(bytes(path.stat().st_size))
+            self.tampered = True
+            self.rig.store._distrust(name)
 
     @rule(count=st.integers(1, 4))
     def busy(self, count: int) -> None:

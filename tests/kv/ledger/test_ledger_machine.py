@@ -430,9 +430,20 @@ class LedgerMachine(RuleBasedStateMachine):
             messages.popleft()[0]()
 
     @precondition(lambda self: self.engines)
-    @rule(number=ENGINES, unsaid=st.integers(0, 2))
-    def dies(self, number: int, unsaid: int) -> None:
-        """Killed; its last words may not have been sent."""
+    @rule(
+        number=ENGINES,
+        unsaid=st.integers(0, 2),
+        grants=st.lists(st.tuples(FILE, st.integers(1, 3)), max_size=3),
+        amid=st.booleans(),
+    )
+    def dies(self, number: int, unsaid: int, grants: list[tuple[int, int]], amid: bool) -> None:
+        """Killed with grants that it has used, all but one; its last words may not have been sent."""
+        for place, (file, pages) in enumerate(grants):
+            self.reserves(number, pages)
+            if place or amid:
+                self.begins_to_write(number, file, pages)
+            if place:
+                self.ends_to_write(number)
         engine, account = self.pick(number), self.account
         self.hears(number, max(0, len(engine.messages) - unsaid))
         self.engines.remove(engine)
@@ -473,18 +484,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- the disk
 
-    @rule(file=NUMBER)
-    def sticks(self, file: int) -> None:
-        """It can't be removed, or can again."""
-        LedgerMachine.undeletable.symmetric_difference_update({self.some_path(file)})
-
-    @rule(unreadable=st.booleans())
-    def reads_fail(self, unreadable: bool) -> None:
-        LedgerMachine.unreadable = unreadable
-
-    @rule(unwritable=st.booleans())
-    def the_sum_can_not_be_written(self, unwritable: bool) -> None:
-        LedgerMachine.unwritable = unwritable
+    @rule(file=NUMBER, sticks=st.booleans(), unreadable=st.booleans(), unwritable=st.booleans())
+    def disk_changes(self, file: int, sticks: bool, unreadable: bool, unwritable: bool) -> None:
+        """A file can't be removed, or can again; folders can't be read; the day's sum can't be written."""
+        if sticks:
+            LedgerMachine.undeletable.symmetric_difference_update({self.some_path(file)})
+        LedgerMachine.unreadable, LedgerMachine.unwritable = unreadable, unwritable
 
     @precondition(lambda self: self.aside is None)
     @rule()
