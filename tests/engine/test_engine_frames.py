@@ -13,6 +13,7 @@ import pytest
 from daemon import wait_until
 
 from omlxd import wire
+from omlxd.chat import RawPrompt
 from omlxd.engine import service as service_module
 from omlxd.engine.kvio.lease import LEASE_BYTES
 from omlxd.engine.service import EngineService
@@ -124,6 +125,54 @@ def test_when_it_says_that_it_has_loaded_it_answers_for_the_model(
     ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
     wait_until(lambda: bool(had_model))
     assert had_model == [True]
+    ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
+    serving.join(60)
+    assert not serving.is_alive()
+
+
+class Busy(Idle):
+    """Counts a long text once it may."""
+
+    may = threading.Event()
+
+    def count(self, prompt: RawPrompt, session: str) -> int:
+        if len(prompt.text) > service_module.LARGE_CHARS:
+            self.may.wait(60)
+        return len(prompt.text)
+
+    def engine_stats(self) -> dict[str, float]:
+        return {"steps": 1.0}
+
+
+def test_short_prompts_and_figures_wait_for_no_long_prompt(
+    ends: tuple[socket.socket, socket.socket], monkeypatch
+):
+    ours, engines = ends
+    monkeypatch.setattr(service_module, "EngineHost", Busy)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    service = EngineService(engines)
+    serving = threading.Thread(target=service.run, daemon=True)
+    serving.start()
+    ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
+    long = RawPrompt(text="x" * (service_module.LARGE_CHARS + 1))
+    for number in range(1, 5):
+        ours.sendall(wire.encode(wire.Count(id=number, prompt=long, session=str(number))))
+    ours.sendall(wire.encode(wire.Count(id=5, prompt=RawPrompt(text="short"))))
+    ours.sendall(wire.encode(wire.GetStats(id=6)))
+    decoder = wire.FrameDecoder(wire.ToFront)
+    ours.settimeout(60)
+    heard: dict[int, Any] = {}
+
+    def hear(*ids: int) -> None:
+        while not heard.keys() >= set(ids):
+            for message in decoder.feed(ours.recv(1 << 16)):
+                if isinstance(message, (wire.Counted, wire.Stats)):
+                    heard[message.id] = message
+
+    hear(5, 6)
+    assert heard[5].tokens == 5 and heard[6].values["steps"] == 1 and len(heard) == 2
+    Busy.may.set()
+    hear(1, 2, 3, 4)
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)
     assert not serving.is_alive()

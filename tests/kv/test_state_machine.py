@@ -219,6 +219,9 @@ class StoreMachine(RuleBasedStateMachine):
         last, position = request.keys[-1].block_hash, len(request.keys) * BLOCK
         name = checkpoint_name(last)
         if writes and unreadable and self.aside is None:
+            self.put_state(last, position, True)
+            self.write_all()
+            self.demote(99)
             self.spoil_file(name)
         for write in writes:
             if self.rig.states.hot(last) is None:
@@ -234,19 +237,32 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         blocks=st.lists(TOKENS, min_size=1, max_size=3),
         writes=st.lists(st.booleans(), min_size=1, max_size=3),
-        between=st.sampled_from(["", "", "settle", "cleared", "demoted"]),
+        between=st.sampled_from(["", "", "written", "cleared", "lost", "demoted"]),
+        read=st.booleans(),
     )
-    def checkpoint(self, blocks: list[int], writes: list[bool], between: str) -> None:
+    def checkpoint(self, blocks: list[int], writes: list[bool], between: str, read: bool) -> None:
         """Prompts that begin alike keep their state at the same place, and its file may go in between."""
         last = chain(token for block in blocks for token in [block] * BLOCK)[-1].block_hash
+        name = checkpoint_name(last)
         for write in writes:
             self.put_state(last, len(blocks) * BLOCK, write)
             if between:
-                self.settle()
-            if between == "cleared":
-                self.rig.ledger.forget([self.rig.cold.path_of(checkpoint_name(last))], True)
+                self.write_all()
+            block = self.rig.pool.get_cached_block(name)
+            if between == "lost" and block is not None and block.on_disk:
+                self.rig.pool.drop_payload(block)
+            if between in ("cleared", "lost"):
+                self.rig.ledger.forget([self.rig.cold.path_of(name)], True)
             if between == "demoted":
                 self.demote(4)
+        if read:
+            self.write_all()
+            self.demote(99)
+            self.resume(blocks, 0, False)
+
+    def write_all(self) -> None:
+        self.tick(True)
+        self.settle()
 
     def put_state(self, block_hash: bytes, position: int, write: bool, fill: int | None = None) -> bool:
         """True: a file of it was there before."""

@@ -192,6 +192,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open(self, day: Day) -> None:
         self.engines: list[Engine] = []
         self.aside: Path | None = None
+        self.unlocked = False
         LedgerMachine.unreadable = LedgerMachine.unwritable = False
         LedgerMachine.undeletable.clear()
         self.account = Account(self.cap, day)
@@ -255,6 +256,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def looks_there(self) -> bool:
         """The folder is looked at. False: it is not usable."""
         account = self.account
+        self.unlocked &= self.aside is not None
         if self.aside is not None:
             account.away = True
         elif account.away and LedgerMachine.unreadable:
@@ -444,6 +446,10 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.begins_to_write(number, file, pages)
             if place:
                 self.ends_to_write(number)
+        if amid:
+            for other in range(len(self.engines)):
+                self.reserves(other, 1)
+                self.begins_to_write(other, RECORD, 1)
         engine, account = self.pick(number), self.account
         self.hears(number, max(0, len(engine.messages) - unsaid))
         self.engines.remove(engine)
@@ -498,20 +504,26 @@ class LedgerMachine(RuleBasedStateMachine):
         self.root.rename(self.aside)
 
     @precondition(lambda self: self.aside is not None)
-    @rule()
-    def come_back(self) -> None:
-        if self.aside is not None:
+    @rule(another=st.booleans())
+    def come_back(self, another: bool = False) -> None:
+        """`another`: as another file system, whose lock nobody holds."""
+        if self.aside is not None and another:
+            shutil.copytree(self.aside, self.root, symlinks=True)
+            shutil.rmtree(self.aside)
+            self.unlocked = True
+        elif self.aside is not None:
             self.aside.rename(self.root)
-            self.aside = None
+        self.aside = None
 
     @precondition(lambda self: self.aside is None)
-    @rule(noticed=st.booleans())
-    def folder_blinks(self, noticed: bool) -> None:
+    @rule(noticed=st.booleans(), another=st.booleans())
+    def folder_blinks(self, noticed: bool, another: bool) -> None:
         self.folder_goes()
         if noticed:
             self.looks()
-        self.come_back()
+        self.come_back(another)
         self.looks()
+        self.another_daemon_comes()
 
     @rule()
     def looks(self) -> None:
@@ -521,7 +533,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.settles_gone()
         assert self.ledger.check_folder() == usable
 
-    @precondition(lambda self: self.aside is None)
+    @precondition(lambda self: self.aside is None and not self.unlocked)
     @rule()
     def another_daemon_comes(self) -> None:
         with pytest.raises(LedgerBusy) as refused:
@@ -540,7 +552,7 @@ class LedgerMachine(RuleBasedStateMachine):
         account, day = self.account, self.account.day
         if killed:
             self.ledger._has_stock = False
-        elif account.has_stock and day.saved != day.spent:
+        elif account.has_stock and not self.unlocked and day.saved != day.spent:
             day.save(day.spent)
         self.ledger.close()
         # What was not on file is forgotten.
@@ -584,6 +596,8 @@ class LedgerMachine(RuleBasedStateMachine):
         for path, word in account.what.items():
             removal = self.ledger.evicted_log.of(path)
             assert is_record(path) or (removal is not None and removal.what == word)
+        for engine in self.engines if self.aside is None else ():
+            assert engine.writing is None or engine.writing[0].exists(), "it was being written"
         if not account.away:
             assert (stats.files, stats.bytes_used) == (len(account.files), sum(account.files.values()))
             assert stats.written_bytes_total == account.written
