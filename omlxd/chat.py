@@ -136,7 +136,7 @@ class Sampling(Struct, frozen=True):
     presence_penalty, frequency_penalty  in [-2, 2]; over the output, as OpenAI does
     logit_bias   token id → bias in [-100, 100]
     seed         the same seed, prompt and build give the same tokens, whatever else runs
-    max_tokens   None: until the context is full
+    max_tokens   None: until the context is full; 0: the prompt is computed, and nothing is answered
     stop         strings; matched on the text, whatever its tokenisation
     logprobs     number of top alternatives to report a token; None is off
     """

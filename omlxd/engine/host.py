@@ -211,7 +211,7 @@ class EngineHost:
             hashes=hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else [],
             images=images,
             extra_keys=extra_keys,
-            max_new=room if wanted is None else min(wanted, room),
+            max_new=room if wanted is None else max(1, min(wanted, room)),
             eos=frozenset(self.loaded.tokenizer.eos_token_ids),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
@@ -226,7 +226,8 @@ class EngineHost:
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
-        if not request.forced:
+        sink.is_silent = wanted == 0
+        if not request.forced and not sink.is_silent:
             sink.learn = lambda answer: self._learn(rendered, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))

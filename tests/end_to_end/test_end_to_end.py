@@ -73,6 +73,20 @@ def test_anthropic_streamed_and_not(claude: anthropic.Anthropic):
     assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
 
 
+def test_a_prompt_is_computed_before_it_is_asked(claude: anthropic.Anthropic):
+    """As the SDK says of `max_tokens`: with 0 the cache is filled, and nothing is said."""
+    said: Any = [{"role": "user", "content": prose(80, 300)}]
+    request: Any = {"model": "claude-opus-5-5", "messages": said}
+    warm = claude.messages.create(max_tokens=0, **request)
+    assert (warm.content, warm.stop_reason, warm.usage.output_tokens) == ([], "max_tokens", 0)
+    assert warm.usage.input_tokens > 2 * BLOCK and not warm.usage.cache_read_input_tokens
+    answer = claude.messages.create(max_tokens=1, **request)
+    assert answer.usage.input_tokens <= BLOCK < (answer.usage.cache_read_input_tokens or 0)
+    with claude.messages.stream(max_tokens=0, **request) as stream:
+        assert "content_block_start" not in [event.type for event in stream]
+        assert stream.get_final_message().usage.output_tokens == 0
+
+
 def test_the_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic):
     """It asks for a thread first, and takes only one word for a no."""
 

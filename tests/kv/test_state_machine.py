@@ -91,6 +91,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.over: list[int] = []
         self.spoiled: set[bytes] = set()
         self.earlier: set[bytes] = set()
+        self.places: list[list[int]] = []
+        """Blocks before the checkpoints."""
         self.cap = cap
         self.records = records
         self.open(hot)
@@ -235,13 +237,14 @@ class StoreMachine(RuleBasedStateMachine):
     # ----------------------------------------------------------------- checkpoints
 
     @rule(
-        blocks=st.lists(TOKENS, min_size=1, max_size=3),
+        blocks=st.lists(st.just(0), min_size=1, max_size=3),
         writes=st.lists(st.booleans(), min_size=1, max_size=3),
         between=st.sampled_from(["", "", "written", "cleared", "lost", "demoted"]),
         read=st.booleans(),
     )
     def checkpoint(self, blocks: list[int], writes: list[bool], between: str, read: bool) -> None:
         """Prompts that begin alike keep their state at the same place, and its file may go in between."""
+        self.places.append(blocks)
         last = chain(token for block in blocks for token in [block] * BLOCK)[-1].block_hash
         name = checkpoint_name(last)
         for write in writes:
@@ -258,7 +261,7 @@ class StoreMachine(RuleBasedStateMachine):
         if read:
             self.write_all()
             self.demote(99)
-            self.resume(blocks, 0, False)
+            self.resume(-1, [], 0, False)
 
     def write_all(self) -> None:
         self.tick(True)
@@ -273,7 +276,8 @@ class StoreMachine(RuleBasedStateMachine):
         else:
             fill = NAN  # What is in RAM stays, so these bytes are never read.
         had_file = states.put(block_hash, position, state_of(block_hash, position, fill), write=write)
-        assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
+        if self.fs.fault is None:
+            assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
         hot = states.hot(block_hash)
         assert before is None or hot is before, "it stays as it is"
         if write and not had_file:
@@ -282,9 +286,16 @@ class StoreMachine(RuleBasedStateMachine):
             assert hot is None or self.rig.flusher.is_writing(name) or name in noted, "never written"
         return had_file
 
-    @rule(blocks=st.lists(TOKENS, min_size=1, max_size=6), leave=st.integers(0, 2), keep=st.booleans())
-    def resume(self, blocks: list[int], leave: int, keep: bool) -> None:
+    @precondition(lambda self: self.places)
+    @rule(
+        number=st.integers(-99, -1),
+        more=st.lists(TOKENS, max_size=2),
+        leave=st.integers(0, 2),
+        keep=st.booleans(),
+    )
+    def resume(self, number: int, more: list[int], leave: int, keep: bool) -> None:
         """A prompt goes on from the deepest checkpoint that stands within its match."""
+        blocks = [*self.places[number % len(self.places)], *more]
         names = [key.block_hash for key in chain(token for block in blocks for token in [block] * BLOCK)]
         states, reach = self.rig.states, max(0, len(names) - leave)
         stands = [length for length in range(1, reach + 1) if states.stands(names[length - 1])]
@@ -387,7 +398,9 @@ class StoreMachine(RuleBasedStateMachine):
         stats = self.rig.ledger.stats()
         # A temporary file that could not be removed keeps its grant while its engine lives, and an engine
         # that died while the folder is away keeps its own until that is back.
-        kept = self.rig.cold.left * FILE_DISK_BYTES + sum(gone.outstanding for gone in self.rig.ledger._gone)
+        kept = self.rig.writer.left * FILE_DISK_BYTES + sum(
+            gone.outstanding for gone in self.rig.ledger._gone
+        )
         assert stats.reserved == self.outside + kept, "a grant leaked"
 
     @rule(idle=st.booleans())

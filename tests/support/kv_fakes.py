@@ -180,7 +180,12 @@ def retry_now(health: ColdHealth) -> None:
 
 
 class ManualWriter(StoreWriter):
-    """A writer with no threads: `step` does the oldest job, on the caller's thread."""
+    """A writer with no threads: `step` does the oldest job, on the caller's thread.
+
+    left  temporary files that stayed
+    """
+
+    left = 0
 
     def __init__(self, cold: ColdTier, lease: LedgerLease, *, max_queue_bytes: int = 1 << 20):
         super().__init__(cold, lease, max_queue_bytes=max_queue_bytes, threads=0)
@@ -190,6 +195,11 @@ class ManualWriter(StoreWriter):
     def submit(self, *args: Any, **named: Any) -> bool:
         self.submits += 1
         return super().submit(*args, **named)
+
+    def _write(self, job: Any, nbytes: int) -> OSError | None:
+        error = super()._write(job, nbytes)
+        self.left += isinstance(error, TempLeft)
+        return error
 
     def step(self) -> bool:
         """False: there was nothing to do."""
@@ -239,19 +249,6 @@ class TrackedFlusher(Flusher):
         super()._written(key, block, in_place, tier, tries)
 
 
-class TrackedTier(ColdTier):
-    """Counts the temporary files that stayed."""
-
-    left = 0
-
-    def store(self, key: BlockKey, buffers: Sequence[memoryview]) -> None:
-        try:
-            super().store(key, buffers)
-        except TempLeft:
-            self.left += 1
-            raise
-
-
 class Rig:
     """Pool, hot tier, ledger, cold tier and a manual writer over one folder.
 
@@ -280,7 +277,7 @@ class Rig:
         self.ledger = Ledger(root, cap * FILE_DISK_BYTES, writes)
         self.ledger.open()
         self.lease = LedgerLease(self.ledger)
-        self.cold = TrackedTier(root, block_format(namespace), fs)
+        self.cold = ColdTier(root, block_format(namespace), fs)
         self.writer = ManualWriter(self.cold, self.lease, max_queue_bytes=max_queue_bytes)
         self.pool = BlockPool(0, max_records)
         self.posted: deque[Callable[[], None]] = deque()

@@ -70,7 +70,7 @@ class MessagesBody(msgspec.Struct):
     model: str | None = None
     system: Union[str, list[blocks.Text], None] = None
     stream: bool | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)] | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None

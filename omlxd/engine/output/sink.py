@@ -80,6 +80,7 @@ class RequestSink:
     """The scheduler's `Sink` for one request. `end()` is called once, after the last event or `abandon`.
 
     stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
+    is_silent  the client wants the prompt computed and no answer
     over()   called once if the request did not fail and its client stayed
     learn()  gets what the client was sent, before the last event, if the turn may be remembered
     """
@@ -94,6 +95,7 @@ class RequestSink:
         self._cut = False
         self._taken = 0
         self.stop: Callable[[], None] = _nothing
+        self.is_silent = False
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
         self.over: Callable[[], None] = _nothing
@@ -148,6 +150,8 @@ class RequestSink:
 
     def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, Event]]:
         self._taken += 1
+        if self.is_silent:
+            return []
         events = self._emit(self._parser.add_token(token, likelihood))
         if self._parser.ended:
             self.stop()
@@ -156,6 +160,8 @@ class RequestSink:
         return events
 
     def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
+        if self.is_silent:
+            reason, usage = "length", replace(usage, completion_tokens=0)
         in_answer = self._parser.in_answer
         events = self._emit(self._parser.finish(reason))
         stopped = self._parser.stopped

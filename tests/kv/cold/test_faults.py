@@ -97,11 +97,11 @@ class Scenario:
     def account(self, rig: Rig, *, tampered: bool = False) -> None:
         rig.check()
         stats = rig.ledger.stats()
-        assert stats.reserved == rig.cold.left * FILE_DISK_BYTES, "a grant leaked"
-        assert len(temps_in(self.root)) == rig.cold.left
+        assert stats.reserved == rig.writer.left * FILE_DISK_BYTES, "a grant leaked"
+        assert len(temps_in(self.root)) == rig.writer.left
         if not tampered:
             assert bytes_on_disk(self.root) <= stats.bytes_used + stats.reserved
-            assert len(files_in(self.root)) == stats.files + rig.cold.left
+            assert len(files_in(self.root)) == stats.files + rig.writer.left
 
 
 def reopened(root: Path) -> None:
