@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -25,7 +26,7 @@ CPU_S = 60
 DEADLINE_S = 20.0
 """Of one picture, or of a PDF's text."""
 REQUEST_DEADLINE_S = 60.0
-"""Of all that one call decodes."""
+"""Of all images of a request."""
 MOST_IDENTITIES = 4096
 RECENT_BYTES = 64 << 20
 """Decoded pictures that are kept: ten screenshots of 1920 x 1080."""
@@ -48,6 +49,10 @@ class Identity(msgspec.Struct, frozen=True):
     height: int
     digest: bytes
 
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.width, self.height, self.digest)
+
 
 class Picture(Identity, frozen=True, kw_only=True):
     """An image's first frame, turned as its EXIF says, at most `media_child.MOST_PIXELS` pixels.
@@ -56,10 +61,6 @@ class Picture(Identity, frozen=True, kw_only=True):
     """
 
     rgb: bytes
-
-    @property
-    def identity(self) -> Identity:
-        return Identity(self.width, self.height, self.digest)
 
 
 class Media:
@@ -75,27 +76,28 @@ class Media:
             TEXT_CHARS, _document_cost
         )
 
-    def identities(self, parts: Sequence[chat.ImagePart], param: str = "messages") -> list[Identity]:
-        """Return size and digest of each image; decodes those not seen lately. Raises InvalidRequest."""
-        until = time.monotonic() + REQUEST_DEADLINE_S
-        identities: list[Identity] = []
-        for part, key in _keyed(parts):
-            with self._lock:
-                identity = self._identities.get(key)
-            identities.append(identity or self._decode(part, key, param, until).identity)
-        return identities
+    def identities(self, parts: Iterable[chat.ImagePart], param: str = "messages") -> Iterator[Identity]:
+        """Yield size and digest of each image; decodes those not seen lately. Raises InvalidRequest."""
+        for seen in self._seen(parts, param, self._identities):
+            yield seen.identity
 
-    def pictures(self, parts: Sequence[chat.ImagePart], param: str = "messages") -> list[Picture]:
-        """Return each image with its pixels, up to 48 MiB each: ask for few at a time. Raises
-        InvalidRequest.
-        """
-        until = time.monotonic() + REQUEST_DEADLINE_S
-        pictures: list[Picture] = []
+    def pictures(self, parts: Iterable[chat.ImagePart], param: str = "messages") -> Iterator[Picture]:
+        """Yield each image with its pixels, up to 48 MiB each. Raises InvalidRequest."""
+        return self._seen(parts, param, self._recent)
+
+    def _seen(
+        self, parts: Iterable[chat.ImagePart], param: str, kept: BoundedMap[_Key, Any]
+    ) -> Iterator[Any]:
+        """Yield what is `kept` of each part, or its picture."""
+        left = REQUEST_DEADLINE_S
         for part, key in _keyed(parts):
             with self._lock:
-                picture = self._recent.get(key)
-            pictures.append(picture or self._decode(part, key, param, until))
-        return pictures
+                seen = kept.get(key)
+            if seen is None:
+                began = time.monotonic()
+                seen = self._decode(part, key, param, left)
+                left -= time.monotonic() - began
+            yield seen
 
     def texts(self, document: chat.DocumentPart) -> list[str]:
         """Return the text of each page of a PDF. Raises InvalidRequest."""
@@ -113,8 +115,9 @@ class Media:
         """End the children that wait for work."""
         self._children.close()
 
-    def _decode(self, part: chat.ImagePart, key: _Key, param: str, until: float) -> Picture:
-        seconds = min(DEADLINE_S, until - time.monotonic())
+    def _decode(self, part: chat.ImagePart, key: _Key, param: str, left: float) -> Picture:
+        """`left`: seconds for it and all other images of the request."""
+        seconds = min(DEADLINE_S, left)
         param = part.param or param
         if seconds <= 0:
             raise bad_field(

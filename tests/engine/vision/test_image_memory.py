@@ -20,10 +20,14 @@ class FakeMedia:
     """Each part's first byte is its picture."""
 
     def pictures(self, parts):
-        return [Picture(1, 1, part.data[:1], rgb=part.data[:1] * 3) for part in parts]
+        for part in parts:
+            yield Picture(1, 1, part.data[:1], rgb=part.data[:1] * 3)
 
     def identities(self, parts):
-        return [picture.identity for picture in self.pictures(parts)]
+        self.decoded = 0
+        for picture in self.pictures(parts):
+            self.decoded += 1
+            yield picture.identity
 
 
 class FakeProcessor:
@@ -91,7 +95,8 @@ def test_images_that_are_cached_or_whose_features_are_kept_need_no_pixels(images
 def test_images_past_the_context_are_not_processed(images):
     with pytest.raises(PromptTooLong) as caught:
         images.place([1, PAD] * 50, parts(50), most=5 * TOKENS)
-    assert images.processor.processed == [*range(5)] and caught.value.message.startswith("prompt is too long")
+    assert images.processor.processed == [*range(5)] and images._media.decoded == 5
+    assert caught.value.message.startswith("prompt is too long")
 
 
 def test_an_image_that_the_processor_cannot_take_is_an_error_of_the_image(images):

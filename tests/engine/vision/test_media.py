@@ -51,7 +51,7 @@ def picture(media: Media, data: bytes, page: int = 0) -> Picture:
 
 def refusal(media: Media, data: bytes, page: int = 0) -> str:
     with pytest.raises(InvalidRequest) as caught:
-        media.pictures([part(data, page)])
+        list(media.pictures([part(data, page)]))
     assert caught.value.param == FIELD and caught.value.message.startswith(f"{FIELD}: ")
     return caught.value.message
 
@@ -203,7 +203,7 @@ def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch,
 def test_all_images_of_a_request_share_a_deadline(media, monkeypatch):
     monkeypatch.setattr(media_room, "REQUEST_DEADLINE_S", 0.0)
     with pytest.raises(InvalidRequest, match="send fewer"):
-        media.identities([part(encoded(Image.new("RGB", (7, 7))))])
+        list(media.identities([part(encoded(Image.new("RGB", (7, 7))))]))
 
 
 def test_too_little_memory_is_an_error_of_the_image(monkeypatch):
@@ -247,10 +247,10 @@ def test_an_image_seen_lately_is_not_decoded_again(monkeypatch):
     media = Media()
     files = [encoded(Image.new("RGB", (60, 60 + n))) for n in range(100)]
     try:
-        first = media.identities([part(data) for data in files])
+        first = list(media.identities([part(data) for data in files]))
         monkeypatch.setattr(Media, "_decode", None)
-        assert media.identities([part(data) for data in files]) == first
-        assert media.pictures([part(data) for data in files[-5:]])[0].identity == first[-5]
+        assert list(media.identities([part(data) for data in files])) == first
+        assert next(media.pictures([part(data) for data in files[-5:]])).identity == first[-5]
     finally:
         media.close()
 
