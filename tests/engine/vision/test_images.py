@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -21,7 +22,7 @@ from host import Host, finished, text_of
 from msgspec.structs import replace
 from PIL import Image as Pillow
 from rig import BLOCK
-from vision_families import IMAGE_TOKENS, build_vision_family, picture
+from vision_families import IMAGE_TOKENS, VISION_FAMILIES, build_vision_family, picture
 from vision_rig import VisionRig, image
 
 from omlxd.chat import (
@@ -203,6 +204,26 @@ def test_a_block_of_many_images_has_one_key(rig: VisionRig):
     many = [image(seed, 56, 56) for seed in range(12)]
     keys, other = (rig.place(each)[1].extra_keys(BLOCK) for each in (many, [*many[:9], image(40, 56, 56)]))
     assert [kind for kind, _ in keys[0]] == ["images"] and keys[0] != other[0]
+
+
+@pytest.mark.slow
+def test_quantised_kv_of_images_is_hit_and_batched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    family = VISION_FAMILIES["qwen3_vl"]
+    text = family.config["text_config"]
+    wide = text | {"head_dim": 64, "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]}}
+    changed = dataclasses.replace(family, config=family.config | {"text_config": wide})
+    monkeypatch.setitem(VISION_FAMILIES, "qwen3_vl", changed)
+    folder = build_vision_family("qwen3_vl", tmp_path)
+    talk, plain = [(150, 1), image(1), (70, 2)], [(90, 3)]
+    with (
+        VisionRig("qwen3_vl", folder, kv_bits=8, reuse=False) as uncached,
+        VisionRig("qwen3_vl", folder, kv_bits=8) as rig,
+    ):
+        alone = [uncached.ask(each, 8)[0].got for each in (talk, plain)]
+        assert rig.ask(talk, 8)[0].got == alone[0]
+        together = [rig.begin(each, 8) for each in (talk, plain)]
+        assert [output.tokens() for output in together] == alone
+        assert together[0].hot == 3 * BLOCK
 
 
 # --------------------------------------------------------------------------- traps

@@ -24,11 +24,12 @@ from omlxd.errors import ConfigError
 from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
+from omlxd.kv.files.block_file import text_of_keys
 from omlxd.kv.files.children import children
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
-from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
+from omlxd.kv.hashing import ExtraKey, chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.evicted_log import EvictedLog
 from omlxd.wire import Explanation
 
@@ -60,8 +61,9 @@ class Files:
             ),
             FileSystem(),
         )
+        self.keys: dict[int, list[ExtraKey]] = {}  # Of the prompt that is asked about, and of what is stored.
         self.explainer = Explainer(
-            prompt_of=lambda request: (list(request.prompt.tokens), {}),
+            prompt_of=lambda request: (list(request.prompt.tokens), self.keys),
             text_of=lambda tokens: " ".join(map(str, tokens)),
             namespace=self.namespace,
             block_size=self.size,
@@ -74,12 +76,14 @@ class Files:
 
     def store(self, tokens: list[int]) -> list[bytes]:
         parent = chain_root(self.namespace)
-        hashes = hash_blocks(parent, tokens, self.size)
+        hashes = hash_blocks(parent, tokens, self.size, self.keys)
         for index, name in enumerate(hashes):
             own = tokens[index * self.size : (index + 1) * self.size]
             claims = {"digest": "0" * 32, "format": "omlxd-kv-1", "kind": "tokens"}
             claims |= {"namespace": self.namespace.hex()[:32], "hash": name.hex(), "parent": parent.hex()}
             claims["tokens"] = ",".join(map(str, own))
+            if index in self.keys:
+                claims["extra"] = text_of_keys(self.keys[index])
             header = json.dumps({"__metadata__": claims}, separators=(",", ":")).encode()
             path = self.root / block_path(self.namespace, name)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +120,22 @@ def test_the_first_token_that_differs_and_the_text_around_it(tmp_path: Path):
     # From the very first token on.
     told = files.why([7, 7, 7, 7, 7])
     assert (told.cause, told.position, told.before, told.prompt) == ("differs", 0, "", "7 7 7 7 7")
+
+
+def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
+    files = Files(tmp_path)
+    tokens = [1, 2, 7, 7, 7, 3, 4, 5, 6]
+    files.keys = {0: [("image", "aa@2")], 1: [("image", "aa@-2")]}
+    files.store(tokens)
+    assert files.why(tokens).cause == "none"
+    files.keys = {0: [("image", "bb@2")], 1: [("image", "bb@-2")]}
+    why = files.why(tokens)
+    assert (why.cause, why.position, why.before) == ("other_image", 2, "1 2")
+    assert "another image stands stored there, from token 2" in as_text(WhyMiss("org/m", why))
+    other_text = [1, 9, 7, 7, 7, 3, 4, 5, 6]
+    assert (files.why(other_text).cause, files.why(other_text).position) == ("differs", 1)
+    files.keys = {}
+    assert files.why(tokens).cause == "never_stored"  # A text of the same tokens; nothing says what it was.
 
 
 def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path):
