@@ -249,6 +249,7 @@ class Usage(Struct, frozen=True):
     completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from the engine's receipt to the first token
+    drafted, accepted  tokens that were guessed, and guesses that held
     """
 
     prompt_tokens: int = 0
@@ -257,6 +258,8 @@ class Usage(Struct, frozen=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     ttft_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def cached_tokens(self) -> int:

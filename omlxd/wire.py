@@ -97,6 +97,7 @@ class Load(Struct, frozen=True, tag="load"):
     guard   prompts wait for memory, and are refused where there will be none
     budget  what it may hold at first
     seed    where its random numbers begin; None: anywhere
+    speculate  passes may check guessed tokens
     """
 
     model_path: str
@@ -108,6 +109,7 @@ class Load(Struct, frozen=True, tag="load"):
     budget: Budget = Budget()
     prompts: PromptSettings = PromptSettings()
     seed: int | None = None
+    speculate: bool = True
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -60,13 +60,18 @@ class OpenCall:
         return rest
 
 
-class UsageExtension(Struct, frozen=True, omit_defaults=False):
-    """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds."""
+class UsageExtension(Struct, frozen=True):
+    """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds.
+
+    drafted, accepted  left out where nothing was guessed
+    """
 
     cached_hot: int
     cached_cold: int
     computed: int
     ttft_s: float
+    drafted: int = 0
+    accepted: int = 0
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
@@ -75,4 +80,6 @@ def usage_extension(usage: Usage) -> UsageExtension:
         cached_cold=usage.cached_cold,
         computed=usage.prompt_tokens - usage.cached_tokens,
         ttft_s=round(usage.ttft_s, 6),
+        drafted=usage.drafted,
+        accepted=usage.accepted,
     )

@@ -62,6 +62,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     no_cache: bool | None = None
     max_concurrent_requests: Slots | None = None
     healing: bool | None = None
+    speculation: Literal["auto", "off"] | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
 
@@ -119,6 +120,8 @@ _HELP = {
     "seed": "where a model's random numbers begin when it is loaded, for requests without a"
     " seed of their own: the same requests in the same order then get the same "
     "answers; random: anywhere",
+    "speculation": "auto: while one request decodes alone, several guessed tokens are checked in a pass "
+    "where that is faster, and answers stay the same; off: one token a pass",
     "hoist_system": "put system messages that stand before the first answer at the head of the "
     "prompt: always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
@@ -203,6 +206,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, lt=10**18)] | None,
         _option("seed", "N=random", wrong="neither a whole number nor `random`", none="random"),
     ]
+    speculation: Annotated[Literal["auto", "off"], _option("speculation", "WHAT=auto")]
     hoist_system: Annotated[Hoist, _option("hoist_system", "WHEN=auto")]
     no_healing: Annotated[bool, _option("no_healing", "")]
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("log_level", "LEVEL=info")]

@@ -40,6 +40,7 @@ from .prompt.turn_memory import Answer, Scope
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
+from .schedule.speculation import Speculation
 from .sequence import SamplerRow, Sequence
 from .vision.documents import read_documents
 from .vision.images import Images, PromptImages, make_images, prompt_with_images
@@ -73,7 +74,11 @@ class EngineHost:
             Path(load.model_path), _quantisation(load.cache), load.budget.float32 and backend == "cpu"
         )
         self.scheduler = Scheduler(
-            self.loaded, None, slots=load.max_concurrent, block_size=load.cache.block_size
+            self.loaded,
+            None,
+            slots=load.max_concurrent,
+            block_size=load.cache.block_size,
+            speculation=Speculation(repeatable=load.seed is not None) if load.speculate else None,
         )
         self._store = ModelStore(load, self.loaded, files)
         self.namespace = self._store.namespace

@@ -40,6 +40,12 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_load_peak_bytes": float(load_peak),
         "mlx_cache_bytes": float(mx.get_cache_memory()),
     }
+    if (speculation := scheduler.speculation) is not None:
+        values |= {
+            "spec_decode_num_drafts_total": speculation.drafts,
+            "spec_decode_num_draft_tokens_total": speculation.drafted,
+            "spec_decode_num_accepted_tokens_total": speculation.accepted,
+        }
     if scheduler.bridge is not None:
         values |= _store_metrics(scheduler.bridge.store)
     return values

@@ -96,6 +96,7 @@ class Sequence:
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
+    drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
 
@@ -134,6 +135,8 @@ class Sequence:
     timed_out: bool = False
     deadline: float = math.inf
     first_token_s: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
 
     @property
     def generated(self) -> int:

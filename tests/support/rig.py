@@ -21,6 +21,7 @@ from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
+from omlxd.engine.schedule.speculation import Speculation
 from omlxd.engine.sequence import Sequence
 from omlxd.engine.vision.images import PromptImages
 from omlxd.kv.block_pool import BlockPool
@@ -114,10 +115,11 @@ class Rig:
         record: bool = False,
         kv_bits: int = 0,
         kv_group: int = 64,
+        speculate: bool = False,
     ):
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
-        self._slots, self._cap, self._record = slots, cap, record
+        self._slots, self._cap, self._record, self._speculate = slots, cap, record, speculate
         self.error: Exception | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -142,7 +144,13 @@ class Rig:
         self.recorder = Recorder(loaded.model)
         if self._record:
             loaded.model = self.recorder
-        self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK)
+        self.scheduler = Scheduler(
+            loaded,
+            None,
+            slots=self._slots,
+            block_size=BLOCK,
+            speculation=Speculation() if self._speculate else None,
+        )
         self.namespace = namespace_of({"model": str(self.model_path), "kv": repr(self.kv)})
         self.ledger: Ledger | None = None
         if not self.reuse or loaded.layout is None:

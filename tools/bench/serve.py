@@ -249,7 +249,8 @@ class Bench:
                 computed = self.first(f"{size}: cold-tier TTFT after kill -9, ms", peer, text)
                 print(f"  {size} tokens: {self._computed[f'{size}.{index}']} computed hot, {computed} cold")
         for streams in self._streams:
-            texts = [self.text(DECODE_PROMPT, index, streams, i) for i in range(streams)]
+            length = min(DECODE_PROMPT, *self._sizes)
+            texts = [self.text(length, index, streams, i) for i in range(streams)]
             row = f"decode at {streams}, tok/s"
             if isinstance(peer, Worker):
                 self.note(row, BARE, peer.run([self.tokens(t) for t in texts], self._output)["rate"])
@@ -259,7 +260,7 @@ class Bench:
 
     def _warm(self, peer: Server | Worker, index: int) -> None:
         """The first pass of a process loads kernels: not what is measured here."""
-        text = self.text(300, "warm", index)
+        text = self.text(min(300, *self._sizes), "warm", index)
         if isinstance(peer, Worker):
             peer.run([self.tokens(text)], 2)
         else:

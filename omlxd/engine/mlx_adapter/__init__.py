@@ -26,6 +26,7 @@ from .cache_kinds import (
     StateLayout,
     after_prefill,
     append_tokens,
+    can_trim,
     extend,
     filled_cache,
     keep_rows,
@@ -40,9 +41,18 @@ from .cache_kinds import (
     state_tensors,
     states_of,
     tensors,
+    trim,
 )
 from .device import backend, compute_dtype, storage_dtype, versions
-from .loading import LayerHook, LoadedModel, last_position_only, load, load_tokenizer, tree_bytes
+from .loading import (
+    LayerHook,
+    LoadedModel,
+    last_position_only,
+    last_positions,
+    load,
+    load_tokenizer,
+    tree_bytes,
+)
 from .quantised import Quantisation
 from .vision import VERSION as VLM_VERSION
 from .vision import blindness
@@ -60,6 +70,7 @@ __all__ = [
     "backend",
     "blank_arrays",
     "blindness",
+    "can_trim",
     "compute_dtype",
     "extend",
     "filled_cache",
@@ -67,6 +78,7 @@ __all__ = [
     "keep_at_most",
     "keep_rows",
     "last_position_only",
+    "last_positions",
     "layout_of",
     "load",
     "load_tokenizer",
@@ -84,5 +96,6 @@ __all__ = [
     "storage_dtype",
     "tensors",
     "tree_bytes",
+    "trim",
     "versions",
 ]

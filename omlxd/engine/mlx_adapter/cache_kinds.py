@@ -323,6 +323,18 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
         _restore(name, leaf, kind, held, start + count)
 
 
+def can_trim(cache: Cache) -> bool:
+    """Whether `trim` brings a cache, of a sequence or of a batch, to where it was some tokens before."""
+    kinds = [KINDS.get(type(leaf)) or _BATCHED.get(type(leaf)) for _, leaf in leaves(cache)]
+    return all(kind is not None and kind.per_token for kind in kinds)
+
+
+def trim(cache: Cache, tokens: int) -> None:
+    """Forget the last `tokens` tokens, of every row. Only where `can_trim`."""
+    for _, leaf in leaves(cache):
+        leaf.trim(tokens)
+
+
 def tensors(cache: Cache) -> dict[str, mx.array]:
     """The per-token KV arrays by the layout's names, as they are now; keep no reference.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -246,13 +248,30 @@ def _refusal(model_type: str, kv: Quantisation, reason: str) -> ModelError:
     )
 
 
+@contextlib.contextmanager
+def last_positions(count: int) -> Iterator[None]:
+    """Passes on this thread give logits of their last `count` positions, at least; without it, of one."""
+    _passes.positions = count
+    try:
+        yield
+    finally:
+        _passes.positions = 1
+
+
+class _Passes(threading.local):
+    positions = 1
+
+
+_passes = _Passes()
+
+
 def _last(x: mx.array) -> mx.array:
-    """(batch, tokens, hidden) without all tokens but the last."""
-    return x[:, -1:] if x.ndim == 3 else x
+    """(batch, tokens, hidden) of the last positions alone: one, but within `last_positions`."""
+    return x[:, -_passes.positions :] if x.ndim == 3 else x
 
 
 class _LastPosition(nn.Module):
-    """A head that looks at the last token alone.
+    """A head that looks at the last positions alone.
 
     A module, or else a model that asks for `"lm_head" in self` would take its embeddings for tied.
     """
@@ -266,7 +285,9 @@ class _LastPosition(nn.Module):
 
 
 def last_position_only(model: Any) -> None:
-    """Make `model` give logits of shape (batch, 1, vocabulary): only the last position is ever sampled.
+    """Make `model` give logits of shape (batch, 1, vocabulary): only the last position is sampled.
+
+    `last_positions` asks for more.
 
     The head of a 64-token chunk is otherwise a third of its time (CPU, tools/bench's `cpu` shape:
     1,364 ms with all positions, 943 without). What a model does with its logits after the head, such

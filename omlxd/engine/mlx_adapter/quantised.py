@@ -121,7 +121,11 @@ class QuantisedKVCache(PackedKV):
         return self.keys is None
 
     def is_trimmable(self) -> bool:
-        return False
+        return True
+
+    def trim(self, tokens: int) -> int:
+        self.offset -= tokens
+        return tokens
 
 
 class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):

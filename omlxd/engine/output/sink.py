@@ -209,4 +209,6 @@ def usage_of(sequence: Sequence) -> Usage:
         cached_cold=sequence.restored_cold,
         completion_tokens=generated,
         ttft_s=sequence.first_token_s or time.monotonic() - sequence.received,
+        drafted=sequence.drafted,
+        accepted=sequence.accepted,
     )

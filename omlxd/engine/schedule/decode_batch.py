@@ -6,10 +6,13 @@ A row that ends is noticed one step late; its extra token is thrown away.
 
 One row keeps the cache that it was prefilled into: no merge, no padding, no mask. Joining copies
 every row's KV (stock attention wants one array), which is why `best_batch` weighs it.
+
+One row may also speculate (speculation.py): a pass with guesses is read before the next one starts.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from typing import Any, cast
 
@@ -18,14 +21,21 @@ import mlx.core as mx
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence import SamplerRow, Sequence
-from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, set_likelihoods
+from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, sampler_rows, set_likelihoods
+from .speculation import RowSpeculator, Speculation
 
 
 class DecodeBatch:
-    """`model`: called as model(tokens (rows, 1), cache=…). Rows are `Sequence`s, prefilled."""
+    """Rows are `Sequence`s, prefilled.
 
-    def __init__(self, model: Any):
+    model        called as model(tokens (rows, n), cache=…)
+    speculation  of the engine; None: every pass computes one token a row
+    """
+
+    def __init__(self, model: Any, speculation: Speculation | None = None):
         self._model = model
+        self._speculation = speculation
+        self._speculator: RowSpeculator | None = None
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
@@ -52,21 +62,32 @@ class DecodeBatch:
         self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
         self._unread.append(False)
         self.rows.append(sequence)
-        self._sampler = None
+        self._compose()
+
+    def _compose(self) -> None:
+        """The rows have changed."""
+        self._sampler = self._speculator = None
+        if self._speculation is None or len(self.rows) != 1 or not mlx_adapter.can_trim(self._cache):
+            return
+        sampler = self.rows[0].sampler
+        if self._speculation.repeatable and not sampler.params.greedy and sampler.params.seed is None:
+            return
+        if sampler.constraint is None and sampler.top_logprobs is None:
+            self._speculator = RowSpeculator(self._speculation, self.rows[0].tokens)
 
     def remove_rows(self, rows: Seq[Sequence]) -> None:
         """Remove `rows`. What they need of the cache must have been copied before."""
         keep = [i for i, sequence in enumerate(self.rows) if sequence not in rows]
         self.rows = [self.rows[i] for i in keep]
         self._unread = [self._unread[i] for i in keep]
-        self._sampler = None
         if not keep:
             self._cache, self._inputs, self._merged = [], None, False
             self._logprobs = [], None
-            return
-        assert self._inputs is not None
-        mlx_adapter.keep_rows(self._cache, keep)
-        self._inputs = self._inputs[mx.array(keep)]
+        else:
+            assert self._inputs is not None
+            mlx_adapter.keep_rows(self._cache, keep)
+            self._inputs = self._inputs[mx.array(keep)]
+        self._compose()
 
     def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         """KV of tokens `start` to `stop` of a row; lazy slices. Evaluate and drop them before `step`."""
@@ -85,14 +106,60 @@ class DecodeBatch:
     # ----------------------------------------------------------------- stepping
 
     def step(self) -> list[tuple[Sequence, int]]:
-        """Start a step, and return the tokens of the one before it (none on the first)."""
+        """Start a step, and return the tokens of the one before it (none on the first).
+
+        After a pass with guesses a row has several tokens, in their order; those behind the one that ends
+        it count for nothing.
+        """
+        if (speculator := self._speculator) is None:
+            return self._step()
+        sequence, tokens = self.rows[0], []
+        if speculator.promising and self._unread[0]:
+            assert self._inputs is not None
+            tokens = self._read_tokens(self._inputs, self._unread)
+            self._unread = [False]
+            speculator.add_tokens([token for _, token in tokens])
+        room = sequence.max_new - sequence.generated - len(tokens) - 1
+        if tokens and (room < 0 or tokens[0][1] in sequence.eos):
+            return tokens
+        guesses = [] if self._unread[0] else speculator.guesses(room)
+        if guesses:
+            return tokens + self._check(guesses, speculator)
+        began = time.perf_counter()
+        read = self._step()
+        if read and speculator is self._speculator:
+            speculator.shared.times.record_pass(0, time.perf_counter() - began)
+            speculator.add_tokens([token for _, token in read])
+        return tokens + read
+
+    def _check(self, guesses: list[int], speculator: RowSpeculator) -> list[tuple[Sequence, int]]:
+        """Compute the newest token and `guesses` in one pass: tokens drawn, up to the first not guessed."""
+        sequence, began = self.rows[0], time.perf_counter()
+        assert self._inputs is not None
+        inputs = mx.concatenate([self._inputs, mx.array(guesses, dtype=self._inputs.dtype)])
+        count = len(guesses) + 1
+        with mlx_adapter.last_positions(count):
+            logits = self._forward(inputs[None])[0, -count:]
+        rows = sampler_rows(sequence.sampler, guesses)
+        sampled = BatchSampler(rows)(logits)
+        drawn = cast(list[int], sampled.tolist())
+        held = next((i for i, guess in enumerate(guesses) if drawn[i] != guess), len(guesses))
+        mlx_adapter.trim(self._cache, len(guesses) - held)
+        sequence.kv_length += held + 1
+        sequence.sampler.step, sequence.sampler.penalties = rows[held].step, rows[held].penalties
+        self._inputs, self._unread = sampled[held : held + 1], [False]
+        speculator.record_pass(len(guesses), drawn[: held + 1], time.perf_counter() - began)
+        sequence.drafted += len(guesses)
+        sequence.accepted += held
+        return [(sequence, token) for token in drawn[: held + 1]]
+
+    def _step(self) -> list[tuple[Sequence, int]]:
+        """One token a row."""
         inputs, unread = self._inputs, self._unread
         assert inputs is not None
         if self._sampler is None:
             self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
-        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
-        moved = {"deltas": deltas} if any(deltas) else {}
-        logits = self._model(inputs[:, None], cache=self._cache, **moved)[:, -1, :]
+        logits = self._forward(inputs[:, None])[:, -1, :]
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
@@ -117,6 +184,12 @@ class DecodeBatch:
         """Until the step that was started last has been computed."""
         if self._inputs is not None:
             mx.eval(self._inputs)
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        """Logits of `tokens` (rows, n), whose KV goes into the cache."""
+        deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
+        moved = {"deltas": deltas} if any(deltas) else {}
+        return self._model(tokens, cache=self._cache, **moved)
 
     def _read_tokens(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
         """Wait for the tokens of the step before."""

@@ -13,7 +13,8 @@ all, as order among them would depend on the batch: so top-k may keep more than 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -117,6 +118,11 @@ class Penalties:
             bias[mx.array(list(kept))] = mx.array(list(kept.values()))
         self._bias = bias
 
+    def copy(self) -> Penalties:
+        other = copy(self)
+        other.seen, other.count = mx.array(self.seen), mx.array(self.count)
+        return other
+
     def update(self, token: mx.array) -> None:
         """`token`: shape (1,), the row's newest output."""
         self.seen[token] = True
@@ -131,6 +137,20 @@ class Penalties:
         if row.presence_penalty or row.frequency_penalty:
             logits = logits - (self.count > 0) * row.presence_penalty - self.count * row.frequency_penalty
         return logits + self._bias
+
+
+def sampler_rows(row: SamplerRow, guesses: Sequence[int]) -> list[SamplerRow]:
+    """How the next token of a row is sampled, and the one after each guess, if the guesses hold.
+
+    Once a token was sampled, the row that it was sampled by goes on in place of `row`.
+    """
+    rows = [replace(row, penalties=row.penalties and row.penalties.copy())]
+    for guess in guesses:
+        penalties = rows[-1].penalties and rows[-1].penalties.copy()
+        if penalties is not None:
+            penalties.update(mx.array([guess]))
+        rows.append(replace(row, step=rows[-1].step + 1, penalties=penalties))
+    return rows
 
 
 StepLogprobs = tuple[mx.array, mx.array, mx.array]

@@ -31,6 +31,7 @@ from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, compute_chunk, slice_seconds
 from .queue import Inbox, RequestQueue, Watchdog
 from .sampling import NO_TOKEN, sample_one
+from .speculation import Speculation
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,22 @@ class Sink(Protocol):
 
 
 class Scheduler:
-    """`bridge` None: no reuse. `slots`: sequences that hold a cache at once."""
+    """Runs the sequences of one model.
 
-    def __init__(self, loaded: LoadedModel, bridge: KVBridge | None, *, slots: int, block_size: int):
+    bridge       None: no reuse
+    slots        sequences that hold a cache at once
+    speculation  passes may check guesses; None: they don't
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        bridge: KVBridge | None,
+        *,
+        slots: int,
+        block_size: int,
+        speculation: Speculation | None = None,
+    ):
         self._loaded = loaded
         self._model = loaded.model
         self.bridge = bridge
@@ -81,6 +95,7 @@ class Scheduler:
         self._computing: Sequence | None = None
         self._decode_s = self._step_s = self._layer_s = 0.0  # All steps; a step, a layer beside the other.
         self._looked_at = self._stepped_at = 0.0  # When the last layer began, when the last step ended.
+        self.speculation = speculation
         self.prefilled_tokens = 0
         self.decoded_tokens = 0
         self.steps = 0
@@ -293,7 +308,7 @@ class Scheduler:
         """One that gains by taking the sequence in; else a new one."""
         best = best_batch(self._batches, sequence, self._loaded)
         if best is None:
-            best = DecodeBatch(self._model)
+            best = DecodeBatch(self._model, self.speculation)
             self._batches.append(best)
         return best
 
@@ -321,8 +336,14 @@ class Scheduler:
         try:
             self.steps += 1
             tokens = batch.step()
-            self.decoded_tokens += len(tokens)
-            self._leave(batch, [sequence for sequence, token in tokens if not self._accept(sequence, token)])
+            ended: list[Sequence] = []
+            for sequence, token in tokens:
+                if sequence not in ended:
+                    self.decoded_tokens += 1
+                    if not self._accept(sequence, token):
+                        sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
+                        ended.append(sequence)
+            self._leave(batch, ended)
             for sequence in batch.rows:
                 self._offer(sequence, batch)
         except Exception as error:

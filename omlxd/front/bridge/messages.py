@@ -158,7 +158,7 @@ class ToolCall(Line, frozen=True, tag="tool_call"):
     cut: bool = False
 
 
-class Usage(UsageExtension, frozen=True):
+class Usage(UsageExtension, frozen=True, kw_only=True):
     """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
 
     prompt_tokens: int

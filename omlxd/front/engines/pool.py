@@ -378,6 +378,7 @@ class EnginePool:
             max_concurrent=slots,
             log_level=settings.log_level,
             seed=settings.seed,
+            speculate=(own.speculation or settings.speculation) == "auto",
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,
                 hoist_system=own.hoist_system or settings.hoist_system,
