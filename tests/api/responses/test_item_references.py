@@ -86,7 +86,7 @@ async def test_what_is_not_stored_can_not_be_referred_to():
 
 def asked(*items, known=lambda id: None):
     body = {"model": "tiny", "input": list(items)}
-    return parse(json.dumps(body).encode(), known=known)
+    return parse(json.dumps(body).encode(), item_of=known)
 
 
 def test_references_are_bounded(monkeypatch):
