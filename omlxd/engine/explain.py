@@ -329,7 +329,7 @@ def main() -> int:
 
 def _other_image(own: tuple[ExtraKey, ...], stored: tuple[ExtraKey, ...]) -> int | None:
     """Where in its block the first image begins that is another one in a stored block; None: none is."""
-    differing = [value for kind, value in own if (kind, value) not in stored]
+    differing = [value for _, value in {*own} ^ {*stored}]
     starts = [max(0, int(value.rpartition("@")[2] or 0)) for value in differing if "@" in value]
     return min(starts) if stored and starts else None
 

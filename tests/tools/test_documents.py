@@ -44,6 +44,7 @@ OTHERS_FLAGS = {
     "--user": "systemd's",
     "--collect-only": "pytest's",
     "--cuda": "tools/bootstrap.py's",
+    "--no-deps": "pip's",
     "--svg": "tools/bench/session_ttft.py's",
 }
 

@@ -135,7 +135,7 @@ def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
     other_text = [1, 9, 7, 7, 7, 3, 4, 5, 6]
     assert (files.why(other_text).cause, files.why(other_text).position) == ("differs", 1)
     files.keys = {}
-    assert files.why(tokens).cause == "never_stored"  # A text of the same tokens; nothing says what it was.
+    assert (files.why(tokens).cause, files.why(tokens).position) == ("other_image", 2)
 
 
 def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path):
