@@ -107,7 +107,7 @@ class EngineHost:
             read_documents=lambda prompt: read_documents(prompt, self.media, sees=self.images is not None),
             images=self.loaded.blind == "",
         )
-        self.images = self._make_images()
+        self.images = self.scheduler.images = self._make_images()
         self._sessions = Sessions()
         self._traffic = TrafficCounters(load.cache.block_size)
         self._timeout_s = load.prompts.request_timeout_s or math.inf

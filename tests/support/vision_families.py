@@ -268,6 +268,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
                 "tie_word_embeddings": True,
                 "use_bidirectional_attention": "vision",
             },
+            # mlx-vlm makes one before it drops it for having no weights.
+            "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
             "vision_config": {
                 "model_type": "gemma4_vision",
                 "hidden_size": 32,
@@ -451,7 +453,7 @@ def build_vision_family(name: str, folder: Path | str, seed: int = 1) -> Path:
 
 def make_model(config: dict[str, Any]) -> Any:
     """mlx-vlm's model of `config`, its weights untouched."""
-    config = json.loads(json.dumps(config))
+    config = {key: value for key, value in json.loads(json.dumps(config)).items() if key != "audio_config"}
     package, utils = vision._model_package(config), vision._vlm("utils")
     config.setdefault("text_config", config.pop("llm_config", {}))
     made = package.ModelConfig.from_dict(config)

@@ -26,6 +26,7 @@ from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, Sequence, State, capacity_for
+from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, compute_chunk, slice_seconds
@@ -91,6 +92,7 @@ class Scheduler:
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
         self.memory: MemoryAdmission | None = None
+        self.images: Images | None = None
         self._short = False  # Who is next waits for memory.
         self._computing: Sequence | None = None
         self._decode_s = self._step_s = self._layer_s = 0.0  # All steps; a step, a layer beside the other.
@@ -151,6 +153,8 @@ class Scheduler:
         mlx_adapter.give_memory_back()
         if self.bridge is not None:
             self.bridge.store.trim_hot()
+        if self.images is not None:
+            self.images.drop_features()
 
     def _stop(self) -> None:
         self._stopping = True

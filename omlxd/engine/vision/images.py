@@ -76,7 +76,8 @@ class Images:
         self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(max_items=MOST_IMAGES)
         self._places: BoundedMap[str, np.ndarray] = BoundedMap(max_items=MOST_IMAGES)
-        self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
+        self._features: BoundedMap[str, Features]
+        self.drop_features()
         self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
         self.towers = 0  # Images that the tower was run for.
 
@@ -125,6 +126,10 @@ class Images:
                 raise PromptTooLong(len(placed) + len(tokens) - at, most)
         placed += tokens[at:]
         return placed, PromptImages(self, placed, tuple(spans))
+
+    def drop_features(self) -> None:
+        """Give their memory back; the KV of what was answered does without. Engine thread."""
+        self._features = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
 
     def fetch(self, spans: Iterable[Span]) -> None:
         """Have the pixels of images that the tower will see: of many, the first ones. Request thread."""

@@ -121,3 +121,15 @@ def test_each_image_of_a_pass_is_a_turn_of_its_own_and_is_kept_until_the_pass_en
     assert prompt.see_next(0, TOKENS)  # They were let go behind the pass.
     prompt.inputs(0, TOKENS + 1)
     assert not prompt.see_next(TOKENS, TOKENS + 1)  # The second goes on in the next pass.
+
+
+def test_features_are_kept_until_the_engine_rests(images):
+    _, prompt = images.place([PAD] * 2, parts(2))
+    assert prompt.see_next(0, 2 * TOKENS) and prompt.see_next(0, 2 * TOKENS)
+    _, again = images.place([PAD], parts(1))
+    again.see_next(0, TOKENS)
+    assert images.towers == 2
+    images.drop_features()
+    _, again = images.place([PAD], parts(1))
+    again.see_next(0, TOKENS)
+    assert images.towers == 3

@@ -39,6 +39,7 @@ from omlxd.chat import (
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import vision
 from omlxd.engine.prompt.turn_memory import Scope
+from omlxd.engine.schedule.speculation import RowSpeculator
 from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models.footprint import footprint, vision_obstacle
 
@@ -204,6 +205,27 @@ def test_a_block_of_many_images_has_one_key(rig: VisionRig):
     many = [image(seed, 56, 56) for seed in range(12)]
     keys, other = (rig.place(each)[1].extra_keys(BLOCK) for each in (many, [*many[:9], image(40, 56, 56)]))
     assert [kind for kind, _ in keys[0]] == ["images"] and keys[0] != other[0]
+
+
+def test_guesses_behind_an_image_are_checked_at_their_places(
+    model: Path, rig: VisionRig, monkeypatch: pytest.MonkeyPatch
+):
+    talk = [(150, 1), image(1), (70, 2)]
+    right = rig.ask(talk, 40)[0].sequence.tokens
+
+    def guesses(self: RowSpeculator, most: int) -> list[int]:
+        done = self._proposer._count
+        return [*right[done : done + 5], 7][: max(most, 0)]
+
+    monkeypatch.setattr(RowSpeculator, "guesses", guesses)
+    monkeypatch.setattr(RowSpeculator, "promising", True)
+    with VisionRig("qwen3_vl", model, reuse=False, speculate=True) as guessing:
+        passes = guessing.scheduler.steps
+        output = guessing.begin(talk, 40)
+        output.tokens()
+        guessing.settle()
+        assert output.sequence.tokens == right
+        assert guessing.scheduler.steps - passes < 30  # Most guesses were right, so each was at its place.
 
 
 @pytest.mark.slow
