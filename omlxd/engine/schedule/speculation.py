@@ -92,10 +92,10 @@ class PassTimes:
 
     def cost(self, guesses: int) -> float:
         """As a multiple of a plain step; that of the widest narrower pass where none was measured."""
-        known = max((width for width in self._seconds if width <= guesses), default=None)
-        if known is None or not (plain := self._seconds.get(0)):
+        measured = max((width for width in self._seconds if width <= guesses), default=None)
+        if measured is None or not (plain := self._seconds.get(0)):
             return 1.0
-        return max(self._seconds[known] / plain, 1.0)
+        return max(self._seconds[measured] / plain, 1.0)
 
 
 @dataclass(slots=True)

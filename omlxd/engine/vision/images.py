@@ -274,8 +274,8 @@ class PromptImages:
 
     def may_end(self, position: int) -> bool:
         """Whether a pass may end at token `position`: not within an image whose tokens see each other."""
-        whole = self._images.model.whole_images
-        return not (whole and any(start < position < stop for start, stop in self._bounds))
+        undivided = self._images.model.whole_images
+        return not (undivided and any(start < position < stop for start, stop in self._bounds))
 
     def _between(self, start: int, stop: int) -> Iterator[Span]:
         return (span for span in self.spans if span.start < stop and span.stop > start)
