@@ -114,7 +114,8 @@ def _messages_of(
     if message.role == "tool":
         results = [part for part in message.parts if isinstance(part, chat.ToolResultPart)]
         messages = [_result(part, names, traits) for part in results]
-        if not traits.tool_images and (images := [IMAGE for part in results for _ in part.images]):
+        images = [IMAGE for part in results for _ in part.images]
+        if images and traits.tool_role and not traits.tool_images:
             messages.append({"role": "user", "content": images})
         return messages
     if message.role == "assistant":
@@ -181,12 +182,16 @@ def _result(part: chat.ToolResultPart, names: dict[str, str], traits: TemplateTr
     if part.is_error and "error" not in text[:200].lower():
         text = f"Error: {text}"
     if not traits.tool_role:
-        return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
+        return {"role": "user", "content": _with_images(f"<tool_response>\n{text}\n</tool_response>", part)}
     name = names.get(part.call_id, "")
-    content: Any = text
-    if part.images and traits.tool_images:
-        content = [*([{"type": "text", "text": text}] if text else []), *(IMAGE for _ in part.images)]
+    content = _with_images(text, part) if traits.tool_images else text
     return {"role": "tool", "tool_call_id": _call_id(part.call_id, traits), "name": name, "content": content}
+
+
+def _with_images(text: str, result: chat.ToolResultPart) -> str | list[TemplateMessage]:
+    if not result.images:
+        return text
+    return [*([{"type": "text", "text": text}] if text else []), *(IMAGE for _ in result.images)]
 
 
 # --------------------------------------------------------------------------- their order
@@ -240,8 +245,13 @@ def _merged(one: TemplateMessage, two: TemplateMessage) -> TemplateMessage:
 
 
 def _joined_contents(contents: list[Any]) -> Any:
-    """Contents of neighbours: texts joined with an empty line, parts one after the other."""
+    """Contents of neighbours, one after the other; an empty line stands between two texts."""
     if all(isinstance(content, str) for content in contents):
         return "\n\n".join(contents)
-    parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
-    return [part for each in parts for part in each]
+    joined: list[TemplateMessage] = []
+    for content in contents:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if joined and joined[-1] != IMAGE and parts[0] != IMAGE:
+            joined[-1] = {**joined[-1], "text": joined[-1]["text"] + "\n\n"}
+        joined += parts
+    return joined
