@@ -43,6 +43,8 @@ from .quantised import Quantisation
 class LayerHook:
     """Runs `call` after every layer of a forward pass, once the layer's output is evaluated; None: off.
 
+    A vision tower's layers are layers too.
+
     What `call` raises ends the pass: the cache is then half written. `call` may run other passes, with
     other caches: mlx-lm's models keep nothing of a pass outside of its cache. Evaluating between layers
     changes no bit.
@@ -50,7 +52,8 @@ class LayerHook:
 
     def __init__(self, model: Any = None):
         self.call: Callable[[], None] | None = None
-        for layer in {id(one): one for one in getattr(model, "layers", ())}.values():
+        layers = [*getattr(model, "layers", ()), *getattr(model, "tower_layers", ())]
+        for layer in {id(one): one for one in layers}.values():
             if isinstance(layer, nn.Module):
                 layer.__class__ = self._hooked(type(layer))
 

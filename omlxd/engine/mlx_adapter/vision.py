@@ -124,6 +124,14 @@ class VisionModel(nn.Module):
         return self.vlm.layers
 
     @property
+    def tower_layers(self) -> list[Any]:
+        """The layers of the vision tower."""
+        modules = dict(self.vlm.named_modules()).items()
+        towers = [module for name, module in modules if not name.startswith("language_model")]
+        lists = [module.get(name) for module in towers for name in ("blocks", "layers", "layer")]
+        return [layer for each in lists if isinstance(each, list) for layer in each]
+
+    @property
     def mrope(self) -> bool:
         """Whether an image's tokens have places in three dimensions, and what follows it is moved by that."""
         return self._mrope

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import mlx.core as mx
@@ -242,9 +243,13 @@ class Scheduler:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))
         stop = self.prefill_budget.next_stop(sequence)
-        if sequence.images is not None and sequence.images.see_next(start, stop):
-            self.steps += 1
-            return  # A turn for each image: decoding rows have their step in between.
+        if sequence.images is not None:
+            # A CPU may take minutes.
+            with self._looking_up(sequence, mlx_adapter.backend() == "cpu"):
+                saw = sequence.images.see_next(start, stop)
+            if saw:
+                self.steps += 1
+                return  # A turn for each image: what else waits has its own in between.
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s
@@ -267,13 +272,20 @@ class Scheduler:
 
     def _compute(self, sequence: Sequence, stop: int) -> mx.array:
         """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""
+        long = self.prefill_budget.seconds(stop - sequence.kv_length) > LONG_PASS_S
+        with self._looking_up(sequence, long):
+            return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
+
+    @contextmanager
+    def _looking_up(self, sequence: Sequence, long: bool) -> Iterator[None]:
+        """Compute something of `sequence`; look up between layers if it is `long`, or rows decode."""
         hook = self._loaded.hook
-        if self._batches or self.prefill_budget.seconds(stop - sequence.kv_length) > LONG_PASS_S:
+        if self._batches or long:
             hook.call = self._between_layers
         self._computing = sequence
         self._looked_at = time.perf_counter()
         try:
-            return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
+            yield
         finally:
             hook.call = self._computing = None
 

@@ -74,6 +74,18 @@ def test_it_loads_and_its_prefixes_are_reused(rig: VisionRig):
     assert rig.family.per_token == (rig.checkpointer is None)
 
 
+def test_the_tower_is_looked_into_between_its_layers(rig: VisionRig):
+    def count() -> int:
+        calls: list[int] = []
+        image_of, hook = rig.place(TALK)[1].spans[0], rig.loaded.hook
+        hook.call = lambda: calls.append(1)
+        rig.images.model.see_image(image_of.image.tokens, rig.images.take_pixels(image_of))
+        hook.call = None
+        return len(calls)
+
+    assert rig.on_engine(count) == 2
+
+
 def test_the_same_prompt_again_and_from_disk(family: str, model: Path, uncached: VisionRig, tmp_path: Path):
     longer = [*TALK, image(2, 168), (40, 3)]
     with VisionRig(family, model, tmp_path) as rig:
