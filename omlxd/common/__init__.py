@@ -1,4 +1,4 @@
-"""What any program has: units, atomic files, bounded maps, private traces.
+"""What any program has: units, atomic files, bounded maps, child processes, private traces.
 
 Rule: common/ imports nothing of omlxd.
 """

@@ -24,7 +24,7 @@ def media():
     made.close()
 
 
-def told(*parts) -> Conversation:
+def talk_with(*parts) -> Conversation:
     return Conversation((Message("user", (TextPart("read it"), *parts, TextPart("and answer"))),))
 
 
@@ -33,7 +33,7 @@ def document(data: bytes = DATA, name: str = "kettles.pdf", context: str = "") -
 
 
 def test_a_model_of_text_reads_the_text_of_each_page(media):
-    [message] = read_documents(told(document(context="from the shop")), media, sees=False).messages
+    [message] = read_documents(talk_with(document(context="from the shop")), media, sees=False).messages
     assert message.parts == (
         TextPart("read it"),
         TextPart(
@@ -45,7 +45,7 @@ def test_a_model_of_text_reads_the_text_of_each_page(media):
 
 
 def test_a_model_that_sees_gets_a_picture_of_each_page(media):
-    conversation = read_documents(told(document(name="")), media, sees=True)
+    conversation = read_documents(talk_with(document(name="")), media, sees=True)
     [message] = conversation.messages
     at = "messages.0.content.1.source"
     assert message.parts == (
@@ -75,21 +75,21 @@ def test_a_pdf_in_a_result_stays_in_it(media, sees):
 
 
 def test_a_conversation_without_documents_stays_as_it_is(media):
-    asked = told(ImagePart(b"png"))
+    asked = talk_with(ImagePart(b"png"))
     assert read_documents(asked, media, sees=False) == asked
 
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_a_locked_pdf_is_an_error_with_its_name_and_its_field(media, sees):
     with pytest.raises(InvalidRequest, match=r"the PDF 'kettles.pdf' is locked") as caught:
-        read_documents(told(document(locked_pdf())), media, sees=sees)
+        read_documents(talk_with(document(locked_pdf())), media, sees=sees)
     assert caught.value.param == "messages.0.content.1.source"
 
 
 def test_conversations_with_another_document_are_other_conversations():
     other = document(pdf(["A saucer."]))
-    assert chain_of(told(document())) == chain_of(told(document(name="renamed")))
-    assert chain_of(told(document())) != chain_of(told(other)) != chain_of(told())
+    assert chain_of(talk_with(document())) == chain_of(talk_with(document(name="renamed")))
+    assert chain_of(talk_with(document())) != chain_of(talk_with(other)) != chain_of(talk_with())
     results = [
         Conversation((Message("tool", (ToolResultPart("c", "", documents=(each,)),)),))
         for each in (document(), other)
