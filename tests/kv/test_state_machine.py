@@ -65,6 +65,14 @@ SPOILED = empty_payload(NAN).tobytes()
 TOKENS = st.integers(0, 1)
 """Two token ids, so that prefixes meet all the time."""
 
+CHECKPOINT = st.tuples(
+    st.integers(1, 3),
+    st.lists(st.booleans(), min_size=1, max_size=3),
+    st.sampled_from(["", "", "written", "cleared", "lost", "demoted"]),
+    st.booleans(),
+)
+"""After so many blocks; which puts are to be written; what happens after each; whether it is read again."""
+
 
 @dataclass
 class Request:
@@ -236,14 +244,17 @@ class StoreMachine(RuleBasedStateMachine):
 
     # ----------------------------------------------------------------- checkpoints
 
-    @rule(
-        blocks=st.lists(st.just(0), min_size=1, max_size=3),
-        writes=st.lists(st.booleans(), min_size=1, max_size=3),
-        between=st.sampled_from(["", "", "written", "cleared", "lost", "demoted"]),
-        read=st.booleans(),
-    )
-    def checkpoint(self, blocks: list[int], writes: list[bool], between: str, read: bool) -> None:
-        """Prompts that begin alike keep their state at the same place, and its file may go in between."""
+    @rule(checkpoints=st.lists(CHECKPOINT, min_size=1, max_size=4))
+    def keep_states(self, checkpoints: list[tuple[int, list[bool], str, bool]]) -> None:
+        """Prompts that begin alike keep their state at the same places, and a file may go in between."""
+        for length, writes, between, read in checkpoints:
+            self.checkpoint([0] * length, writes, between)
+            if read:
+                self.write_all()
+                self.demote(99)
+                self.resume(-1, [], 0, False)
+
+    def checkpoint(self, blocks: list[int], writes: list[bool], between: str) -> None:
         self.places.append(blocks)
         last = chain(token for block in blocks for token in [block] * BLOCK)[-1].block_hash
         name = checkpoint_name(last)
@@ -258,10 +269,6 @@ class StoreMachine(RuleBasedStateMachine):
                 self.rig.ledger.forget([self.rig.cold.path_of(name)], True)
             if between == "demoted":
                 self.demote(4)
-        if read:
-            self.write_all()
-            self.demote(99)
-            self.resume(-1, [], 0, False)
 
     def write_all(self) -> None:
         self.tick(True)
@@ -280,6 +287,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert had_file == (states._may_load(name) and not self.rig.store.distrusts(name))
         hot = states.hot(block_hash)
         assert before is None or hot is before, "it stays as it is"
+        if not had_file and (write or before is None):
+            block = self.rig.pool.get_cached_block(name)
+            assert block is None or not block.on_disk, "counted on, and gone"
         if write and not had_file:
             self.rig.in_ram_alone.discard(name)
             noted = {*self.rig.flusher.unwritten.due, *self.rig.flusher.unwritten.held}

@@ -90,7 +90,7 @@ async def test_a_request_whose_prompt_prefills_survives_its_engine(tmp_path: Pat
         assert made.supervisor.pid
         os.kill(made.supervisor.pid, signal.SIGKILL)
         (tmp_path / "gate").touch()
-        events = [await asyncio.wait_for(rest_of(stream), 10) for stream in streams]
+        events = [await asyncio.wait_for(rest_of(stream), 60) for stream in streams]
         assert [words(those) for those in events] == [["one"], ["two"]]
 
 

@@ -141,7 +141,7 @@ class FakePool(EnginePool):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(most=st.integers(0, 1))
+    @initialize(most=st.sampled_from([1, 1, 0]))
     def begin(self, most: int) -> None:
         self.most, self.now, self.closing = most, 0.0, False
         self.home = Path(tempfile.mkdtemp(prefix="omlxd-pool-", dir=ram_folder()))
@@ -304,6 +304,27 @@ class PoolMachine(RuleBasedStateMachine):
                 link.inbox.put_nowait(wire.Events(((id, DONE),)))
                 self.ticks(2)
         self.ticks(ticks)
+
+    @rule(
+        name=NAME, then=st.sampled_from(["unpinned", "loaded again", "another", "load failed"]), ticks=TICKS
+    )
+    def is_idle(self, name: str, then: str, ticks: int) -> None:
+        """For its time while it is pinned; or almost, and the owner loads it again, or another wants in."""
+        if then == "load failed":
+            self.load(name, 60)
+            self.loading(name, "failed", 60)
+        self.serves(name, 60)
+        self.answers(name, 60)
+        if then == "unpinned":
+            self.pin(name, True, 0)
+        self.time_passes(TTL_S + 1 if then == "unpinned" else TTL_S - 1)
+        if then == "unpinned":
+            self.pin(name, False, 60)
+            self.who_was_idle_has_gone()
+        elif then == "loaded again":
+            self.load(name, ticks, 5.0)
+        else:
+            self.ask(NAMES[name == NAMES[0]], ticks)
 
     @precondition(lambda self: any(side.link for side in self.sides.values()))
     @rule(name=NAME, ticks=TICKS)
