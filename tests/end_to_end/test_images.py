@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 from daemon import BLOCK, Daemon, own_usage, prose
 from media_files import pdf, png
@@ -26,6 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def source(data: bytes, media_type: str = "image/png") -> dict[str, str]:
     return {"type": "base64", "media_type": media_type, "data": base64.b64encode(data).decode()}
+
+
+def data_url(data: bytes, media_type: str = "image/png") -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 def image(data: bytes) -> dict[str, Any]:
@@ -73,6 +79,42 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
     with Daemon(tmp_path, model=model) as daemon:
         again = daemon.messages(*turns)
         assert restored(again) >= restored(second) and again["content"] == second["content"]
+
+
+def test_the_sdks_send_images_and_pdfs(model, tmp_path):
+    shot, pages, ask = png(112, 84), pdf(["A kettle."]), "What is it?"
+    shown = {"type": "image_url", "image_url": {"url": data_url(shot)}}
+    file = {"filename": "k.pdf", "file_data": data_url(pages, "application/pdf")}
+    paper = {"type": "document", "title": "k.pdf", "source": source(pages, "application/pdf")}
+    with Daemon(tmp_path, model=model) as daemon:
+        gpt = openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="k", max_retries=0)
+        claude = anthropic.Anthropic(base_url=daemon.url, api_key="k", max_retries=0)
+        content = [shown, {"type": "file", "file": file}, {"type": "text", "text": ask}]
+        one = gpt.chat.completions.create(
+            model=daemon.model, messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+        )
+        inputs = [
+            {"type": "input_image", "image_url": data_url(shot), "detail": "auto"},
+            {"type": "input_file", **file},
+            {"type": "input_text", "text": ask},
+        ]
+        two = gpt.responses.create(
+            model=daemon.model,
+            input=[{"role": "user", "content": inputs}],
+            max_output_tokens=4,
+            temperature=0,
+        )
+        blocks = [image(shot), paper, {"type": "text", "text": ask}]
+        three = claude.messages.create(
+            model=daemon.model, messages=[{"role": "user", "content": blocks}], max_tokens=4
+        )
+        counted = claude.messages.count_tokens(
+            model=daemon.model, messages=[{"role": "user", "content": blocks}]
+        )
+    total = one.usage.prompt_tokens
+    assert total > 100 and two.usage.input_tokens == counted.input_tokens == total
+    kept = (total - 1) // BLOCK * BLOCK
+    assert two.usage.input_tokens_details.cached_tokens == three.usage.cache_read_input_tokens == kept
 
 
 def test_hostile_images_cost_their_own_request(model, tmp_path):
