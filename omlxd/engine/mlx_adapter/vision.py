@@ -167,15 +167,13 @@ class VisionModel(nn.Module):
         mx.eval(features.embeds, *deepstack)
         return features
 
-    def image_places(self, tokens: Sequence[int], grid: Pixels) -> np.ndarray:
+    def image_places(self, tokens: Sequence[int], grid: np.ndarray) -> np.ndarray:
         """Positions (3, tokens) of an image's tokens, from the first one's on; text follows the largest."""
         # Some families look for an image behind this token.
         start = getattr(self.vlm.config, "vision_start_token_id", 0)
         ids = mx.array([[start, *tokens]])
-        places, _ = self.vlm.language_model.get_rope_index(
-            ids, mx.array(grid["image_grid_thw"]), None, mx.ones_like(ids)
-        )
-        return np.array(places)[:, 0, 1:] - 1
+        places, _ = self.vlm.language_model.get_rope_index(ids, mx.array(grid), None, mx.ones_like(ids))
+        return np.array(places, np.int32)[:, 0, 1:] - 1
 
     def pass_inputs(
         self,

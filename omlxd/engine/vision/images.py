@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -30,8 +31,8 @@ from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, Vision
 from ..prompt.pipeline import RenderedPrompt
 from .media import Media
 
-MOST_IMAGES = 4096
-"""Images whose tokens and digests are remembered."""
+REMEMBERED_BYTES = 16 << 20
+"""Of the tokens of images, 2,500 screenshots of 1,500; and of their positions, 900 of these."""
 FEATURE_BYTES = 256 << 20
 """Of the features that are kept: a screenshot of 1,500 tokens has 12 MB in a model of 8B."""
 
@@ -48,12 +49,16 @@ class Image:
 
     digest  of processed pixels, their shape and the processor's settings, in hex
     tokens  that stand for it in a prompt
-    grid    its shape, in the family's own words
+    grid    (1, 3), its patches in time, height and width; None: its family's positions don't need them
     """
 
     digest: str
-    tokens: tuple[int, ...]
-    grid: Pixels
+    tokens: array[int]
+    grid: np.ndarray | None
+
+    @property
+    def nbytes(self) -> int:
+        return 500 + self.tokens.itemsize * len(self.tokens)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,8 +79,8 @@ class Images:
         self.processor = processor
         self._media = media
         self._lock = threading.Lock()
-        self._known: BoundedMap[bytes, Image] = BoundedMap(max_items=MOST_IMAGES)
-        self._places: BoundedMap[str, np.ndarray] = BoundedMap(max_items=MOST_IMAGES)
+        self._known: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
+        self._places: BoundedMap[str, np.ndarray] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._features: BoundedMap[str, Features]
         self.drop_features()
         self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
@@ -166,17 +171,17 @@ class Images:
         state = sha256(self.processor.digest)
         state.update(repr(tokens).encode())
         for name in sorted(pixels):
-            for array in _flat(pixels[name]):
-                state.update(f"{name} {array.dtype} {array.shape} ".encode())
-                state.update(np.ascontiguousarray(array).data)
-        grid = {name: array for name, array in pixels.items() if name != "pixel_values"}
-        return Image(state.hexdigest(), tuple(tokens), grid), pixels
+            for each in _flat(pixels[name]):
+                state.update(f"{name} {each.dtype} {each.shape} ".encode())
+                state.update(np.ascontiguousarray(each).data)
+        return Image(state.hexdigest(), array("I", tokens), pixels.get("image_grid_thw")), pixels
 
     def places_of(self, image: Image) -> np.ndarray:
         """As `image_places`. Engine thread."""
         places = self._places.get(image.digest)
         if places is None:
-            places = self.model.image_places(image.tokens, image.grid)
+            assert image.grid is not None
+            places = self.model.image_places(image.tokens.tolist(), image.grid)
             self._places.put(image.digest, places)
         return places
 
@@ -184,7 +189,7 @@ class Images:
         """What the tower makes of `image`; runs it unless that is kept. Engine thread."""
         features = self._features.get(image.digest)
         if features is None:
-            features = self.model.see_image(image.tokens, pixels())
+            features = self.model.see_image(image.tokens.tolist(), pixels())
             self.towers += 1
             self._features.put(image.digest, features)
         return features
@@ -301,10 +306,10 @@ def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:
 
 
 def _nbytes(pixels: Pixels) -> int:
-    return sum(array.nbytes for value in pixels.values() for array in _flat(value))
+    return sum(each.nbytes for value in pixels.values() for each in _flat(value))
 
 
 def _flat(value: Any) -> list[np.ndarray]:
     if isinstance(value, list):
-        return [array for item in value for array in _flat(item)]
+        return [each for item in value for each in _flat(item)]
     return [np.asarray(value)]

@@ -133,3 +133,17 @@ def test_features_are_kept_until_the_engine_rests(images):
     _, again = images.place([PAD], parts(1))
     again.see_next(0, TOKENS)
     assert images.towers == 3
+
+
+def test_what_is_remembered_of_an_image_is_small(images):
+    """Masks of pixels are as large as pixels, and thousands of images are remembered."""
+    process = images.processor.process_image
+
+    def with_mask(rgb):
+        tokens, pixels = process(rgb)
+        return tokens, pixels | {"pixel_attention_mask": np.ones(1 << 20), "image_grid_thw": np.ones((1, 3))}
+
+    images.processor.process_image = with_mask
+    images.place([PAD], parts(1))
+    [known] = images._known.values()
+    assert images._known.cost == known.nbytes < 1000 and known.grid.size == 3

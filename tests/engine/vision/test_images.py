@@ -272,10 +272,10 @@ class FreshImages:
         self.model, self._rig = model, rig
 
     def features_of(self, image: Any, pixels: Any) -> Any:
-        return self.model.see_image(image.tokens, pixels())
+        return self.model.see_image(image.tokens.tolist(), pixels())
 
     def places_of(self, image: Any) -> np.ndarray:
-        return self.model.image_places(image.tokens, image.grid)
+        return self.model.image_places(image.tokens.tolist(), image.grid)
 
     def take_pixels(self, span: Any) -> Any:
         return self._rig.images.take_pixels(span)

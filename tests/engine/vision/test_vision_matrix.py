@@ -79,7 +79,7 @@ def test_the_tower_is_looked_into_between_its_layers(rig: VisionRig):
         calls: list[int] = []
         image_of, hook = rig.place(TALK)[1].spans[0], rig.loaded.hook
         hook.call = lambda: calls.append(1)
-        rig.images.model.see_image(image_of.image.tokens, rig.images.take_pixels(image_of))
+        rig.images.model.see_image(image_of.image.tokens.tolist(), rig.images.take_pixels(image_of))
         hook.call = None
         return len(calls)
 
@@ -190,7 +190,7 @@ def test_positions_are_those_of_the_model(rig: VisionRig):
         return
     language = images._images.model.vlm.language_model
     ids = mx.array([tokens])
-    grids = mx.array(np.concatenate([span.image.grid["image_grid_thw"] for span in images.spans]))
+    grids = mx.array(np.concatenate([span.image.grid for span in images.spans]))
     want, delta = language.get_rope_index(ids, grids, None, mx.ones_like(ids))
     assert np.array_equal(np.array(want)[:, 0], images._positions(0, len(tokens)))
     assert images.delta == int(delta.item()) < 0
