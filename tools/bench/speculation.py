@@ -4,7 +4,7 @@
 
 Two daemons serve one chat model, one with `--speculation off`; each answers greedily in turn. Kinds of work:
 
-- edit    return a file with one name changed
+- edit    return a file with one name changed; the answer's first lines are there, or a small model won't
 - log     repeat a log
 - call    answer with a tool call in JSON
 - prose   tell a story
@@ -56,6 +56,9 @@ LOG = "\n".join(
 )
 CALL = '{"name": "read_file", "arguments": {"path": "src/account.py", "offset": 0, "limit": 200}}'
 
+BEGUN = {"edit": "class Wallet:\n    def __init__(self, owner, balance=0):\n        self.owner = owner\n"}
+"""Beginnings of answers."""
+
 WORK = {
     "edit": f"Return this Python file unchanged but for the name Account, which becomes Wallet:\n\n{FILE}",
     "log": f"Repeat this log line by line, with no other word:\n\n{LOG}",
@@ -70,15 +73,20 @@ class ChatServer(Server):
     texts: list[str]
     drafted = accepted = 0
 
-    async def chat(self, questions: list[str], most: int) -> list[Stream]:
+    async def chat(self, questions: list[str], begun: str, most: int) -> list[Stream]:
         async with httpx.AsyncClient(timeout=900) as client:
-            answers = await asyncio.gather(*(self._answer(client, q, most) for q in questions))
+            answers = await asyncio.gather(*(self._answer(client, q, begun, most) for q in questions))
         self.texts = [text for _, text in answers]
         return [stream for stream, _ in answers]
 
-    async def _answer(self, client: httpx.AsyncClient, question: str, most: int) -> tuple[Stream, str]:
+    async def _answer(
+        self, client: httpx.AsyncClient, question: str, begun: str, most: int
+    ) -> tuple[Stream, str]:
+        answer = [{"role": "assistant", "content": begun}] if begun else []
         body: dict[str, Any] = {
-            "messages": [{"role": "user", "content": question}],
+            "messages": [{"role": "user", "content": question}, *answer],
+            "continue_final_message": bool(begun),
+            "add_generation_prompt": not begun,
             "max_tokens": most,
             "temperature": 0,
             "stream": True,
@@ -108,6 +116,7 @@ def main() -> int:
     parser.add_argument("--streams", default="1,4")
     parser.add_argument("--output", type=int, default=96, help="tokens of an answer at most")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--work", default=",".join(WORK))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
 
@@ -122,8 +131,8 @@ def main() -> int:
             print("| work | streams | off, tok/s | auto, tok/s | ratio | guesses held | same answer |")
             print("| --- | --- | --- | --- | --- | --- | --- |")
             for streams in map(int, options.streams.split(",")):
-                for work, question in WORK.items():
-                    row(servers, work, [f"{question} ({n})" for n in range(streams)], options)
+                for work in options.work.split(","):
+                    row(servers, work, [f"{WORK[work]} ({n})" for n in range(streams)], options)
         finally:
             for server in servers:
                 server.stop()
@@ -134,11 +143,12 @@ def row(servers: list[ChatServer], work: str, questions: list[str], options: arg
     rates: dict[str, list[float]] = {server.name: [] for server in servers}
     texts: dict[str, list[str]] = {}
     drafted, accepted = servers[1].drafted, servers[1].accepted
+    begun = BEGUN.get(work, "")
     for server in servers:
-        asyncio.run(server.chat(questions, 2))  # Prefilled, so that decoding alone is timed.
+        asyncio.run(server.chat(questions, begun, 2))  # Prefilled, so that decoding alone is timed.
     for _ in range(options.rounds):
         for server in servers:
-            rates[server.name].append(total_rate(asyncio.run(server.chat(questions, options.output))))
+            rates[server.name].append(total_rate(asyncio.run(server.chat(questions, begun, options.output))))
             texts[server.name] = server.texts
     off, auto = (statistics.median(rates[server.name]) for server in servers)
     drafted, accepted = servers[1].drafted - drafted, servers[1].accepted - accepted
