@@ -29,10 +29,10 @@ CANDIDATES = 256
 WIDTHS = (2, 4, 8, 15)
 """Guesses in a pass; which of them pays is measured while it runs.
 
-SmolLM2-135M in float32, CPU with OpenBLAS, milliseconds of a pass at 512 tokens of context: 1 token 95, 3 127,
-5 124, 9 146, 16 186. Tokens a second against `--speculation off`, one stream, greedy, answers equal
+SmolLM2-135M in float32, CPU with OpenBLAS, milliseconds of a pass at 512 tokens of context: 1 token 95,
+3 127, 5 124, 9 146, 16 186. Tokens a second against `--speculation off`, one stream, greedy, answers equal
 (tools/bench/speculation.py): returning an edited file 26.2 and 7.4, a log 23.5 and 11.5, a tool call 16.5 and
-13.9, prose 12.7 and 12.3. With MLX's own BLAS a pass takes as long as its tokens one by one: nothing is gained.
+13.9, prose 12.7 and 12.3. With MLX's own BLAS a pass takes as long as its tokens one by one.
 """
 
 GAIN = 1.05
