@@ -154,11 +154,6 @@ def test_short_prompts_and_figures_wait_for_no_long_prompt(
     serving = threading.Thread(target=service.run, daemon=True)
     serving.start()
     ours.sendall(wire.encode(wire.Load(model_path="", model_id="m", cache=wire.CacheSettings())))
-    long = RawPrompt(text="x" * (service_module.LARGE_CHARS + 1))
-    for number in range(1, 5):
-        ours.sendall(wire.encode(wire.Count(id=number, prompt=long, session=str(number))))
-    ours.sendall(wire.encode(wire.Count(id=5, prompt=RawPrompt(text="short"))))
-    ours.sendall(wire.encode(wire.GetStats(id=6)))
     decoder = wire.FrameDecoder(wire.ToFront)
     ours.settimeout(60)
     heard: dict[int, Any] = {}
@@ -166,11 +161,17 @@ def test_short_prompts_and_figures_wait_for_no_long_prompt(
     def hear(*ids: int) -> None:
         while not heard.keys() >= set(ids):
             for message in decoder.feed(ours.recv(1 << 16)):
-                if isinstance(message, (wire.Counted, wire.Stats)):
-                    heard[message.id] = message
+                if isinstance(message, (wire.Loaded, wire.Counted, wire.Stats)):
+                    heard[getattr(message, "id", 0)] = message
 
+    hear(0)
+    long = RawPrompt(text="x" * (service_module.LARGE_CHARS + 1))
+    for number in range(1, 5):
+        ours.sendall(wire.encode(wire.Count(id=number, prompt=long, session=str(number))))
+    ours.sendall(wire.encode(wire.Count(id=5, prompt=RawPrompt(text="short"))))
+    ours.sendall(wire.encode(wire.GetStats(id=6)))
     hear(5, 6)
-    assert heard[5].tokens == 5 and heard[6].values["steps"] == 1 and len(heard) == 2
+    assert heard[5].tokens == 5 and heard[6].values["steps"] == 1 and heard.keys() == {0, 5, 6}
     Busy.may.set()
     hear(1, 2, 3, 4)
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
