@@ -244,8 +244,11 @@ class LedgerMachine(RuleBasedStateMachine):
                 engine.balance += engine.writing[2]
                 engine.writing = None
         oldest = (time.time() - MOST_AGE_S) * 1e9
-        files = [(at, path, n) for at, path, n in self.on_disk() if not (is_record(path) and at < oldest)]
-        account.files = {path: nbytes for _, path, nbytes in files}
+        account.files = {
+            path: nbytes
+            for at, path, nbytes in self.on_disk()
+            if not is_record(path) or at >= oldest or path in LedgerMachine.undeletable
+        }
         account.stuck = set()
         account.reserved -= sum(outstanding for outstanding, *_ in account.gone)
         account.gone = []
