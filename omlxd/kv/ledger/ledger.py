@@ -232,7 +232,7 @@ class Ledger:
     ) -> Iterable[tuple[int, str, int]]:
         """(mtime in ns, relative path, bytes on disk) of every block file and record.
 
-        Removes temporary files, and records that nobody has used for `MOST_AGE_S`.
+        Removes temporary files, and in a walk of all records that nobody has used for `MOST_AGE_S`.
 
         only  namespaces to look into
         dead  the process whose temporary files go; None: everybody's
@@ -257,7 +257,7 @@ class Ledger:
                         stat = entry.stat(follow_symlinks=False)
                     except FileNotFoundError:
                         continue  # A living engine has removed it since it was listed.
-                    too_old = kind == "record" and stat.st_mtime < time.time() - MOST_AGE_S
+                    too_old = dead is None and kind == "record" and stat.st_mtime < time.time() - MOST_AGE_S
                     if too_old and unlink(entry.path) is None:
                         continue
                     path = f"{namespace.name}/{fan.name}/{entry.name}"

@@ -180,3 +180,15 @@ def test_a_disk_that_hangs_gathers_a_bounded_number_of_uses(tmp_path: Path):
     writer.after_queued(lambda: ran.append(-1))
     assert writer.flush(30) and ran[-1] == -1
     writer.close()
+
+
+def test_an_old_record_goes_when_all_is_counted_and_not_with_an_engine(ledger):
+    """So that what is on the account is there."""
+    path, nbytes = put(ledger.root, name(1).replace(".safetensors", ".record"))
+    assert ledger.reserve(nbytes)
+    ledger.stored([(path, nbytes)])
+    os.utime(ledger.root / path, (1, 1))
+    ledger.engine_gone(ledger.reserve(PAGE), 77, NS)
+    assert (ledger.root / path).exists() and ledger.stats().files == 1
+    ledger.take_stock()
+    assert not (ledger.root / path).exists() and ledger.stats().files == 0
