@@ -39,7 +39,10 @@ GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
 DECAY = 0.9
-"""Weight of earlier guesses when the share that holds is told; of earlier passes, when their time is."""
+"""Weight of earlier guesses in the share that holds, and of earlier passes in their time."""
+
+AGEING = 0.999
+"""Of a measured time, with every plain step: passes that once were too slow are tried again, rarely."""
 
 UNKNOWN = 0.5
 """Share of guesses thought to hold before any was made."""
@@ -91,10 +94,19 @@ class PassTimes:
     """Seconds of a pass by its guesses, of one model on this machine; 0 guesses is a plain step."""
 
     _seconds: dict[int, float] = field(default_factory=dict)
+    _begun: set[int] = field(default_factory=set)
 
     def record_pass(self, guesses: int, seconds: float) -> None:
+        """A pass took `seconds`. The first with so many guesses does not count: it loads kernels."""
+        if guesses not in self._begun:
+            self._begun.add(guesses)
+            return
         usual = self._seconds.get(guesses, seconds)
         self._seconds[guesses] = min(DECAY * usual + (1 - DECAY) * seconds, 2 * usual)
+        if not guesses:
+            self._seconds = {
+                width: taken * (AGEING if width else 1) for width, taken in self._seconds.items()
+            }
 
     def cost(self, guesses: int) -> float:
         """As a multiple of a plain step; that of the widest narrower pass where none was measured."""
