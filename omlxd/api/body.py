@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import codecs
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -265,10 +266,16 @@ def refuse(asked: dict[str, tuple[Any, str]]) -> None:
             raise bad_field(param, why)
 
 
+_PLAIN_ALPHABET = str.maketrans("-_", "+/")
+
+
 def from_base64(data: str, what: str, param: str) -> bytes:
-    """The bytes of `what`. Raises InvalidRequest."""
-    try:
+    """The bytes of `what`; lines, the URL's alphabet and no padding are taken too. Raises InvalidRequest."""
+    with contextlib.suppress(ValueError):
         return binascii.a2b_base64(data, strict_mode=True)
+    plain = "".join(data.split()).translate(_PLAIN_ALPHABET).rstrip("=")
+    try:
+        return binascii.a2b_base64(plain + "=" * (-len(plain) % 4), strict_mode=True)
     except ValueError:
         raise bad_field(param, f"the {what} is not valid base64") from None
 
@@ -290,7 +297,7 @@ def not_contacted(param: str) -> InvalidRequest:
     )
 
 
-_DATA_URL = re.compile(r"data:([\w.+/-]+)(?:;[\w=.+-]+)*;base64,")
+_DATA_URL = re.compile(r"data:([\w.+/-]+)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
 def image_url(url: str, param: str) -> ImagePart:
@@ -298,7 +305,7 @@ def image_url(url: str, param: str) -> ImagePart:
     match = _DATA_URL.match(url[:200])
     if not match:
         raise bad_field(param, f"{NOT_FETCHED}; send the image itself, as a data: URL with base64")
-    return image(url[match.end() :], match[1], param)
+    return image(url[match.end() :], match[1].lower(), param)
 
 
 TIMEOUT_HEADER = "x-omlxd-timeout"

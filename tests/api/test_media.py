@@ -15,7 +15,7 @@ from sdk_clients import claude, gpt
 
 from omlxd import chat
 from omlxd.api.anthropic import request as anthropic_request
-from omlxd.api.body import MOST_IMAGE_BYTES
+from omlxd.api.body import MOST_IMAGE_BYTES, from_base64, image_url
 from omlxd.api.conversation import MOST_IMAGES
 from omlxd.api.openai import chat_request
 from omlxd.api.responses import request as responses_request
@@ -187,3 +187,27 @@ async def test_the_sdks_send_images_and_pdfs():
     for request in engine.requests:
         media = list(chat.media_of(request.prompt.messages))
         assert [part.data for part in media] == [PNG, PAGES, PNG]
+
+
+RAW = bytes(range(256)) + b"?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        base64.encodebytes(RAW).decode(),
+        base64.urlsafe_b64encode(RAW).decode(),
+        base64.b64encode(RAW).decode().rstrip("="),
+        "\n " + base64.b64encode(RAW).decode() + "\r\n",
+    ],
+    ids=["lines", "the URL's alphabet", "no padding", "blanks around it"],
+)
+def test_base64_as_people_write_it_is_read(text: str):
+    assert from_base64(text, "image", "data") == RAW
+    assert image_url(f"DATA:Image/PNG;base64,{text}", "url") == chat.ImagePart(RAW, "image/png", param="url")
+
+
+@pytest.mark.parametrize("text", ["%%", "AAAAA", "AA=A", "ééé="])
+def test_what_is_no_base64_is_an_error_of_its_field(text: str):
+    with pytest.raises(InvalidRequest, match="not valid base64"):
+        from_base64(text, "image", "data")
