@@ -405,7 +405,7 @@ class GPUBench(Bench):
                 bridge = self._bridge(block, cold, ledger)
                 for run in ("computed", "hot hit", "cold hit"):
                     if run == "cold hit":
-                        assert bridge.store.writer and bridge.store.writer.flush(60)
+                        assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
                     watch = Watch(self.model)
                     self.loaded.model = bridge._model = watch

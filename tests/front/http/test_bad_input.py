@@ -95,7 +95,6 @@ def test_malformed_json(serving: Daemon, path: str, body: bytes):
         ("messages", [{"role": "user", "content": [{"type": "hologram"}]}]),
         ("model", 7),
         ("max_tokens", -2),
-        ("max_tokens", 0),
         ("max_tokens", "many"),
         ("max_tokens", 1.5),
         ("max_tokens", 10**30),
@@ -109,6 +108,15 @@ def test_malformed_json(serving: Daemon, path: str, body: bytes):
 )
 def test_wrong_fields(serving: Daemon, path: str, field: str, value: Any):
     refused(ask(serving, path, **{field: value}), 400, field)
+
+
+@BOTH
+def test_no_tokens_is_a_wrong_field_but_of_messages_where_it_computes_the_prompt(serving: Daemon, path: str):
+    answer = ask(serving, path, max_tokens=0)
+    if path == MESSAGES:
+        assert answer.status_code == 200 and answer.json()["usage"]["output_tokens"] == 0
+    else:
+        refused(answer, 400, "max_tokens")
 
 
 @pytest.mark.parametrize("prompt", ["", [], {}, None, [1.5], [-1], [10**9], [10**30], ["a", 1], [[[1]]]])
