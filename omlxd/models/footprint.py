@@ -31,7 +31,9 @@ VISION_FAMILIES = frozenset(
 may look both ways in its prompt, or keep positions that nothing here knows."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 """Settings of a vision model's image processor."""
-INSTALL_VISION = "`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm==0.7.10`"
+VLM_VERSION = "0.7.10"
+"""Of mlx-vlm."""
+INSTALL_VISION = f"`pip install 'omlxd[vision]'`, then `pip install --no-deps mlx-vlm=={VLM_VERSION}`"
 
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from omlxd.engine.mlx_adapter.vision import VERSION
+from omlxd.models.footprint import VLM_VERSION
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "tools" / "bootstrap.py"
@@ -109,7 +109,7 @@ def test_contaminants_are_dropped_and_named(bootstrap: ModuleType, capsys: pytes
 
 
 def test_it_installs_when_something_changed_and_only_then(bootstrap: ModuleType):
-    assert f"mlx-vlm=={VERSION}" == bootstrap.VISION
+    assert f"mlx-vlm=={VLM_VERSION}" == bootstrap.VISION
     assert not bootstrap.is_installed(WANTED)
     stamp(bootstrap, **WANTED)
     assert bootstrap.is_installed(WANTED)

@@ -29,7 +29,8 @@ def document_part(block: blocks.Document, param: str) -> chat.TextPart | chat.Do
     """A PDF, or the document's text in its tags. Raises InvalidRequest for what is neither."""
     source, where = block.source, f"{param}.source"
     if isinstance(source, blocks.Base64Source) and _kind(source) == PDF:
-        return pdf(_raw(source, f"{where}.data"), block.title, where, block.context)
+        raw = from_base64(source.data, "document", f"{where}.data")
+        return pdf(raw, block.title, where, block.context)
     about = [("title", block.title), ("context", block.context)]
     return chat.TextPart(_framed("document", about, "document_content", _body(block, where)))
 
@@ -90,7 +91,7 @@ def _decoded(source: blocks.Base64Source, param: str) -> str:
     where = f"{param}.data"
     if len(source.data) > MAX_DOCUMENT_BYTES * 4 // 3 + 4:
         raise bad_field(where, f"a document in base64 may hold {MAX_DOCUMENT_BYTES} bytes; send less of it")
-    raw = _raw(source, where)
+    raw = from_base64(source.data, "document", where)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -101,8 +102,3 @@ def _decoded(source: blocks.Base64Source, param: str) -> str:
 
 def _kind(source: blocks.Base64Source) -> str:
     return source.media_type.partition(";")[0].strip().lower()
-
-
-def _raw(source: blocks.Base64Source, param: str) -> bytes:
-    # `base64` and MIME break lines.
-    return from_base64("".join(source.data.split()), "document", param)

@@ -54,8 +54,7 @@ from .loading import (
     tree_bytes,
 )
 from .quantised import Quantisation
-from .vision import VERSION as VLM_VERSION
-from .vision import blindness
+from .vision import VLM_VERSION, blindness
 
 __all__ = [
     "VLM_VERSION",

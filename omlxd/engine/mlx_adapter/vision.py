@@ -30,11 +30,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from ...common.files import read_small
 from ...errors import ModelError
-from ...models.footprint import PROCESSOR_FILES, read_config, vision_obstacle
+from ...models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
 from . import attention
 from .cache_kinds import Cache, add_arrays_kind, leaves
 
-VERSION = "0.7.10"
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
 
 Pixels = Mapping[str, Any]
@@ -52,7 +51,7 @@ def blindness(folder: Path) -> str | None:
         try:
             _model_package(config)
         except (ImportError, ValueError, KeyError) as error:
-            return f"mlx-vlm {VERSION} has no such family: {error}"
+            return f"mlx-vlm {VLM_VERSION} has no such family: {error}"
     return obstacle
 
 

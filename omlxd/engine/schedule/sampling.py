@@ -119,6 +119,7 @@ class Penalties:
         self._bias = bias
 
     def copy(self) -> Penalties:
+        """The same so far; updating one leaves the other as it is."""
         other = copy(self)
         other.seen, other.count = mx.array(self.seen), mx.array(self.count)
         return other
@@ -144,7 +145,7 @@ def sampler_rows(row: SamplerRow, guesses: Sequence[int]) -> list[SamplerRow]:
 
     Once a token was sampled, the row that it was sampled by goes on in place of `row`.
     """
-    rows = [replace(row, penalties=row.penalties and row.penalties.copy())]
+    rows = [replace(row)]
     for guess in guesses:
         penalties = rows[-1].penalties and rows[-1].penalties.copy()
         if penalties is not None:

@@ -104,9 +104,8 @@ class PassTimes:
         usual = self._seconds.get(guesses, seconds)
         self._seconds[guesses] = min(DECAY * usual + (1 - DECAY) * seconds, 2 * usual)
         if not guesses:
-            self._seconds = {
-                width: taken * (AGEING if width else 1) for width, taken in self._seconds.items()
-            }
+            for width in self._seconds.keys() - {0}:
+                self._seconds[width] *= AGEING
 
     def cost(self, guesses: int) -> float:
         """As a multiple of a plain step; that of the widest narrower pass where none was measured."""

@@ -174,7 +174,7 @@ def test_folders_without_a_tower_or_of_another_family_hold_text_models(model: Pa
 def test_without_mlx_vlm_a_vision_model_says_what_to_install(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("omlxd.models.footprint.find_spec", lambda name: None)
     blind = vision.blindness(model)
-    assert blind and "omlxd[vision]" in blind and f"mlx-vlm=={vision.VERSION}" in blind
+    assert blind and "omlxd[vision]" in blind and f"mlx-vlm=={vision.VLM_VERSION}" in blind
     assert not footprint(model).images
     with pytest.raises(ModelError, match="pip install"):
         mlx_adapter.load(build_vision_family("glm4v", model.parent / "glm4v"))
