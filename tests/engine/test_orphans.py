@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cold_files import all_on_disk, settled, unsettled
-from daemon import BLOCK, READY_S, REPO, Daemon, demo_model, own_usage, prose, wait_until
+from daemon import BLOCK, READY_S, REPO, Daemon, alive, demo_model, own_usage, prose, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 
 from omlxd import wire
@@ -165,9 +165,9 @@ def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str
         Asking(daemon, BASE if moment == "decode" else prose(400, seed=5), stream=True)
         wait_until(dying.stands, READY_S, daemon.logged)
         engine = psutil.Process(dying.engine())
-        assert engine.is_running() and engine.pid in [child.pid for child in daemon.front().children()]
+        assert alive(engine) and engine.pid in [child.pid for child in daemon.front().children()]
         daemon.kill()  # Fails if its engine outlives it.
-        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+        assert not alive(engine)
     (dying.folder / "there").unlink()
     with Daemon(tmp_path, "--paged-ssd-cache-max-size", str(CAP)) as daemon:
         again = daemon.messages(BASE, max_tokens=20)

@@ -236,7 +236,7 @@ class Daemon:
         self.process.kill()
         self.process.wait()
         wait_until(
-            lambda: not any(map(_alive, family)), PATIENCE_S, lambda: f"alive: {[*filter(_alive, family)]}"
+            lambda: not any(map(alive, family)), PATIENCE_S, lambda: f"alive: {[*filter(alive, family)]}"
         )
 
     def _family(self) -> list[psutil.Process]:
@@ -254,9 +254,9 @@ class Daemon:
             self.process.kill()
             self.process.wait()
             deadline = time.monotonic() + 10.0
-            while any(map(_alive, family)) and time.monotonic() < deadline:
+            while any(map(alive, family)) and time.monotonic() < deadline:
                 time.sleep(0.02)
-            for process in filter(_alive, family):
+            for process in filter(alive, family):
                 process.kill()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -265,7 +265,8 @@ class Daemon:
             self.http.close()
 
 
-def _alive(process: psutil.Process) -> bool:
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that ended and that nobody has waited for does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
