@@ -33,7 +33,7 @@ class _Child:
     def __init__(self, arguments: list[str], memory_bytes: int) -> None:
         self._memory_bytes = memory_bytes
         self.process = subprocess.Popen(
-            [sys.executable, "-I", str(Path(__file__).with_name("child_loop.py")), *arguments],
+            [sys.executable, "-P", str(Path(__file__).with_name("child_loop.py")), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

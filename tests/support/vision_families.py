@@ -433,14 +433,8 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
 
 def build_vision_family(name: str, folder: Path | str, seed: int = 1) -> Path:
     """A model of `name` in `folder`; returns `folder`. The same arguments give the same weights."""
-    folder, family = Path(folder), VISION_FAMILIES[name]
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = _write_tokenizer(folder, family)
-    config = {"model_type": name, "eos_token_id": tokenizer.token_to_id("<|im_end|>"), **family.config}
-    demo.write_json(folder / "config.json", config)
-    demo.write_json(folder / "preprocessor_config.json", family.processor)
-    for file, value in family.files.items():
-        demo.write_json(folder / file, value)
+    folder = Path(folder)
+    tokenizer, config = describe_vision_family(name, VISION_FAMILIES[name], folder)
     model = make_model(config)
     bits = np.random.PCG64(seed)
     weights = {
@@ -449,6 +443,18 @@ def build_vision_family(name: str, folder: Path | str, seed: int = 1) -> Path:
     }
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     return folder
+
+
+def describe_vision_family(name: str, family: VisionFamily, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Write all files of a model but its weights into `folder`; returns its tokenizer and its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _write_tokenizer(folder, family)
+    config = {"model_type": name, "eos_token_id": tokenizer.token_to_id("<|im_end|>"), **family.config}
+    demo.write_json(folder / "config.json", config)
+    demo.write_json(folder / "preprocessor_config.json", family.processor)
+    for file, value in family.files.items():
+        demo.write_json(folder / file, value)
+    return tokenizer, config
 
 
 def make_model(config: dict[str, Any]) -> Any:

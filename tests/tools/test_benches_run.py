@@ -19,7 +19,7 @@ RUNS = {
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
-    "images": ("--peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
+    "images": ("--shape tiny --peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 

@@ -1,11 +1,14 @@
 """Time to first token of conversations with images, beside mlx-vlm's own server with its prefix cache on.
 
-    python -m tools.bench.images --mlx-vlm PYTHON [--model FOLDER | --shape small|8b] [--rounds 3] [--turns 8]
-                                 [--size 448x280] [--peers omlxd,mlx-vlm]
+    python -m tools.bench.images --mlx-vlm PYTHON [--model FOLDER | --shape tiny|small|8b] [--rounds 3]
+                                 [--talks 1] [--turns 8] [--size 448x280] [--peers omlxd,mlx-vlm]
+
+    python3 -m tools.bench.images --mlx-vlm python3 --shape 8b --rounds 1 --talks 5 --turns 6 --size 1280x800
 
 PYTHON is one that has mlx-vlm's server (`pip install 'mlx[cpu]' mlx-vlm` in a venv of its own). One model,
-one run, the peers in turn, round after round (A B A B …), medians at the end. Both get the same pictures and
-texts over /v1/chat/completions, greedy, streamed; answers in the history are made up. Rows:
+one run, the peers in turn, round after round (A B A B …), medians at the end; each figure goes to stderr at
+once. Both get the same pictures and texts over /v1/chat/completions, greedy, streamed; answers in the history
+are made up. Rows:
 
 - first image      a text of some 400 tokens and one picture, which nobody has seen
 - second turn      the same, an answer and another question
@@ -13,16 +16,20 @@ texts over /v1/chat/completions, greedy, streamed; answers in the history are ma
                    and started again; what a fresh process pays for at first, another picture has paid
 - turn N           a session whose turns bring a screenshot each: the last of them; and all of them, summed
 
-The aim: a second turn at least 5 times faster than mlx-vlm's, after kill -9 too; a first image no slower.
-On a CPU both compute with the BLAS of MLX's wheel. Without --model a Qwen2.5-VL of random weights is
-built: `small` for a laptop's CPU, `8b` of the 7B's shape.
+A round starts each server twice, and has `--talks` conversations of the first three rows: a GPU's first ones
+compile kernels. The aim: a second turn at least 5 times faster than mlx-vlm's, after kill -9 too; a first
+image no slower. On a CPU both compute with the BLAS of MLX's wheel. Without --model a Qwen2.5-VL of random
+weights is built: `small` for a laptop's CPU; `8b` of the 7B's shape in bfloat16, 15 GB on disk, for a GPU, as
+in the second command; `tiny` to try that one.
 """
 
 from __future__ import annotations
 
 import argparse
 import base64
+import functools
 import json
+import math
 import os
 import signal
 import statistics
@@ -30,14 +37,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+from mlx.utils import tree_flatten
 
+from omlxd.models import demo
 from tools.bench.serve import free_port, settle
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,6 +57,18 @@ START_S = 600.0
 QUESTIONS = ("What is in it?", "And what stands beside it?", "Which of them is larger?")
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 4096,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "vision": {"depth": 2, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64},
+        "dtype": "bfloat16",
+    },
     "small": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -66,6 +87,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "head_dim": 128,
+        "vocab_size": 152064,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "vision": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420},
         "dtype": "bfloat16",
@@ -73,23 +95,78 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+NOISE = 1_000_003
+"""Random numbers that are made of each scale, again and again: a prime, so that a matrix's rows differ."""
+
+
 def build_model(shape: str, folder: Path) -> Path:
-    """A Qwen2.5-VL of random weights in `folder`, unless one is there."""
+    """A Qwen2.5-VL of random weights in `folder`."""
     import vision_families
 
-    if (folder / "model.safetensors").exists():
-        return folder
     sizes = dict(SHAPES[shape])
     vision, dtype = sizes.pop("vision"), sizes.pop("dtype")
     family = vision_families.VISION_FAMILIES["qwen2_5_vl"]
     tower = {**family.config["vision_config"], **vision, "out_hidden_size": sizes["hidden_size"]}
     tower |= {"window_size": 112, "fullatt_block_indexes": [vision["depth"] - 1]}
     config = {**family.config, **sizes, "max_position_embeddings": 131072, "vision_config": tower}
-    processor = {**family.processor, "max_pixels": 1280 * 28 * 28}
-    vision_families.VISION_FAMILIES["qwen2_5_vl"] = replace(
-        family, config={**config, "torch_dtype": dtype}, processor=processor
+    family = replace(
+        family,
+        config={**config, "torch_dtype": dtype},
+        processor={**family.processor, "max_pixels": 1280 * 28 * 28},
     )
-    return vision_families.build_vision_family("qwen2_5_vl", folder)
+    tokenizer, config = vision_families.describe_vision_family("qwen2_5_vl", family, folder)
+    model = vision_families.make_model(config)
+    write_weights(folder / "model.safetensors", model, dtype, demo.embedding_scale(tokenizer, {}))
+    return folder
+
+
+def write_weights(file: Path, model: Any, dtype: str, head: np.ndarray) -> None:
+    """Write random weights of `model`, which is not evaluated: a tensor at a time.
+
+    head  (tokens, 1) float32: scale of the head's first rows; the others are zero, and never the best
+    """
+    tensors = [(name, tuple(array.shape)) for name, array in sorted(tree_flatten(model.parameters()))]
+    width = 2 if dtype == "bfloat16" else 4
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    at = 0
+    for name, size in tensors:
+        end = at + width * math.prod(size)
+        header[name] = {"dtype": "BF16" if width == 2 else "F32", "shape": size, "data_offsets": (at, end)}
+        at = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, size in tensors:
+            out.writelines(_numbers(name, size, width, head))
+
+
+def _numbers(name: str, size: tuple[int, ...], width: int, head: np.ndarray) -> Iterator[memoryview]:
+    count = math.prod(size)
+    if len(size) == 1:
+        yield _encoded(np.full(size, name.endswith("weight"), np.float32), width)
+        return
+    noise = _noise(math.prod(size[1:]), width)
+    if "lm_head" in name:
+        rows = np.random.default_rng(1).standard_normal((len(head), size[1]), np.float32) * head
+        yield _encoded(rows * np.float32(1.5 / size[1] ** 0.5), width)
+        count -= rows.size
+        noise = _encoded(np.zeros(NOISE, np.float32), width)
+    for start in range(0, count * width, len(noise)):
+        yield noise[: count * width - start]
+
+
+@functools.cache
+def _noise(fan_in: int, width: int) -> memoryview:
+    numbers = np.random.default_rng(fan_in).standard_normal(NOISE, np.float32)
+    return _encoded(numbers * np.float32(1.5 / fan_in**0.5), width)
+
+
+def _encoded(numbers: np.ndarray, width: int) -> memoryview:
+    """As bytes of float32, or of bfloat16."""
+    if width == 2:
+        numbers = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.reshape(-1).view(np.uint8).data
 
 
 def screenshot(seed: int, width: int, height: int) -> str:
@@ -167,22 +244,31 @@ def user(text: str, *images: str) -> dict[str, Any]:
 
 
 def run_round(
-    server: Server, index: int, turns: int, size: tuple[int, int], note: Callable[[str, str, float], None]
+    server: Server,
+    index: int,
+    talks: int,
+    turns: int,
+    size: tuple[int, int],
+    note: Callable[[str, str, float], None],
 ) -> None:
     """One peer's rows of one round."""
     server.ttft([user("Warm.", screenshot(10_000 + index, *size))])
     answer = {"role": "assistant", "content": "A kettle and a saucer."}
-    messages = [user(f"{words(120, index)} {QUESTIONS[0]}", screenshot(index, *size))]
-    note("first image, TTFT", server.name, server.ttft(messages))
-    messages += [answer, user(QUESTIONS[1])]
-    note("second turn, TTFT", server.name, server.ttft(messages))
+    conversations: list[list[dict[str, Any]]] = []
+    for seed in range(index * talks, (index + 1) * talks):
+        messages = [user(f"{words(120, seed)} {QUESTIONS[0]}", screenshot(seed, *size))]
+        note("first image, TTFT", server.name, server.ttft(messages))
+        messages += [answer, user(QUESTIONS[1])]
+        note("second turn, TTFT", server.name, server.ttft(messages))
+        conversations.append(messages)
     settle(server.cache)
     server.kill()
     server.start()
     server.ttft([user("Warm again.", screenshot(20_000 + index, *size))])
-    messages += [answer, user(QUESTIONS[2])]
-    note("third turn after kill -9, TTFT", server.name, server.ttft(messages))
-    messages, total = [{"role": "system", "content": words(120, 500 + index)}], 0.0
+    for messages in conversations:
+        messages += [answer, user(QUESTIONS[2])]
+        note("third turn after kill -9, TTFT", server.name, server.ttft(messages))
+    messages, total, last = [{"role": "system", "content": words(120, 500 + index)}], 0.0, 0.0
     for turn in range(turns):
         messages.append(user(f"Step {turn}.", screenshot(1000 * (index + 1) + turn, *size)))
         last = server.ttft(messages)
@@ -198,6 +284,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder of a vision model that both serve")
     parser.add_argument("--shape", choices=list(SHAPES), default="small")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--talks", type=int, default=1)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--size", default="448x280")
     parser.add_argument("--peers", default=f"{OURS},{THEIRS}")
@@ -208,6 +295,7 @@ def main() -> int:
 
     def note(row: str, who: str, seconds: float) -> None:
         rows.setdefault(row, {}).setdefault(who, []).append(seconds * 1000)
+        print(f"{row}, {who}: {seconds * 1000:.0f} ms", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="omlxd-images-") as temporary:
         home = Path(temporary)
@@ -216,7 +304,7 @@ def main() -> int:
             for peer in peers:
                 server = _server(peer, options.mlx_vlm, model, home / f"{peer}-{index}")
                 try:
-                    run_round(server, index, options.turns, (width, height), note)
+                    run_round(server, index, options.talks, options.turns, (width, height), note)
                 finally:
                     server.kill()
     print(f"| ms | {' | '.join(peers)} |\n|---|{'---|' * len(peers)}")
