@@ -288,6 +288,12 @@ def unsupported(kind: str, param: str) -> InvalidRequest:
     return bad_field(param, f"content of type {kind!r} is not supported, and {NOT_FETCHED}; send text")
 
 
+def misplaced(what: str, role: str, param: str) -> InvalidRequest:
+    """A message of `role` does not hold `what`."""
+    article = "an" if role.startswith(("a", "e", "i", "o", "u")) else "a"
+    return bad_field(param, f"{what} can't stand in {article} {role} message")
+
+
 def not_contacted(param: str) -> InvalidRequest:
     """A server of tools, which the client names for us to ask."""
     return bad_field(
@@ -297,12 +303,12 @@ def not_contacted(param: str) -> InvalidRequest:
     )
 
 
-_DATA_URL = re.compile(r"data:([\w.+/-]+)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
+DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
 def image_url(url: str, param: str) -> ImagePart:
     """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
-    match = _DATA_URL.match(url[:200])
+    match = DATA_URL.match(url[:200])
     if not match:
         raise bad_field(param, f"{NOT_FETCHED}; send the image itself, as a data: URL with base64")
     return image(url[match.end() :], match[1].lower(), param)

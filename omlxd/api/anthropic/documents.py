@@ -7,16 +7,20 @@
     </document_content>
     </document>
 
-The same block always gives the same text, so prefixes hold. Answers cite nothing.
+An image in a document stays in its place. The same block always gives the same parts, so prefixes hold.
+Answers cite nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import PDF, free_json, from_base64, pdf
+from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, pdf
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
@@ -25,20 +29,34 @@ MAX_DOCUMENT_BYTES = 8 << 20
 _AS_TEXT = 'send its text, as {"type": "text", "media_type": "text/plain", "data": "…"}'
 
 
-def document_part(block: blocks.Document, param: str) -> chat.TextPart | chat.DocumentPart:
-    """A PDF, or the document's text in its tags. Raises InvalidRequest for what is neither."""
+_Body = chat.TextPart | chat.ImagePart
+
+
+def document_parts(block: blocks.Document, param: str) -> list[_Body | chat.DocumentPart]:
+    """A PDF, or the document's text and images in its tags. Raises InvalidRequest for what is neither."""
     source, where = block.source, f"{param}.source"
     if isinstance(source, blocks.Base64Source) and _kind(source) == PDF:
         raw = from_base64(source.data, "document", f"{where}.data")
-        return pdf(raw, block.title, where, block.context)
+        return [pdf(raw, block.title, where, block.context)]
     about = [("title", block.title), ("context", block.context)]
-    return chat.TextPart(_framed("document", about, "document_content", _body(block, where)))
+    opening, closing = _frame("document", about, "document_content")
+    return [*_joined([opening, *_body(block, where), closing])]
+
+
+def image_block(block: blocks.Image, param: str) -> chat.ImagePart:
+    """An image. Raises InvalidRequest."""
+    if not isinstance(block.source, blocks.Base64Source):
+        kind = block.source.__struct_config__.tag
+        raise bad_field(f"{param}.source", f"{NOT_FETCHED} ({kind!r}); send the image itself, as base64")
+    return image(block.source.data, block.source.media_type, f"{param}.source")
 
 
 def search_result_text(block: blocks.SearchResult) -> str:
     """A search result in its tags."""
     body = block.content if isinstance(block.content, str) else "\n".join(text.text for text in block.content)
-    return _framed("search_result", [("source", block.source), ("title", block.title)], "content", body)
+    about = [("source", block.source), ("title", block.title)]
+    opening, closing = _frame("search_result", about, "content")
+    return "\n".join([opening, body, closing])
 
 
 def browser_state_text(block: blocks.BrowserState, param: str) -> str:
@@ -50,34 +68,41 @@ def browser_state_text(block: blocks.BrowserState, param: str) -> str:
     return f"<browser_state>\n{text}\n</browser_state>"
 
 
-def _framed(tag: str, about: list[tuple[str, str | None]], content: str, body: str) -> str:
+def _frame(tag: str, about: list[tuple[str, str | None]], content: str) -> tuple[str, str]:
+    """The lines before and after what it is about."""
     lines = [f"<{name}>{value}</{name}>" for name, value in about if value]
-    return "\n".join([f"<{tag}>", *lines, f"<{content}>", body, f"</{content}>", f"</{tag}>"])
+    return "\n".join([f"<{tag}>", *lines, f"<{content}>"]), f"</{content}>\n</{tag}>"
 
 
-def _body(block: blocks.Document, param: str) -> str:
+def _joined(lines: Iterable[str | chat.ImagePart]) -> Iterator[_Body]:
+    """Yield lines in a row as one text, and images as they are."""
+    for kind, run in groupby(lines, type):
+        if kind is str:
+            yield chat.TextPart("\n".join(map(str, run)))
+        else:
+            yield from (part for part in run if isinstance(part, chat.ImagePart))
+
+
+def _body(block: blocks.Document, param: str) -> list[str | chat.ImagePart]:
     source = block.source
     if isinstance(source, blocks.TextSource):
-        return source.data
+        return [source.data]
     if isinstance(source, blocks.ContentSource):
         return _content(source, f"{param}.content")
     if isinstance(source, blocks.Base64Source):
-        return _decoded(source, param)
+        return [_decoded(source, param)]
     kind = source.__struct_config__.tag
     why = "are not fetched" if kind == "url" else "are not kept here"
-    raise bad_field(param, f"documents of type {kind!r} {why}; {_AS_TEXT}")
+    raise bad_field(param, f"documents of type {kind!r} {why}; send a PDF itself, as base64, or {_AS_TEXT}")
 
 
-def _content(source: blocks.ContentSource, param: str) -> str:
+def _content(source: blocks.ContentSource, param: str) -> list[str | chat.ImagePart]:
     if isinstance(source.content, str):
-        return source.content
-    for index, item in enumerate(source.content):
-        if isinstance(item, blocks.Image):
-            raise bad_field(
-                f"{param}.{index}",
-                "an image within a document is not read; leave it out or tell what it shows",
-            )
-    return "\n".join(item.text for item in source.content if isinstance(item, blocks.Text))
+        return [source.content]
+    return [
+        image_block(item, f"{param}.{index}") if isinstance(item, blocks.Image) else item.text
+        for index, item in enumerate(source.content)
+    ] or [""]
 
 
 def _decoded(source: blocks.Base64Source, param: str) -> str:

@@ -18,21 +18,20 @@ from ..answer_format import ResponseFormat, format_of, only
 from ..body import (
     MAX_INT64,
     MAX_TOKENS,
-    NOT_FETCHED,
     ParsedRequest,
     decode,
     free_json,
+    misplaced,
     not_contacted,
     nucleus,
     refuse,
     session_header,
     stops,
 )
-from ..body import image as image_part
 from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
 from . import blocks
-from .documents import browser_state_text, document_part, search_result_text
+from .documents import browser_state_text, document_parts, image_block, search_result_text
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -284,7 +283,7 @@ def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[ch
         where = f"{param}.content.{index}"
         if not isinstance(block, _ALLOWED[message.role]):
             kind = block.__struct_config__.tag
-            raise bad_field(where, f"a {kind} block can't stand in a {message.role} message")
+            raise misplaced(f"content of type {kind!r}", message.role, where)
         role = _role(block, message.role)
         if not runs or runs[-1][0] != role:
             runs.append((role, []))
@@ -308,9 +307,9 @@ def _parts(
     if isinstance(block, blocks.ToolUse):
         return [chat.ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
     if isinstance(block, blocks.Image):
-        return [_image(block, param)]
+        return [image_block(block, param)]
     if isinstance(block, blocks.Document):
-        return [document_part(block, param)]
+        return [*document_parts(block, param)]
     if isinstance(block, blocks.ToolResult):
         return [_tool_result(block, tools, param)]
     text = _text(block, tools, param)
@@ -343,13 +342,6 @@ def _summary(block: blocks.Compaction, tools: Tools) -> str:
         return ""
     summary = f"This is a summary of the conversation so far:\n<summary>\n{block.content}\n</summary>"
     return "\n".join([summary, *filter(None, map(tools.change, block.tool_changes or ()))])
-
-
-def _image(block: blocks.Image, param: str) -> chat.ImagePart:
-    if not isinstance(block.source, blocks.Base64Source):
-        kind = block.source.__struct_config__.tag
-        raise bad_field(f"{param}.source", f"{NOT_FETCHED} ({kind!r}); send the image itself, as base64")
-    return image_part(block.source.data, block.source.media_type, f"{param}.source")
 
 
 def _tool_result(block: blocks.ToolResult, tools: Tools, param: str) -> chat.ToolResultPart:

@@ -12,7 +12,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, refuse
+from ..body import ParsedRequest, decode, free_json, image_url, lenient_arguments, misplaced, refuse
 from ..conversation import begun_answer, conversation, tool_result
 from .chat_tools import FUNCTIONS, CallShape, ChatTool, Function, chat_tools
 from .fields import (
@@ -228,7 +228,7 @@ def _content(message: _Message, param: str) -> list[chat.Part]:
         where = f"{param}.content.{index}"
         if isinstance(item, _ImageItem):
             if message.role not in ("user", "tool"):
-                raise bad_field(where, f"an image can't stand in a {message.role} message")
+                raise misplaced("an image", message.role, where)
             url = item.image_url if isinstance(item.image_url, str) else item.image_url.url
             parts.append(image_url(url, f"{where}.image_url"))
         elif isinstance(item, _FileItem):

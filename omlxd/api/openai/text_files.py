@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import binascii
 import re
 
 from ...chat import DocumentPart, TextPart
 from ...errors import bad_field
-from ..body import PDF, pdf
+from ..body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
 """Of one text; a PDF may be as large as a request."""
-_DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,")
 _NO_NAME = re.compile(r'[\x00-\x1f\x7f"<>]')
 
 
@@ -31,16 +29,14 @@ def file_part(
     where = f"{param}.file_data"
     if data is None:
         raise bad_field(where, "this field is required")
-    match = _DATA_URL.match(data[:200])
-    encoded = data[match.end() :] if match else data
-    try:
-        raw = binascii.a2b_base64(encoded, strict_mode=True)
-    except ValueError:
-        raise bad_field(where, "this is not valid base64, which is needed as URLs are not fetched") from None
-    media_type = match[1] if match else ""
+    match = DATA_URL.match(data[:200])
+    if not match and "://" in data[:20]:
+        raise bad_field(where, f"{NOT_FETCHED}; send the file itself, as base64")
+    raw = from_base64(data[match.end() :] if match else data, "file", where)
+    media_type = match[1].lower() if match else ""
     if media_type == PDF or b"%PDF-" in raw[:1024]:
         if role not in ("user", "tool"):
-            raise bad_field(param, f"a PDF can't stand in a {role} message")
+            raise misplaced("a PDF", role, param)
         return pdf(raw, name, where)
     text = _text_of(raw, media_type, name or "", where)
     attribute = f' name="{_NO_NAME.sub("_", name)[:200]}"' if name else ""

@@ -26,7 +26,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import free_json, image_url, lenient_arguments, stable_json, unsupported
+from ..body import free_json, image_url, lenient_arguments, misplaced, stable_json, unsupported
 from ..conversation import tool_result
 from ..openai.text_files import file_part
 from ..openai.tool_choice import CUSTOM_INPUT
@@ -137,7 +137,7 @@ def _message(item: Item, param: str) -> tuple[chat.Role, list[chat.Part]]:
         raise bad_field(f"{param}.content", "this field is required")
     parts = _parts(item.content, role, f"{param}.content")
     if role != "user" and any(isinstance(part, chat.ImagePart) for part in parts):
-        raise bad_field(f"{param}.content", f"an image can't stand in a {item.role} message")
+        raise misplaced("an image", role, f"{param}.content")
     return role, parts
 
 

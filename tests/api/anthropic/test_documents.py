@@ -145,18 +145,23 @@ def test_cache_control_and_citations_are_never_in_the_prompt(block):
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.example/b.png"}}
 
 
 @pytest.mark.parametrize(
     ("source", "where", "words"),
     [
-        ({"type": "url", "url": "https://a.example/b.pdf"}, "", ["'url' are not fetched", '"type": "text"']),
+        (
+            {"type": "url", "url": "https://a.example/b.pdf"},
+            "",
+            ["'url' are not fetched", "a PDF itself, as base64", '"type": "text"'],
+        ),
         ({"type": "file", "file_id": "file_1"}, "", ["'file' are not kept here", '"type": "text"']),
         (packed(b"\x89PNG", "image/png"), ".media_type", ["'image/png'", "text/*", '"type": "text"']),
         (packed(b"caf\xe9"), ".data", ["not UTF-8 (byte 3)", "convert it"]),
         ({**packed(b""), "data": "%%"}, ".data", ["not valid base64"]),
         ({**packed(b""), "data": "ééé="}, ".data", ["not valid base64"]),
-        (content(text("a"), IMAGE), ".content.1", ["an image within a document"]),
+        (content(text("a"), URL_IMAGE), ".content.1.source", ["as base64"]),
     ],
 )
 def test_what_is_no_text_is_refused_with_what_to_do(source, where, words):
@@ -167,6 +172,18 @@ def test_what_is_no_text_is_refused_with_what_to_do(source, where, words):
         error = refused(*blocks)
         assert error.param == f"{at}.source{where}"
         assert all(word in error.message for word in words), error.message
+
+
+def test_images_of_a_document_stay_in_their_place():
+    block = document(content(text("a"), IMAGE, text("b"), text("c"), IMAGE), title="Kettles")
+    first, picture, second, other, end = parts(block)
+    assert first == TextPart("<document>\n<title>Kettles</title>\n<document_content>\na")
+    assert (second, end) == (TextPart("b\nc"), TextPart("</document_content>\n</document>"))
+    assert (picture.data, picture.param) == (b"\0\0\0", "messages.0.content.0.source.content.1.source")
+    assert other.param.endswith("content.4.source")
+    [in_result] = parts(result(block))
+    assert in_result.text == "\n".join([first.text, second.text, end.text])
+    assert [image.data for image in in_result.images] == [picture.data, other.data]
 
 
 def test_a_document_in_base64_has_a_bound():
@@ -193,7 +210,9 @@ def test_blocks_that_are_not_whole_are_named(block, param):
 @pytest.mark.parametrize("role", ["assistant", "system"])
 def test_only_a_user_or_a_tool_shows_documents(block, role):
     body = {"messages": [{"role": role, "content": [block]}]}
-    with pytest.raises(InvalidRequest, match=f"a {block['type']} block can't stand in a {role} message"):
+    article = "an" if role == "assistant" else "a"
+    said = f"content of type '{block['type']}' can't stand in {article} {role} message"
+    with pytest.raises(InvalidRequest, match=said):
         request.parse(json.dumps(body).encode())
 
 

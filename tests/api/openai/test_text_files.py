@@ -53,6 +53,7 @@ def of_chat(given: dict) -> str:
         (file(file_data=encoded("# é")), "<file>\n# é\n</file>"),
         (file(file_data=url("{}", "application/json;charset=utf-8")), "<file>\n{}\n</file>"),
         (file(file_data=url("\ufeffx", ""), filename='a"b\n<c>.md'), '<file name="a_b__c_.md">\nx\n</file>'),
+        (file(file_data="DATA:Text/Plain;base64,YW\nJj"), "<file>\nabc\n</file>"),
         (file(file_data="", filename="empty.txt"), '<file name="empty.txt">\n\n</file>'),
     ],
 )
@@ -68,6 +69,7 @@ def test_text_becomes_text(of, given, told):
         (file(file_data=url(b"a\0b")), "'text/plain' is neither"),
         (file(file_data="%%"), "not valid base64"),
         (file(file_data="data:text/plain,hello"), "not valid base64"),
+        (file(file_data="https://a.example/b.pdf"), "URLs are not fetched"),
         (file(file_data=encoded(b"a" * (text_files.MAX_BYTES + 9))), "at most 8 MiB"),
         (file(file_id="file-1"), "no files are kept here"),
         (file(filename="x.txt"), "file_data: this field is required"),
