@@ -7,7 +7,8 @@ whose KV it gets (the model's tokens do). Left out or made equal, after the seed
 |-----------------------------------------------------------|-------------------------------|
 | space around a text, how a message is cut into parts      | gone                          |
 | `"message_id": "…"`, `Stats: runtime …`, `Current time is …` | one constant each          |
-| a `<system-reminder>` block, an inbound-context block     | one constant each             |
+| a `<system-reminder>` block                               | one constant                  |
+| OpenClaw's inbound-context block                          | gone: it is not always there  |
 | an assistant's thinking, call ids, signatures             | gone                          |
 | a call's arguments: order of keys, spaces, 1.0 for 1      | one spelling                  |
 
@@ -32,35 +33,39 @@ _LINES = (
     (re.compile(r"(Stats: runtime\s+)[^\n•]+", re.IGNORECASE), r"\1="),
     (re.compile(r"Current time is[^\n]+"), "Current time is ="),
 )
-_BLOCKS = (
-    ("<system-reminder>", "</system-reminder>"),
-    ("## Inbound Context (trusted metadata)\n", "\n```\n"),
-)
+_REMINDER = ("<system-reminder>", "</system-reminder>")
+_INBOUND = ("## Inbound Context (trusted metadata)\n", "\n```\n")
 _WORDS = ("message_id", "tats: runtime", "Current time is", "TATS: RUNTIME")
 """One of them stands in every text that a pattern of `_LINES` changes; looking for words is cheap."""
 
 
 def canonical_text(text: str) -> str:
     """`text` with what transport changes made equal."""
-    for start, end in _BLOCKS:
-        if start in text:
-            text = _without_blocks(text, start, end)
+    if _REMINDER[0] in text:
+        text = _without_blocks(text, *_REMINDER, "".join(_REMINDER))
+    if _INBOUND[0] in text:
+        text = _without_blocks(f"{text}\n", *_INBOUND, "")
     if any(word in text for word in _WORDS):
         for pattern, constant in _LINES:
             text = pattern.sub(constant, text)
     return text.strip()
 
 
-def _without_blocks(text: str, start: str, end: str) -> str:
-    """Each `start … end` as `start end`; a block that never ends stays."""
+def _without_blocks(text: str, start: str, end: str, constant: str) -> str:
+    """`text` with `constant` for each `start … end`; a block that never ends stays.
+
+    With no constant, the empty lines behind the block go too.
+    """
     out: list[str] = []
     at = 0
     while (begin := text.find(start, at)) >= 0:
         stop = text.find(end, begin + len(start))
         if stop < 0:
             break
-        out += (text[at:begin], start, end)
+        out += (text[at:begin], constant)
         at = stop + len(end)
+        while not constant and text.startswith("\n", at):
+            at += 1
     return "".join([*out, text[at:]])
 
 

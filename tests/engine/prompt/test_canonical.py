@@ -195,6 +195,8 @@ def test_what_means_something_reaches_the_model_as_it_is(prompts):
             '## Inbound Context (trusted metadata)\n```json\n{"id": 1}\n```\nrest',
             '## Inbound Context (trusted metadata)\n```json\n{"id": 2, "at": 7}\n```\nrest',
         ),
+        ('A\n\n## Inbound Context (trusted metadata)\n```json\n{"id": 1}\n```\n\nB', "A\n\nB"),
+        ('A\n\n## Inbound Context (trusted metadata)\n```json\n{"id": 1}\n```', "A"),
     ],
 )
 def test_noise_is_equal(one, two):
