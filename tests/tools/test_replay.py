@@ -111,6 +111,22 @@ async def test_state_counts_earlier_runs(folder, tmp_path, capsys):
     assert await run(PrefixEngine(folder), *arguments) == 1
 
 
+async def test_a_synthetic_session_passes_with_a_good_cache_and_fails_with_a_bad_one(folder, capsys):
+    arguments = ("--synthetic", 4, "--model-path", folder, "--least-hits", 80)
+    assert await run(PrefixEngine(folder), *arguments) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[1] for row in rows[1:5]] == ["0", "1", "2", "3"] and rows[-1].startswith(
+        "PASS: 4 turns"
+    )
+    assert all(int(row.split()[3]) > 0.8 * int(row.split()[2]) for row in rows[2:5])
+    assert await run(PrefixEngine(folder, forget=2), *arguments) == 1
+    assert await run(PrefixEngine(folder), *arguments[:-1], 99.9) == 1
+    assert replay.synthetic(3) == replay.synthetic(3)
+    for bad in ([], ["--synthetic", "0"], ["--synthetic", "many"]):
+        with pytest.raises(SystemExit):
+            replay.main(bad)
+
+
 async def test_openai_traffic(folder, tmp_path):
     messages = [{"role": "system", "content": demo.PROSE}, {"role": "user", "content": "Hi"}]
     path = trace(tmp_path / "t", {"messages": messages}, {"messages": messages}, url="/v1/chat/completions")
