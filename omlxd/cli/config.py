@@ -17,7 +17,7 @@ _BYTES = (
     *("paged_ssd_cache_max_size", "hot_cache_max_size", "memory_limit"),
     *("ssd_cache_daily_write_budget", "log_file_size"),
 )
-_TIMES = ("model_ttl", "stall_timeout", "request_timeout", "ttl")
+_TIMES = ("model_ttl", "ssd_cache_ttl", "stall_timeout", "request_timeout", "ttl")
 
 
 class Shown(msgspec.Struct):

@@ -12,8 +12,10 @@ walk rests most of its time, and leaves the processor to the model's load (tools
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...common.units import human
+from ...kv.files.fs import entries_of, subfolders
+from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
@@ -47,6 +51,10 @@ RETRY_S = 0.05
 
 LOOK_S = 10.0
 """How often somebody looks whether the folder is still there."""
+EXPIRY_S = 3600.0
+"""Between two looks for files that nobody has used for so long, at most; else a tenth of that time."""
+EXPIRED_AT_ONCE = 256
+"""Files that are removed in one turn of the ledger's thread."""
 
 LEASE_SHARE = 64
 """What is more than one part in so many of the cap is granted a file at a time: a lease evicts others before
@@ -64,10 +72,12 @@ class ColdLedger:
     """`root`: the cache dir; `cold_cache_bytes`: its limit, 0: no cold tier.
 
     daily_writes  bytes that may be written to it on one day; 0: no limit
+    ttl_s         seconds without use after which a file goes; infinite: only for others
     """
 
-    def __init__(self, root: Path, cold_cache_bytes: int, daily_writes: int = 0):
+    def __init__(self, root: Path, cold_cache_bytes: int, daily_writes: int = 0, ttl_s: float = math.inf):
         self._root = root
+        self._ttl_s = ttl_s
         self._ledger = (
             Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes else None
         )
@@ -137,9 +147,33 @@ class ColdLedger:
         return ""
 
     async def _look(self) -> None:
+        expired_at = -math.inf
         while True:
             await asyncio.sleep(LOOK_S)
             await self.submit(Ledger.check_folder)
+            if time.monotonic() - expired_at >= min(self._ttl_s / 10, EXPIRY_S):
+                await self.remove_unused()
+                expired_at = time.monotonic()
+
+    async def remove_unused(self) -> int:
+        """Remove the files that nobody has used for `ttl_s`; how many went. Engines take them for misses."""
+        old = await asyncio.to_thread(self._unused) if math.isfinite(self._ttl_s) else []
+        for at in range(0, len(old), EXPIRED_AT_ONCE):
+            await self.forget_files(old[at : at + EXPIRED_AT_ONCE], remove=True)
+        return len(old)
+
+    def _unused(self) -> list[str]:
+        """Their paths, the longest unused first: what is older goes on from what is newer."""
+        before = time.time() - self._ttl_s
+        used: list[tuple[float, str]] = []
+        for namespace in subfolders(self._root, is_namespace_dir):
+            for fan in subfolders(Path(namespace.path), is_fan_dir):
+                for entry in entries_of(fan.path):
+                    with contextlib.suppress(FileNotFoundError):
+                        path = f"{namespace.name}/{fan.name}/{entry.name}"
+                        used.append((entry.stat(follow_symlinks=False).st_mtime, path))
+                time.sleep(WALK_S)
+        return [path for at, path in sorted(used) if at < before and is_stored_path(path)]
 
     def _try_out(self, ledger: Ledger) -> None:
         try:

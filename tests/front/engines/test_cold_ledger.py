@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,3 +143,37 @@ def test_a_lock_alone_grants_nothing(tmp_path: Path):
     assert ledger.take_stock() == 0
     assert ledger.reserve(4096) == 4096
     ledger.close()
+
+
+async def test_files_that_nobody_used_for_the_time_to_live_go_and_no_others(tmp_path: Path):
+    now = time.time()
+    ages = {OLD: 100.0, f"{1:064x}.safetensors": 5.0, f"{2:064x}.record": 100.0, f"{3:064x}.txt": 100.0}
+    (tmp_path / NS / "00").mkdir(parents=True)
+    for name, age in ages.items():
+        (tmp_path / NS / "00" / name).write_bytes(bytes(4096))
+        os.utime(tmp_path / NS / "00" / name, (now - age, now - age))
+    for ttl_s, gone in ((float("inf"), 0), (1000.0, 0), (50.0, 2)):
+        cold = ColdLedger(tmp_path, CAP, ttl_s=ttl_s)
+        await cold.open()
+        await cold.ledger_stats()
+        assert await cold.remove_unused() == gone
+        stats = await cold.ledger_stats()
+        assert stats is not None and stats.files == 3 - gone
+        await cold.close()
+    assert sorted(path.name[62:] for path in (tmp_path / NS / "00").iterdir()) == ["01.safetensors", "03.txt"]
+
+
+async def test_a_daemon_looks_by_itself_for_files_that_nobody_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cold_ledger, "LOOK_S", 0.01)
+    (tmp_path / NS / "00").mkdir(parents=True)
+    file = tmp_path / NS / "00" / OLD
+    file.write_bytes(bytes(4096))
+    os.utime(file, (1.0, 1.0))
+    cold = ColdLedger(tmp_path, CAP, ttl_s=60.0)
+    await cold.open()
+    async with asyncio.timeout(60):
+        while file.exists():
+            await asyncio.sleep(0.01)
+    await cold.close()

@@ -132,6 +132,16 @@ def test_it_answers_before_the_model_has_loaded_and_stops_in_order(start):
     assert "quit" in daemon.notes() and "a stub" in daemon.logged()
 
 
+@pytest.mark.parametrize(("size", "says"), [("0", True), ("8GB", False)])
+def test_no_ram_cache_beside_an_ssd_cache_is_said_at_the_start(start, size: str, says: bool):
+    daemon = start("--hot-cache-max-size", size)
+    page = []
+    while not page or " curl " not in page[-1]:
+        page.append(daemon.process.stdout.readline())
+        assert page[-1], "the page has ended"
+    assert says == any("--hot-cache-max-size 0 means no RAM cache" in line for line in page)
+
+
 def test_interrupt_stops_it_too(start):
     daemon = start()
     daemon.complete("x")
