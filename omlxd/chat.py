@@ -133,11 +133,13 @@ class Sampling(Struct, frozen=True):
     top_k        0 is off
     min_p        in [0, 1)
     repetition_penalty  > 0; 1 is off. Taken over prompt and output, as Hugging Face and vLLM do.
+    repetition_context_size  newest tokens that the repetition penalty sees; 0: all
     presence_penalty, frequency_penalty  in [-2, 2]; over the output, as OpenAI does
     logit_bias   token id → bias in [-100, 100]
     seed         the same seed, prompt and build give the same tokens, whatever else runs
     max_tokens   None: until the context is full; 0: the prompt is computed, and nothing is answered
     stop         strings; matched on the text, whatever its tokenisation
+    stop_token_ids  end the answer as the model's own end of a turn does
     logprobs     number of top alternatives to report a token; None is off
     """
 
@@ -146,12 +148,14 @@ class Sampling(Struct, frozen=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
 
 
@@ -205,6 +209,7 @@ class GenerateRequest(Struct, frozen=True):
     forced      the answer itself, whose likelihood is asked for; "": the model's own
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; for the front alone
+    return_token_ids  `TokenIds` come with the answer
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -217,6 +222,7 @@ class GenerateRequest(Struct, frozen=True):
     format: AnswerFormat | None = None
     forced: str = ""
     collected: bool = False
+    return_token_ids: bool = False
 
 
 def media_of(messages: Iterable[Message]) -> Iterator[ImagePart | DocumentPart]:
@@ -280,6 +286,16 @@ class TokenLogprob(Struct, frozen=True):
     raw: bytes = b""
     at: int = 0
     top_raw: tuple[bytes, ...] = ()
+
+
+class TokenIds(Struct, frozen=True, tag="token_ids"):
+    """Tokens as they are generated, thinking and calls too, but not the end of the turn; the text follows.
+
+    prompt  the prompt's tokens, in the first event of a request
+    """
+
+    ids: tuple[int, ...]
+    prompt: tuple[int, ...] = ()
 
 
 class Progress(Struct, frozen=True, tag="progress"):
@@ -384,11 +400,14 @@ class ChoiceEvent(Struct, frozen=True, tag="choice"):
     """
 
     index: int
-    event: Union[ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Restarted, Finished, Failed]
+    event: Union[
+        TokenIds, ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Restarted, Finished, Failed
+    ]
 
 
 Event = Union[
     Progress,
+    TokenIds,
     ReasoningDelta,
     TextDelta,
     ToolCallDelta,

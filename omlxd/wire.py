@@ -65,11 +65,13 @@ class PromptSettings(Struct, frozen=True):
     healing            earlier turns are put back as they were generated
     hoist_system       `auto`, `always`, `never`: system messages before the first assistant's turn
     request_timeout_s  0: no limit
+    starts_in_thinking the answer begins inside a thinking block that the template does not open
     """
 
     healing: bool = True
     hoist_system: str = "auto"
     request_timeout_s: float = 0.0
+    starts_in_thinking: bool = False
 
 
 class Budget(Struct, frozen=True, tag="budget"):
@@ -268,6 +270,8 @@ class ModelInfo(Struct, frozen=True):
     speed: str = ""
     images: bool = False
     blind: str = ""
+    layers: int = 0
+    hidden_size: int = 0
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):

@@ -68,6 +68,8 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 images=prints.images if prints else None,
                 origin=origin_of(model.folder) if model.folder is not None else "",
                 tools=takes_tools(model.folder) if model.folder is not None else None,
+                layers=prints.layers if prints else None,
+                hidden_size=prints.hidden_size if prints else None,
             )
         )
     return result
@@ -136,6 +138,7 @@ def as_page(model: InstalledStatus) -> str:
         "on disk": _bytes(model.disk_bytes),
         "to load it": f"about {_bytes(model.load_bytes)}",
         "in RAM": _bytes(model.memory_bytes),
+        "layers": f"{model.layers}, hidden size {model.hidden_size}" if model.layers else "-",
         "context": f"{model.context_length} tokens" if model.context_length else "-",
         "reads": "text, images"
         if model.images

@@ -50,6 +50,8 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     trouble: str = ""
     origin: str = ""
     tools: bool | None = None
+    layers: int | None = None
+    hidden_size: int | None = None
 
 
 class InstalledStatuses(msgspec.Struct):

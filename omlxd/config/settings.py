@@ -40,6 +40,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     ttl             seconds that it stays loaded without a request; infinite: for good
     healing         earlier turns are put back as they were generated
     request_timeout seconds that a request may take; 0: no limit
+    starts_in_thinking  answers begin inside a thinking block that the template does not open
     pin             never unloaded to make room, nor for being idle
     """
 
@@ -48,6 +49,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=10**9)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_context_size: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
     thinking: bool | None = None
     template_args: dict[str, Any] = {}
@@ -65,9 +67,13 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Literal["auto", "off"] | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
+    starts_in_thinking: bool | None = None
 
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "repetition_context_size"),
+    "max_tokens",
+)
 """Fields that the file may also set for all models, under `[defaults]`."""
 NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.index("block_size") :]
 """Fields that a loaded engine does not take up; every other one is live."""
@@ -98,6 +104,8 @@ _HELP = {
     "ssd_cache_admission": "which blocks are written to the SSD cache: always; second-use, when they are "
     "asked for again; min-length:N, of prompts of at least N tokens",
     "ssd_cache_daily_write_budget": "most that is written to the SSD cache in a day, as 200GB; 0: no limit",
+    "ssd_cache_ttl": "how long a block stays in the SSD cache without use, as 30d; 0: until its place is "
+    "needed",
     "if_cache_busy": "if another omlxd holds the SSD cache's folder: stop, or no-ssd to serve without one",
     "hot_cache_max_size": "most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; "
     "auto: grows up to what memory safely allows",
@@ -183,6 +191,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ]
     ssd_cache_daily_write_budget: Annotated[Bytes, _option("ssd_cache_daily_write_budget", "SIZE=0")]
+    ssd_cache_ttl: Annotated[Stay, _option("ssd_cache_ttl", "TIME=0")]
     if_cache_busy: Annotated[Literal["stop", "no-ssd"], _option("if_cache_busy", "WHAT=stop")]
     hot_cache_bytes: Annotated[Bytes | None, _option("hot_cache_max_size", "SIZE=auto", none="auto")] = field(
         name="hot_cache_max_size"

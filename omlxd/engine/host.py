@@ -84,8 +84,8 @@ class EngineHost:
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         mlx_adapter.keep_at_most(self.loaded.weight_bytes, load.budget.freed)
+        prints = self._footprint = footprint(Path(load.model_path), self.loaded.float32)
         if load.guard:
-            prints = footprint(Path(load.model_path), self.loaded.float32)
             self.scheduler.memory = MemoryAdmission(
                 self.loaded,
                 prints.working,
@@ -106,6 +106,7 @@ class EngineHost:
             files=self._store.turns,
             read_documents=lambda prompt: read_documents(prompt, self.media, sees=self.images is not None),
             images=self.loaded.blind == "",
+            starts_in_thinking=load.prompts.starts_in_thinking,
         )
         self.images = self.scheduler.images = self._make_images()
         self._sessions = Sessions()
@@ -142,6 +143,8 @@ class EngineHost:
             images=self.images is not None,
             blind=loaded.blind or "",
             token_bytes=self.prompts.tokens.bound.token_bytes,
+            layers=self._footprint.layers,
+            hidden_size=self._footprint.hidden_size,
         )
 
     def _make_images(self) -> Images | None:
@@ -182,8 +185,10 @@ class EngineHost:
             raise PromptTooLong(len(tokens), context - 1)
         if not tokens:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        if bad := next((t for t in tokens if not 0 <= t < self.loaded.vocab_size), None):
-            raise InvalidRequest(f"token id {bad} is not in this model's vocabulary", param="prompt")
+        stops = request.sampling.stop_token_ids
+        for param, ids in (("prompt", tokens), ("stop_token_ids", stops)):
+            if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
+                raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
         if request.forced:
             answer = self._forced(request, rendered, context)
@@ -217,7 +222,7 @@ class EngineHost:
             images=images,
             extra_keys=extra_keys,
             max_new=room if wanted is None else max(1, min(wanted, room)),
-            eos=frozenset(self.loaded.tokenizer.eos_token_ids),
+            eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
             session=request.session,
@@ -232,6 +237,8 @@ class EngineHost:
         sink.stop = lambda: self.scheduler.cancel(sequence)
         sink.usage = lambda: usage_of(sequence)
         sink.is_silent = wanted == 0
+        if request.return_token_ids:
+            sink.prompt = tuple(tokens)
         if not request.forced and not sink.is_silent:
             sink.learn = lambda answer: self._learn(rendered, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:

@@ -48,6 +48,7 @@ class Footprint(msgspec.Struct, frozen=True):
     working       while a GPU computes a chunk of a prompt, but for the scores of its attention
     pair          of the scores of one token with another, in a layer of full attention
     images        it holds a vision tower, and mlx-vlm is installed
+    layers, hidden_size  of its language model
     """
 
     weights: int
@@ -57,6 +58,8 @@ class Footprint(msgspec.Struct, frozen=True):
     context_length: int | None
     pair: int = 0
     images: bool = False
+    layers: int = 0
+    hidden_size: int = 0
 
     def loading(self, backend: str = "") -> int:
         """To load it and answer something short. `backend`: `cpu` computes shorter passes; "": unknown."""
@@ -85,6 +88,8 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         context_length=_context(config),
         pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
         images=vision_obstacle(folder, config) == "",
+        layers=_layers(text),
+        hidden_size=_hidden(text),
     )
 
 
@@ -237,7 +242,7 @@ MOST_LAYERS = 512
 
 def _kinds(text: dict[str, Any]) -> Sequence[str]:
     """What each layer keeps: `full`, `window`, `state` or `none`."""
-    layers = min(_int(text, "num_hidden_layers", "n_layer", "n_layers"), MOST_LAYERS)
+    layers = min(_layers(text), MOST_LAYERS)
     kinds = list(_layer_kinds(text, layers))
     return kinds[: len(kinds) - _int(text, "num_kv_shared_layers")]  # The last ones read what others keep.
 
@@ -266,6 +271,14 @@ def _layer_kinds(text: dict[str, Any], layers: int) -> Sequence[str]:
     return ["full"] * layers
 
 
+def _layers(text: dict[str, Any]) -> int:
+    return _int(text, "num_hidden_layers", "n_layer", "n_layers")
+
+
+def _hidden(text: dict[str, Any]) -> int:
+    return _int(text, "hidden_size", "n_embd")
+
+
 def _full_layers(text: dict[str, Any]) -> set[int] | None:
     """Indexes of layers with full attention, where a config lists them."""
     linear = text.get("linear_attn_config")
@@ -283,7 +296,7 @@ def _layer_kv(text: dict[str, Any], kind: str = "full") -> int:
     if rank := _int(text, "kv_lora_rank"):
         return rank + _int(text, "qk_rope_head_dim") + 2 * _int(text, "index_head_dim")
     heads = _int(text, "num_attention_heads", "n_head", default=1)
-    dim = _int(text, "head_dim", default=_int(text, "hidden_size", "n_embd") // heads)
+    dim = _int(text, "head_dim", default=_hidden(text) // heads)
     kv_heads = _int(text, "num_key_value_heads", default=heads)
     if kind == "full":
         dim = _int(text, "global_head_dim", default=dim)
@@ -304,7 +317,7 @@ def _kv_fixed(text: dict[str, Any], element: int) -> int:
 
 def _state_size(text: dict[str, Any]) -> int:
     """Numbers in one recurrent layer's state: a matrix of key by value a head, and a convolution's past."""
-    hidden = _int(text, "hidden_size", "n_embd")
+    hidden = _hidden(text)
     if "conv_L_cache" in text:
         return hidden * (_int(text, "conv_L_cache") - 1)
     if "conv1d_width" in text:
@@ -328,7 +341,7 @@ def _state_size(text: dict[str, Any]) -> int:
 
 def _working(text: dict[str, Any], element: int) -> int:
     """A chunk's activations in the widest layer, and the logits of one position."""
-    hidden = _int(text, "hidden_size", "n_embd")
+    hidden = _hidden(text)
     experts = max(1, _int(text, "num_experts_per_tok"))
     routed = experts * _int(text, "moe_intermediate_size")
     inner = max(_int(text, "intermediate_size", "n_inner", default=4 * hidden), routed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -13,13 +13,14 @@ from ...chat import (
     Finished,
     ReasoningDelta,
     TextDelta,
+    TokenIds,
     ToolCall,
     ToolCallCut,
     ToolCallDelta,
 )
 from ..sse import OpenCall
 from .chat_tools import FUNCTIONS, CallShape
-from .choices import ChoicesCollector, ChoicesStream
+from .choices import ChoicesCollector, ChoicesStream, ids_of
 from .fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
 from .tool_choice import custom_input
 
@@ -84,6 +85,7 @@ class _ChunkChoice(msgspec.Struct, kw_only=True):
     delta: _Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class _Chunk(msgspec.Struct):
@@ -93,6 +95,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_ChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class OpenAIChatStream(ChoicesStream):
@@ -134,6 +137,10 @@ class OpenAIChatStream(ChoicesStream):
         if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
             delta = self._calls[index].delta(event)
             return self._chunk(delta, index=index) if delta else b""
+        if isinstance(event, TokenIds):
+            ids = ids_of([event])
+            choice = _ChunkChoice(delta=_Delta(), index=index, token_ids=ids.pop("token_ids"))
+            return self._chunk_of([choice], self._usage, **ids)
         if isinstance(event, Finished):
             return self._chunk(_Delta(), finish_reason=_finish_reason(event, self._shape), index=index)
         return b""
@@ -202,6 +209,7 @@ class _Choice(msgspec.Struct):
     finish_reason: str
     logprobs: ChatLogprobs | None
     index: int = 0
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -211,6 +219,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[_Choice]
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
@@ -235,6 +244,7 @@ def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
         finish_reason=_finish_reason(finished, shape),
         logprobs=chat_logprobs(logprobs) if logprobs else None,
         index=index,
+        token_ids=ids_of(events).get("token_ids", UNSET),
     )
 
 
@@ -248,4 +258,8 @@ class OpenAIChatCollector(ChoicesCollector):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
-        super().__init__(ChatCompletion, partial(_choice, shape=shape), id, model, created, n)
+        super().__init__(self._completion, partial(_choice, shape=shape), id, model, created, n)
+
+    def _completion(self, *fields: Any) -> ChatCompletion:
+        prompt = ids_of(self._events[0]).get("prompt_token_ids", UNSET)
+        return ChatCompletion(*fields, prompt_token_ids=prompt)

@@ -6,17 +6,24 @@ With n > 1 each choice's events are `ChoiceEvent`s, its own Finished among them;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import ChoiceEvent, Event, Finished, Restarted
+from ...chat import ChoiceEvent, Event, Finished, Restarted, TokenIds
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import DONE, data_event
 from .fields import UsageBody, usage_body
+
+
+def ids_of(events: Iterable[Event]) -> dict[str, Any]:
+    """vLLM's fields of a choice: `token_ids`, and `prompt_token_ids` at its beginning. {}: not asked for."""
+    parts = [event for event in events if isinstance(event, TokenIds)]
+    prompt = {"prompt_token_ids": list(parts[0].prompt)} if parts and parts[0].prompt else {}
+    return {"token_ids": [id for part in parts for id in part.ids], **prompt} if parts else {}
 
 
 class ChoicesStream(ABC):
@@ -55,8 +62,9 @@ class ChoicesStream(ABC):
             return last + DONE
         return self._of_choice(event, 0)
 
-    def _chunk_of(self, choices: list[Any], usage: UsageBody | UnsetType | None) -> bytes:
-        return data_event(type(self)._chunk_type(self._id, self._created, self._model, choices, usage))
+    def _chunk_of(self, choices: list[Any], usage: UsageBody | UnsetType | None, **more: Any) -> bytes:
+        fields = self._id, self._created, self._model, choices, usage
+        return data_event(type(self)._chunk_type(*fields, **more))
 
 
 class ChoicesCollector:

@@ -15,7 +15,7 @@ from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
-from .choices import ChoicesCollector, ChoicesStream
+from .choices import ChoicesCollector, ChoicesStream, ids_of
 from .fields import (
     FINISH_REASON,
     CommonBody,
@@ -127,6 +127,8 @@ class _Choice(msgspec.Struct):
     index: int = 0
     error: OpenAIDetail | UnsetType = UNSET
     """With `finish_reason` "error": this prompt can't be served, and the others are."""
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 def _failed(failed: chat.Failed, index: int) -> _Choice:
@@ -161,6 +163,8 @@ class OpenAICompletionStream(ChoicesStream):
             return self._chunk(_Choice(event.text, _logprobs(event.logprobs), index=index))
         if isinstance(event, chat.ReasoningDelta):
             return self._chunk(_Choice(event.text, index=index)) if event.text else b""
+        if isinstance(event, chat.TokenIds):
+            return self._chunk(_Choice("", index=index, **ids_of([event])))
         if isinstance(event, chat.Finished):
             return self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason], index=index))
         if isinstance(event, chat.Failed):
@@ -183,6 +187,7 @@ def _choice(events: list[chat.Event], index: int) -> _Choice:
         logprobs=_logprobs(tuple(logprobs)),
         finish_reason=FINISH_REASON[last.reason],
         index=index,
+        **ids_of(events),
     )
 
 

@@ -15,6 +15,7 @@ from ..local_fields import DialectFields, effort_of, session_of, thinking_of
 from ..sse import UsageExtension, usage_extension
 
 MAX_CHOICES = 8
+MOST_STOP_TOKENS = 128
 Count = Annotated[int, msgspec.Meta(ge=1, le=MAX_INT64)]
 Limit = Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)]
 """Tokens of an answer at most. -1, as LM Studio's and llama.cpp's users write it, is no limit."""
@@ -30,7 +31,8 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonBody(DialectFields, kw_only=True):
-    """Fields that both bodies have; also vLLM's top_k, min_p, …, and llama.cpp's json_schema and grammar."""
+    """Fields that both bodies have; also vLLM's top_k, min_p, …, mlx-lm's repetition_context_size,
+    and llama.cpp's json_schema and grammar."""
 
     model: str | None = None
     stream: bool | None = None
@@ -41,11 +43,13 @@ class CommonBody(DialectFields, kw_only=True):
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    repetition_context_size: _TokenId | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[_TokenId, _Bias] | None = None
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
     stop: Union[str, list[str], None] = None
+    stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MOST_STOP_TOKENS)] | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = None
     response_format: ResponseFormat | None = None
     json_schema: dict[str, Any] | None = None
@@ -53,6 +57,7 @@ class CommonBody(DialectFields, kw_only=True):
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
+    return_token_ids: bool | None = None
 
 
 class ChatFields(CommonBody, kw_only=True):
@@ -107,16 +112,23 @@ def generate_request(
         **nucleus(body.top_p, body.top_k),
         min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
+        repetition_context_size=body.repetition_context_size,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=body.logit_bias or {},
         seed=body.seed,
         max_tokens=None if max_tokens is None else min(max_tokens, MAX_TOKENS),
         stop=stops(body.stop, "stop"),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
         logprobs=logprobs,
     )
     return chat.GenerateRequest(
-        prompt=prompt, sampling=sampling, session=session, cache_salt=body.cache_salt or "", format=format
+        prompt=prompt,
+        sampling=sampling,
+        session=session,
+        cache_salt=body.cache_salt or "",
+        format=format,
+        return_token_ids=bool(body.return_token_ids),
     )
 
 

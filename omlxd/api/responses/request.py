@@ -191,6 +191,7 @@ def _refuse(request: ResponsesBody) -> None:
                 "nothing is compacted here; leave it out",
             ),
             "moderation": (request.moderation, NO_MODERATION),
+            "return_token_ids": (request.return_token_ids, "/v1/chat/completions returns token ids"),
             "n": ((request.n or 1) > 1, "a response is one answer; /v1/chat/completions gives several"),
         }
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ...chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, ToolCallCut, Usage
+from ...chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, TokenIds, ToolCallCut, Usage
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
 from ..sequence import Likelihood, Sequence
@@ -82,6 +82,7 @@ class RequestSink:
     stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
     is_silent  the client wants the prompt computed and no answer
     over()   called once if the request did not fail and its client stayed
+    prompt   its tokens, where the client wants token ids; they go with the first token
     learn()  gets what the client was sent, before the last event, if the turn may be remembered
     """
 
@@ -96,6 +97,7 @@ class RequestSink:
         self._taken = 0
         self.stop: Callable[[], None] = _nothing
         self.is_silent = False
+        self.prompt: tuple[int, ...] | None = None
         self.learn: Callable[[Answer], None] | None = None
         self.usage: Callable[[], Usage] = Usage
         self.over: Callable[[], None] = _nothing
@@ -150,9 +152,13 @@ class RequestSink:
 
     def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, Event]]:
         self._taken += 1
+        events: list[tuple[int, Event]] = []
+        if self.prompt is not None:
+            events = self._emit([TokenIds(() if self.is_silent else (token,), self.prompt)])
+            self.prompt = ()
         if self.is_silent:
-            return []
-        events = self._emit(self._parser.add_token(token, likelihood))
+            return events
+        events += self._emit(self._parser.add_token(token, likelihood))
         if self._parser.ended:
             self.stop()
             # The engine is ahead by now, by as much as this thread happens to be behind.

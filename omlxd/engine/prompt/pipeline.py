@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...chat import Conversation, ImagePart, RawPrompt, media_of
+from ...errors import ModelError
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template import Renderer, Text
@@ -41,7 +42,7 @@ class RenderedPrompt:
 
     tokens              the model's token ids
     text                what they were made of, turns as the client sent them; "" when it gave ids
-    starts_in_thinking  the prompt ends inside a thinking block
+    starts_in_thinking  the answer begins inside a thinking block
     reasoning           thinking tags in the answer are read (not so for a raw prompt)
     tool_calls          calls in the answer are looked for
     place               where the answer will stand; None: it is not remembered
@@ -81,6 +82,9 @@ class PromptPipeline:
     files   where they are kept beyond this process; None: nowhere
     read_documents  makes a conversation's documents text or images
     images  the model takes images
+    starts_in_thinking  answers begin inside a thinking block that the template does not open
+
+    Raises ModelError where a tokenizer without thinking tags is to start in thinking.
     """
 
     def __init__(
@@ -92,7 +96,11 @@ class PromptPipeline:
         files: TurnFiles | None = None,
         read_documents: Callable[[Conversation], Conversation] = lambda conversation: conversation,
         images: bool = False,
+        starts_in_thinking: bool = False,
     ):
+        if starts_in_thinking and not tokenizer.think_start:
+            raise ModelError("starts-in-thinking: this model has no thinking tags; take the setting away")
+        self._starts_in_thinking = starts_in_thinking
         self._tokenizer = tokenizer
         self._read_documents = read_documents
         self.tokens = TokenCache(tokenizer)
@@ -131,11 +139,10 @@ class PromptPipeline:
         text = self._renderer.text(prompt)
         if refuse is not None:
             self.tokens.bound.token_bytes.check_texts([text.plain], refuse)
-        start = self._tokenizer.think_start
         rendered = RenderedPrompt(
             tokens=self._encode(text, refuse),
             text=text.plain,
-            starts_in_thinking=bool(start) and text.plain.rstrip().endswith(start),
+            starts_in_thinking=self._begins_with_thought(prompt, text.plain),
             reasoning=True,
             tool_calls=bool(prompt.tools) and prompt.tool_choice != "none",
             exposed=text.exposed,
@@ -148,6 +155,12 @@ class PromptPipeline:
         if self.memory is None or not self._splicer.able:
             return rendered
         return self._spliced(prompt, text, rendered, self.memory, not scope.session, most)
+
+    def _begins_with_thought(self, prompt: Conversation, text: str) -> bool:
+        start = self._tokenizer.think_start
+        if start and text.rstrip().endswith(start):
+            return True
+        return self._starts_in_thinking and prompt.thinking is not False and not prompt.continue_final
 
     def continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
         """The ids of `text` where it follows the prompt; no token spans the two."""

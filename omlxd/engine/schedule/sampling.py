@@ -42,6 +42,7 @@ class SamplingDefaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    repetition_context_size: int = 0
 
 
 UNNAMED = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
@@ -58,6 +59,7 @@ class RowSampling:
     top_k: int
     min_p: float
     repetition_penalty: float
+    repetition_context_size: int
     presence_penalty: float
     frequency_penalty: float
     logit_bias: tuple[tuple[int, float], ...]
@@ -75,6 +77,7 @@ class RowSampling:
             top_k=max(0, int(pick("top_k"))),  # -1 is "off" in some models' defaults
             min_p=pick("min_p"),
             repetition_penalty=pick("repetition_penalty"),
+            repetition_context_size=max(0, int(pick("repetition_context_size"))),
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
             logit_bias=tuple(sorted(sampling.logit_bias.items())),
@@ -101,17 +104,21 @@ class Penalties:
 
     seen   (vocabulary,) bool: prompt and output, for the repetition penalty
     count  (vocabulary,) float: output alone, for presence and frequency
+    recent (repetition_context_size,) int32: the newest tokens, which `seen` is then made of; None: of all
     """
 
-    __slots__ = ("_bias", "_row", "count", "seen")
+    __slots__ = ("_bias", "_row", "count", "recent", "seen")
 
     def __init__(self, row: RowSampling, prompt: Sequence[int], vocab: int):
         self._row = row
-        seen = mx.zeros((vocab,), dtype=mx.bool_)
-        ids = sorted({token for token in prompt if token < vocab})
-        if ids and row.repetition_penalty != 1:
-            seen[mx.array(ids)] = True
-        self.seen = seen
+        self.seen = mx.zeros((vocab,), dtype=mx.bool_)
+        self.recent: mx.array | None = None
+        if row.repetition_penalty != 1:
+            ids = [token for token in prompt if token < vocab][-row.repetition_context_size :]
+            if ids:
+                self.seen[mx.array(ids)] = True
+            if row.repetition_context_size:
+                self.recent = mx.array(ids, mx.int32)
         self.count = mx.zeros((vocab,))
         bias = mx.zeros((vocab,))
         if kept := {token: value for token, value in row.logit_bias if 0 <= token < vocab}:
@@ -126,8 +133,13 @@ class Penalties:
 
     def update(self, token: mx.array) -> None:
         """`token`: shape (1,), the row's newest output."""
-        self.seen[token] = True
         self.count[token] = self.count[token] + 1
+        if self.recent is None:
+            self.seen[token] = True
+            return
+        self.recent = mx.concatenate([self.recent, token])[-self._row.repetition_context_size :]
+        self.seen = mx.zeros_like(self.seen)
+        self.seen[self.recent] = True
 
     def apply(self, logits: mx.array) -> mx.array:
         """`logits`: (vocabulary,) float32."""

@@ -142,11 +142,13 @@ class Progress(Line, frozen=True, tag="progress"):
 
 
 class Delta(Line, frozen=True, tag="delta"):
-    """A piece of the answer, or of the thinking before it."""
+    """A piece of the answer, or of the thinking before it; token ids come in lines of their own."""
 
     text: str = ""
     reasoning: str = ""
     logprobs: list[ChatLogprob] = []
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
 
 
 class ToolCall(Line, frozen=True, tag="tool_call"):
@@ -231,6 +233,8 @@ def line_of(id: Id, event: chat.Event) -> Line | None:
     match event:
         case chat.Progress():
             return Progress(id, event.done, event.total)
+        case chat.TokenIds():
+            return Delta(id, token_ids=list(event.ids), prompt_token_ids=list(event.prompt))
         case chat.ReasoningDelta():
             return Delta(id, reasoning=event.text)
         case chat.TextDelta():

@@ -61,6 +61,7 @@ class EnginePool:
             settings.paged_ssd_cache_dir,
             0 if settings.no_cache else settings.cold_cache_bytes,
             daily_writes=settings.ssd_cache_daily_write_budget,
+            ttl_s=settings.ssd_cache_ttl,
         )
         self._engines: dict[str, ModelEngine] = {}
         self._looking: asyncio.Task[None] | None = None
@@ -382,6 +383,7 @@ class EnginePool:
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,
                 hoist_system=own.hoist_system or settings.hoist_system,
+                starts_in_thinking=bool(own.starts_in_thinking),
                 request_timeout_s=settings.request_timeout
                 if own.request_timeout is None
                 else own.request_timeout,

@@ -20,6 +20,7 @@ from ...chat import (
     Finished,
     ReasoningDelta,
     TextDelta,
+    TokenIds,
     ToolCall,
     ToolCallCut,
     ToolCallDelta,
@@ -123,6 +124,8 @@ def _size(event: Event) -> int:
             return _EVENT_BYTES + len(event.text)
         case ToolCallDelta():
             return _EVENT_BYTES + len(event.text)
+        case TokenIds():
+            return _EVENT_BYTES + 8 * len(event.prompt)
         case ToolCall() | ToolCallCut():
             return _EVENT_BYTES + len(event.arguments)
         case ChoiceEvent():

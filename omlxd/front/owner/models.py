@@ -59,6 +59,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         trouble=engine.process.supervisor.trouble,
         origin=engine.origin,
         tools=engine.tools,
+        layers=prints.layers if prints else None,
+        hidden_size=prints.hidden_size if prints else None,
     )
 
 

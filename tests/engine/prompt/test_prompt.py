@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
+from msgspec.structs import replace
 from templates import GLM, HARMONY, QWEN3, QWEN3_THINKING
 
 from omlxd.chat import (
@@ -24,7 +25,7 @@ from omlxd.chat import (
 )
 from omlxd.engine.prompt.pipeline import PromptPipeline
 from omlxd.engine.prompt.turn_memory import Scope
-from omlxd.errors import InvalidRequest
+from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models import demo
 
 READ = Tool("Read", "Reads a file.", {"type": "object", "properties": {"path": {"type": "string"}}})
@@ -156,6 +157,20 @@ def test_thinking_follows_the_request(prompts):
     default, on, off = (prompts.render(Conversation(hello, thinking=t)) for t in (None, True, False))
     assert default.tokens == on.tokens != off.tokens
     assert on.starts_in_thinking and not off.starts_in_thinking
+
+
+def test_a_template_that_never_opens_the_tag_starts_in_thinking_where_the_setting_says_so(folder):
+    tokenizer = pipeline(folder, QWEN3)._tokenizer
+    plain, opened = (PromptPipeline(tokenizer, starts_in_thinking=on) for on in (False, True))
+    talk = Conversation((say("user", TextPart("Hi")),))
+    assert not plain.render(talk).starts_in_thinking and opened.render(talk).starts_in_thinking
+    assert opened.render(talk).tokens == plain.render(talk).tokens
+    assert not opened.render(replace(talk, thinking=False)).starts_in_thinking
+    begun = Conversation((*talk.messages, say("assistant", TextPart("So"))), continue_final=True)
+    assert not opened.render(begun).starts_in_thinking
+    tokenizer._think_start = tokenizer._think_end = None
+    with pytest.raises(ModelError, match="no thinking tags"):
+        PromptPipeline(tokenizer, starts_in_thinking=True)
 
 
 def test_tool_choice(prompts):

@@ -132,6 +132,18 @@ def test_repetition_penalty_covers_prompt_and_output():
     assert tokens.tolist() == [4, 5, 3], "3 was in the prompt; 4 and 5 are penalised once they are out"
 
 
+def test_repetition_context_size_is_how_far_back_the_penalty_looks():
+    logits = np.zeros(VOCAB, dtype=np.float32)
+    logits[[3, 4, 5]] = [4.0, 3.9, 3.8]
+    fields = {"temperature": 0.0, "repetition_penalty": 2.0}
+    prompt = (4, 5, 3)
+    assert draw([row(prompt, **fields)], logits, steps=2)[:, 0].tolist() == [3, 3], "all are penalised"
+    near = [row(prompt, **fields, repetition_context_size=2), row(prompt, **fields)]
+    assert draw(near, logits, steps=4).tolist() == [[4, 3], [5, 3], [3, 3], [4, 3]]
+    more = row((), **fields, repetition_context_size=100)
+    assert draw([more], logits, steps=4)[:, 0].tolist() == [3, 4, 5, 3]
+
+
 def test_negative_logits_are_penalised_downwards():
     logits = np.full(VOCAB, -5.0, dtype=np.float32)
     logits[[1, 2]] = [-1.0, -1.5]

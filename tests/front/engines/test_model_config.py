@@ -27,6 +27,7 @@ top-p = 0.9
 top_k = 20
 min-p = 0.1
 repetition-penalty = 1.1
+repetition-context-size = 256
 max-tokens = 100
 thinking = true
 template-args = { a = [1, "x"] }
@@ -37,6 +38,7 @@ aliases = ["one", "two"]
 block-size = 128
 no-cache = true
 max-concurrent-requests = 2
+starts-in-thinking = true
 """
 
 
@@ -53,6 +55,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         top_k=20,
         min_p=0.1,
         repetition_penalty=1.1,
+        repetition_context_size=256,
         max_tokens=100,
         thinking=True,
         template_args={"a": [1, "x"]},
@@ -63,6 +66,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         block_size=128,
         no_cache=True,
         max_concurrent_requests=2,
+        starts_in_thinking=True,
     )
     assert models(tmp_path, "[models.x]\nttl = 0\n")["x"].ttl == math.inf
 
@@ -81,6 +85,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("template-args = 3", "no table"),
         ("block-size = 48", "48 is none of 16, 32, 64, 128, 256, 512, 1024"),
         ("tempreature = 1", "did you mean temperature?"),
+        ("repetition-context-size = -1", "-1 is no whole number from 0"),
         ("max-tokens = 1\nmax_tokens = 2", "given twice"),
     ],
 )
