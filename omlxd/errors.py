@@ -58,14 +58,16 @@ def bad_field(param: str, why: str) -> InvalidRequest:
 class PromptTooLong(OmlxdError):
     """`tokens` > `limit`, which is the context without the answer's first token.
 
+    least  not all of them were counted
+
     The sentence is the one that Claude Code parses (facts of its client).
     """
 
     code = "prompt_too_long"
 
-    def __init__(self, tokens: int, limit: int):
-        self.tokens = tokens
-        message = f"prompt is too long: {tokens} tokens > {limit} maximum"
+    def __init__(self, tokens: int, limit: int, *, least: bool = False):
+        self.tokens, self.least = tokens, least
+        message = f"prompt is too long: {'at least ' if least else ''}{tokens} tokens > {limit} maximum"
         if LEAST_CONTEXT < limit < AGENT_CONTEXT:
             message += f". An agent needs a longer context than this model's {limit + 1} tokens: {LONGER}"
         super().__init__(message)

@@ -221,7 +221,7 @@ class TokenBytes(Struct, frozen=True):
         if isinstance(prompt, RawPrompt):
             self.check_texts([prompt.text], most)
         elif len(prompt.messages) > most:
-            raise PromptTooLong(len(prompt.messages), most)
+            raise PromptTooLong(len(prompt.messages), most, least=True)
         else:
             self.check_texts(plain_texts(prompt), most, trimmed=True)
 
@@ -230,7 +230,7 @@ class TokenBytes(Struct, frozen=True):
         if sum(map(len, texts)) > 2 * most:
             least = self.least(texts, trimmed=trimmed, enough=COUNTED_CONTEXTS * most)
             if least > most:
-                raise PromptTooLong(least, most)
+                raise PromptTooLong(least, most, least=True)
 
     def least(self, texts: list[str], *, trimmed: bool = False, enough: float = math.inf) -> int:
         """Tokens that `texts` have at least; 0 if nobody knows. No more than `enough` are counted."""

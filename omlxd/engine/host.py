@@ -167,7 +167,7 @@ class EngineHost:
             rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
             return len(self._place_images(rendered, refuse)[0])
         except PromptTooLong as error:
-            raise PromptTooLong(error.tokens, most) from None
+            raise PromptTooLong(error.tokens, most, least=error.least) from None
 
     def start(self, id: int, request: GenerateRequest, end: Callable[[], None]) -> Sequence:
         """Render, hash and submit a request; its events go to the output thread. Raises OmlxdError.

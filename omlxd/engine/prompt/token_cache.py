@@ -112,7 +112,7 @@ class TokenCache:
                     segments.append(part)
                     inner = False
         if most is not None and len(segments) > 2 * most:  # each has a token
-            raise PromptTooLong(len(segments), most)
+            raise PromptTooLong(len(segments), most, least=True)
         tokens: list[int] = []
         for index, ids in enumerate(self._ids(segments, most)):
             tokens += ids[1:] if index in led else ids
@@ -125,7 +125,7 @@ class TokenCache:
         count = sum(map(len, ids_of.values()))
         for batch in _batches(missing, [len(segment) for segment in segments]):
             if most is not None and count > 2 * most + len(segments):  # each may have an id that is dropped
-                raise PromptTooLong(count - len(segments), most)
+                raise PromptTooLong(count - len(segments), most, least=True)
             with self._encoding.together(), _readable():
                 encoded = self._backend.encode_batch_fast(
                     [segments[i] for i in batch], add_special_tokens=False

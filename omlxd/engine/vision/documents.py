@@ -54,7 +54,7 @@ def _parts(document: chat.DocumentPart, media: Media, sees: bool) -> list[chat.T
     if sees:
         pages = [
             chat.ImagePart(document.data, document.media_type, document.param, page)
-            for page in range(1, media.pages(document) + 1)
+            for page in range(1, len(media.pages(document)) + 1)
         ]
         return [chat.TextPart("\n".join(opening)), *pages, chat.TextPart("\n".join(closing))]
     texts = [

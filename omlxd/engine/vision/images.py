@@ -29,7 +29,7 @@ from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
 from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, VisionModel
 from ..prompt.pipeline import RenderedPrompt
-from .media import Media
+from .media import Identity, Media, Size
 
 REMEMBERED_BYTES = 16 << 20
 """Of the tokens of images, 2,500 screenshots of 1,500; and of their positions, 900 of these."""
@@ -94,7 +94,7 @@ class Images:
         most: int = sys.maxsize,
     ) -> tuple[list[int], PromptImages | None]:
         """`tokens` with each placeholder replaced by its image's tokens. Raises InvalidRequest, and
-        PromptTooLong at the first image that ends past `most` tokens.
+        PromptTooLong once there are surely more than `most` tokens.
 
         generated  (start, stop) of tokens that the model said
         """
@@ -113,24 +113,49 @@ class Images:
         spans: list[Span] = []
         placed: list[int] = []
         at = 0
-        identities = self._media.identities(parts)
-        for end, part, identity in zip(placeholders, parts, identities, strict=True):
-            with self._lock:
-                image = self._known.get(identity.digest)
-            if image is None:
-                image, pixels = self._process(part)
-                with self._lock:
-                    self._known.put(identity.digest, image)
-                    if self._pixels.cost + _nbytes(pixels) <= PIXEL_BYTES:
-                        self._pixels.put(image.digest, pixels)
+        images = self._images(parts, len(tokens), most)
+        for end, part, image in zip(placeholders, parts, images, strict=True):
             placed += tokens[at:end]
             spans.append(Span(len(placed), len(placed) + len(image.tokens), image, part))
             placed += image.tokens
             at = end + 1
-            if len(placed) > most:
-                raise PromptTooLong(len(placed) + len(tokens) - at, most)
         placed += tokens[at:]
         return placed, PromptImages(self, placed, tuple(spans))
+
+    def _images(self, parts: Sequence[ImagePart], least: int, most: int) -> Iterator[Image]:
+        """Yield the image of each part. A page tells the tokens of all pages of its size: one of each size is
+        read first, so that many pages are refused early.
+
+        least, most  tokens of the prompt, an image counted as one, and those that it may have
+        """
+        _check_length(least, most)
+        sizes = list(self._media.sizes(parts))
+        firsts: dict[Size, ImagePart] = {}
+        for size, part in zip(sizes, parts, strict=True):
+            if size is not None:
+                firsts.setdefault(size, part)
+        identities = self._media.identities([*firsts.values(), *parts])
+        counts: dict[Size | None, int] = {None: 1}
+        for (size, part), identity in zip(firsts.items(), identities, strict=False):
+            counts[size] = len(self._image(part, identity).tokens)
+            least += sizes.count(size) * (counts[size] - 1)
+            _check_length(least, most)
+        for size, part, identity in zip(sizes, parts, identities, strict=True):
+            image = self._image(part, identity)
+            least += len(image.tokens) - counts[size]
+            _check_length(least, most)
+            yield image
+
+    def _image(self, part: ImagePart, identity: Identity) -> Image:
+        with self._lock:
+            image = self._known.get(identity.digest)
+        if image is None:
+            image, pixels = self._process(part)
+            with self._lock:
+                self._known.put(identity.digest, image)
+                if self._pixels.cost + _nbytes(pixels) <= PIXEL_BYTES:
+                    self._pixels.put(image.digest, pixels)
+        return image
 
     def drop_features(self) -> None:
         """Give their memory back; the KV of what was answered does without. Engine thread."""
@@ -299,6 +324,11 @@ def prompt_with_images(
         return rendered.tokens, {}
     tokens, placed = images.place(rendered.tokens, rendered.images, rendered.generated)
     return tokens, placed.extra_keys(block_size) if placed is not None else {}
+
+
+def _check_length(least: int, most: int) -> None:
+    if least > most:
+        raise PromptTooLong(least, most, least=True)
 
 
 def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -33,10 +33,13 @@ RECENT_BYTES = 64 << 20
 TEXT_CHARS = 16 << 20
 """Texts of PDFs that are kept."""
 
+T = TypeVar("T")
+
 _Key = tuple[bytes, int]
 """SHA-256 of the encoded bytes, and a PDF's page."""
 _Pixels = tuple[tuple[int, int, bytes] | None, str]
-_Document = tuple[list[str] | int | None, str]
+Size = tuple[float, float]
+"""Of a PDF's page, in points: pages of one size make pictures of one size."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -72,8 +75,8 @@ class Media:
         self._lock = threading.Lock()
         self._identities: BoundedMap[_Key, Identity] = BoundedMap(max_items=MOST_IDENTITIES)
         self._recent: BoundedMap[_Key, Picture] = BoundedMap(RECENT_BYTES, lambda picture: len(picture.rgb))
-        self._documents: BoundedMap[tuple[bytes, str], list[str] | int] = BoundedMap(
-            TEXT_CHARS, _document_cost
+        self._documents: BoundedMap[tuple[bytes, str], list[Any]] = BoundedMap(
+            TEXT_CHARS, lambda pages: sum(map(len, pages))
         )
 
     def identities(self, parts: Iterable[chat.ImagePart], param: str = "messages") -> Iterator[Identity]:
@@ -101,15 +104,18 @@ class Media:
 
     def texts(self, document: chat.DocumentPart) -> list[str]:
         """Return the text of each page of a PDF. Raises InvalidRequest."""
-        texts = self._ask("texts", document)
-        assert isinstance(texts, list)
-        return texts
+        return self._ask("texts", document, tuple[list[str] | None, str])
 
-    def pages(self, document: chat.DocumentPart) -> int:
-        """Return the number of pages of a PDF. Raises InvalidRequest."""
-        pages = self._ask("pages", document)
-        assert isinstance(pages, int)
-        return pages
+    def pages(self, document: chat.DocumentPart) -> list[Size]:
+        """Return the size of each page of a PDF. Raises InvalidRequest."""
+        return self._ask("pages", document, tuple[list[Size] | None, str])
+
+    def sizes(self, parts: Iterable[chat.ImagePart]) -> Iterator[Size | None]:
+        """Yield the size of each page of a PDF read lately; None: an image, or it is not known."""
+        for _, (digest, page) in _keyed(parts):
+            with self._lock:
+                pages = self._documents.get((digest, "pages")) if page else None
+            yield pages[page - 1] if pages else None
 
     def close(self) -> None:
         """End the children that wait for work."""
@@ -138,14 +144,16 @@ class Media:
             self._recent.put(key, picture)
         return picture
 
-    def _ask(self, kind: str, document: chat.DocumentPart) -> list[str] | int:
+    def _ask(
+        self, kind: str, document: chat.DocumentPart, reply: type[tuple[list[T] | None, str]]
+    ) -> list[T]:
         key = (hashlib.sha256(document.data).digest(), kind)
         with self._lock:
             if (answer := self._documents.get(key)) is not None:
                 return answer
         what = f"the PDF {document.name[:200]!r}" if document.name else "the PDF"
         try:
-            answer, why = self._children.call((kind, document.data, 0), _Document, DEADLINE_S)
+            answer, why = self._children.call((kind, document.data, 0), reply, DEADLINE_S)
         except ChildLost as lost:
             raise bad_field(document.param, f"{what} can't be read: {lost}") from None
         if answer is None:
@@ -153,10 +161,6 @@ class Media:
         with self._lock:
             self._documents.put(key, answer)
         return answer
-
-
-def _document_cost(answer: list[str] | int) -> int:
-    return 1 if isinstance(answer, int) else sum(map(len, answer))
 
 
 def _keyed(parts: Iterable[chat.ImagePart]) -> Iterator[tuple[chat.ImagePart, _Key]]:

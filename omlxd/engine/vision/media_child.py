@@ -34,12 +34,12 @@ def answer(kind: str, data: bytes, page: int) -> tuple[Any, str]:
     """Return (result, "") or (None, why the bytes can't be read: what follows "the image").
 
     kind  `picture`: an image, or page `page` of a PDF, from 1: (width, height, RGB bytes, row-major)
-          `texts`: of a PDF's pages; `pages`: their number
+          `texts`: of a PDF's pages; `pages`: their sizes in points
     """
     try:
         if kind == "picture":
             return _picture(_page(data, page) if page else _image(data)), ""
-        return (_texts(data) if kind == "texts" else len(_pdf(data))), ""
+        return (_texts(data) if kind == "texts" else _sizes(data)), ""
     except _Refused as refused:
         return None, str(refused)
     except MemoryError:
@@ -143,6 +143,11 @@ def _page(data: bytes, number: int) -> Any:
     scale = min(PAGE_SCALE, (PAGE_PIXELS / max(1.0, width * height)) ** 0.5)
     _check_size(max(1, int(width * scale)), max(1, int(height * scale)))
     return page.render(scale=scale).to_pil().convert("RGB")
+
+
+def _sizes(data: bytes) -> list[tuple[float, float]]:
+    document = _pdf(data)
+    return [document.get_page_size(number) for number in range(len(document))]
 
 
 def _texts(data: bytes) -> list[str]:

@@ -196,7 +196,7 @@ class ModelEngine:
             try:
                 self.info.token_bytes.check(prompt, wire.COUNTED_CONTEXTS * most)
             except PromptTooLong as error:
-                raise PromptTooLong(error.tokens, most) from None
+                raise PromptTooLong(error.tokens, most, least=True) from None
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:

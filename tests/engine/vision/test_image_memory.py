@@ -17,7 +17,10 @@ KEPT = 4
 
 
 class FakeMedia:
-    """Each part's first byte is its picture."""
+    """Each part's first byte is its picture; a page's second byte is its size."""
+
+    def sizes(self, parts):
+        return ((1.0, float(part.data[1])) if part.page else None for part in parts)
 
     def pictures(self, parts):
         for part in parts:
@@ -94,9 +97,22 @@ def test_images_that_are_cached_or_whose_features_are_kept_need_no_pixels(images
 
 def test_images_past_the_context_are_not_processed(images):
     with pytest.raises(PromptTooLong) as caught:
-        images.place([1, PAD] * 50, parts(50), most=5 * TOKENS)
+        images.place([1, PAD] * 50, parts(50), most=100 + 4 * (TOKENS - 1))
     assert images.processor.processed == [*range(5)] and images._media.decoded == 5
-    assert caught.value.message.startswith("prompt is too long")
+    assert caught.value.message.startswith("prompt is too long: at least 145 tokens > 136 maximum")
+    with pytest.raises(PromptTooLong):
+        images.place([1, PAD] * 50, parts(50, 100), most=99)
+    assert images.processor.processed == [*range(5)]
+
+
+def test_pages_past_the_context_are_refused_when_one_of_each_size_is_read(images):
+    pages = [ImagePart(bytes([n, n // 40]), page=1) for n in range(80)]
+    with pytest.raises(PromptTooLong) as caught:
+        images.place([1, PAD] * 80, pages, most=80 * (1 + TOKENS) - 1)
+    assert images.processor.processed == [0, 40]
+    assert caught.value.tokens == 80 * (1 + TOKENS)
+    tokens, _ = images.place([1, PAD] * 80, pages, most=80 * (1 + TOKENS))
+    assert len(tokens) == 80 * (1 + TOKENS) and len(images.processor.processed) == 80
 
 
 def test_an_image_that_the_processor_cannot_take_is_an_error_of_the_image(images):

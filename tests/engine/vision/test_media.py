@@ -282,7 +282,12 @@ def document(data: bytes, name: str = "kettles.pdf") -> DocumentPart:
 
 def test_a_pdf_has_texts_and_pictures(media):
     data = pdf(["A kettle boils.\nIt sings.", "", "The end."])
-    assert media.pages(document(data)) == 3
+    assert media.pages(document(data)) == [(612.0, 792.0)] * 3
+    assert [*media.sizes([part(data, 2), part(b"an image"), part(b"another PDF", 1)])] == [
+        (612, 792),
+        None,
+        None,
+    ]
     assert [text.strip() for text in media.texts(document(data))] == [
         "A kettle boils.\nIt sings.",
         "",
