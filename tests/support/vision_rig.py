@@ -33,6 +33,9 @@ class Album:
 
     identities = pictures
 
+    def sizes(self, parts: Sequence[ImagePart]) -> list[None]:
+        return [None] * len(parts)
+
 
 def _digest(pixels: np.ndarray) -> bytes:
     return hashlib.sha256(repr(pixels.shape).encode() + pixels.tobytes()).digest()
