@@ -16,7 +16,7 @@ import msgspec
 from ..chat import ErrorCode
 from ..errors import OmlxdError
 
-Protocol = Literal["anthropic", "openai"]
+Protocol = Literal["anthropic", "openai", "ollama"]
 
 MAX_RETRY_AFTER = 60
 """Seconds. Claude Code gives up at once if it has to wait longer."""
@@ -68,6 +68,10 @@ class OpenAIError(msgspec.Struct):
     error: OpenAIDetail
 
 
+class OllamaError(msgspec.Struct):
+    error: str
+
+
 class HttpError(msgspec.Struct, frozen=True):
     """A whole answer: status, headers (lower case) and JSON body."""
 
@@ -77,6 +81,7 @@ class HttpError(msgspec.Struct, frozen=True):
 
 
 _ANTHROPIC = ("/v1/messages", "/v1/complete")
+_LM_STUDIO = ("/api/v0", "/api/v1")
 _OPENAI = ("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings")
 
 
@@ -87,6 +92,8 @@ def protocol_of(path: str, versioned: bool = False) -> Protocol:
     """
     if _under(path, _ANTHROPIC):
         return "anthropic"
+    if _under(path, ("/api",)) and not _under(path, _LM_STUDIO):
+        return "ollama"
     return "anthropic" if versioned and not _under(path, _OPENAI) else "openai"
 
 
@@ -99,7 +106,7 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     if error.code == "authentication":
         return f"{_WRONG_KEY[protocol]}. {error.message}"
     numbers = _TOO_LONG.match(error.message) if error.code == "prompt_too_long" else None
-    if protocol == "anthropic" or not numbers:
+    if protocol != "openai" or not numbers:
         return error.message
     limit = int(numbers[2])
     return (
@@ -109,14 +116,22 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     )
 
 
-_WRONG_KEY: dict[Protocol, str] = {"anthropic": "invalid x-api-key", "openai": "Incorrect API key provided"}
+_WRONG_KEY: dict[Protocol, str] = {
+    "anthropic": "invalid x-api-key",
+    "openai": "Incorrect API key provided",
+    "ollama": "unauthorized",
+}
 _TOO_LONG = re.compile(r"prompt is too long: (.*) tokens > (\d+) maximum\.?(.*)")
 
 
-def error_body(error: OmlxdError, protocol: Protocol, request_id: str) -> AnthropicError | OpenAIError:
+def error_body(
+    error: OmlxdError, protocol: Protocol, request_id: str
+) -> AnthropicError | OpenAIError | OllamaError:
     """The JSON object that tells of `error`; also what a stream sends after it has begun."""
     if protocol == "openai":
         return OpenAIError(openai_detail(error))
+    if protocol == "ollama":
+        return OllamaError(message_of(error, protocol))
     code = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
     message = message_of(error, protocol)
     return AnthropicError(

@@ -17,7 +17,7 @@ import msgspec
 from ..common.units import human, spoken
 from ..config import Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
-from ..models.catalog import Catalog, default_model, origin_of, takes_tools
+from ..models.catalog import Catalog, Description, default_model, describe
 from ..models.footprint import footprint
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
@@ -52,6 +52,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
     for model in Catalog(settings).models().values():
         own = settings.models.get(model.id)
         prints = footprint(model.folder) if model.folder is not None else None
+        described = describe(model.folder) if model.folder is not None else Description()
         result.append(
             InstalledStatus(
                 id=model.id,
@@ -66,8 +67,8 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
                 images=prints.images if prints else None,
-                origin=origin_of(model.folder) if model.folder is not None else "",
-                tools=takes_tools(model.folder) if model.folder is not None else None,
+                origin=described.origin,
+                tools=described.tools,
                 layers=prints.layers if prints else None,
                 hidden_size=prints.hidden_size if prints else None,
             )

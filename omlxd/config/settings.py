@@ -96,6 +96,8 @@ _HELP = {
     "no_hf_cache": "don't offer the models that lie in the Hugging Face cache",
     "host": "address to listen on; any but loopback needs --api-key",
     "port": "port to listen on; 0 takes a free one and prints it",
+    "ollama_port": "a second port, as 11434, for programs that look for Ollama; left out if another program "
+    "holds it; 0: none",
     "api_key": "key that every request must carry; better given as OMLXD_API_KEY, which `ps` doesn't show",
     "base_path": "folder of everything that omlxd keeps",
     "paged_ssd_cache_dir": "folder of the SSD cache; default: cache under --base-path",
@@ -171,6 +173,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _option("host", "ADDR=127.0.0.1", wrong="no address; 127.0.0.1 is this machine alone"),
     ]
     port: Annotated[int, Meta(ge=0, le=65535), _option("port", "N=8000")]
+    ollama_port: Annotated[int, Meta(ge=0, le=65535), _option("ollama_port", "N=0")]
     api_key: Annotated[
         str,
         Meta(pattern=r"^[\x21-\x7e]*\Z"),

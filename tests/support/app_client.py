@@ -4,12 +4,17 @@ import httpx
 
 BASE = "http://127.0.0.1:8000"
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
+DOORS = [*PATHS, "/v1/responses", "/api/chat", "/api/generate", "/api/show", "/api/pull", "/models/load"]
+"""Paths that take a body, all of them."""
+PAGES = ["/v1/models", "/models", "/props", "/api/tags", "/api/ps", "/api/version", "/api/v0/models"]
+PAGES += ["/api/v1/models"]
+"""Paths that only tell of models."""
 
 
 def body(path: str, **more):
-    prompt = (
-        {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
-    )
+    prompts = {"/v1/completions": {"prompt": "hi"}, "/api/generate": {"prompt": "hi"}}
+    prompts["/v1/responses"] = {"input": "hi"}
+    prompt = prompts.get(path, {"messages": [{"role": "user", "content": "hi"}]})
     return {"model": "tiny", "max_tokens": 5, **prompt, **more}
 
 
@@ -23,6 +28,9 @@ def message_of(path: str, answer) -> str:
     if path.startswith("/v1/messages"):
         assert given["type"] == "error" and given["request_id"].startswith("req_")
         assert answer.headers["request-id"] == given["request_id"]
+    elif path.startswith("/api/") and not path.startswith(("/api/v0", "/api/v1")):
+        assert set(given) == {"error"} and answer.headers["x-request-id"].startswith("req_")
+        return given["error"]
     else:
         assert set(given) == {"error"} and set(given["error"]) == {"message", "type", "param", "code"}
         assert answer.headers["x-request-id"].startswith("req_")

@@ -26,7 +26,7 @@ from omlxd.chat import (
     Usage,
 )
 from omlxd.front.app import create_app
-from omlxd.front.engines.protocol import resolve_name
+from omlxd.front.engines.protocol import Card, resolve_name
 from omlxd.front.http.settings import HttpSettings
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
 from omlxd.kv.ledger.ledger import LedgerStats
@@ -100,6 +100,23 @@ class FakeEngine:
         self.keep_alive: float | None = None
 
     @property
+    def card(self) -> Card:
+        return Card(
+            id=self.model_id,
+            state=self.state,
+            context_length=self.context_length,
+            images=bool(self.images),
+            tools=True,
+            thinking=True,
+            family="qwen3",
+            bits=4,
+            nbytes=1000,
+            changed=1.7e9,
+            template="{{ tools }}{{ enable_thinking }}",
+            info=self.info,
+        )
+
+    @property
     def context_length(self) -> int | None:
         return self.info.context_length if self.info else None
 
@@ -158,6 +175,15 @@ class FakeEngines:
 
     def models(self) -> list[FakeEngine]:
         return list(self._engines.values())
+
+    async def load(self, model_name: str, keep_alive: float | None = None) -> FakeEngine:
+        engine = await self.find_engine(model_name)
+        engine.state, engine.keep_alive = "ready", keep_alive
+        return engine
+
+    async def unload(self, model_name: str) -> bool:
+        (await self.find_engine(model_name)).state = "unloaded"
+        return True
 
     cold_dir = ""
     cold: LedgerStats | None = None

@@ -34,7 +34,7 @@ LAST_LINES_S = 5.0
 
 _NOT_HERE = frozenset(
     {
-        *("host", "port", "api_key", "cors_origin", "allowed_host"),
+        *("host", "port", "ollama_port", "api_key", "cors_origin", "allowed_host"),
         *("log_file", "log_file_size", "log_file_count"),
         *("model_ttl", "max_loaded_models", "no_jit_load"),
     }

@@ -15,11 +15,11 @@ from ... import wire
 from ...chat import Conversation, GenerateRequest, RawPrompt
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
-from ...models.catalog import InstalledModel, origin_of, takes_tools
+from ...models.catalog import Description, InstalledModel, describe
 from ...models.footprint import Footprint, footprint
 from .client import EngineProcess
 from .in_flight import EngineStream
-from .protocol import basename
+from .protocol import Card, basename
 from .supervisor import State
 
 NOTHING = ModelSettings()
@@ -76,7 +76,7 @@ class ModelEngine:
     admitted    it may load, or is loaded: it counts against what may be loaded at once
     broken      its own files are why it can't be loaded
     cpu_weights `auto`, or `as-stored`: never made float32
-    origin      what it was imported from; tools: whether its template takes them (models/catalog.py)
+    described   what its folder says of it
     float32     its weights are made float32, where MLX computes on a CPU
     """
 
@@ -97,8 +97,7 @@ class ModelEngine:
         self._context: int | None = None
         self.cpu_weights = "auto"
         self.float32 = False
-        self.origin = ""
-        self.tools: bool | None = None
+        self.described = Description()
         self._footprints: tuple[Footprint, Footprint] | None = None
 
     @property
@@ -147,6 +146,26 @@ class ModelEngine:
         return self.footprint.images if self.footprint is not None else None
 
     @property
+    def card(self) -> Card:
+        """What clients may know of it."""
+        info, described = self.info, self.described
+        return Card(
+            id=self.model_id,
+            state=self.state,
+            context_length=self.context_length,
+            images=bool(self.images),
+            tools=bool(described.tools),
+            thinking=info.supports_thinking if info else described.thinking,
+            family=info.model_type if info else described.family,
+            bits=described.bits,
+            nbytes=self.disk_bytes or 0,
+            changed=described.changed,
+            template=described.template or "",
+            expires_in_s=self.expires_in_s,
+            info=info,
+        )
+
+    @property
     def footprint(self) -> Footprint | None:
         """What its files say that it takes; None while they are not there, or were not read."""
         return self._footprints[self.float32] if self._footprints else None
@@ -164,7 +183,7 @@ class ModelEngine:
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
         if self.folder is not None:
-            self.origin, self.tools = origin_of(self.folder), takes_tools(self.folder)
+            self.described = describe(self.folder)
             self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
 
     @property

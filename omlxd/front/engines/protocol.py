@@ -9,11 +9,39 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ...chat import Conversation, Event, GenerateRequest, ImagePart, RawPrompt, media_of
+from ...chat import Conversation, Event, GenerateRequest, ImagePart, RawPrompt, Struct, media_of
 from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...wire import Explanation, ModelInfo, Stats
+
+
+class Card(Struct, frozen=True, kw_only=True):
+    """What clients may know of a model; `front/http/discovery.py` writes it in four dialects.
+
+    state         as of `Engine`
+    images        it takes images; tools: its template has a place for them; thinking: likewise
+    bits          of a quantised weight; 0: not quantised
+    nbytes        of its weight files
+    changed       seconds since 1970; 0: nobody knows
+    template      its chat template
+    expires_in_s  seconds until it goes for being idle; None: it does not
+    info          what it said when it was loaded; None before its first load
+    """
+
+    id: str
+    state: str
+    context_length: int | None = None
+    images: bool = False
+    tools: bool = False
+    thinking: bool = False
+    family: str = ""
+    bits: int = 0
+    nbytes: int = 0
+    changed: float = 0.0
+    template: str = ""
+    expires_in_s: float | None = None
+    info: ModelInfo | None = None
 
 
 class Engine(Protocol):
@@ -33,6 +61,8 @@ class Engine(Protocol):
 
     @property
     def model_id(self) -> str: ...
+    @property
+    def card(self) -> Card: ...
     @property
     def info(self) -> ModelInfo | None: ...
     @property
@@ -86,6 +116,14 @@ class Engines(Protocol):
         ...
 
     def models(self) -> Sequence[Engine]: ...
+
+    async def load(self, model_name: str, keep_alive: float | None = None) -> Engine:
+        """Load a model; returns once it is ready. It stays `keep_alive` seconds, or for good (None)."""
+        ...
+
+    async def unload(self, model_name: str) -> bool:
+        """Unload a model. True: it is gone; False: it goes once its requests have ended."""
+        ...
 
     @property
     def cold_dir(self) -> str:

@@ -21,6 +21,9 @@ from starlette.types import Receive, Scope, Send
 from ...api.anthropic import request as anthropic
 from ...api.anthropic.answer import AnthropicCollector, AnthropicStream
 from ...api.body import ParsedRequest
+from ...api.ollama import request as ollama
+from ...api.ollama.answer import OllamaCollector, OllamaStream
+from ...api.ollama.request import OllamaRequest
 from ...api.openai import chat_request, completions
 from ...api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
 from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
@@ -39,7 +42,6 @@ from .settings import HttpSettings
 from .trace import RequestTrace, trace_of
 
 STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # Else nginx holds events back.
 ]
@@ -50,12 +52,13 @@ Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One protocol: how to read a body, and how to write events."""
+    """One protocol: how to read a body, and how to write events. `stream_type`: of streams."""
 
     parse: Parse
     encoder: Callable[[ParsedRequest, str], StreamEncoder]
     """(request, request id)"""
     collector: Callable[[ParsedRequest], Collector]
+    stream_type: bytes = b"text/event-stream; charset=utf-8"
 
 
 def _id(prefix: str) -> str:
@@ -96,6 +99,21 @@ OPENAI_COMPLETIONS = Dialect(
     ),
     lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
 )
+
+
+def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest]) -> Dialect:
+    def encoder(parsed: ParsedRequest, request_id: str) -> OllamaStream:
+        assert isinstance(parsed, OllamaRequest)
+        return OllamaStream(parsed, request_id)
+
+    def collector(parsed: ParsedRequest) -> OllamaCollector:
+        assert isinstance(parsed, OllamaRequest)
+        return OllamaCollector(parsed)
+
+    return Dialect(parse, encoder, collector, b"application/x-ndjson")
+
+
+OLLAMA_CHAT, OLLAMA_GENERATE = _ollama(ollama.parse_chat), _ollama(ollama.parse_generate)
 
 
 class GenerationResponse:
@@ -145,7 +163,8 @@ class GenerationResponse:
         if events and isinstance(events[-1], Failed):
             raise pump.error(events[-1])
         encoder = self._dialect.encoder(self._parsed, trace.id)
-        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        headers = [(b"content-type", self._dialect.stream_type), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         out = encoder.start() or (b"" if events else encoder.ping())
         interval = self._settings.ping_interval_s
         clock = asyncio.get_running_loop().time

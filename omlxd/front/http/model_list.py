@@ -1,13 +1,49 @@
-"""The model list, in a shape that both OpenAI's and Anthropic's clients read."""
+"""Writes a model's card in four dialects: OpenAI's and Anthropic's with llama.cpp's, Ollama's, LM Studio's.
+
+Clients that discover a server read from it which models there are, what they can do, and their context. A row
+of the table is a field of `Card`.
+
+| of the card | OpenAI, llama.cpp           | Ollama                    | LM Studio                      |
+|-------------|-----------------------------|---------------------------|--------------------------------|
+| context     | `meta.n_ctx`                | `model_info`, `ps`        | `max_context_length`           |
+| tools       | `/props`                    | `capabilities`            | `capabilities`                 |
+| images      | `architecture`              | `capabilities`            | `capabilities`, type `vlm`     |
+| thinking    | `chat_template` of `/props` | `capabilities`            | -                              |
+| state       | `status.value`              | `ps` lists what is loaded | `loaded_instances`, `state`    |
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from ..engines.protocol import Engine, basename
+from ... import __version__
+from ..engines.protocol import Card, basename
+
+
+def iso_time(seconds: float) -> str:
+    """`seconds` since 1970 as Ollama and Anthropic write it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+def _inputs(card: Card) -> list[str]:
+    return ["text", "image"] if card.images else ["text"]
+
+
+def _publisher(card: Card) -> str:
+    return card.id.rpartition("/")[0] or "omlxd"
+
+
+def _quantization(card: Card) -> str:
+    return f"{card.bits}bit" if card.bits else ""
+
+
+# --------------------------------------------------------------------------- OpenAI, Anthropic, llama.cpp
 
 
 class ModelExtension(msgspec.Struct):
@@ -23,17 +59,41 @@ class ModelExtension(msgspec.Struct):
     input_modalities: list[str]
 
 
+class RouterStatus(msgspec.Struct, omit_defaults=True):
+    """`value`: `loaded`, `loading` or `unloaded`. `failed`: its last load did."""
+
+    value: str
+    failed: bool = False
+
+
+class RouterMeta(msgspec.Struct):
+    n_ctx: int
+    n_ctx_train: int
+    size: int
+
+
+class Architecture(msgspec.Struct):
+    input_modalities: list[str]
+    output_modalities: tuple[str, ...] = ("text",)
+
+
 class ModelEntry(msgspec.Struct):
+    """`source` "preset": llama.cpp's clients offer such a model before it is loaded."""
+
     id: str
     created: int
     created_at: str
     display_name: str
     max_input_tokens: int | None
     omlxd: ModelExtension
+    status: RouterStatus
+    meta: RouterMeta | None
+    architecture: Architecture
     object: str = "model"
     type: str = "model"
     owned_by: str = "omlxd"
     lifecycle: str = "active"
+    source: str = "preset"
 
 
 class ModelList(msgspec.Struct):
@@ -44,31 +104,277 @@ class ModelList(msgspec.Struct):
     has_more: bool = False
 
 
-def model_entry(engine: Engine, created: int) -> ModelEntry:
-    """`created`: Unix seconds."""
-    info = engine.info
-    context = engine.context_length
+_ROUTER_STATES = {"ready": "loaded", "unloading": "loaded", "loading": "loading", "restarting": "loading"}
+"""State of an engine → status of llama.cpp's router; others are `unloaded`."""
+
+
+def model_entry(card: Card) -> ModelEntry:
+    info, context = card.info, card.context_length
     return ModelEntry(
-        id=engine.model_id,
-        created=created,
-        created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(created)),
-        display_name=basename(engine.model_id),
+        id=card.id,
+        created=int(card.changed),
+        created_at=iso_time(card.changed),
+        display_name=basename(card.id),
         max_input_tokens=context,
         omlxd=ModelExtension(
-            state=engine.state,
+            state=card.state,
             context_length=context,
             kv_reuse=info.kv_reuse if info else "",
             block_size=info.block_size if info else None,
             note=info.note if info else "",
-            input_modalities=["text", "image"] if engine.images else ["text"],
+            input_modalities=_inputs(card),
         ),
+        status=RouterStatus(_ROUTER_STATES.get(card.state, "unloaded"), failed=card.state == "failed"),
+        meta=RouterMeta(context, context, card.nbytes) if context else None,
+        architecture=Architecture(_inputs(card)),
     )
 
 
-def model_list(engines: Sequence[Engine], created: int) -> ModelList:
-    entries = [model_entry(engine, created) for engine in engines]
+def model_list(cards: Sequence[Card]) -> ModelList:
+    entries = [model_entry(card) for card in cards]
     return ModelList(
         data=entries,
         first_id=entries[0].id if entries else None,
         last_id=entries[-1].id if entries else None,
     )
+
+
+class GenerationSettings(msgspec.Struct):
+    n_ctx: int
+
+
+class Modalities(msgspec.Struct):
+    vision: bool
+    audio: bool = False
+
+
+class TemplateCaps(msgspec.Struct):
+    supports_tools: bool
+    supports_tool_calls: bool
+
+
+class Props(msgspec.Struct):
+    """llama.cpp's `GET /props`. `models_autoload`: a request loads the model that it names."""
+
+    default_generation_settings: GenerationSettings
+    modalities: Modalities
+    chat_template: str
+    chat_template_caps: TemplateCaps
+    model_alias: str
+    models_autoload: bool
+    is_sleeping: bool
+    build_info: str = f"omlxd {__version__}"
+
+
+def props(card: Card, autoload: bool) -> Props:
+    return Props(
+        default_generation_settings=GenerationSettings(card.context_length or 0),
+        modalities=Modalities(card.images),
+        chat_template=card.template,
+        chat_template_caps=TemplateCaps(card.tools, card.tools),
+        model_alias=card.id,
+        models_autoload=autoload,
+        is_sleeping=card.state == "unloaded",
+    )
+
+
+# --------------------------------------------------------------------------- Ollama
+
+
+class OllamaDetails(msgspec.Struct):
+    family: str
+    families: list[str]
+    quantization_level: str
+    parameter_size: str = ""
+    parent_model: str = ""
+    format: str = "safetensors"
+
+
+class OllamaModel(msgspec.Struct):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaTags(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaRunning(OllamaModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaProcesses(msgspec.Struct):
+    models: list[OllamaRunning]
+
+
+class OllamaShow(msgspec.Struct):
+    capabilities: list[str]
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    template: str
+    modified_at: str
+    modelfile: str = ""
+    parameters: str = ""
+
+
+_FOR_GOOD_S = 100 * 365 * 86_400.0
+
+
+def ollama_tags(cards: Sequence[Card]) -> OllamaTags:
+    return OllamaTags([OllamaModel(**_ollama(card)) for card in cards])
+
+
+def ollama_processes(cards: Sequence[Card]) -> OllamaProcesses:
+    """Of the cards those that are loaded."""
+    now = time.time()
+    return OllamaProcesses(
+        [
+            OllamaRunning(
+                **_ollama(card),
+                expires_at=iso_time(now + (_FOR_GOOD_S if card.expires_in_s is None else card.expires_in_s)),
+                size_vram=card.nbytes,
+                context_length=card.context_length or 0,
+            )
+            for card in cards
+            if card.state == "ready"
+        ]
+    )
+
+
+def ollama_show(card: Card) -> OllamaShow:
+    info: dict[str, Any] = {"general.architecture": card.family, "general.basename": basename(card.id)}
+    if card.context_length:
+        info[f"{card.family}.context_length"] = card.context_length
+    flags = {"completion": True, "tools": card.tools, "vision": card.images, "thinking": card.thinking}
+    return OllamaShow(
+        capabilities=[name for name, has in flags.items() if has],
+        details=_details(card),
+        model_info=info,
+        template=card.template,
+        modified_at=iso_time(card.changed),
+    )
+
+
+def _details(card: Card) -> OllamaDetails:
+    return OllamaDetails(card.family, [card.family], _quantization(card))
+
+
+def _ollama(card: Card) -> dict[str, Any]:
+    """Fields of an OllamaModel. Its digest names the files by their size and age: nobody reads them all."""
+    name = card.id if ":" in card.id else f"{card.id}:latest"
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": iso_time(card.changed),
+        "size": card.nbytes,
+        "digest": hashlib.sha256(f"{card.id} {card.nbytes} {card.changed}".encode()).hexdigest(),
+        "details": _details(card),
+    }
+
+
+# --------------------------------------------------------------------------- LM Studio
+
+
+class LMStudioQuantization(msgspec.Struct):
+    name: str
+    bits_per_weight: int
+
+
+class LMStudioConfig(msgspec.Struct):
+    context_length: int
+
+
+class LMStudioInstance(msgspec.Struct):
+    id: str
+    config: LMStudioConfig
+
+
+class LMStudioCapabilities(msgspec.Struct):
+    vision: bool
+    trained_for_tool_use: bool
+
+
+class LMStudioModel(msgspec.Struct):
+    """A row of `GET /api/v1/models`."""
+
+    key: str
+    display_name: str
+    publisher: str
+    architecture: str
+    quantization: LMStudioQuantization | None
+    size_bytes: int
+    loaded_instances: list[LMStudioInstance]
+    max_context_length: int
+    capabilities: LMStudioCapabilities
+    type: str = "llm"
+    format: str = "mlx"
+    params_string: None = None
+    description: None = None
+
+
+class LMStudioModels(msgspec.Struct):
+    models: list[LMStudioModel]
+
+
+class LMStudioV0Model(msgspec.Struct):
+    """A row of `GET /api/v0/models`."""
+
+    id: str
+    type: str
+    publisher: str
+    arch: str
+    quantization: str
+    state: str
+    max_context_length: int
+    loaded_context_length: int | UnsetType
+    compatibility_type: str = "mlx"
+    object: str = "model"
+
+
+class LMStudioV0Models(msgspec.Struct):
+    data: list[LMStudioV0Model]
+    object: str = "list"
+
+
+def lmstudio_models(cards: Sequence[Card]) -> LMStudioModels:
+    return LMStudioModels([_lmstudio(card) for card in cards])
+
+
+def _lmstudio(card: Card) -> LMStudioModel:
+    context = card.context_length or 0
+    instance = LMStudioInstance(card.id, LMStudioConfig(context))
+    return LMStudioModel(
+        key=card.id,
+        display_name=basename(card.id),
+        publisher=_publisher(card),
+        architecture=card.family,
+        quantization=LMStudioQuantization(_quantization(card), card.bits) if card.bits else None,
+        size_bytes=card.nbytes,
+        loaded_instances=[instance] if card.state == "ready" else [],
+        max_context_length=context,
+        capabilities=LMStudioCapabilities(card.images, card.tools),
+    )
+
+
+def lmstudio_v0_model(card: Card) -> LMStudioV0Model:
+    context, loaded = card.context_length or 0, card.state == "ready"
+    return LMStudioV0Model(
+        id=card.id,
+        type="vlm" if card.images else "llm",
+        publisher=_publisher(card),
+        arch=card.family,
+        quantization=_quantization(card),
+        state="loaded" if loaded else "not-loaded",
+        max_context_length=context,
+        loaded_context_length=context if loaded else UNSET,
+    )
+
+
+def lmstudio_v0_models(cards: Sequence[Card]) -> LMStudioV0Models:
+    return LMStudioV0Models([lmstudio_v0_model(card) for card in cards])

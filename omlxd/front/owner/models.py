@@ -57,8 +57,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,
         trouble=engine.process.supervisor.trouble,
-        origin=engine.origin,
-        tools=engine.tools,
+        origin=engine.described.origin,
+        tools=engine.described.tools,
         layers=prints.layers if prints else None,
         hidden_size=prints.hidden_size if prints else None,
     )

@@ -17,15 +17,29 @@ import msgspec
 from ... import __version__
 from ...api.anthropic.answer import MessageAnswer, TokenCount
 from ...api.anthropic.request import MessagesBody
-from ...api.errors import AnthropicError, OpenAIError, protocol_of
+from ...api.errors import AnthropicError, OllamaError, OpenAIError, protocol_of
+from ...api.ollama.answer import Answer as OllamaAnswer
+from ...api.ollama.request import ChatBody as OllamaChatBody
+from ...api.ollama.request import GenerateBody
 from ...api.openai.chat_answer import ChatCompletion
 from ...api.openai.chat_request import ChatBody
 from ...api.openai.completions import Completion, CompletionsBody
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
 from ...cli.owner_api import DaemonStatus, Forget, Forgotten, Readiness, RecentList, WhyMiss, WhyMissBody
+from ..http.discovery import NamedModel, OllamaModelBody, OllamaStatus, OllamaVersion, Success
 from ..http.generation import InputTokens
-from ..http.model_list import ModelEntry, ModelList
+from ..http.model_list import (
+    LMStudioModels,
+    LMStudioV0Model,
+    LMStudioV0Models,
+    ModelEntry,
+    ModelList,
+    OllamaProcesses,
+    OllamaShow,
+    OllamaTags,
+    Props,
+)
 from ..http.response_store import Deleted
 
 _REFS = "#/components/schemas/{name}"
@@ -36,12 +50,13 @@ _PROBLEMS = {
     "413": "The body is larger than the limit.",
     "503": "Loading, restarting or full; `retry-after` says when to try again.",
 }
+_ERRORS = {"anthropic": AnthropicError, "openai": OpenAIError, "ollama": OllamaError}
 _PATH_PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: may be SSE.
+    """One method of one path. `body`, `answer`: structs; `answer` None: no JSON. `stream`: type of a stream.
 
     unready  the answer of status 503, where it is not an error
     """
@@ -51,22 +66,39 @@ class Operation:
     summary: str
     body: Any = None
     answer: Any = None
-    stream: bool = False
+    stream: str = ""
     media: str = "application/json"
     unready: Any = None
 
 
+SSE, LINES = "text/event-stream", "application/x-ndjson"
+
 OPERATIONS = (
-    Operation("post", "/v1/messages", "Anthropic: one message", MessagesBody, MessageAnswer, stream=True),
+    Operation("post", "/v1/messages", "Anthropic: one message", MessagesBody, MessageAnswer, stream=SSE),
     Operation("post", "/v1/messages/count_tokens", "Anthropic: tokens of a prompt", MessagesBody, TokenCount),
-    Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=True),
-    Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=True),
-    Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=True),
+    Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=SSE),
+    Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=SSE),
+    Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=SSE),
     Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
     Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
+    Operation("get", "/models", "llama.cpp's router: the models", answer=ModelList),
+    Operation("post", "/models/load", "llama.cpp's router: load a model", NamedModel, Success),
+    Operation("post", "/models/unload", "llama.cpp's router: unload a model", NamedModel, Success),
+    Operation("get", "/props", "llama.cpp: what a model can do", answer=Props),
+    Operation("post", "/api/chat", "Ollama: chat", OllamaChatBody, OllamaAnswer, stream=LINES),
+    Operation("post", "/api/generate", "Ollama: answer a prompt", GenerateBody, OllamaAnswer, stream=LINES),
+    Operation("get", "/api/version", "Ollama: the version whose API this is", answer=OllamaVersion),
+    Operation("get", "/api/tags", "Ollama: the models", answer=OllamaTags),
+    Operation("get", "/api/ps", "Ollama: the models that are loaded", answer=OllamaProcesses),
+    Operation("post", "/api/show", "Ollama: one model", OllamaModelBody, OllamaShow),
+    Operation("post", "/api/pull", "Ollama: a model that is here", OllamaModelBody, OllamaStatus, LINES),
+    Operation("delete", "/api/delete", "Ollama: refused"),
+    Operation("get", "/api/v1/models", "LM Studio: the models", answer=LMStudioModels),
+    Operation("get", "/api/v0/models", "LM Studio: the models", answer=LMStudioV0Models),
+    Operation("get", "/api/v0/models/{id}", "LM Studio: one model", answer=LMStudioV0Model),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
@@ -83,7 +115,7 @@ OPERATIONS = (
 def document() -> bytes:
     """The document, as JSON."""
     types = [t for row in OPERATIONS for t in (row.body, row.answer, row.unready) if t is not None]
-    types += [AnthropicError, OpenAIError]
+    types += list(_ERRORS.values())
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFS)
     schema_of = dict(zip(map(id, types), schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -107,10 +139,10 @@ def document() -> bytes:
 
 
 def _operation(row: Operation, schema_of: dict[int, Any]) -> dict[str, Any]:
-    problem = schema_of[id(AnthropicError if protocol_of(row.path) == "anthropic" else OpenAIError)]
+    problem = schema_of[id(_ERRORS[protocol_of(row.path)])]
     content = {row.media: {"schema": schema_of[id(row.answer)] if row.answer else {}}}
     if row.stream:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content[row.stream] = {"schema": {"type": "string"}}
     operation: dict[str, Any] = {
         "operationId": f"{row.method} {row.path}",
         "summary": row.summary,

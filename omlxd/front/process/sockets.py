@@ -163,11 +163,26 @@ class CannotListen(Exception):
 
 
 def open_sockets(settings: Settings, *, guarded: bool) -> list[socket.socket]:
-    """Listening sockets; a service manager's win over --host and --port.
+    """Listening sockets; a service manager's win over --host and --port. Those of --ollama-port come last.
 
     guarded  whether a key is asked for; without one, only loopback will do
     Raises CannotListen, and ConfigError for what the service manager got wrong.
     """
+    return [*_own_sockets(settings, guarded), *_ollama_sockets(settings)]
+
+
+def _ollama_sockets(settings: Settings) -> list[socket.socket]:
+    if not settings.ollama_port:
+        return []
+    try:
+        made = bind(settings.host, settings.ollama_port)
+    except OSError as error:
+        log.warning("--ollama-port %d is left out: %s", settings.ollama_port, error.strerror or error)
+        return []
+    return [made, *_same_port_on_ipv6(made)]
+
+
+def _own_sockets(settings: Settings, guarded: bool) -> list[socket.socket]:
     if inherited := inherited_sockets():
         for one in inherited:
             host = one.getsockname()[0]

@@ -143,10 +143,10 @@ async def test_no_such_path(path):
         ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
         ("/openai/v1/chat/completions", "but /v1/chat/completions;"),
         ("/v1/embeddings", "this server speaks OpenAI's API"),
-        ("/v1/responses/compact", "and Anthropic's (/v1/messages)"),
+        ("/v1/responses/compact", "Anthropic's (/v1/messages) and Ollama's"),
         ("/v1beta/models/x:generateContent", "this server speaks OpenAI's API"),
         ("/openai/deployments/x/chat/completions", "this server speaks OpenAI's API"),
-        ("/api/chat", "GET /v1/models lists its models"),
+        ("/chat", "GET /v1/models lists its models"),
     ],
 )
 async def test_a_path_that_nearly_is_one_or_is_elsewhere(path, words):

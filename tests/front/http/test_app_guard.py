@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from app_client import PATHS, body, client, message_of
+from app_client import DOORS, PAGES, body, client, message_of
 from fake_engine import FakeEngine, app_of, served
 
 
@@ -21,11 +21,13 @@ async def test_key():
             {"x-api-key": "s3cre"},
             {"x-api-key": "schlüssel".encode("latin-1")},
         ):
-            for path in PATHS:
+            for path in DOORS:
                 answer = await http.post(path, json=body(path), headers=headers)
                 assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
                 assert "s3cret" not in message_of(path, answer)
-            assert (await http.get("/v1/models", headers=headers)).status_code == 401
+            for path in PAGES:
+                assert (await http.get(path, headers=headers)).status_code == 401
+            assert (await http.delete("/api/delete", headers=headers)).status_code == 401
         for headers in (
             {"authorization": "Bearer s3cret"},
             {"authorization": "bearer s3cret"},
@@ -41,23 +43,28 @@ async def test_host():
         for host in ("localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "my.name"):
             assert (await http.get("/health", headers={"host": host})).status_code == 200
         for host in ("evil.example", "localhost.evil.example:8000", "127.0.0.1.evil.example", "[::2]"):
-            answer = await http.get("/v1/models", headers={"host": host})
-            assert answer.status_code == 400 and "Host" in message_of("/v1/models", answer)
+            for path in PAGES:
+                answer = await http.get(path, headers={"host": host})
+                assert answer.status_code == 400 and "Host" in message_of(path, answer)
+            for path in DOORS:
+                answer = await http.post(path, json=body(path), headers={"host": host})
+                assert answer.status_code == 400 and "Host" in message_of(path, answer)
     async with client(app_of(FakeEngine(), host="0.0.0.0", api_key="k")) as http:
         assert (await http.get("/health", headers={"host": "any.example"})).status_code == 200
 
 
-async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors():
+@pytest.mark.parametrize("path", DOORS)
+async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors(path: str):
     async with client(app_of(FakeEngine())) as http:
-        raw = json.dumps(body("/v1/messages"))
+        raw = json.dumps(body(path))
         origin = {"origin": "https://evil.example"}
         for kind in ("text/plain", "application/x-www-form-urlencoded", None):
             headers = origin | ({"content-type": kind} if kind else {})
-            assert (await http.post("/v1/messages", content=raw, headers=headers)).status_code == 400
+            assert (await http.post(path, content=raw, headers=headers)).status_code == 400
         headers = origin | {"content-type": "application/json; charset=utf-8"}
-        answer = await http.post("/v1/messages", content=raw, headers=headers)
+        answer = await http.post(path, content=raw, headers=headers)
         assert answer.status_code == 200
-        preflight = await http.options("/v1/messages", headers=origin)
+        preflight = await http.options(path, headers=origin)
         assert preflight.status_code == 405
         for response in (answer, preflight):
             assert not any(name.startswith("access-control") for name in response.headers)
@@ -72,14 +79,15 @@ async def test_body_limit():
             yield b"a" * 1_000_000
 
     async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
-        for path in PATHS:
+        for path in DOORS:
             answer = await http.post(path, content=big)
             assert answer.status_code == 413 and "33554432" in message_of(path, answer)
         assert (await http.post("/v1/messages", content=chunks())).status_code == 413
         assert (await http.post("/v1/messages", json=body("/v1/messages"))).status_code == 200
     async with client(app_of(engine, max_body_bytes=100)) as http:
-        assert (await http.post("/v1/messages", content=b" " * 100)).status_code == 400
-        assert (await http.post("/v1/messages", content=b" " * 101)).status_code == 413
+        for path in DOORS:
+            assert (await http.post(path, content=b" " * 100)).status_code == 400
+            assert (await http.post(path, content=b" " * 101)).status_code == 413
 
 
 class Instant(asyncio.SelectorEventLoop):

@@ -22,6 +22,7 @@ import httpx
 import pytest
 from daemon import PATIENCE_S, free_port
 
+from omlxd.config import load_settings
 from omlxd.front.process import sockets
 from omlxd.front.process.notify import Notifier
 from omlxd.front.process.sockets import ActivationError, inherited_sockets
@@ -354,3 +355,18 @@ def test_an_abstract_address():
         made.bind(f"\0omlxd-{os.getpid()}")
         Notifier({"NOTIFY_SOCKET": f"@omlxd-{os.getpid()}"}).stopping()
         assert made.recv(99) == b"STOPPING=1"
+
+
+# --------------------------------------------------------------------------- a second port
+
+
+def test_a_second_port_is_for_programs_that_look_for_ollama(caplog: pytest.LogCaptureFixture):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for port, count in ((free_port(), 1), (taken.getsockname()[1], 0), (0, 0)):
+            settings = load_settings({"port": "0", "ollama_port": str(port)}, {})
+            own, *others = sockets.open_sockets(settings, guarded=False)
+            made = [one for one in others if one.getsockname()[:2] == ("127.0.0.1", port)]
+            assert len(made) == count and own.getsockname()[1] not in (0, port)
+            for one in (own, *others):
+                one.close()
+    assert "is left out: Address already in use" in caplog.text

@@ -1,0 +1,1 @@
+"""Ollama's chat and generate, as `ollama`'s own clients speak them."""

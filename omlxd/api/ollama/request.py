@@ -1,0 +1,242 @@
+"""Ollama's chat and generate: a body into a `GenerateRequest`.
+
+`options` that would change the answer and can't be honoured are refused; those about loading (`num_ctx`,
+`num_gpu`, …) are ignored. A body without messages or prompt loads its model; with `keep_alive` 0 the model
+goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Union
+
+import msgspec
+
+from ... import chat
+from ...errors import bad_field
+from ..answer_format import ANY_OBJECT
+from ..body import (
+    MAX_INT64,
+    MAX_TOKENS,
+    ParsedRequest,
+    decode,
+    free_json,
+    image,
+    lenient_arguments,
+    nucleus,
+    refuse,
+    session_header,
+    stops,
+)
+from ..conversation import conversation, tool_result
+from ..local_fields import DialectFields, effort_of, session_of, thinking_of
+from ..openai.chat_tools import ChatTool, chat_tools
+
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+
+
+class Options(msgspec.Struct):
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=MAX_INT64)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    repeat_penalty: Annotated[float, msgspec.Meta(ge=0.01, le=10)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=MAX_INT64)] | None = None
+    num_predict: Annotated[int, msgspec.Meta(ge=-2, le=MAX_INT64)] | None = None
+    stop: Union[str, list[str], None] = None
+    mirostat: int | None = None
+    typical_p: float | None = None
+    tfs_z: float | None = None
+
+
+class _Body(DialectFields, kw_only=True):
+    model: str
+    stream: bool | None = None
+    options: Options | None = None
+    format: Union[str, dict[str, Any], None] = None
+    keep_alive: Union[str, float, int, None] = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Union[dict[str, Any], str, None] = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[_Call] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(_Body, kw_only=True):
+    messages: list[_Message] | None = None
+    tools: list[ChatTool] | None = None
+
+
+class GenerateBody(_Body, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+
+
+class OllamaRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body. `chats`: it is a chat. `loads`: it holds no prompt, and only loads the model."""
+
+    chats: bool
+    loads: bool
+
+
+_chat = msgspec.json.Decoder(ChatBody)
+_generate = msgspec.json.Decoder(GenerateBody)
+
+_NOTHING = chat.RawPrompt(tokens=(0,))
+"""The prompt of a request that only loads: one token, to which nothing is answered."""
+
+
+def parse_chat(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
+    """A body of /api/chat. Raises InvalidRequest naming the field."""
+    request = decode(_chat, body)
+    prompt = None
+    if request.messages:
+        tools = chat_tools(request.tools, None, None, None)
+        prompt = conversation(_messages(request.messages), tools.tools, **_thinking(request))
+    return _request(request, prompt, headers or {}, chats=True)
+
+
+def parse_generate(body: bytes, headers: Mapping[str, str] | None = None) -> OllamaRequest:
+    """A body of /api/generate. Raises InvalidRequest naming the field."""
+    request = decode(_generate, body)
+    refuse(
+        {
+            "suffix": (request.suffix, "a text can't be filled in here; leave it out"),
+            "template": (request.template, "the model's own template is used; send raw: true and the prompt"),
+            "context": (
+                request.context,
+                "no token ids are taken; send messages to /api/chat",
+            ),
+        }
+    )
+    prompt = None
+    if request.prompt and request.raw:
+        refuse({"images": (request.images, "a raw prompt has no place for them")})
+        prompt = chat.RawPrompt(request.prompt)
+    elif request.prompt:
+        turn = chat.Message("user", (*_images(request.images, "images"), chat.TextPart(request.prompt)))
+        system = (chat.Message("system", (chat.TextPart(request.system),)),) if request.system else ()
+        prompt = conversation((*system, turn), (), **_thinking(request))
+    return _request(request, prompt, headers or {}, chats=False)
+
+
+def _thinking(body: _Body) -> dict[str, Any]:
+    return {"thinking": thinking_of(body), "effort": effort_of(body)}
+
+
+def _request(
+    body: _Body, prompt: chat.Conversation | chat.RawPrompt | None, headers: Mapping[str, str], *, chats: bool
+) -> OllamaRequest:
+    options = body.options or Options()
+    refuse(
+        {
+            "options.mirostat": (options.mirostat, "this sampler is not there; use temperature and top_p"),
+            "options.typical_p": (options.typical_p not in (None, 0, 1), "use top_p or min_p"),
+            "options.tfs_z": (options.tfs_z not in (None, 0, 1), "use top_p or min_p"),
+        }
+    )
+    limit = options.num_predict
+    if limit == 0:
+        raise bad_field("options.num_predict", "Expected int >= 1, or -1")
+    sampling = chat.Sampling(
+        temperature=options.temperature,
+        **nucleus(options.top_p, options.top_k),
+        min_p=options.min_p,
+        repetition_penalty=options.repeat_penalty,
+        presence_penalty=options.presence_penalty or 0.0,
+        frequency_penalty=options.frequency_penalty or 0.0,
+        seed=options.seed,
+        max_tokens=None if limit is None or limit < 0 else min(limit, MAX_TOKENS),
+        stop=stops(options.stop, "options.stop"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    generate = chat.GenerateRequest(
+        prompt=prompt or _NOTHING,
+        sampling=sampling if prompt else chat.Sampling(max_tokens=0),
+        session=session_header(headers, "x-session-affinity") or session_of(body),
+        format=_format(body.format) if prompt else None,
+    )
+    return OllamaRequest(
+        model=body.model,
+        stream=body.stream is not False,
+        generate=generate,
+        chats=chats,
+        loads=prompt is None,
+    )
+
+
+def _format(value: str | dict[str, Any] | None) -> chat.AnswerFormat | None:
+    if value is None or value == "":
+        return None
+    if isinstance(value, str) and value != "json":
+        raise bad_field("format", f"{value[:40]!r} is neither json nor a JSON schema")
+    schema = ANY_OBJECT if isinstance(value, str) else free_json(value, "format")
+    return chat.AnswerFormat("json", schema=schema, param="format")
+
+
+def _images(images: list[str] | None, param: str) -> list[chat.ImagePart]:
+    return [image(data, "image/*", f"{param}.{index}") for index, data in enumerate(images or [])]
+
+
+def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
+    """Results name the tool, if anything: each belongs to the first call of that name that has none yet."""
+    messages: list[chat.Message] = []
+    waiting: dict[str, str] = {}
+    for index, message in enumerate(items):
+        where = f"messages.{index}"
+        if message.images and message.role not in ("user", "tool"):
+            raise bad_field(f"{where}.images", f"an image can't stand in a {message.role} message")
+        parts: list[chat.Part] = [*_images(message.images, f"{where}.images")]
+        if message.thinking and message.role == "assistant":
+            parts.append(chat.ThinkingPart(message.thinking))
+        if message.content:
+            parts.append(chat.TextPart(message.content))
+        if message.role == "tool":
+            parts = [tool_result(_answered(message, waiting, where), parts)]
+        elif message.tool_calls:
+            calls = [_call(call, f"call_{index}_{at}", where) for at, call in enumerate(message.tool_calls)]
+            waiting = {call.id: call.name for call in calls}
+            parts += calls
+        messages.append(chat.Message(message.role, tuple(parts)))
+    return tuple(messages)
+
+
+def _call(call: _Call, id: str, param: str) -> chat.ToolCallPart:
+    value, where = call.function.arguments or {}, f"{param}.tool_calls"
+    arguments = free_json(value, where) if isinstance(value, dict) else lenient_arguments(value, where)
+    return chat.ToolCallPart(call.id or id, call.function.name, arguments)
+
+
+def _answered(message: _Message, waiting: dict[str, str], param: str) -> str:
+    """The id of the call that `message` is the result of; it no longer waits."""
+    if message.tool_call_id:
+        return message.tool_call_id
+    named = next((id for id, name in waiting.items() if name == message.tool_name), None)
+    if (id := named or next(iter(waiting), None)) is None:
+        raise bad_field(f"{param}.role", "no call that has no result yet stands before this result")
+    del waiting[id]
+    return id

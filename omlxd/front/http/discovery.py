@@ -1,0 +1,147 @@
+"""Routes by which clients learn what models there are, and load and unload them, each in its own dialect."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...api.body import decode
+from ...errors import InvalidRequest, NotFound, OmlxdError, bad_field
+from ..engines.link import in_background
+from ..engines.protocol import Card, Engine, Engines
+from . import model_list as cards
+
+log = logging.getLogger(__name__)
+
+
+class NamedModel(msgspec.Struct):
+    model: str
+
+
+class Success(msgspec.Struct):
+    success: bool = True
+
+
+class OllamaModelBody(msgspec.Struct):
+    """`name`: what older clients call it."""
+
+    model: str = ""
+    name: str = ""
+    stream: bool | None = None
+
+
+class OllamaStatus(msgspec.Struct):
+    status: str
+
+
+class OllamaVersion(msgspec.Struct):
+    """Clients ask for the least version that has what they need: the one whose API is spoken here."""
+
+    version: str = "0.34.2"
+
+
+_named = msgspec.json.Decoder(NamedModel)
+_ollama = msgspec.json.Decoder(OllamaModelBody)
+
+
+class Discovery:
+    def __init__(self, engines: Engines):
+        self._engines = engines
+
+    def routes(self) -> list[Route]:
+        listed, one = self._listed, self._one
+        return [
+            Route("/v1/models", partial(listed, write=cards.model_list)),
+            Route("/v1/models/{id:path}", partial(one, write=cards.model_entry, every=cards.model_list)),
+            Route("/models", partial(listed, write=cards.model_list)),
+            Route("/models/load", self._load, methods=["POST"]),
+            Route("/models/unload", self._unload, methods=["POST"]),
+            Route("/props", self._props),
+            Route("/api/version", self._version),
+            Route("/api/tags", partial(listed, write=cards.ollama_tags)),
+            Route("/api/ps", partial(listed, write=cards.ollama_processes)),
+            Route("/api/show", self._show, methods=["POST"]),
+            Route("/api/pull", self._pull, methods=["POST"]),
+            Route("/api/delete", self._delete, methods=["DELETE"]),
+            Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
+            Route("/api/v0/models", partial(listed, write=cards.lmstudio_v0_models)),
+            Route(
+                "/api/v0/models/{id:path}",
+                partial(one, write=cards.lmstudio_v0_model, every=cards.lmstudio_v0_models),
+            ),
+        ]
+
+    async def _listed(self, request: Request, write: Callable[[Sequence[Card]], Any]) -> Response:
+        await self._engines.look_for_models()
+        return as_json(write([engine.card for engine in self._engines.models()]))
+
+    async def _one(
+        self, request: Request, write: Callable[[Card], Any], every: Callable[[Sequence[Card]], Any]
+    ) -> Response:
+        if not (name := request.path_params["id"]):
+            return await self._listed(request, every)
+        return as_json(write((await self._engines.find_engine(name)).card))
+
+    async def _props(self, request: Request) -> Response:
+        engine = await self._engines.find_engine(request.query_params.get("model", ""))
+        return as_json(cards.props(engine.card, not any(e.is_refused for e in self._engines.models())))
+
+    async def _load(self, request: Request) -> Response:
+        """Answer at once: llama.cpp's clients then watch the model's status."""
+        engine = await self._engine_of(request)
+        in_background(self._loaded(engine.model_id))
+        return as_json(Success())
+
+    async def _loaded(self, model_id: str) -> None:
+        try:
+            await self._engines.load(model_id)
+        except OmlxdError as error:
+            log.warning("%s can't be loaded: %s", model_id, error.message)
+
+    async def _unload(self, request: Request) -> Response:
+        await self._engines.unload((await self._engine_of(request)).model_id)
+        return as_json(Success())
+
+    async def _version(self, request: Request) -> Response:
+        return as_json(OllamaVersion())
+
+    async def _show(self, request: Request) -> Response:
+        engine = await self._engines.find_engine(_name(decode(_ollama, await request.body())))
+        return as_json(cards.ollama_show(engine.card))
+
+    async def _pull(self, request: Request) -> Response:
+        """Nothing is downloaded because a client asks for it: a model that is here has been pulled."""
+        asked = decode(_ollama, await request.body())
+        try:
+            await self._engines.find_engine(_name(asked))
+        except NotFound as error:
+            name = _name(asked)[:200]
+            raise InvalidRequest(f"{error.message} `omlxd models pull {name}` downloads one.") from None
+        done = msgspec.json.encode(OllamaStatus("success"))
+        if asked.stream is False:
+            return Response(done, media_type="application/json")
+        return Response(done + b"\n", media_type="application/x-ndjson")
+
+    async def _delete(self, request: Request) -> Response:
+        raise InvalidRequest("No client deletes a model here: remove its folder yourself.")
+
+    async def _engine_of(self, request: Request) -> Engine:
+        return await self._engines.find_engine(decode(_named, await request.body()).model)
+
+
+def _name(asked: OllamaModelBody) -> str:
+    if name := asked.model or asked.name:
+        return name
+    raise bad_field("model", "this field is required")
+
+
+def as_json(value: msgspec.Struct) -> Response:
+    """`value` as an answer."""
+    return Response(msgspec.json.encode(value), media_type="application/json")

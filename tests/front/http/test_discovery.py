@@ -1,0 +1,97 @@
+"""What clients learn of models, in each dialect that they speak."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from app_client import client
+from fake_engine import FakeEngine, app_of
+from msgspec.structs import replace
+
+from omlxd.front.engines.protocol import Card
+from omlxd.front.http import model_list as cards
+
+CARD = Card(
+    id="org/Some-4bit",
+    state="ready",
+    context_length=4096,
+    images=True,
+    tools=True,
+    thinking=True,
+    family="qwen3",
+    bits=4,
+    nbytes=1234,
+    changed=1.7e9,
+    template="{{ enable_thinking }}",
+)
+AWAY = replace(CARD, state="unloaded", images=False)
+
+
+async def test_the_list_of_llama_cpp_has_states_contexts_and_inputs():
+    loaded, away = FakeEngine(), FakeEngine(model_id="org/second")
+    away.info, away.state = None, "failed"
+    async with client(app_of(loaded, away)) as http:
+        for path in ("/models?reload=1", "/v1/models"):
+            first, second = (await http.get(path)).json()["data"]
+            assert first["status"] == {"value": "loaded"} and first["meta"]["n_ctx"] == 4096
+            assert first["architecture"] == {
+                "input_modalities": ["text", "image"],
+                "output_modalities": ["text"],
+            }
+            assert second["status"] == {"value": "unloaded", "failed": True} and second["meta"] is None
+
+
+@pytest.mark.parametrize("state", ["loading", "restarting", "unloading", "unloaded"])
+def test_states_of_a_router(state: str):
+    values = {"loading": "loading", "restarting": "loading", "unloading": "loaded", "unloaded": "unloaded"}
+    assert cards.model_entry(replace(CARD, state=state)).status.value == values[state]
+
+
+async def test_props_are_of_the_default_model_or_of_the_one_that_is_named():
+    engine, second = FakeEngine(), FakeEngine(model_id="org/second")
+    async with client(app_of(engine, second)) as http:
+        answer = (await http.get("/props")).json()
+        assert (
+            answer["default_generation_settings"] == {"n_ctx": 4096} and answer["model_alias"] == "org/tiny"
+        )
+        assert answer["modalities"] == {"vision": True, "audio": False}
+        assert answer["chat_template_caps"] == {"supports_tools": True, "supports_tool_calls": True}
+        assert "enable_thinking" in answer["chat_template"] and answer["models_autoload"] is True
+        second.is_refused = True
+        answer = (await http.get("/props", params={"model": "org/second", "autoload": "false"})).json()
+        assert answer["model_alias"] == "org/second" and answer["models_autoload"] is False
+        assert (await http.get("/props?model=none")).status_code == 404
+
+
+async def test_a_router_loads_and_unloads():
+    engine = FakeEngine()
+    async with client(app_of(engine)) as http:
+        assert (await http.post("/models/unload", json={"model": "tiny"})).json() == {"success": True}
+        assert engine.state == "unloaded"
+        assert (await http.post("/models/load", json={"model": "tiny"})).json() == {"success": True}
+        async with asyncio.timeout(30):
+            while engine.state != "ready":
+                await asyncio.sleep(0)
+        for path in ("/models/load", "/models/unload"):
+            assert (await http.post(path, json={"model": "none"})).status_code == 404
+            assert (await http.post(path, json={})).status_code == 400
+
+
+def test_lm_studio_is_shown_kind_context_and_what_is_loaded():
+    loaded, away = cards.lmstudio_models([CARD, AWAY]).models
+    assert (loaded.type, loaded.key, loaded.publisher) == ("llm", "org/Some-4bit", "org")
+    assert loaded.loaded_instances[0].config.context_length == loaded.max_context_length == 4096
+    assert loaded.capabilities == cards.LMStudioCapabilities(vision=True, trained_for_tool_use=True)
+    assert loaded.quantization == cards.LMStudioQuantization("4bit", 4) and not away.loaded_instances
+    first, second = cards.lmstudio_v0_models([CARD, AWAY]).data
+    assert (first.type, first.state, first.loaded_context_length) == ("vlm", "loaded", 4096)
+    assert (second.type, second.state) == ("llm", "not-loaded")
+
+
+async def test_lm_studio_s_lists_are_served():
+    async with client(app_of(FakeEngine())) as http:
+        assert (await http.get("/api/v1/models")).json()["models"][0]["key"] == "org/tiny"
+        listed = (await http.get("/api/v0/models")).json()["data"]
+        assert (await http.get("/api/v0/models/org/tiny")).json() == listed[0]
+        assert (await http.get("/api/v0/models/")).json()["data"] == listed
