@@ -56,10 +56,10 @@ class Discovery:
         self._engines = engines
 
     def routes(self) -> list[Route]:
-        listed, one = self._listed, self._one
+        listed = self._listed
         return [
             Route("/v1/models", partial(listed, write=cards.model_list)),
-            Route("/v1/models/{id:path}", partial(one, write=cards.model_entry, every=cards.model_list)),
+            Route("/v1/models/{id:path}", self._one),
             Route("/models", partial(listed, write=cards.model_list)),
             Route("/models/load", self._load, methods=["POST"]),
             Route("/models/unload", self._unload, methods=["POST"]),
@@ -72,22 +72,16 @@ class Discovery:
             Route("/api/delete", self._delete, methods=["DELETE"]),
             Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
             Route("/api/v0/models", partial(listed, write=cards.lmstudio_v0_models)),
-            Route(
-                "/api/v0/models/{id:path}",
-                partial(one, write=cards.lmstudio_v0_model, every=cards.lmstudio_v0_models),
-            ),
         ]
 
     async def _listed(self, request: Request, write: Callable[[Sequence[Card]], Any]) -> Response:
         await self._engines.look_for_models()
         return as_json(write([engine.card for engine in self._engines.models()]))
 
-    async def _one(
-        self, request: Request, write: Callable[[Card], Any], every: Callable[[Sequence[Card]], Any]
-    ) -> Response:
+    async def _one(self, request: Request) -> Response:
         if not (name := request.path_params["id"]):
-            return await self._listed(request, every)
-        return as_json(write((await self._engines.find_engine(name)).card))
+            return await self._listed(request, cards.model_list)
+        return as_json(cards.model_entry((await self._engines.find_engine(name)).card))
 
     async def _props(self, request: Request) -> Response:
         engine = await self._engines.find_engine(request.query_params.get("model", ""))

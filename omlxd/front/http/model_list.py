@@ -362,7 +362,7 @@ def _lmstudio(card: Card) -> LMStudioModel:
     )
 
 
-def lmstudio_v0_model(card: Card) -> LMStudioV0Model:
+def _lmstudio_v0(card: Card) -> LMStudioV0Model:
     context, loaded = card.context_length or 0, card.state == "ready"
     return LMStudioV0Model(
         id=card.id,
@@ -377,4 +377,4 @@ def lmstudio_v0_model(card: Card) -> LMStudioV0Model:
 
 
 def lmstudio_v0_models(cards: Sequence[Card]) -> LMStudioV0Models:
-    return LMStudioV0Models([lmstudio_v0_model(card) for card in cards])
+    return LMStudioV0Models([_lmstudio_v0(card) for card in cards])

@@ -31,7 +31,6 @@ from ..http.discovery import NamedModel, OllamaModelBody, OllamaStatus, OllamaVe
 from ..http.generation import InputTokens
 from ..http.model_list import (
     LMStudioModels,
-    LMStudioV0Model,
     LMStudioV0Models,
     ModelEntry,
     ModelList,
@@ -98,7 +97,6 @@ OPERATIONS = (
     Operation("delete", "/api/delete", "Ollama: refused"),
     Operation("get", "/api/v1/models", "LM Studio: the models", answer=LMStudioModels),
     Operation("get", "/api/v0/models", "LM Studio: the models", answer=LMStudioV0Models),
-    Operation("get", "/api/v0/models/{id}", "LM Studio: one model", answer=LMStudioV0Model),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),

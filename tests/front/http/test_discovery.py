@@ -92,6 +92,4 @@ def test_lm_studio_is_shown_kind_context_and_what_is_loaded():
 async def test_lm_studio_s_lists_are_served():
     async with client(app_of(FakeEngine())) as http:
         assert (await http.get("/api/v1/models")).json()["models"][0]["key"] == "org/tiny"
-        listed = (await http.get("/api/v0/models")).json()["data"]
-        assert (await http.get("/api/v0/models/org/tiny")).json() == listed[0]
-        assert (await http.get("/api/v0/models/")).json()["data"] == listed
+        assert (await http.get("/api/v0/models")).json()["data"][0]["id"] == "org/tiny"
