@@ -57,9 +57,8 @@ class SamplerRow:
     prompt        token ids, kept only for a penalised row
     penalties     made at the first step: MLX arrays belong to the engine thread
     step          tokens sampled so far
-    constraint    what its next token may be
+    constraint    what its next token may be; its `mask` is all that sampling reads
     top_logprobs  how many of the likeliest tokens to report beside each; None: report nothing
-    likelihood    of the newest token that the host has read
     """
 
     params: Any
@@ -68,7 +67,6 @@ class SamplerRow:
     step: int = 0
     constraint: Constraint | ForcedAnswer | None = None
     top_logprobs: int | None = None
-    likelihood: Likelihood | None = None
 
 
 _arrivals = itertools.count()

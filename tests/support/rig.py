@@ -64,6 +64,7 @@ class Output:
     def __init__(self) -> None:
         self.sequence: Sequence
         self.got: list[int] = []
+        self.likelihoods: list[Any] = []
         self.progressed: list[tuple[int, int]] = []
         self.reason = ""
         self.error: Exception | None = None
@@ -75,6 +76,7 @@ class Output:
 
     def token(self, token: int, likelihood: Any = None) -> None:
         self.got.append(token)
+        self.likelihoods.append(likelihood)
         self.first.set()
 
     def finished(self, sequence: Sequence, reason: str) -> None:
@@ -202,6 +204,7 @@ class Rig:
         output: Output | None = None,
         pins: Seq[bytes] = (),
         images: PromptImages | None = None,
+        top_logprobs: int | None = None,
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -217,7 +220,9 @@ class Rig:
             extra_keys=keys,
             max_new=n,
             eos=frozenset(eos),
-            sampler=SamplerRow(params, prompt=list(tokens) if params.penalised else ()),
+            sampler=SamplerRow(
+                params, prompt=list(tokens) if params.penalised else (), top_logprobs=top_logprobs
+            ),
             sink=output,
             pins=pins,
         )

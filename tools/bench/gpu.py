@@ -1,7 +1,7 @@
 """What restoring, storing, hits and decoding cost on this machine's GPU, with a model of 8B shape.
 
     python -m tools.bench.gpu [--shape qwen3-8b] [--tokens 16384] [--dir DIR] [--blocks 64,256]
-        [--only restore,harvest,hit,decode,uneven,attention,capacity,prefill,same]
+        [--only restore,harvest,hit,decode,uneven,guesses,attention,capacity,prefill,same]
 
 Weights are random (tools/bench/shapes.py). Files are read with the page cache warm. Every figure is
 from one process and one run; medians where a thing is cheap to repeat. GB are 10⁹ bytes.
@@ -31,6 +31,7 @@ from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, 
 from omlxd.engine.kvio.transport import transport
 from omlxd.engine.mlx_adapter.attention import Kernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
+from omlxd.engine.schedule.speculation import WIDTHS
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import BlockKey
@@ -277,6 +278,29 @@ class GPUBench(Bench):
             else:
                 row(contexts, count, *rates, theirs, rates[0] / theirs)
 
+    def guesses(self) -> None:
+        """A pass that checks guesses, by how many; rows of a batch end evenly, or each at its own place."""
+        print("\n## Milliseconds of a pass, by guesses a row\n")
+        row("rows", "context", "rows end", *(0, *WIDTHS))
+        row(*["---"] * (4 + len(WIDTHS)))
+        for rows, length in ((1, 512), (4, 512), (16, 512), (1, 16384), (4, 16384)):
+            for apart in (0, 1)[: 1 + (rows > 1)]:
+                batch = self._batch(rows, length)
+                if apart:
+                    mx.eval(batch._forward(mx.zeros((rows, 4), mx.int32)))
+                    mlx_adapter.trim(batch._cache, [index % 4 for index in range(rows)])
+                cells: list[float] = []
+                for width in (0, *WIDTHS):
+
+                    def check(width: int = width, batch: DecodeBatch = batch, rows: int = rows) -> None:
+                        with mlx_adapter.last_positions(width + 1):
+                            mx.eval(mx.argmax(batch._forward(mx.zeros((rows, width + 1), mx.int32)), -1))
+                        mlx_adapter.trim(batch._cache, [width + 1] * rows)
+
+                    repeat(check, 3)
+                    cells.append(statistics.median(timed(check) for _ in range(15)) * 1e3)
+                row(rows, length, "apart" if apart else "together", *cells)
+
     def attention(self) -> None:
         """One layer's attention of one new token a row: omlxd's kernel, MLX's own, and the bytes read."""
         print("\n## Attention of one token a row, ms\n")
@@ -305,10 +329,10 @@ class GPUBench(Bench):
                 mx.random.normal(size, key=mx.random.key(seed)).astype(mx.bfloat16)
                 for seed, size in enumerate([(rows, heads, 1, width), shape, shape])
             )
-            starts = mx.array([end - length for length in lengths], mx.int32)
-            mask = (mx.arange(end)[None] >= starts[:, None])[:, None, None]
+            places = [end - length for length in lengths], [end] * rows
+            mask = (mx.arange(end)[None] >= mx.array(places[0])[:, None])[:, None, None]
             want = own(queries, keys, values, scale=scale, mask=mask).astype(mx.float32)
-            mx.eval(queries, keys, values, starts, mask, want)
+            mx.eval(queries, keys, values, mask, want)
 
             def ms(attend: Callable[[], mx.array]) -> float:
                 repeat(lambda: mx.eval(attend()), 2)
@@ -319,7 +343,7 @@ class GPUBench(Bench):
             far = 0.0
             for span in spans:
                 kernel = Kernel(width, heads // kv_heads, mx.bfloat16, span)
-                attend = lambda: kernel(queries, keys, values, starts, end, scale)  # noqa: B023, E731
+                attend = lambda: kernel(queries, keys, values, places, scale)  # noqa: B023, E731
                 cells.append(ms(attend))
                 far = max(far, cast(float, mx.abs(attend().astype(mx.float32) - want).max().item()))
             at_limit = sum(lengths) * 4 * kv_heads * width / BYTES_S * 1e3
@@ -424,7 +448,18 @@ class GPUBench(Bench):
 
 def main() -> None:
     set_backend_defaults()
-    sections = ("restore", "harvest", "hit", "decode", "uneven", "attention", "capacity", "prefill", "same")
+    sections = (
+        "restore",
+        "harvest",
+        "hit",
+        "decode",
+        "uneven",
+        "guesses",
+        "attention",
+        "capacity",
+        "prefill",
+        "same",
+    )
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -18,6 +18,7 @@ import enum
 import logging
 import threading
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,6 +69,32 @@ class Constraint:
         if self.error is None and self._state is not _State.DONE:
             self._take(token)
             self.mask = self._next_mask()
+
+    def forced_tokens(self) -> list[int]:
+        """Tokens that come next if the grammar leaves one text alone, in their usual spelling."""
+        if self._state is not _State.GRAMMAR or self.error is not None:
+            return []
+        return self._matcher.deep_copy().compute_ff_tokens()  # Which may fail; a copy takes some 30 us.
+
+    def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
+        """Masks of the next token and of the one after each guess, as far as the guesses are allowed.
+
+        A guess that ends the turn, or opens thinking, is not gone along with. Changes nothing.
+        """
+        trial = copy(self)
+        trial._matcher = self._matcher.deep_copy()  # Some 30 us; a rollback would not mend an error.
+        masks = [self.mask]
+        for guess in guesses:
+            mask = masks[-1]
+            if guess in self._facts.ends or (mask is not None and not mask[guess]):
+                break
+            if trial._state is _State.OPEN and trial._opens_thinking(guess):
+                break
+            trial.advance(guess)
+            if trial.error is not None:
+                break
+            masks.append(trial.mask)
+        return masks
 
     def _take(self, token: int) -> None:
         facts = self._facts
@@ -217,15 +244,21 @@ class ForcedAnswer:
         self._tokens = tokens
         self._vocab = vocab
         self._at = 0
-        self.mask: np.ndarray | None = self._mask()
+        self.mask: np.ndarray | None = self._mask(0)
 
     def advance(self, token: int) -> None:
         self._at += 1
-        self.mask = self._mask()
+        self.mask = self._mask(self._at)
 
-    def _mask(self) -> np.ndarray | None:
-        if self._at >= len(self._tokens):
+    def forced_tokens(self) -> list[int]:
+        return list(self._tokens[self._at :])
+
+    def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
+        return [self._mask(self._at + index) for index in range(len(guesses) + 1)]
+
+    def _mask(self, at: int) -> np.ndarray | None:
+        if at >= len(self._tokens):
             return None
         mask = np.zeros(self._vocab, np.bool_)
-        mask[self._tokens[self._at]] = True
+        mask[self._tokens[at]] = True
         return mask

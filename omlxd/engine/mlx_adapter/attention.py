@@ -17,6 +17,7 @@ import logging
 import sys
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -69,7 +70,7 @@ _SPANS = """
   struct alignas(EACH * 2) Lane { Pair pair[EACH / 2]; };
   const int span = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int from = starts[row] + span * SPAN, end = ends[0], to = min(from + SPAN, end);
+  const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   __shared__ uint4 ks[TILE * (PARTS + 1)];
   __shared__ uint4 vs[TILE * PARTS];
@@ -146,7 +147,7 @@ _SPANS = """
 _MERGE = """
   // grid (query heads x rows); a thread for each dimension
   const long head = blockIdx.x;
-  const int most = sums_shape[2], length = ends[0] - starts[head / HEADS], spans = (length + SPAN - 1) / SPAN;
+  const int most = sums_shape[2], row = head / HEADS, spans = (ends[row] - starts[row] + SPAN - 1) / SPAN;
   const float* pairs = weights + head * most * 2;
   float best = -1e30f, total = 0.f, x = 0.f;
   for (int s = 0; s < spans; s++) best = fmaxf(best, pairs[s * 2]);
@@ -176,15 +177,22 @@ class Kernel:
         )
 
     def __call__(
-        self, queries: mx.array, keys: mx.array, values: mx.array, starts: mx.array, end: int, scale: float
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
     ) -> mx.array:
         """(rows, heads, 1, width). `keys`, `values`: (rows, KV heads, capacity, width); row r's KV lies in
-        columns `starts[r]` to `end`. `starts`: int32."""
+        columns `starts[r]` to `ends[r]` of `places`."""
         rows, heads = queries.shape[:2]
-        spans = -(-end // self._span)
-        ends = _constant("end", end, mx.int32)
+        spans = -(-max(places[1]) // self._span)
+        starts, ends = (
+            _constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
+        )
         sums, weights = self._spans(
-            inputs=[queries, keys, values, starts, ends, _constant("scale", scale, mx.float32)],
+            inputs=[queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32)],
             template=[
                 ("T", self._dtype),
                 ("D", self._width),
@@ -210,11 +218,11 @@ class Kernel:
 _constants: dict[str, tuple[Any, mx.array]] = {}
 
 
-def _constant(name: str, value: Any, dtype: Any) -> mx.array:
-    """An array of one number; all layers of a step share it."""
+def _constant(name: str, values: tuple[float, ...], dtype: Any) -> mx.array:
+    """An array of these numbers; all layers of a step share it."""
     cached = _constants.get(name)
-    if cached is None or cached[0] != value:
-        cached = _constants[name] = value, mx.array([value], dtype)
+    if cached is None or cached[0] != values:
+        cached = _constants[name] = values, mx.array(values, dtype)
     return cached[1]
 
 
@@ -266,32 +274,31 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`: by the kernel where it can, else by MLX's own."""
-    if queries.shape[2] == 1 and sinks is None and (place := _place(cache, keys, values, mask)) is not None:
-        starts, end = place
+    if queries.shape[2] == 1 and sinks is None and (places := _places(cache, keys, values, mask)) is not None:
         kernel = _kernel_for(queries, keys)
         if kernel is not None:
-            return kernel(queries, cache.keys, cache.values, starts, end, scale)
+            return kernel(queries, cache.keys, cache.values, places, scale)
     return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def _place(cache: Any, keys: mx.array, values: mx.array, mask: Any) -> tuple[mx.array, int] | None:
-    """(first column of each row, end of all) of the KV in `cache`'s own arrays.
+def _places(cache: Any, keys: mx.array, values: mx.array, mask: Any) -> tuple[list[int], list[int]] | None:
+    """(first column of each row, its end) of the KV in `cache`'s own arrays.
 
-    None: `keys` or `values` are other arrays, or the mask hides more than padding.
+    None: `keys` or `values` are other arrays, or the mask hides more than what lies outside of a row.
     """
     given_out = getattr(cache, "given_out", None)
     if given_out is None or given_out[0]() is not keys or given_out[1]() is not values:
         return None
     if mask is None or mask is not _plain_mask():
         return None
-    return cache.left_padding, cache._idx
+    return cache.starts, cache.ends
 
 
 _plain_mask: Any = lambda: None  # noqa: E731  (a weak reference once there is one)
 
 
 def note_plain_mask(mask: mx.array) -> None:
-    """Note that `mask` hides the padding of a batch and nothing else: the kernel does without it."""
+    """Note that `mask` hides what lies outside of a row and nothing else: the kernel does without it."""
     global _plain_mask
     _plain_mask = weakref.ref(mask)
 
@@ -314,12 +321,12 @@ def _checked(width: int, group: int, dtype: Any) -> Kernel | None:
         mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
         for seed, size in enumerate([(rows, 2 * group, 1, width), shape, shape])
     )
-    starts, scale = mx.array([0, SPAN + 5], mx.int32), width**-0.5
-    columns = mx.arange(end)
-    mask = (columns[None] >= starts[:, None])[:, None, None]
+    places, scale = ([0, SPAN + 5], [end - SPAN - 1, end]), width**-0.5
+    starts, ends = (mx.array(at)[:, None, None, None] for at in places)
+    mask = (mx.arange(end) >= starts) & (mx.arange(end) < ends)
     began = time.perf_counter()
     try:
-        got = kernel(queries, keys, values, starts, end, scale)
+        got = kernel(queries, keys, values, places, scale)
         exact = [x.astype(mx.float32) for x in (queries, keys[:, :, :end], values[:, :, :end])]
         want = mx.fast.scaled_dot_product_attention(*exact, scale=scale, mask=mask)
         far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from . import attention
@@ -50,45 +54,101 @@ def _batch_capacity(tokens: int) -> int:
     return capacity + 64 if capacity <= SHORT and backend() == "cuda" else capacity
 
 
+def put_tokens(array: mx.array, new: mx.array, ends: Sequence[int]) -> mx.array:
+    """`array` (rows, heads, capacity, dim) with `new` (rows, heads, n, dim) from column `ends[row]` on.
+
+    SmolLM2's 30 layers, 4 rows, a CPU: 0.3 ms for one token, as against 0.1 where all rows end alike.
+    """
+    columns = _columns(tuple(ends), new.shape[2])
+    return mx.put_along_axis(array, mx.broadcast_to(columns, new.shape), new, axis=2)
+
+
+@lru_cache(maxsize=1)  # Layers of a pass ask alike.
+def _columns(ends: tuple[int, ...], count: int) -> mx.array:
+    columns = np.array(ends, np.int32)[:, None] + np.arange(count, dtype=np.int32)
+    return mx.array(columns[:, None, :, None])
+
+
 class EvenBatchKVCache(BatchKVCache):
-    """A batch cache that asks for no mask while no row is padded, and grows geometrically.
+    """A batch cache that asks for no mask while its rows lie evenly, and grows geometrically.
 
     A mask of an array forces attention out of its fused kernel on CUDA: 8 rows of 4,096 tokens take
     21 ms with one and 11 without (H100, tools/bench/gpu.py). One token a row needs none where every
     column is that row's.
+
+    Row r lies in columns `starts[r]` to `ends[r]`. All end alike, but where rows took different numbers of
+    guesses (`trim_rows`): `_idx` is then the end of the longest.
     """
 
-    _padded: bool | None = None
+    _starts: list[int] | None = None
+    _ends: list[int] | None = None  # None: all end at `_idx`.
+
+    @property
+    def starts(self) -> list[int]:
+        if self._starts is None:
+            self._starts = cast(list[int], self.left_padding.tolist())
+        return self._starts
+
+    @property
+    def ends(self) -> list[int]:
+        return self._ends or [self._idx] * self.left_padding.shape[0]
+
+    def _set_ends(self, ends: list[int]) -> None:
+        self._idx = max(ends)
+        self._ends = ends if min(ends) < self._idx else None
 
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
-        more = keys.shape[2]
+        more, ends = keys.shape[2], self._ends
         if self.keys is None or self._idx + more > self.keys.shape[2]:
             self.step = _batch_capacity(self._idx + max(more, self._idx // 4)) - self._idx
-        return super().update_and_fetch(keys, values)
+        super().update_and_fetch(keys, values)
+        if ends is not None:
+            self.keys, self.values = put_tokens(self.keys, keys, ends), put_tokens(self.values, values, ends)
+            self._ends = [end + more for end in ends]
+        return self.keys_and_values()
+
+    def trim_rows(self, counts: Sequence[int]) -> None:
+        """Forget the last `counts[row]` tokens of each row."""
+        self._set_ends([end - count for end, count in zip(self.ends, counts, strict=True)])
+        self.offset = self.offset - mx.array(list(counts))
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
-        if self._padded is None:
-            self._padded = any(cast(list[int], self.left_padding.tolist()))
-        if N == 1 and not self._padded and not return_array and not kwargs.get("window_size"):
+        even = self._ends is None
+        if N == 1 and even and not any(self.starts) and not return_array and not kwargs.get("window_size"):
             return None
-        mask = super().make_mask(N, return_array, **kwargs)
+        mask = super().make_mask(N, return_array, **kwargs) if even else self._uneven_mask(N, **kwargs)
         if N == 1 and not kwargs.get("window_size"):
             attention.note_plain_mask(mask)
         return mask
 
+    def _uneven_mask(self, count: int, window_size: int | None = None) -> mx.array:
+        """(rows, 1, count, columns): whether a new token sees a column."""
+        columns = mx.arange(self._idx + count)
+        own = mx.array(self.ends)[:, None, None, None] + mx.arange(count)[:, None]
+        mask = (columns <= own) & (columns >= self.left_padding[:, None, None, None])
+        return mask & (own < columns + window_size) if window_size else mask
+
     def extend(self, other: Any) -> None:
+        longest = max(self._idx, other._idx)
+        ends = [end + longest - cache._idx for cache in (self, other) for end in cache.ends]
+        self._extend(other)
+        self._starts = None
+        self._set_ends(ends)
+
+    def _extend(self, other: Any) -> None:
         super().extend(other)
-        self._changed()
 
     def filter(self, batch_indices: Any) -> None:
+        ends, before = self.ends, self._idx
+        self._filter(batch_indices)
+        self._starts = None
+        self._set_ends([ends[row] - (before - self._idx) for row in batch_indices])
+
+    def _filter(self, batch_indices: Any) -> None:
         super().filter(batch_indices)
-        self._changed()
         if self.keys is None or self.keys.shape[2] <= SHORT or backend() != "cuda":
             return
         if self.keys.shape[2] % GROW_STEP:
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.
             self.keys = self.keys[..., : self._idx, :]
             self.values = self.values[..., : self._idx, :]
-
-    def _changed(self) -> None:
-        self._padded = None

@@ -329,10 +329,13 @@ def can_trim(cache: Cache) -> bool:
     return all(kind is not None and kind.per_token for kind in kinds)
 
 
-def trim(cache: Cache, tokens: int) -> None:
-    """Forget the last `tokens` tokens, of every row. Only where `can_trim`."""
+def trim(cache: Cache, counts: Sequence[int]) -> None:
+    """Forget the last `counts[row]` tokens of each row. Only where `can_trim`."""
     for _, leaf in leaves(cache):
-        leaf.trim(tokens)
+        if type(leaf) in _BATCHED:
+            leaf.trim_rows(counts)
+        else:
+            leaf.trim(counts[0])
 
 
 def tensors(cache: Cache) -> dict[str, mx.array]:
@@ -396,13 +399,10 @@ def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
         layer.filter(list(rows))
 
 
-def row_tensors(batch: Cache, row: int, length: int, start: int, stop: int) -> dict[str, mx.array]:
-    """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon.
-
-    length  tokens that the row holds
-    """
+def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:
+    """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
     return {
-        tensor: array[row : row + 1, :, leaf._idx - length + start : leaf._idx - length + stop]
+        tensor: array[row : row + 1, :, leaf.starts[row] + start : leaf.starts[row] + stop]
         for name, leaf in leaves(batch)
         if (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token
         for tensor, array in _named(name, kind.state_of(leaf)).items()

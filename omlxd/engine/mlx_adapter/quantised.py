@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import create_attention_mask
 
-from .batch_kv import EvenBatchKVCache
+from .batch_kv import EvenBatchKVCache, put_tokens
 
 PARTS = ("weight", "scales", "biases")
 """Tensors of one quantised K or V: u32 of (1, heads, tokens, dim * bits / 32), and two in the compute
@@ -61,8 +61,10 @@ class PackedKV:
         self.__dict__.pop("bits", None)
         return self.how.unpack(keys), self.how.unpack(values)
 
-    def _write(self, keys: mx.array, values: mx.array, start: int, step: int) -> None:
-        """Pack K and V into columns from `start` on, which lie at the end."""
+    def _write(
+        self, keys: mx.array, values: mx.array, start: int, step: int, ends: Sequence[int] | None = None
+    ) -> None:
+        """Pack K and V into columns from `start` on, behind all; or row r's from `ends[r]` on."""
         packed = self.how.pack(keys), self.how.pack(values)
         stop = start + keys.shape[2]
         if self.keys is None or stop > self.keys[0].shape[2]:
@@ -73,8 +75,11 @@ class PackedKV:
                 for parts, new in zip(old, packed, strict=True)
             )
         for parts, new in zip((self.keys, self.values), packed, strict=True):
-            for part, fresh in zip(parts, new, strict=True):
-                part[..., start:stop, :] = fresh
+            for index, (part, fresh) in enumerate(zip(parts, new, strict=True)):
+                if ends is not None:
+                    parts[index] = put_tokens(part, fresh, ends)
+                else:
+                    part[..., start:stop, :] = fresh
 
     @property
     def nbytes(self) -> int:
@@ -142,7 +147,6 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         batch.keys, batch.values = cache.keys, cache.values
         batch._idx = cache.offset
         batch.offset = mx.array([cache.offset])
-        batch._changed()
         return batch
 
     @classmethod
@@ -153,16 +157,17 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         return batch
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        self._write(keys, values, self._idx, self.step)
-        self._idx += keys.shape[2]
-        self.offset = self.offset + keys.shape[2]
-        return self._read(self._idx, keys.shape[2])
+        more = keys.shape[2]
+        self._write(keys, values, self._idx, self.step, self._ends)
+        self._set_ends([end + more for end in self.ends])
+        self.offset = self.offset + more
+        return self._read(self._idx, more)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """As the last pass got them."""
         return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
 
-    def extend(self, other: QuantisedBatchKVCache) -> None:
+    def _extend(self, other: QuantisedBatchKVCache) -> None:
         longest = max(self._idx, other._idx)
         capacity = max(c.keys[0].shape[2] for c in (self, other))
         for name in ("keys", "values"):
@@ -171,9 +176,8 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         self.left_padding = mx.concatenate([c.left_padding + longest - c._idx for c in (self, other)])
         self.offset = mx.concatenate([self.offset, other.offset])
         self._idx = longest
-        self._changed()
 
-    def filter(self, batch_indices: Any) -> None:
+    def _filter(self, batch_indices: Any) -> None:
         rows = mx.array(batch_indices)
         self.left_padding, self.offset = self.left_padding[rows], self.offset[rows]
         spare = min(cast(list[int], self.left_padding.tolist()))
@@ -181,7 +185,6 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
             [part[rows][..., spare:, :] for part in parts] for parts in (self.keys, self.values)
         )
         self.left_padding, self._idx = self.left_padding - spare, self._idx - spare
-        self._changed()
 
 
 def _right(part: mx.array, length: int, longest: int, capacity: int) -> mx.array:

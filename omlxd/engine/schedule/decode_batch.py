@@ -7,22 +7,27 @@ A row that ends is noticed one step late; its extra token is thrown away.
 One row keeps the cache that it was prefilled into: no merge, no padding, no mask. Joining copies
 every row's KV (stock attention wants one array), which is why `best_batch` weighs it.
 
-One row may also speculate (speculation.py): a pass with guesses is read before the next one starts.
+A step may also check guesses (speculation.py); such a pass is read before the next one starts.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any, cast
 
 import mlx.core as mx
 
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
-from ..sequence import SamplerRow, Sequence
-from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, sampler_rows, set_likelihoods
+from ..sequence import Likelihood, SamplerRow, Sequence
+from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from .speculation import RowSpeculator, Speculation
+
+Draw = tuple[Sequence, int, Likelihood | None]
+"""A token that was drawn for a row, and how likely it was if the row wants that."""
 
 
 class DecodeBatch:
@@ -35,7 +40,8 @@ class DecodeBatch:
     def __init__(self, model: Any, speculation: Speculation | None = None):
         self._model = model
         self._speculation = speculation
-        self._speculator: RowSpeculator | None = None
+        self._speculators: dict[Sequence, RowSpeculator] = {}
+        self._speculates = False
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
@@ -43,6 +49,7 @@ class DecodeBatch:
         self._unread: list[bool] = []
         self._sampler: BatchSampler | None = None
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
+        self._waited = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -66,14 +73,18 @@ class DecodeBatch:
 
     def _compose(self) -> None:
         """The rows have changed."""
-        self._sampler = self._speculator = None
-        if self._speculation is None or len(self.rows) != 1 or not mlx_adapter.can_trim(self._cache):
-            return
-        sampler = self.rows[0].sampler
-        if self._speculation.repeatable and not sampler.params.greedy and sampler.params.seed is None:
-            return
-        if sampler.constraint is None and sampler.top_logprobs is None:
-            self._speculator = RowSpeculator(self._speculation, self.rows[0].tokens)
+        self._sampler = None
+        self._speculates, kept = self._may_speculate(), self._speculators
+        self._speculators = {
+            row: kept.get(row) or RowSpeculator(row.tokens, row.sampler.constraint)
+            for row in (self.rows if self._speculates else ())
+        }
+
+    def _may_speculate(self) -> bool:
+        if self._speculation is None or not self.rows or not mlx_adapter.can_trim(self._cache):
+            return False
+        params = [row.sampler.params for row in self.rows]
+        return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
 
     def remove_rows(self, rows: Seq[Sequence]) -> None:
         """Remove `rows`. What they need of the cache must have been copied before."""
@@ -95,7 +106,7 @@ class DecodeBatch:
             tensors = mlx_adapter.tensors(self._cache)
             return {name: array[:, :, start:stop] for name, array in tensors.items()}
         index = self.rows.index(sequence)
-        return mlx_adapter.row_tensors(self._cache, index, sequence.kv_length, start, stop)
+        return mlx_adapter.row_tensors(self._cache, index, start, stop)
 
     def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
         """State of a row that exists only at its position; lazy, as `row_tensors`."""
@@ -105,83 +116,121 @@ class DecodeBatch:
 
     # ----------------------------------------------------------------- stepping
 
-    def step(self) -> list[tuple[Sequence, int]]:
+    def step(self) -> list[Draw]:
         """Start a step, and return the tokens of the one before it (none on the first).
 
-        After a pass with guesses a row has several tokens, in their order; those behind the one that ends
-        it count for nothing.
+        After a pass with guesses a row has several tokens, in their order.
         """
-        if (speculator := self._speculator) is None:
+        if not self._speculates:
             return self._step()
-        sequence, tokens = self.rows[0], []
-        if speculator.promising and self._unread[0]:
-            assert self._inputs is not None
-            tokens = self._read_tokens(self._inputs, self._unread)
-            self._unread = [False]
-            speculator.add_tokens([token for _, token in tokens])
-        room = sequence.max_new - sequence.generated - len(tokens) - 1
-        if tokens and (room < 0 or tokens[0][1] in sequence.eos):
-            return tokens
-        guesses = [] if self._unread[0] else speculator.guesses(room)
-        if guesses:
-            return tokens + self._check(guesses, speculator)
+        assert self._speculation is not None
+        waited, self._waited = self._waited, False
+        read: list[Draw] = []
+        if self._speculation.best_width([self._speculators[row].offer() for row in self.rows]):
+            read = self._read(self._inputs, self._unread)
+            self._unread = [False] * len(self.rows)
+        rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
+        for row, token, _ in read:
+            rooms[row] -= 1
+            if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
+                return read  # The row has ended.
+        if plan := self._plan(rooms):
+            return read + self._check(plan)
         began = time.perf_counter()
-        read = self._step()
-        if read and speculator is self._speculator:
-            speculator.shared.times.record_pass(0, time.perf_counter() - began)
-            speculator.add_tokens([token for _, token in read])
-        return tokens + read
+        drawn = self._step()
+        if drawn and not waited:
+            self._speculation.times.record_pass(len(self.rows), 0, time.perf_counter() - began)
+        return read + drawn
 
-    def _check(self, guesses: list[int], speculator: RowSpeculator) -> list[tuple[Sequence, int]]:
-        """Compute the newest token and `guesses` in one pass: tokens drawn, up to the first not guessed."""
-        sequence, began = self.rows[0], time.perf_counter()
-        assert self._inputs is not None
-        inputs = mx.concatenate([self._inputs, mx.array(guesses, dtype=self._inputs.dtype)])
-        count = len(guesses) + 1
-        with mlx_adapter.last_positions(count):
-            logits = self._forward(inputs[None])[0, -count:]
-        rows = sampler_rows(sequence.sampler, guesses)
-        sampled = BatchSampler(rows)(logits)
-        drawn = cast(list[int], sampled.tolist())
-        held = next((i for i, guess in enumerate(guesses) if drawn[i] != guess), len(guesses))
-        mlx_adapter.trim(self._cache, len(guesses) - held)
-        sequence.kv_length += held + 1
-        sequence.sampler.step, sequence.sampler.penalties = rows[held].step, rows[held].penalties
-        self._inputs, self._unread = sampled[held : held + 1], [False]
-        speculator.record_pass(len(guesses), drawn[: held + 1], time.perf_counter() - began)
-        sequence.drafted += len(guesses)
-        sequence.accepted += held
-        return [(sequence, token) for token in drawn[: held + 1]]
+    def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
+        """(guesses, masks along them) of each row for the next pass; empty where a plain step is faster.
 
-    def _step(self) -> list[tuple[Sequence, int]]:
+        rooms  guesses that a row may have
+        """
+        assert self._speculation is not None
+        if any(self._unread):
+            return []
+        speculators = [self._speculators[row] for row in self.rows]
+        width = self._speculation.best_width(
+            [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)]
+        )
+        plan: list[tuple[list[int], list[Any]]] = []
+        for speculator, row in zip(speculators, self.rows, strict=True):
+            guess, masks = speculator.guess[: min(width, rooms[row])], []
+            if guess and (constraint := row.sampler.constraint) is not None:
+                masks = constraint.masks_along(guess)
+                guess = guess[: len(masks) - 1]
+            plan.append((guess, masks))
+        return plan if any(guess for guess, _ in plan) else []
+
+    def _check(self, plan: Seq[tuple[list[int], list[Any]]]) -> list[Draw]:
+        """Compute each row's newest token and its guesses in one pass.
+
+        Returns the tokens drawn, of each row up to the first that was not guessed.
+        """
+        began = time.perf_counter()
+        assert self._inputs is not None and self._speculation is not None
+        width = max(len(guess) for guess, _ in plan)
+        padded = mx.array([[*guess, *[0] * (width - len(guess))] for guess, _ in plan], self._inputs.dtype)
+        with mlx_adapter.last_positions(width + 1):
+            logits = self._forward(mx.concatenate([self._inputs[:, None], padded], axis=1))[:, -width - 1 :]
+        samplers = [
+            sampler_rows(row.sampler, guess, masks)
+            for row, (guess, masks) in zip(self.rows, plan, strict=True)
+        ]
+        flat = [each for own in samplers for each in own]
+        sampler = BatchSampler(flat)
+        sampled = sampler(mx.concatenate([logits[i, : len(own)] for i, own in enumerate(samplers)]))
+        mx.eval(sampled, *(sampler.logprobs or ()))
+        drawn = iter(zip(cast(list[int], sampled.tolist()), likelihoods(flat, sampler.logprobs), strict=True))
+        draws: list[Draw] = []
+        kept: list[list[int]] = []
+        for row, (guess, _), own in zip(self.rows, plan, samplers, strict=True):
+            of_row = list(islice(drawn, len(own)))
+            count = 1 + _held(guess, [token for token, _ in of_row], row.eos)
+            kept.append([token for token, _ in of_row[:count]])
+            draws += [(row, token, likelihood) for token, likelihood in of_row[:count]]
+            row.kv_length += count
+            row.sampler.step, row.sampler.penalties = own[count - 1].step, own[count - 1].penalties
+            row.drafted += len(guess)
+            row.accepted += count - 1
+        mlx_adapter.trim(self._cache, [width + 1 - len(tokens) for tokens in kept])
+        self._inputs, self._unread = mx.array([tokens[-1] for tokens in kept]), [False] * len(kept)
+        for row, tokens, (guess, _) in zip(self.rows, kept, plan, strict=True):
+            for token in tokens:
+                _advance(row, token)
+            self._speculators[row].add_tokens(tokens, len(guess))
+            self._speculation.record_guesses(len(guess), len(tokens) - 1)
+        self._speculation.times.record_pass(len(self.rows), width, time.perf_counter() - began)
+        return draws
+
+    def _step(self) -> list[Draw]:
         """One token a row."""
         inputs, unread = self._inputs, self._unread
         assert inputs is not None
         if self._sampler is None:
             self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
         logits = self._forward(inputs[:, None])[:, -1, :]
+        draws: list[Draw] | None = None
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
             # here, while the device is at work on this one.
             mx.async_eval(logits)
-            tokens = self._read_tokens(inputs, unread)
-            for sequence, token in tokens:
-                _advance(sequence, token)
-        else:
-            tokens = None
+            draws = self._read(inputs, unread)
         self._inputs = self._sampler(logits)
-        likelihoods = self._sampler.logprobs
-        mx.async_eval(self._inputs, *(likelihoods or ()))
+        logprobs = self._sampler.logprobs
+        mx.async_eval(self._inputs, *(logprobs or ()))
         self._unread = [True] * len(self.rows)
         for sequence in self.rows:
             sequence.kv_length += 1
-        if tokens is None:
-            tokens = self._read_tokens(inputs, unread)
-        self._logprobs = self._sampler.rows, likelihoods
-        return tokens
+        if draws is None:
+            draws = self._read(inputs, unread)
+        self._logprobs = self._sampler.rows, logprobs
+        return draws
 
     def wait(self) -> None:
         """Until the step that was started last has been computed."""
+        self._waited = True
         if self._inputs is not None:
             mx.eval(self._inputs)
 
@@ -191,14 +240,29 @@ class DecodeBatch:
         moved = {"deltas": deltas} if any(deltas) else {}
         return self._model(tokens, cache=self._cache, **moved)
 
-    def _read_tokens(self, inputs: mx.array, unread: list[bool]) -> list[tuple[Sequence, int]]:
-        """Wait for the tokens of the step before."""
-        if not any(unread):
+    def _read(self, inputs: mx.array | None, unread: list[bool]) -> list[Draw]:
+        """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""
+        if inputs is None or not any(unread):
             return []
         tokens = cast(list[int], inputs.tolist())
-        set_likelihoods(*self._logprobs)
-        rows = zip(self.rows, tokens, unread, strict=True)
-        return [(sequence, token) for sequence, token, new in rows if new]
+        samplers, logprobs = self._logprobs  # Rows may have left since, or joined.
+        likely = dict(zip(map(id, samplers), likelihoods(samplers, logprobs), strict=True))
+        draws: list[Draw] = []
+        for row, token, new in zip(self.rows, tokens, unread, strict=True):
+            if new:
+                draws.append((row, token, likely.get(id(row.sampler))))
+                _advance(row, token)
+                if self._speculates:
+                    self._speculators[row].add_tokens([token])
+        return draws
+
+
+def _held(guesses: Seq[int], drawn: Seq[int], ends: Container[int]) -> int:
+    """How many of the guesses were drawn, up to one that ends the answer."""
+    for index, guess in enumerate(guesses):
+        if drawn[index] != guess or guess in ends:
+            return index
+    return len(guesses)
 
 
 def _advance(sequence: Sequence, token: int) -> None:

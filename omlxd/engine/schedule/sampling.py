@@ -152,10 +152,21 @@ class Penalties:
         return logits + self._bias
 
 
-def sampler_rows(row: SamplerRow, guesses: Sequence[int]) -> list[SamplerRow]:
+@dataclass(slots=True, frozen=True)
+class Masked:
+    """What stands in a `SamplerRow` for a constraint that has come to another place."""
+
+    mask: np.ndarray | None
+
+
+def sampler_rows(
+    row: SamplerRow, guesses: Sequence[int], masks: Sequence[np.ndarray | None]
+) -> list[SamplerRow]:
     """How the next token of a row is sampled, and the one after each guess, if the guesses hold.
 
-    Once a token was sampled, the row that it was sampled by goes on in place of `row`.
+    masks  of these tokens, for a constrained row
+
+    Once a token was sampled, step and penalties of the row that it was sampled by go on in place of `row`'s.
     """
     rows = [replace(row)]
     for guess in guesses:
@@ -163,6 +174,8 @@ def sampler_rows(row: SamplerRow, guesses: Sequence[int]) -> list[SamplerRow]:
         if penalties is not None:
             penalties.update(mx.array([guess]))
         rows.append(replace(row, step=rows[-1].step + 1, penalties=penalties))
+    for each, mask in zip(rows, masks, strict=False):
+        each.constraint = cast(Any, Masked(mask))
     return rows
 
 
@@ -170,25 +183,27 @@ StepLogprobs = tuple[mx.array, mx.array, mx.array]
 """Of one step: logarithms of the sampled tokens (rows, 1), the likeliest tokens (rows, K) and theirs."""
 
 
-def sample_one(row: SamplerRow, logits: mx.array) -> int:
+def sample_one(row: SamplerRow, logits: mx.array) -> tuple[int, Likelihood | None]:
     """The next token of one row alone, read; logits (1, vocabulary)."""
     sampler = BatchSampler([row])
     token = sampler(logits)
-    logprobs = sampler.logprobs
-    mx.eval(token, *(logprobs or ()))
-    set_likelihoods([row], logprobs)
-    return cast(int, token.item())
+    mx.eval(token, *(sampler.logprobs or ()))
+    return cast(int, token.item()), likelihoods([row], sampler.logprobs)[0]
 
 
-def set_likelihoods(rows: Sequence[SamplerRow], logprobs: StepLogprobs | None) -> None:
-    """Give each row its `Likelihood` of a step; waits for the device. `rows`: those of that step."""
+def likelihoods(rows: Sequence[SamplerRow], logprobs: StepLogprobs | None) -> list[Likelihood | None]:
+    """Of the tokens of a step, for the rows that want them; waits for the device."""
     if logprobs is None:
-        return
+        return [None] * len(rows)
     sampled, best, values = (cast(list[list[Any]], array.tolist()) for array in logprobs)
-    for index, row in enumerate(rows):
-        if row.top_logprobs is not None:
-            top = zip(best[index][: row.top_logprobs], values[index], strict=False)
-            row.likelihood = Likelihood(sampled[index][0], tuple(top))
+    return [
+        Likelihood(
+            sampled[index][0], tuple(zip(best[index][: row.top_logprobs], values[index], strict=False))
+        )
+        if row.top_logprobs is not None
+        else None
+        for index, row in enumerate(rows)
+    ]
 
 
 class BatchSampler:

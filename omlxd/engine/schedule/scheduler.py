@@ -306,11 +306,11 @@ class Scheduler:
 
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
-        token = sample_one(sequence.sampler, logits)
+        token, likelihood = sample_one(sequence.sampler, logits)
         sequence.first_token_s = time.monotonic() - sequence.received
         self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
-        if self._accept(sequence, token):
+        if self._accept(sequence, token, likelihood):
             # The token is out; now there is time to store the last blocks.
             self._offer(sequence)
             sequence.state = State.DECODING
@@ -353,10 +353,10 @@ class Scheduler:
             self.steps += 1
             tokens = batch.step()
             ended: list[Sequence] = []
-            for sequence, token in tokens:
+            for sequence, token, likelihood in tokens:
                 if sequence not in ended:
                     self.decoded_tokens += 1
-                    if not self._accept(sequence, token):
+                    if not self._accept(sequence, token, likelihood):
                         sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
                         ended.append(sequence)
             self._leave(batch, ended)
@@ -387,7 +387,7 @@ class Scheduler:
         if self.bridge is not None:
             self.bridge.finish(sequence, batch, spoiled=spoiled)
 
-    def _accept(self, sequence: Sequence, token: int) -> bool:
+    def _accept(self, sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
         """Take a sampled token. False: the sequence ends with it."""
         if token == NO_TOKEN:
             self._spoiled(sequence)
@@ -399,7 +399,7 @@ class Scheduler:
         if token in sequence.eos:
             sequence.sink.finished(sequence, "stop")
             return False
-        sequence.sink.token(token, sequence.sampler.likelihood)
+        sequence.sink.token(token, likelihood)
         full = len(sequence.tokens) >= self._loaded.context_length
         if sequence.generated >= sequence.max_new or full:
             sequence.sink.finished(sequence, "length")

@@ -1,13 +1,15 @@
 """Speculative decoding by n-grams: a pass checks guesses, which are what followed the newest tokens before.
 
 vLLM calls the method `ngram`, transformers prompt lookup. Agents return files, logs and JSON that stand in
-their prompts, so guesses often hold. A pass computes the newest token and some guesses behind it. At each
-position a token is drawn as a step of its own would draw it there; guesses hold up to the first that was not
-drawn. A guess has no part in what is drawn: sampled answers have the distribution of plain decoding, and
+their prompts, so guesses often hold. A pass computes each row's newest token and its guesses behind it. At
+each position a token is drawn as a step of its own would draw it there; guesses hold up to the first that was
+not drawn. A guess has no part in what is drawn: sampled answers have the distribution of plain decoding, and
 greedy ones its tokens, but for the rounding of wider passes.
 
-A batch speculates while it is one row: rows that took different numbers of guesses would lie unevenly in one
-array. Rows with logprobs or a grammar decode plainly.
+Each row of a batch has as many guesses as it likes, none included; the pass is as wide as the longest. What a
+grammar does not allow is not guessed, and what it leaves no choice in is.
+
+No MLX here: decode_batch.py computes the passes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from ..constrain.constraint import Constraint, ForcedAnswer
 
 MIN_MATCH = 3
 """Tokens that must have stood together before, for what followed them to be a guess."""
@@ -27,7 +31,7 @@ CANDIDATES = 256
 """Most recent matches that are compared further."""
 
 WIDTHS = (2, 4, 8, 15)
-"""Guesses in a pass; which of them pays is measured while it runs.
+"""Guesses a row in a pass; which of them pays is measured while it runs, for each number of rows.
 
 SmolLM2-135M in float32, CPU with OpenBLAS, milliseconds of a pass at 512 tokens of context: 1 token 95,
 3 127, 5 124, 9 146, 16 186. Tokens a second against `--speculation off`, one stream, greedy, answers equal
@@ -91,28 +95,39 @@ class NgramProposer:
 
 @dataclass(slots=True)
 class PassTimes:
-    """Seconds of a pass by its guesses, of one model on this machine; 0 guesses is a plain step."""
+    """Seconds of a pass by its (rows, guesses a row), of one model on this machine; 0: a plain step."""
 
-    _seconds: dict[int, float] = field(default_factory=dict)
-    _begun: set[int] = field(default_factory=set)
+    _seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    _begun: set[tuple[int, int]] = field(default_factory=set)
 
-    def record_pass(self, guesses: int, seconds: float) -> None:
-        """A pass took `seconds`. The first with so many guesses does not count: it loads kernels."""
-        if guesses not in self._begun:
-            self._begun.add(guesses)
+    def record_pass(self, rows: int, guesses: int, seconds: float) -> None:
+        """A pass took `seconds`. The first of a kind does not count: it loads kernels."""
+        if guesses and guesses not in WIDTHS:
+            return  # A grammar has cut it.
+        kind = rows, guesses
+        if kind not in self._begun:
+            self._begun.add(kind)
             return
-        usual = self._seconds.get(guesses, seconds)
-        self._seconds[guesses] = min(DECAY * usual + (1 - DECAY) * seconds, 2 * usual)
+        usual = self._seconds.get(kind, seconds)
+        self._seconds[kind] = min(DECAY * usual + (1 - DECAY) * seconds, 2 * usual)
         if not guesses:
-            for width in self._seconds.keys() - {0}:
-                self._seconds[width] *= AGEING
+            for width in WIDTHS:
+                if (rows, width) in self._seconds:
+                    self._seconds[rows, width] *= AGEING
 
-    def cost(self, guesses: int) -> float:
-        """As a multiple of a plain step; that of the widest narrower pass where none was measured."""
-        measured = max((width for width in self._seconds if width <= guesses), default=None)
-        if measured is None or not (plain := self._seconds.get(0)):
-            return 1.0
-        return max(self._seconds[measured] / plain, 1.0)
+    def is_measured(self, rows: int, guesses: int) -> bool:
+        return (rows, guesses) in self._seconds
+
+    def cost(self, rows: int, guesses: int) -> float:
+        """As a multiple of a plain step of the same rows, which must be measured.
+
+        Where no such pass was measured, that of the slowest with no more tokens in all.
+        """
+        plain, measured = self._seconds[rows, 0], self._seconds.get((rows, guesses))
+        if measured is None:
+            tokens = rows * (guesses + 1)
+            measured = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
+        return max(measured / plain, 1.0)
 
 
 @dataclass(slots=True)
@@ -122,7 +137,7 @@ class Speculation:
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
     times       of passes
-    drafts      passes with guesses; drafted, accepted: guesses made, guesses that held
+    drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
     """
 
     repeatable: bool = False
@@ -130,6 +145,38 @@ class Speculation:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    def record_guesses(self, guesses: int, held: int) -> None:
+        """Count what a pass checked for one row."""
+        self.drafts += guesses > 0
+        self.drafted += guesses
+        self.accepted += held
+
+    def best_width(self, offers: Seq[tuple[float, int]]) -> int:
+        """Guesses a row for the next pass of a batch; 0: a plain step is faster.
+
+        offers  (share of its guesses that hold, guesses at hand) of each row
+
+        A wider pass is tried once the narrower ones are measured.
+        """
+        rows, best, best_gain = len(offers), 0, GAIN
+        most = max((count for _, count in offers), default=0)
+        if not self.times.is_measured(rows, 0):
+            return 0
+        for width in WIDTHS:
+            if width > most:
+                break
+            tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
+            if (gain := tokens / rows / self.times.cost(rows, width)) > best_gain:
+                best, best_gain = width, gain
+            if not self.times.is_measured(rows, width):
+                break
+        return best
+
+
+def expected_tokens(rate: float, guesses: int) -> float:
+    """Tokens that a pass gives a row, where each guess holds with `rate` (below 1) if those before it do."""
+    return (1 - rate ** (guesses + 1)) / (1 - rate)
 
 
 class _HoldRate:
@@ -150,58 +197,38 @@ class _HoldRate:
 
 
 class RowSpeculator:
-    """Decides for one sequence how many guesses the next pass checks.
+    """The guesses of one sequence, and the share of them that holds.
 
     A plain step beside which a guess was at hand tells whether that would have held, at no cost; so a
     sequence whose guesses fail goes back to plain decoding, and begins again once they would hold.
+
+    guess       tokens that may come next; empty: no idea
+    constraint  of the sequence; its tokens so far are taken by it first
     """
 
-    def __init__(self, shared: Speculation, tokens: Seq[int]):
-        self.shared = shared
+    def __init__(self, tokens: Seq[int], constraint: Constraint | ForcedAnswer | None = None):
         self._proposer = NgramProposer(tokens)
-        self._rates: dict[bool, _HoldRate] = {False: _HoldRate(), True: _HoldRate()}
-        self._guess, self._long = self._propose()
+        self._constraint = constraint
+        self._rates: dict[str, _HoldRate] = {kind: _HoldRate() for kind in ("short", "long", "forced")}
+        self._propose()
 
-    def record_pass(self, guesses: int, tokens: Seq[int], seconds: float) -> None:
-        """A pass checked some guesses and drew `tokens`: those that held, and one more."""
-        held = len(tokens) - 1
-        self.shared.times.record_pass(guesses, seconds)
-        self.shared.drafts += 1
-        self.shared.drafted += guesses
-        self.shared.accepted += held
-        self._rates[self._long].record(held, min(held + 1, guesses))
-        self._take(tokens)
+    def offer(self, most: int = WIDTHS[-1]) -> tuple[float, int]:
+        """(share of its guesses that hold, how many there are, at most `most`)."""
+        return self._rates[self._kind].value, max(0, min(most, len(self.guess)))
 
-    def add_tokens(self, tokens: Seq[int]) -> None:
-        """Take tokens of plain steps."""
-        if self._guess and tokens:
-            self._rates[self._long].record(int(self._guess[0] == tokens[0]), 1)
-        self._take(tokens)
-
-    def _take(self, tokens: Seq[int]) -> None:
+    def add_tokens(self, tokens: Seq[int], checked: int = 0) -> None:
+        """Take what a pass drew: those of its `checked` guesses that held, and one more."""
+        if self.guess and tokens:
+            held = len(tokens) - 1 if checked else int(self.guess[0] == tokens[0])
+            self._rates[self._kind].record(held, min(len(tokens), checked) or 1)
         for token in tokens:
             self._proposer.add_token(token)
-        self._guess, self._long = self._propose()
+        self._propose()
 
-    @property
-    def promising(self) -> bool:
-        """Whether checking the guesses at hand would pay: the newest token is then worth waiting for."""
-        return self._width(len(self._guess)) > 0
-
-    def guesses(self, most: int) -> list[int]:
-        """Guesses to check in the next pass, at most so many; none where plain decoding is faster."""
-        return self._guess[: self._width(min(most, len(self._guess)))]
-
-    def _propose(self) -> tuple[list[int], bool]:
-        guess, match = self._proposer.propose(WIDTHS[-1])
-        return guess, match >= LONGEST_MATCH
-
-    def _width(self, most: int) -> int:
-        rate, best, best_gain = self._rates[self._long].value, 0, GAIN
-        for width in WIDTHS:
-            if width > most:
-                break
-            tokens = sum(rate**count for count in range(width + 1))
-            if (gain := tokens / self.shared.times.cost(width)) > best_gain:
-                best, best_gain = width, gain
-        return best
+    def _propose(self) -> None:
+        forced = self._constraint.forced_tokens() if self._constraint is not None else []
+        if len(forced) >= WIDTHS[0]:
+            self.guess, self._kind = forced[: WIDTHS[-1]], "forced"
+        else:
+            self.guess, match = self._proposer.propose(WIDTHS[-1])
+            self._kind = "long" if match >= LONGEST_MATCH else "short"

@@ -7,12 +7,16 @@ import re
 from typing import Any
 
 import jsonschema_rs
+import numpy as np
 import pytest
 from families import build_family
+from guesses import guess_by, half_right
 from host import Host, chat, finished, raw, text_of
 from msgspec.structs import replace
 
-from omlxd.chat import AnswerFormat, Failed, Message, ReasoningDelta, TextPart, Tool, ToolCall
+from omlxd.chat import AnswerFormat, Failed, Message, ReasoningDelta, TextDelta, TextPart, Tool, ToolCall
+from omlxd.engine.schedule.scheduler import Scheduler
+from omlxd.engine.schedule.speculation import Speculation
 from omlxd.errors import InvalidRequest
 
 BOUNDED: dict[str, Any] = {
@@ -300,3 +304,90 @@ def test_allowed_tools_leave_the_prompt_as_it_was(host: Host):
         assert usage.prompt_tokens == before.prompt_tokens and usage.cached_tokens > before.prompt_tokens // 2
         if finished(events).reason == "tool_calls":
             assert {call.name for call in calls_of(events)} == {"Bash"}
+
+
+# --------------------------------------------------------------------------- guesses
+
+
+def guessed_requests(host: Host) -> list[Any]:
+    close = {host.engine.loaded.tokenizer.think_end_id: 6.0}
+    return [
+        chat(format=JSON, temperature=1.0, seed=7, max_tokens=200),
+        chat(format=JSON, temperature=0.0, max_tokens=200, repetition_penalty=1.3),
+        chat(format=JSON, thinking=True, temperature=1.0, seed=3, logit_bias=close, max_tokens=80),
+        chat(tools=(READ, BASH), tool_choice="required", temperature=1.0, seed=2, max_tokens=120),
+        raw(
+            format=AnswerFormat("regex", text=r"([a-c]{3}-[0-9]{2} ){9}"),
+            temperature=1.0,
+            seed=1,
+            max_tokens=90,
+        ),
+        raw("One", temperature=1.0, seed=5, logprobs=2, max_tokens=60),
+        raw("Two", temperature=0.0, stop=("e",), max_tokens=60),
+    ]
+
+
+def test_guesses_change_nothing_of_what_a_grammar_lets_through(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """Nor of calls, thinking, stop strings and log-probabilities, in one batch."""
+    rights: list[list[int]] = []
+    over = Scheduler._over
+
+    def recorded(self: Scheduler, sequence: Any) -> None:
+        rights.append(sequence.tokens)
+        over(self, sequence)
+
+    with monkeypatch.context() as plain:
+        plain.setattr(Scheduler, "_over", recorded)
+        plain.setattr(Speculation, "best_width", lambda self, offers: 0)
+        want = [summary(host.ask(request)) for request in guessed_requests(host)]
+    guess_by(monkeypatch, half_right(rights, 1), forced=True)
+    shared = host.engine.scheduler.speculation
+    assert shared is not None
+    before = shared.drafted, shared.accepted
+    ids = [host.send(request) for request in guessed_requests(host)]
+    assert [summary(host.events(id)) for id in ids] == want
+    assert shared.drafted - before[0] > shared.accepted - before[1] > 100
+
+
+def summary(events: list[Any]) -> tuple:
+    """What a client makes of an answer."""
+    logprobs = [
+        (each.token, round(each.logprob, 3))
+        for event in events
+        if isinstance(event, TextDelta)
+        for each in event.logprobs
+    ]
+    thought = "".join(event.text for event in events if isinstance(event, ReasoningDelta))
+    end = finished(events)
+    calls = [(call.name, call.arguments) for call in calls_of(events)]
+    return text_of(events), thought, calls, logprobs, end.reason, end.usage.completion_tokens
+
+
+def test_what_is_forced_is_guessed(host: Host, monkeypatch: pytest.MonkeyPatch):
+    """A call's name and tags take fewer passes than tokens."""
+    guess_by(monkeypatch, lambda tokens: [], forced=True)
+    text = "a long answer that the grammar leaves no choice in, not even at its very end"
+    usage = finished(
+        host.ask(raw(format=AnswerFormat("choice", choices=(text,)), temperature=0, max_tokens=99))
+    ).usage
+    assert usage.accepted > usage.completion_tokens // 2
+
+
+def test_masks_along_guesses_are_those_of_taking_them(host: Host):
+    constraint = host.engine._constraints.compile(raw(format=JSON), thinking=False)
+    twin = host.engine._constraints.compile(raw(format=JSON), thinking=False)
+    assert constraint is not None and twin is not None
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        assert constraint.mask is not None
+        allowed = np.nonzero(constraint.mask)[0]
+        masks = constraint.masks_along([int(allowed[0]), int(rng.integers(500)), int(rng.integers(500))])
+        assert np.array_equal(masks[0], twin.mask) and np.array_equal(masks[0], constraint.mask)
+        token = int(rng.choice(allowed))
+        along = constraint.masks_along([token])
+        for each in (constraint, twin):
+            each.advance(token)
+        if token in host.engine.loaded.tokenizer.eos_token_ids:
+            assert len(along) == 1
+            return
+        assert np.array_equal(along[1], twin.mask) and np.array_equal(constraint.mask, twin.mask)

@@ -25,7 +25,7 @@ class Reference:
     calls = 0
 
     def __call__(
-        self, queries: Any, keys: Any, values: Any, starts: mx.array, end: int, scale: float
+        self, queries: Any, keys: Any, values: Any, places: tuple[list[int], list[int]], scale: float
     ) -> mx.array:
         Reference.calls += 1
         rows = [
@@ -35,7 +35,7 @@ class Reference:
                 values[row : row + 1, :, start:end],
                 scale=scale,
             )
-            for row, start in enumerate(starts.tolist())  # type: ignore[arg-type]
+            for row, (start, end) in enumerate(zip(*places, strict=True))
         ]
         return mx.concatenate(rows)
 
@@ -126,6 +126,63 @@ def test_a_row_that_leaves_and_one_that_joins(tmp_path, reference):
     want = run()
     reference()
     np.testing.assert_allclose(run(), want, atol=2e-4)
+    assert Reference.calls > 0
+
+
+def test_rows_that_took_different_numbers_of_guesses(tmp_path, reference):
+    """They end at columns of their own; a row that ends early may leave, and others join."""
+    loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
+    tokens = [[int(token) for token in np.random.default_rng(seed).integers(5, 200, 60)] for seed in range(4)]
+
+    def run() -> list[np.ndarray]:
+        def row(index: int, length: int) -> mlx_adapter.Cache:
+            cache = mlx_adapter.new_cache(loaded.model, 64)
+            mx.eval(loaded.model(mx.array([tokens[index][:length]]), cache=cache))
+            return cache
+
+        out, rows, at = [], [0, 1, 2], [9, 30, 21]
+
+        def step(count: int) -> None:
+            """The next `count` tokens of each row."""
+            inputs = [tokens[row][start : start + count] for row, start in zip(rows, at, strict=True)]
+            with mlx_adapter.last_positions(count):
+                out.append(np.array(loaded.model(mx.array(inputs), cache=batch)))
+            at[:] = [start + count for start in at]
+
+        def trim(*counts: int) -> None:
+            mlx_adapter.trim(batch, counts)
+            at[:] = [start - count for start, count in zip(at, counts, strict=True)]
+
+        batch = mlx_adapter.merge([row(0, 9)])
+        mlx_adapter.extend(batch, row(1, 30))
+        mlx_adapter.extend(batch, row(2, 21))
+        step(5)
+        trim(0, 4, 2)
+        step(1)
+        step(4)
+        trim(3, 3, 0)
+        mlx_adapter.keep_rows(batch, [0, 2])
+        rows, at = [0, 2], [at[0], at[2]]
+        step(1)
+        mlx_adapter.extend(batch, row(3, 12))
+        rows, at = [0, 2, 3], [*at, 12]
+        step(1)
+        step(3)
+        for index, (which, end) in enumerate(zip(rows, at, strict=True)):
+            held = mlx_adapter.row_tensors(batch, index, 0, end)
+            alone = mlx_adapter.tensors(row(which, end))
+            for name, array in held.items():
+                np.testing.assert_allclose(np.array(array), np.array(alone[name][:, :, :end]), atol=1e-5)
+        # What a row of its own says at the same places.
+        for index, end in enumerate(at):
+            logits = loaded.model(mx.array([tokens[rows[index]][:end]]))
+            np.testing.assert_allclose(out[-1][index, -1], np.array(logits)[0, -1], atol=2e-4)
+        return out
+
+    want = run()
+    reference()
+    for got, expected in zip(run(), want, strict=True):
+        np.testing.assert_allclose(got, expected, atol=2e-4)
     assert Reference.calls > 0
 
 

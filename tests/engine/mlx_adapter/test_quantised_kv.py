@@ -116,7 +116,7 @@ def test_a_batch_cache_is_the_single_ones_side_by_side():
     assert batch[0].bits == 8 and len(keys) == 3
 
     def row(index: int, length: int) -> np.ndarray:
-        got = mlx_adapter.row_tensors(batch, index, length, 0, length)
+        got = mlx_adapter.row_tensors(batch, index, 0, length)
         parts = [got[f"layers.0.keys.{part}"] for part in mlx_adapter.quantised.PARTS]
         return np.array(how.unpack(parts))
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cold_run import prompt
 from daemon import wait_until
 from families import build_family
+from family_configs import CONFIGS
+from guesses import guess_by, half_right
 from hypothesis import given
 from hypothesis import strategies as st
-from rig import GREEDY, Rig
+from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
 from omlxd.engine.schedule.speculation import (
@@ -24,40 +24,10 @@ from omlxd.engine.schedule.speculation import (
     Speculation,
 )
 
-Guesser = Callable[[list[int], int], list[int]]
-"""(tokens so far, most) → guesses."""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
-
-
-@pytest.fixture
-def guess_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Guesser], None]:
-    """Every pass checks the guesses of this function, whatever they cost."""
-
-    def use(guesser: Guesser) -> None:
-        def guesses(self: RowSpeculator, most: int) -> list[int]:
-            count = self._proposer._count
-            return guesser(self._proposer._ids[:count].tolist(), most)[: max(most, 0)]
-
-        monkeypatch.setattr(RowSpeculator, "guesses", guesses)
-        monkeypatch.setattr(RowSpeculator, "promising", True)
-
-    return use
-
-
-def half_right(right: list[int], seed: int) -> Guesser:
-    """Guesses of any number, the true continuation up to some place and something else behind."""
-    rng = random.Random(seed)
-
-    def guesser(tokens: list[int], most: int) -> list[int]:
-        following = right[len(tokens) : len(tokens) + rng.randrange(0, 12)]
-        cut = rng.randrange(0, len(following) + 1)
-        return following[:cut] + [rng.randrange(500) for _ in following[cut:]]
-
-    return guesser
 
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)
@@ -67,7 +37,7 @@ PENALISED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "seeded", "penalised"])
 @pytest.mark.parametrize(("family", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("deepseek_v3", 0)])
 def test_the_answer_and_its_kv_are_those_of_plain_decoding(
-    family: str, kv_bits: int, sampling: Sampling, guess_by, tmp_path: Path
+    family: str, kv_bits: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})
     kv = {"kv_bits": kv_bits}
@@ -79,7 +49,7 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
         plain_turn = rig.run(then, 5)
         plain_logits = rig.recorder.logits[0]
     for seed in range(3):
-        guess_by(half_right(asked + plain, seed))
+        guess_by(monkeypatch, half_right([asked + plain], seed))
         with Rig(folder, record=True, speculate=True, **kv) as rig:
             output = rig.run(asked, 150, sampling=sampling)
             assert output.got == plain
@@ -96,13 +66,13 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
             assert abs(logits - expected).max() < (0.05 if kv_bits else 1e-4)
 
 
-def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, guess_by):
+def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, monkeypatch):
     asked = prompt(40, seed=1)
     with Rig(model) as rig:
         plain = rig.run(asked, 60).got
     end = plain[25]
     expected = plain[: plain.index(end)]
-    guess_by(lambda tokens, most: (asked + plain)[len(tokens) : len(tokens) + 9])
+    guess_by(monkeypatch, lambda tokens: (asked + plain)[len(tokens) : len(tokens) + 9])
     with Rig(model, speculate=True) as rig:
         output = rig.run(asked, 60, eos=[end])
         assert (output.got, output.reason) == (expected, "stop")
@@ -112,21 +82,72 @@ def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, gue
             assert rig.run(asked, most).reason == "length"
 
 
-def test_rows_that_join_end_the_guessing_and_leave_the_same_tokens(model: Path, guess_by):
-    first, second = prompt(50, seed=1), prompt(90, seed=2)
-    with Rig(model, reuse=False) as rig:
-        alone = [rig.run(first, 120).got, rig.run(second, 30).got]
-    guess_by(half_right(first + alone[0], 1))
-    with Rig(model, speculate=True, reuse=False) as rig:
-        one = rig.start(first, 120)
-        wait_until(lambda: len(one.got) > 10)
-        two = rig.start(second, 30)
-        assert [one.tokens(), two.tokens()] == alone
+TRIMMABLE = [
+    name for name, family in CONFIGS.items() if family.per_token and name not in ("qwen3", "deepseek_v3")
+]
+
+
+def wait_for_tokens(output: Output, count: int) -> None:
+    wait_until(lambda: len(output.got) >= count or output.reason)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_bits"),
+    [
+        ("qwen3", 0),
+        ("qwen3", 8),
+        ("deepseek_v3", 0),
+        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in TRIMMABLE),
+    ],
+)
+def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
+    family: str, kv_bits: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Rows of unequal length come and go; answers, logprobs and KV are those of rows alone."""
+    folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})
+    prompts = [prompt(length, seed=length) for length in (30, 150, 90, 64)]
+    asks: list[dict] = [
+        {"n": 120},
+        {"n": 60, "sampling": SAMPLED},
+        {"n": 90, "sampling": PENALISED},
+        {"n": 70, "top_logprobs": 2},
+    ]
+    kv = {"kv_bits": kv_bits}
+
+    def next_turns(rig: Rig, outputs: list[Output]) -> list[tuple]:
+        turns = [rig.run(out.sequence.tokens + prompt(20, seed=4), 5) for out in outputs]
+        return [(turn.hot, turn.got) for turn in turns]
+
+    with Rig(folder, **kv) as rig:
+        alone = [rig.run(tokens, **ask) for tokens, ask in zip(prompts, asks, strict=True)]
+        turns = next_turns(rig, alone)
+    assert all(output.likelihoods[0] for output in alone[3:])
+    for seed in range(2):
+        guess_by(monkeypatch, half_right([output.sequence.tokens for output in alone[:3]], seed))
+        with Rig(folder, speculate=True, **kv) as rig:
+            running = []
+            for tokens, ask in zip(prompts, asks, strict=True):
+                running.append(rig.start(tokens, **ask))
+                wait_for_tokens(running[-1], 8)
+            for output, plain in zip(running, alone, strict=True):
+                assert output.tokens() == plain.got
+                for one, other in zip(output.likelihoods, plain.likelihoods, strict=True):
+                    assert (one is None) == (other is None)
+                    assert one is None or one.logprob == pytest.approx(
+                        other.logprob, abs=0.05 if kv_bits else 1e-4
+                    )
+            shared = rig.scheduler.speculation
+            assert shared is not None and 0 < shared.accepted < shared.drafted
+            assert running[0].sequence.accepted and not running[3].sequence.drafted
+            rig.settle()
+            assert next_turns(rig, running) == turns
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mamba2"])
-def test_state_that_can_not_be_taken_back_is_never_guessed_on(family: str, tmp_path: Path, guess_by):
-    guess_by(lambda tokens, most: [1, 2, 3])
+def test_state_that_can_not_be_taken_back_is_never_guessed_on(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    guess_by(monkeypatch, lambda tokens: [1, 2, 3])
     folder = build_family(family, tmp_path / family)
     with Rig(folder, speculate=True) as rig:
         rig.run(prompt(40, seed=1), 20)
@@ -175,64 +196,88 @@ def test_a_proposal_is_what_followed_the_longest_match(begin: list[int], rest: l
 # --------------------------------------------------------------------------- whether it pays
 
 
-def speculator(times: dict[int, float], tokens: list[int]) -> RowSpeculator:
+def measured(times: dict[int, float], rows: int = 1) -> Speculation:
+    """What passes take, by their guesses."""
     shared = Speculation()
     for width, seconds in times.items():
-        shared.times.record_pass(width, 1000.0)  # The first loads kernels.
-        shared.times.record_pass(width, seconds)
-    return RowSpeculator(shared, tokens)
+        shared.times.record_pass(rows, width, 1000.0)  # The first loads kernels.
+        shared.times.record_pass(rows, width, seconds)
+    return shared
 
 
 LOOP = [1, 2, 3, 4, 5, 6, 7, 8] * 4
 
 
 def test_guesses_that_hold_are_made_and_those_that_fail_are_not():
-    row = speculator({0: 1.0, 2: 1.2, 4: 1.3, 8: 1.5, 15: 2.0}, LOOP)
-    assert row.guesses(15)
+    shared, row = measured({0: 1.0, 2: 1.2, 4: 1.3, 8: 1.5, 15: 2.0}), RowSpeculator(LOOP)
+    assert shared.best_width([row.offer()])
     for other in range(100, 112):
-        row.record_pass(4, [other], 1.3)
+        row.add_tokens([other], checked=4)
         row.add_tokens(LOOP)  # The match is there again, and fails again.
-    assert not row.promising and not row.guesses(15)
+    assert not shared.best_width([row.offer()])
     for _ in range(40):  # They would hold now, as plain steps show.
-        row.add_tokens([row._guess[0]])
-    assert row.guesses(15)
+        row.add_tokens([row.guess[0]])
+    assert shared.best_width([row.offer()])
+
+
+def sure_row() -> RowSpeculator:
+    """One whose guesses held so far."""
+    row = RowSpeculator(LOOP)
+    for _ in range(20):
+        row.add_tokens([row.guess[0]])
+    return row
 
 
 def test_passes_that_cost_as_much_as_their_tokens_are_not_made():
-    row = speculator({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 16.0}, LOOP)
-    for _ in range(20):
-        row.add_tokens([row._guess[0]])
-    assert not row.guesses(15)
-    assert speculator({0: 1.0, 2: 1.1}, LOOP).guesses(15)
+    offer = sure_row().offer()
+    assert not measured({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 16.0}).best_width([offer])
+    assert measured({0: 1.0, 2: 1.1}).best_width([offer]) == 4, "and then the next width is tried"
+    assert not Speculation().best_width([offer]), "a plain step is measured first"
+
+
+def test_a_batch_guesses_where_its_rows_together_gain():
+    sure, unsure = sure_row().offer(), (0.1, 15)
+    shared = measured({0: 1.0, 2: 1.5, 4: 2.0, 8: 3.0, 15: 6.0}, rows=4)
+    assert shared.best_width([sure] * 4) == 8
+    assert shared.best_width([sure, sure, unsure, (0.5, 0)]) == 8
+    assert not shared.best_width([sure, unsure, unsure, (0.5, 0)])
+
+
+def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
+    shared = measured({0: 1.0, 2: 3.0, 4: 5.0})
+    for _ in range(2):
+        shared.times.record_pass(2, 0, 1.5)
+    assert shared.times.cost(2, 2) == 5.0 / 1.5, "five tokens of one row took as long"
+    assert not shared.best_width([sure_row().offer()] * 2)
 
 
 def test_no_more_is_guessed_than_may_be_generated():
-    row = speculator({0: 1.0}, LOOP)
-    assert [len(row.guesses(most)) for most in (-1, 0, 1, 2, 3)] == [0, 0, 0, 2, 2]
+    row = RowSpeculator(LOOP)
+    assert [row.offer(most)[1] for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
 
 
 def test_one_slow_pass_does_not_end_it():
     times = PassTimes()
     for seconds in (60.0, 1.0, 1.0, 60.0):
-        times.record_pass(4, seconds)
+        times.record_pass(1, 4, seconds)
     for _ in range(2):
-        times.record_pass(0, 1.0)
-    assert times.cost(4) <= 2.0 and times.cost(2) == 1.0 and times.cost(8) == times.cost(4)
+        times.record_pass(1, 0, 1.0)
+    assert times.cost(1, 4) <= 2.0 and times.cost(1, 2) == 1.0 and times.cost(1, 8) == times.cost(1, 4)
 
 
 def test_what_was_too_slow_is_tried_again():
-    row = speculator({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 60.0}, LOOP)
-    for _ in range(20):
-        row.add_tokens([row._guess[0]])
-    assert not row.guesses(15)
+    shared, offer = measured({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 60.0}), sure_row().offer()
+    assert not shared.best_width([offer])
     for _ in range(5000):
-        row.shared.times.record_pass(0, 1.0)
-    assert row.guesses(15)
+        shared.times.record_pass(1, 0, 1.0)
+    assert shared.best_width([offer])
 
 
-def test_answers_that_must_repeat_do_not_depend_on_what_is_measured(model: Path, guess_by):
+def test_answers_that_must_repeat_do_not_depend_on_what_is_measured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
     """`--seed` promises the same answers; a request without a seed draws from the stream of all."""
-    guess_by(lambda tokens, most: [1, 2, 3])
+    guess_by(monkeypatch, lambda tokens: [1, 2, 3])
     with Rig(model, speculate=True) as rig:
         shared = rig.scheduler.speculation
         assert shared is not None

@@ -18,6 +18,7 @@ import pytest
 if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 
+from guesses import guess_by
 from host import Host, finished, text_of
 from msgspec.structs import replace
 from PIL import Image as Pillow
@@ -39,7 +40,6 @@ from omlxd.chat import (
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import vision
 from omlxd.engine.prompt.turn_memory import Scope
-from omlxd.engine.schedule.speculation import RowSpeculator
 from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models.footprint import footprint, vision_obstacle
 
@@ -213,12 +213,7 @@ def test_guesses_behind_an_image_are_checked_at_their_places(
     talk = [(150, 1), image(1), (70, 2)]
     right = rig.ask(talk, 40)[0].sequence.tokens
 
-    def guesses(self: RowSpeculator, most: int) -> list[int]:
-        done = self._proposer._count
-        return [*right[done : done + 5], 7][: max(most, 0)]
-
-    monkeypatch.setattr(RowSpeculator, "guesses", guesses)
-    monkeypatch.setattr(RowSpeculator, "promising", True)
+    guess_by(monkeypatch, lambda tokens: [*right[len(tokens) : len(tokens) + 5], 7])
     with VisionRig("qwen3_vl", model, reuse=False, speculate=True) as guessing:
         passes = guessing.scheduler.steps
         output = guessing.begin(talk, 40)

@@ -1,0 +1,41 @@
+"""Guesses of every kind in place of the n-grams', checked in every pass, whatever that costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+import pytest
+
+from omlxd.engine.schedule.speculation import RowSpeculator, Speculation
+
+Guesser = Callable[[list[int]], list[int]]
+"""Tokens so far → guesses."""
+
+
+def guess_by(monkeypatch: pytest.MonkeyPatch, guesser: Guesser, *, forced: bool = False) -> None:
+    """forced: what a grammar forces stays a guess."""
+    propose = RowSpeculator._propose
+
+    def instead(self: RowSpeculator) -> None:
+        propose(self)
+        if not (forced and self._kind == "forced"):
+            tokens: Any = self._proposer._ids[: self._proposer._count]
+            self.guess, self._kind = guesser(tokens.tolist()), "short"
+
+    monkeypatch.setattr(RowSpeculator, "_propose", instead)
+    monkeypatch.setattr(Speculation, "best_width", lambda self, offers: max(count for _, count in offers))
+
+
+def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
+    """Guesses of any number for these sequences, true up to some place and something else behind."""
+    rng = random.Random(seed)
+
+    def guesser(tokens: list[int]) -> list[int]:
+        right = next((right for right in rights if right[: len(tokens)] == tokens), tokens)
+        following = right[len(tokens) : len(tokens) + rng.randrange(12)]
+        cut = rng.randrange(len(following) + 1)
+        return following[:cut] + [rng.randrange(500) for _ in following[cut:]]
+
+    return guesser
