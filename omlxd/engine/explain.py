@@ -169,6 +169,7 @@ class Explainer:
             return replace(
                 explanation,
                 cause="other_image" if explanation.cause == "never_stored" else explanation.cause,
+                other_image=True,
                 position=position,
                 stored_used=nearest.used,
                 **self._texts(tokens, position),

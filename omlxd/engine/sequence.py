@@ -87,6 +87,7 @@ class Sequence:
     resume_at      blocks after which the checkpoint stands that the match ends at
     overtaken      chunks of other prompts that went before its own, in a row
     divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
+    before_images  blocks after which one is to be made, since images begin there
     last_checkpoint  (blocks, payload) of the deepest state copied so far
     session        the client's conversation, for fairness alone
     pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
@@ -118,6 +119,7 @@ class Sequence:
     resume_at: int = 0
     overtaken: int = 0
     divergence: int = 0
+    before_images: Seq[int] = ()
     last_checkpoint: tuple[int, WritablePayload] | None = None
     restores: int = 0
     restored_hot: int = 0

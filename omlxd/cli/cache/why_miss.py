@@ -212,6 +212,7 @@ def _because(why: Explanation, now: float) -> str:
         return (
             f"the blocks reach token {why.chain_tokens}, but the model's state can be restored only where "
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
+            + (f"; another image stands stored from token {why.position} on" if why.other_image else "")
         )
     return f"{here}: " + {
         "other_image": f"another image stands stored there, from token {why.position} on "

@@ -5,6 +5,8 @@
 | every `interval` prompt tokens | yes      | yes: a prompt may diverge anywhere           |
 | where a prompt left an earlier | yes      | yes: it missed one here, as others will that |
 | one, if far behind the last    |          | begin the same                               |
+| before images, if not close    | yes      | no: another image may follow, most don't     |
+| behind the last one            |          |                                              |
 | the prompt's last boundary     | yes      | no: soon superseded by the turn's end        |
 | the turn's last boundary       | yes      | yes: the next turn goes on from there        |
 
@@ -61,6 +63,10 @@ BARE_INTERVAL = 32768
 LEAST_FORK = 2048
 """Tokens that a checkpoint where prompts fork must save the next one."""
 
+LEAST_TEXT = 256
+"""Tokens before an image that a checkpoint must save another one there. Less, and each turn that brings a
+screenshot would leave one more: it begins some tens of tokens behind the last turn's."""
+
 MOST_RESTORES = 3
 """Restores that one sequence tries: a file that can't be read must not be tried for ever."""
 
@@ -76,6 +82,7 @@ class Checkpointer:
         self.checkpoints = checkpoints
         self.interval = _interval(layout, tokens)
         self.least_fork = LEAST_FORK
+        self.least_text = LEAST_TEXT
         self._sees_forks = bool(tokens.groups)
 
     # ----------------------------------------------------------------- out of a sequence
@@ -84,7 +91,7 @@ class Checkpointer:
         """A prefill chunk has ended: keep the state if this is a place for it."""
         position = sequence.kv_length
         lasting = position % self.interval == 0 or position == sequence.divergence * self._block
-        if lasting or position >= last_boundary:
+        if lasting or position >= last_boundary or position // self._block in sequence.before_images:
             self._take_states(sequence, states)
             if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block == position:
                 self._put(sequence, write=lasting)
@@ -161,7 +168,20 @@ class Checkpointer:
         sequence.divergence = usable if self._sees_forks and gap * self._block >= self.least_fork else 0
         if gap * self._block > self.interval:
             sequence.unreached = gap
+        sequence.before_images = self._before_images(sequence)
         return sequence.resume_at
+
+    def _before_images(self, sequence: Sequence) -> tuple[int, ...]:
+        """Blocks after which images begin, far enough behind the last checkpoint."""
+        places: list[int] = []
+        last = sequence.resume_at
+        for blocks in sequence.images.beginnings(self._block) if sequence.images is not None else ():
+            position = blocks * self._block
+            last = max(last, position // self.interval * self.interval // self._block)
+            if position - last * self._block >= self.least_text and sequence.may_end(position):
+                places.append(blocks)
+                last = blocks
+        return tuple(places)
 
     def hot(self, sequence: Sequence) -> MLXPayload | None:
         """The checkpoint that the sequence resumes from, if it is in RAM. Any thread."""

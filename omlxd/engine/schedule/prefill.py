@@ -64,8 +64,8 @@ class PrefillBudget:
         start, last = sequence.kv_length, sequence.last_boundary(self._block)
         if start >= last:
             return sequence.prompt_length
-        divergence = sequence.divergence * self._block
-        stop = min(last, self.chunk_end(start), divergence if start < divergence else last)
+        checkpoints = (blocks * self._block for blocks in (sequence.divergence, *sequence.before_images))
+        stop = min(last, self.chunk_end(start), *(place for place in checkpoints if start < place))
         while not sequence.may_end(stop):
             stop += self._block
         return stop

@@ -244,6 +244,15 @@ class PromptImages:
                 keys.setdefault(block, []).append(("image", f"{span.image.digest}@{offset}"))
         return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
 
+    def beginnings(self, block_size: int) -> list[int]:
+        """Blocks before each run of images: between two of one run is less text than a block."""
+        before = [0, *(span.stop for span in self.spans)]
+        return [
+            span.start // block_size
+            for span, stop in zip(self.spans, before, strict=False)
+            if span.start - stop >= block_size
+        ]
+
     def fetch(self, start: int) -> None:
         """Have the pixels of images that end behind token `start`. Request thread."""
         self._images.fetch(span for span in self.spans if span.stop > start)

@@ -111,6 +111,20 @@ def test_another_image_at_the_same_place_misses_from_itself_on(rig: VisionRig, u
     assert np.abs(first - logits).max() > 1e-3  # The model sees which.
 
 
+def test_text_before_an_image_is_kept_for_another_image(rig: VisionRig, uncached: VisionRig):
+    """Windows and recurrent layers have state there too, between two of the usual checkpoints."""
+    talks = [[(210, 1), image(seed), (10, 2), image(seed + 1), (200, 3)] for seed in (1, 3, 5)]
+    assert before_image(rig, talks[0]) % 128
+    if rig.checkpointer is not None:
+        rig.checkpointer.least_text = BLOCK
+    assert check(rig, uncached, talks[0])[0] == 0
+    assert check(rig, uncached, talks[1])[0] == before_image(rig, talks[1])
+    if rig.checkpointer is not None:  # Not for less than it is worth, and none within the run of images.
+        rig.checkpointer.least_text = 4 * BLOCK
+        sequence = rig.begin([(130, 7), *talks[0][1:]], 1).sequence
+        assert sequence.before_images == ()
+
+
 def test_the_image_at_another_place_is_computed_there(rig: VisionRig, uncached: VisionRig):
     check(rig, uncached, TALK)
     towers = rig.images.towers

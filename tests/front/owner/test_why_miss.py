@@ -132,6 +132,8 @@ def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
     why = files.why(tokens)
     assert (why.cause, why.position, why.before) == ("other_image", 2, "1 2")
     assert "another image stands stored there, from token 2" in as_text(WhyMiss("org/m", why))
+    no_state = as_text(WhyMiss("org/m", msgspec.structs.replace(why, cause="no_checkpoint")))
+    assert "can be restored only where" in no_state and "another image stands stored from token 2" in no_state
     other_text = [1, 9, 7, 7, 7, 3, 4, 5, 6]
     assert (files.why(other_text).cause, files.why(other_text).position) == ("differs", 1)
     files.keys = {}
