@@ -92,6 +92,7 @@ class EngineHost:
                 want,
                 pair=prints.pair,
                 chunk=self.scheduler.prefill_budget.largest,
+                tower=prints.tower,
             )
             self.scheduler.memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:

@@ -39,6 +39,30 @@ _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _HEADER_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
+class Tower(msgspec.Struct, frozen=True):
+    """What a vision tower takes while it sees an image.
+
+    values  numbers that are a patch's pixels
+    patch   bytes of a patch's activations, in its widest layer
+    scores  bytes of one patch's scores with another
+    mask    bytes of a mask between them, which some families make
+    """
+
+    values: int = 1
+    patch: int = 0
+    scores: int = 0
+    mask: int = 0
+
+    def working(self, values: int, tiles: int, fused: bool) -> int:
+        """Bytes for an image of so many numbers in all its tiles, which don't see each other.
+
+        fused  attention keeps no scores
+        """
+        patches = -(-values // self.values)
+        pair = self.mask + (0 if fused else self.scores)
+        return patches * (self.patch + patches // tiles * pair)
+
+
 class Footprint(msgspec.Struct, frozen=True):
     """Bytes, but for `context_length` in tokens.
 
@@ -48,6 +72,7 @@ class Footprint(msgspec.Struct, frozen=True):
     working       while a GPU computes a chunk of a prompt, but for the scores of its attention
     pair          of the scores of one token with another, in a layer of full attention
     images        it holds a vision tower, and mlx-vlm is installed
+    tower         what that takes to see an image
     layers, hidden_size  of its language model
     """
 
@@ -58,6 +83,7 @@ class Footprint(msgspec.Struct, frozen=True):
     context_length: int | None
     pair: int = 0
     images: bool = False
+    tower: Tower = Tower()
     layers: int = 0
     hidden_size: int = 0
 
@@ -88,6 +114,7 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         context_length=_context(config),
         pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
         images=vision_obstacle(folder, config) == "",
+        tower=_tower(config, element),
         layers=_layers(text),
         hidden_size=_hidden(text),
     )
@@ -337,6 +364,23 @@ def _state_size(text: dict[str, Any]) -> int:
     value = _int(text, "linear_value_head_dim", "mamba_head_dim", "mamba_d_head", "head_dim")
     groups = _int(text, "linear_num_key_heads", "mamba_n_groups", "n_groups")
     return heads * key * value + past * (heads * value + 2 * groups * key)
+
+
+def _tower(config: dict[str, Any], element: int) -> Tower:
+    """Towers of 2 layers and width 256 took 0.7 to 0.97 of it on a CPU: 13 families, up to 5,120 patches."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        return Tower()
+    hidden = _int(vision, "embed_dim", "hidden_size")  # Qwen2-VL's `hidden_size` is the language model's.
+    inner = _int(vision, "intermediate_size", default=4 * hidden)
+    patch = _int(vision, "patch_size", default=14)
+    values = 3 * patch * patch * _int(vision, "temporal_patch_size", default=1)
+    return Tower(
+        values=values,
+        patch=(14 * hidden + 5 * inner + 2 * values) * element,
+        scores=4 * _int(vision, "num_heads", "num_attention_heads", default=1),
+        mask=element if vision.get("model_type") == "pixtral" else 0,
+    )
 
 
 def _working(text: dict[str, Any], element: int) -> int:

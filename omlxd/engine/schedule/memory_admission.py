@@ -19,6 +19,7 @@ from ...common.units import PREFILL_CHUNK, human
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ...kv.block import Block
 from ...kv.store import KVStore
+from ...models.footprint import Tower
 from ...wire import Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
@@ -42,7 +43,7 @@ RESERVE_FRACTION = 0.02
 class MemoryAdmission:
     """`working`: bytes that computing `PREFILL_CHUNK` tokens is thought to take, until it has been measured.
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
-    `chunk`: tokens that are computed in one pass at most.
+    `chunk`: tokens that are computed in one pass at most. `tower`: what an image takes.
 
     store  whose hot tier gives way to prompts; None: there is none
     want   asks the front for memory; answered by `take_budget`
@@ -56,6 +57,7 @@ class MemoryAdmission:
         *,
         pair: int = 0,
         chunk: int = PREFILL_CHUNK,
+        tower: Tower | None = None,
         measure: Callable[[], tuple[int, int]] = memory,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -65,6 +67,7 @@ class MemoryAdmission:
         self._clock = clock
         self._per_token = working / PREFILL_CHUNK
         self._chunk = chunk
+        self._vision = tower or Tower()
         self._seen = 0
         self._per_pair = 0.0
         self._farthest = 0
@@ -112,8 +115,13 @@ class MemoryAdmission:
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
 
     def need(self, sequence: Sequence) -> int:
-        """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work."""
-        return self._kv(sequence) + self.working(sequence.prompt_length)
+        """Bytes that a sequence will add: its KV, as it is allocated, and a chunk's work or an image's."""
+        return self._kv(sequence) + max(self.working(sequence.prompt_length), self._tower(sequence))
+
+    def _tower(self, sequence: Sequence, cached: int = 0) -> int:
+        """Bytes that the vision tower takes for the largest image behind the first `cached` tokens."""
+        images = sequence.images.seen_from(cached) if sequence.images is not None else ()
+        return max((self._vision.working(i.values, i.tiles, self._fused) for i in images), default=0)
 
     def working(self, length: int, cached: int = 0) -> int:
         """Bytes that computing a prompt of `length` tokens, but for its first `cached`, takes besides.
@@ -150,7 +158,8 @@ class MemoryAdmission:
                 if tier == "hot" and (block := self.store.pool.get_cached_block(name)) is not None:
                     hot.append(block)
         twice = layout.nbytes(cached) if layout is not None and cached else 0
-        through = self._kv(sequence) + twice + self.working(sequence.prompt_length, cached)
+        work = max(self.working(sequence.prompt_length, cached), self._tower(sequence, cached))
+        through = self._kv(sequence) + twice + work
         self._looked[sequence.arrival] = now + LOOK_S, through
         return through, hot
 
@@ -191,8 +200,12 @@ class MemoryAdmission:
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"
+        advice = "shorten it"
+        if (tower := self._tower(sequence)) > self.working(sequence.prompt_length):
+            what += f", {human(tower)} of it for its largest image,"
+            advice = "send that one smaller"
         if never:
-            return InvalidRequest(f"{what} and at most {human(room)} can be had; shorten it.")
+            return InvalidRequest(f"{what} and at most {human(room)} can be had; {advice}.")
         return Unavailable(
             f"{what} and {human(room)} are free now; retry when other programs have given some back.",
             retry_after=15,

@@ -11,6 +11,7 @@ turn is decoded once, and its pixels are not asked for where its KV is cached.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from array import array
@@ -50,11 +51,14 @@ class Image:
     digest  of processed pixels, their shape and the processor's settings, in hex
     tokens  that stand for it in a prompt
     grid    (1, 3), its patches in time, height and width; None: its family's positions don't need them
+    values  numbers that the tower gets; tiles: parts of it that don't see each other
     """
 
     digest: str
     tokens: array[int]
     grid: np.ndarray | None
+    values: int = 0
+    tiles: int = 1
 
     @property
     def nbytes(self) -> int:
@@ -199,7 +203,8 @@ class Images:
             for each in _flat(pixels[name]):
                 state.update(f"{name} {each.dtype} {each.shape} ".encode())
                 state.update(np.ascontiguousarray(each).data)
-        return Image(state.hexdigest(), array("I", tokens), pixels.get("image_grid_thw")), pixels
+        grid = pixels.get("image_grid_thw")
+        return Image(state.hexdigest(), array("I", tokens), grid, *_extent(pixels["pixel_values"])), pixels
 
     def places_of(self, image: Image) -> np.ndarray:
         """As `image_places`. Engine thread."""
@@ -243,6 +248,10 @@ class PromptImages:
                 offset = span.start - block * block_size
                 keys.setdefault(block, []).append(("image", f"{span.image.digest}@{offset}"))
         return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
+
+    def seen_from(self, start: int) -> Iterator[Image]:
+        """Yield the images that end behind token `start`."""
+        return (span.image for span in self.spans if span.stop > start)
 
     def beginnings(self, block_size: int) -> list[int]:
         """Blocks before each run of images: between two of one run is less text than a block."""
@@ -346,6 +355,19 @@ def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:
 
 def _nbytes(pixels: Pixels) -> int:
     return sum(each.nbytes for value in pixels.values() for each in _flat(value))
+
+
+def _extent(pixels: Any) -> tuple[int, int]:
+    """(numbers, tiles) of an image's pixels: (patches, values), (tiles, patches, values), or tiles of
+    (channels, height, width).
+    """
+    arrays = _flat(pixels)
+    tiles = [
+        math.prod(each.shape[:-3]) if each.ndim > 3 else each.shape[0] if each.ndim == 3 else 1
+        for each in arrays
+    ]
+    # What has three dimensions may be one tile's channels.
+    return sum(each.size for each in arrays), max(1, sum(count for count in tiles if count != 3))
 
 
 def _flat(value: Any) -> list[np.ndarray]:

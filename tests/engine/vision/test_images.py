@@ -40,6 +40,7 @@ from omlxd.chat import (
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import vision
 from omlxd.engine.prompt.turn_memory import Scope
+from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import InvalidRequest, ModelError
 from omlxd.models.footprint import footprint, vision_obstacle
 
@@ -241,6 +242,34 @@ def test_quantised_kv_of_images_is_hit_and_batched(tmp_path: Path, monkeypatch: 
         together = [rig.begin(each, 8) for each in (talk, plain)]
         assert [output.tokens() for output in together] == alone
         assert together[0].hot == 3 * BLOCK
+
+
+# --------------------------------------------------------------------------- memory
+
+
+def test_an_image_that_the_tower_has_no_memory_for_waits_or_is_refused(model: Path, rig: VisionRig):
+    memory = [10**9, 10**9]
+    wants: list[Any] = []
+    admission = MemoryAdmission(
+        rig.loaded, 0, wants.append, tower=footprint(model).tower, measure=lambda: (memory[0], memory[1])
+    )
+    rig.on_engine(lambda: setattr(rig.scheduler, "memory", admission))
+    try:
+        talk = [(60, 1), image(1, 224, 224)]
+        assert len(rig.ask(talk)[0].got) == 4
+        memory[:] = [10**6, 10**6]
+        with pytest.raises(InvalidRequest, match=r"of it for its largest image, and at most .* smaller"):
+            rig.begin(talk).tokens()
+        assert len(rig.ask([(140, 1)])[0].got) == len(rig.ask([(60, 1), image(1, 56, 56)])[0].got) == 4
+        memory[0] = 10**9
+        waiting = rig.begin(talk)
+        while not wants:
+            rig.on_engine(lambda: None)
+        assert not waiting.got and waiting.sequence.cache is None
+        memory[1] = 10**9
+        assert len(waiting.tokens()) == 4
+    finally:
+        rig.on_engine(lambda: setattr(rig.scheduler, "memory", None))
 
 
 # --------------------------------------------------------------------------- traps
