@@ -242,8 +242,15 @@ MOST_IMAGE_BYTES = 20 << 20
 PDF = "application/pdf"
 
 
-def image(data: str, media_type: str, param: str) -> ImagePart:
+LOW_SIDE = 512
+"""Pixels of the longer side of an image whose `detail` is `low`. OpenAI's."""
+DETAILS = ("auto", "low", "high", "original")
+
+
+def image(data: str, media_type: str, param: str, detail: str | None = None) -> ImagePart:
     """An image from base64 text."""
+    if detail is not None and detail not in DETAILS:
+        raise bad_field(param, f"its detail is one of {', '.join(DETAILS)}, not {detail[:80]!r}")
     if not media_type.startswith("image/"):
         raise bad_field(param, f"media type {media_type!r} is no image")
     raw = from_base64(data, "image", param)
@@ -251,7 +258,7 @@ def image(data: str, media_type: str, param: str) -> ImagePart:
         raise bad_field(param, "the image is empty")
     if len(raw) > MOST_IMAGE_BYTES:
         raise bad_field(param, f"an image may be at most {MOST_IMAGE_BYTES >> 20} MiB")
-    return ImagePart(raw, media_type, param)
+    return ImagePart(raw, media_type, param, side=LOW_SIDE if detail == "low" else 0)
 
 
 def pdf(data: bytes, name: str | None, param: str, context: str | None = None) -> DocumentPart:
@@ -306,12 +313,12 @@ def not_contacted(param: str) -> InvalidRequest:
 DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 
 
-def image_url(url: str, param: str) -> ImagePart:
+def image_url(url: str, param: str, detail: str | None = None) -> ImagePart:
     """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
     match = DATA_URL.match(url[:200])
     if not match:
         raise bad_field(param, f"{NOT_FETCHED}; send the image itself, as a data: URL with base64")
-    return image(url[match.end() :], match[1].lower(), param)
+    return image(url[match.end() :], match[1].lower(), param, detail)
 
 
 TIMEOUT_HEADER = "x-omlxd-timeout"

@@ -189,6 +189,23 @@ async def test_the_sdks_send_images_and_pdfs():
         assert [part.data for part in media] == [PNG, PAGES, PNG]
 
 
+@pytest.mark.parametrize("protocol", [Chat, Responses])
+def test_detail_low_bounds_the_longer_side(protocol):
+    def image(detail: str) -> dict:
+        return json.loads(json.dumps(protocol.image(PNG)).replace('"high"', '"auto"').replace("auto", detail))
+
+    def sides(detail: str) -> list[int]:
+        asked = messages(protocol, [image(detail)], [image(detail)])
+        return [part.side for part in chat.media_of(asked) if isinstance(part, chat.ImagePart)]
+
+    assert [sides(detail) for detail in ("low", "auto", "high", "original")] == [[512] * 2, *[[0, 0]] * 3]
+    for asked in ([image("tiny")], []), ([], [image("tiny")]):
+        with pytest.raises(
+            InvalidRequest, match=r"its detail is one of auto, low, high, original, not 'tiny'"
+        ):
+            messages(protocol, *asked)
+
+
 RAW = bytes(range(256)) + b"?"
 
 

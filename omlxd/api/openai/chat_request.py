@@ -43,6 +43,7 @@ class _Refusal(msgspec.Struct, tag_field="type", tag="refusal"):
 
 class _Url(msgspec.Struct):
     url: str
+    detail: str | None = None
 
 
 class _ImageItem(msgspec.Struct, tag_field="type", tag="image_url"):
@@ -229,8 +230,8 @@ def _content(message: _Message, param: str) -> list[chat.Part]:
         if isinstance(item, _ImageItem):
             if message.role not in ("user", "tool"):
                 raise misplaced("an image", message.role, where)
-            url = item.image_url if isinstance(item.image_url, str) else item.image_url.url
-            parts.append(image_url(url, f"{where}.image_url"))
+            image = _Url(item.image_url) if isinstance(item.image_url, str) else item.image_url
+            parts.append(image_url(image.url, f"{where}.image_url", image.detail))
         elif isinstance(item, _FileItem):
             file = item.file
             parts.append(

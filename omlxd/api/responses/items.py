@@ -38,6 +38,7 @@ SEALED_PREFIX = "omlxd-1:"
 
 class _Url(msgspec.Struct):
     url: str
+    detail: str | None = None
 
 
 class Content(msgspec.Struct):
@@ -47,6 +48,7 @@ class Content(msgspec.Struct):
     text: str | None = None
     refusal: str | None = None
     image_url: Union[str, _Url, None] = None
+    detail: str | None = None
     filename: str | None = None
     file_data: str | None = None
     file_id: str | None = None
@@ -151,8 +153,8 @@ def _parts(content: str | list[Content], role: str, param: str) -> list[chat.Par
     for index, entry in enumerate(content):
         where = f"{param}.{index}"
         if entry.type in _IMAGES or entry.image_url is not None:
-            url = entry.image_url.url if isinstance(entry.image_url, _Url) else entry.image_url or ""
-            parts.append(image_url(url, f"{where}.image_url"))
+            image = entry.image_url if isinstance(entry.image_url, _Url) else _Url(entry.image_url or "")
+            parts.append(image_url(image.url, f"{where}.image_url", entry.detail or image.detail))
         elif entry.type == "input_file" or entry.file_url is not None:
             parts.append(
                 file_part(entry.file_data, entry.filename, entry.file_id, entry.file_url, role, where)

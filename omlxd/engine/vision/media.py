@@ -35,8 +35,8 @@ TEXT_CHARS = 16 << 20
 
 T = TypeVar("T")
 
-_Key = tuple[bytes, int]
-"""SHA-256 of the encoded bytes, and a PDF's page."""
+_Key = tuple[bytes, int, int]
+"""SHA-256 of the encoded bytes, a PDF's page, and the longest side."""
 _Pixels = tuple[tuple[int, int, bytes] | None, str]
 Size = tuple[float, float]
 """Of a PDF's page, in points: pages of one size make pictures of one size."""
@@ -112,7 +112,7 @@ class Media:
 
     def sizes(self, parts: Iterable[chat.ImagePart]) -> Iterator[Size | None]:
         """Yield the size of each page of a PDF read lately; None: an image, or it is not known."""
-        for _, (digest, page) in _keyed(parts):
+        for _, (digest, page, _side) in _keyed(parts):
             with self._lock:
                 pages = self._documents.get((digest, "pages")) if page else None
             yield pages[page - 1] if pages else None
@@ -131,7 +131,7 @@ class Media:
             )
         what = f"page {part.page} of the PDF" if part.page else "the image"
         try:
-            pixels, why = self._children.call(("picture", part.data, part.page), _Pixels, seconds)
+            pixels, why = self._children.call(("picture", part.data, part.page, part.side), _Pixels, seconds)
         except ChildLost as lost:
             raise bad_field(param, f"{what} can't be read: {lost}") from None
         if pixels is None:
@@ -153,7 +153,7 @@ class Media:
                 return answer
         what = f"the PDF {document.name[:200]!r}" if document.name else "the PDF"
         try:
-            answer, why = self._children.call((kind, document.data, 0), reply, DEADLINE_S)
+            answer, why = self._children.call((kind, document.data), reply, DEADLINE_S)
         except ChildLost as lost:
             raise bad_field(document.param, f"{what} can't be read: {lost}") from None
         if answer is None:
@@ -170,4 +170,4 @@ def _keyed(parts: Iterable[chat.ImagePart]) -> Iterator[tuple[chat.ImagePart, _K
         name = id(part.data)
         if name not in hashed:
             hashed[name] = hashlib.sha256(part.data).digest()
-        yield part, (hashed[name], part.page)
+        yield part, (hashed[name], part.page, part.side)

@@ -6,6 +6,7 @@ Of an image: the first frame, turned as its EXIF says, 8 bits a channel, transpa
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -30,15 +31,16 @@ class _Refused(Exception):
     """The words go to the client."""
 
 
-def answer(kind: str, data: bytes, page: int) -> tuple[Any, str]:
+def answer(kind: str, data: bytes, page: int = 0, side: int = 0) -> tuple[Any, str]:
     """Return (result, "") or (None, why the bytes can't be read: what follows "the image").
 
-    kind  `picture`: an image, or page `page` of a PDF, from 1: (width, height, RGB bytes, row-major)
+    kind  `picture`: an image, or page `page` of a PDF, from 1: (width, height, RGB bytes, row-major);
+          neither longer than `side`, unless that is 0
           `texts`: of a PDF's pages; `pages`: their sizes in points
     """
     try:
         if kind == "picture":
-            return _picture(_page(data, page) if page else _image(data)), ""
+            return _picture(_page(data, page) if page else _image(data), side), ""
         return (_texts(data) if kind == "texts" else _sizes(data)), ""
     except _Refused as refused:
         return None, str(refused)
@@ -109,10 +111,10 @@ def _rgb(image: Any) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _picture(image: Any) -> tuple[int, int, bytes]:
+def _picture(image: Any, side: int) -> tuple[int, int, bytes]:
     width, height = image.size
-    if width * height > MOST_PIXELS:
-        scale = (MOST_PIXELS / (width * height)) ** 0.5
+    scale = min(1.0, (MOST_PIXELS / (width * height)) ** 0.5, (side or math.inf) / max(width, height))
+    if scale < 1:
         width, height = max(1, int(width * scale)), max(1, int(height * scale))
         image = image.resize((width, height), reducing_gap=2.0)
     return width, height, image.tobytes()

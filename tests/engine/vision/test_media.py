@@ -157,6 +157,19 @@ def test_sizes_at_and_past_the_limits(media):
     assert (wide.width, wide.height) == (8192, 2048)
 
 
+def test_a_picture_may_be_bounded_by_its_longer_side(media):
+    data = encoded(gradient(800, 300))
+    whole, low, low_again = (
+        picture(media, data),
+        *media.pictures(
+            [ImagePart(data, side=512), ImagePart(encoded(gradient(800, 300), compress_level=1), side=512)]
+        ),
+    )
+    assert (whole.width, low.width, low.height) == (800, 512, 192) and low == low_again
+    [small] = media.pictures([ImagePart(encoded(gradient(40, 30)), side=512)])
+    assert (small.width, small.height) == (40, 30)
+
+
 def test_a_bomb_is_refused_before_it_is_decoded(media):
     began = time.monotonic()
     assert "pixels" in refusal(media, png(2**31 - 1, 2**31 - 1, b"", 6))
