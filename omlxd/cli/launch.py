@@ -34,7 +34,7 @@ class Target:
     """A daemon and one of its models.
 
     context  tokens; None where the daemon can't tell
-    sees     the model takes images. Claude Code and Codex take every model for one that does
+    sees     the model takes images. Claude Code takes every model for one that does, and can't be told
     """
 
     url: str
@@ -103,6 +103,8 @@ def _codex(target: Target) -> Start:
     ]
     if target.context is not None:
         settings.append(f"model_context_window = {target.context}")
+    if not target.sees:
+        settings.append("features.view_image = false")  # Its tool that shows the model an image.
     flags = [word for setting in settings for word in ("-c", setting.replace(" = ", "=", 1))]
     return Start({KEY_VARIABLE: target.key} if target.key else {}, flags=tuple(flags))
 

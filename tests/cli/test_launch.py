@@ -123,12 +123,13 @@ def test_one_that_is_loaded_goes_before_one_that_cannot_be(launch, daemon):
 
 def test_codex_gets_flags_that_are_toml(launch, daemon):
     args, env = given(launch("codex", "--", "exec", "hi"))
-    assert args[-2:] == ["exec", "hi"] and args[:-2:2] == ["-c"] * 4
+    assert args[-2:] == ["exec", "hi"] and args[:-2:2] == ["-c"] * 5
     settings = tomllib.loads("\n".join(args[1:-2:2]))
     assert settings == {
         "model": "org/tiny",
         "model_provider": "omlxd",
         "model_context_window": 4096,
+        "features": {"view_image": False},
         "model_providers": {
             "omlxd": {"name": "omlxd", "base_url": f"{daemon.url}/v1", "wire_api": "responses"}
         },
@@ -156,11 +157,13 @@ def test_opencode(launch, daemon):
 
 
 @pytest.mark.parametrize(("more", "sees"), [({}, False), ({"input_modalities": ["text", "image"]}, True)])
-def test_opencode_is_told_what_the_model_reads(launch, daemon, more, sees):
+def test_opencode_and_codex_know_what_the_model_reads(launch, daemon, more, sees):
     daemon.answers = [[entry(**more)]]
     _, env = given(launch("opencode"))
     model = json.loads(env["OPENCODE_CONFIG_CONTENT"])["provider"]["omlxd"]["models"]["org/tiny"]
     assert model["modalities"] == {"input": ["text", "pdf", *["image"] * sees], "output": ["text"]}
+    args, _ = given(launch("codex"))
+    assert ("features.view_image=false" in args) is not sees
 
 
 def test_no_file_is_written(launch, tmp_path):
