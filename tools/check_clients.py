@@ -2,8 +2,8 @@
 
     python tools/check_clients.py [--home DIR] [--only CLIENT …] [--turns] [--template FILE] [--vision]
 
-Clients: claude-code (two versions), codex, opencode, openai, anthropic. They are installed from npm and
-PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
+Clients: claude-code (two versions), codex, opencode, openai, anthropic, ollama. They are installed from npm
+and PyPI at pinned versions under --home (about 1.6 GB), and run with an environment and a home of their own,
 with no key, against 127.0.0.1 alone. Only the model's logits follow the script (clients/script.py):
 tokenizer, template, KV and parsers are real.
 
@@ -47,7 +47,7 @@ from clients.run import start_client
 from clients.script_model import build_script_model
 from clients.turns import Row, Session, agent_turns
 
-SDKS = {"openai": "3.52.0", "anthropic": "2.11.0"}
+SDKS = {"openai": "3.52.0", "anthropic": "2.11.0", "ollama": "0.6.3"}
 
 
 @dataclass(slots=True, frozen=True)

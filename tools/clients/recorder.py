@@ -40,7 +40,9 @@ class Request:
 
     @property
     def generates(self) -> bool:
-        return self.method == "POST" and not self.path.partition("?")[0].endswith("count_tokens")
+        return self.method == "POST" and not self.path.partition("?")[0].endswith(
+            ("count_tokens", "/api/show")
+        )
 
 
 class _Server(ThreadingHTTPServer):
@@ -145,7 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
 def note(request: Request, body: bytes) -> None:
     """Fill in what the answer's body, JSON or a stream of events, says of tokens and errors."""
     lines = body.split(b"\n")
-    events = [line[5:].strip() for line in lines if line.startswith(b"data:")] or [body]
+    events = [line[5:].strip() for line in lines if line.startswith(b"data:")] or lines
     for data in events:
         with contextlib.suppress(ValueError):
             _note_value(request, json.loads(data))
@@ -160,6 +162,9 @@ def _note_value(request: Request, value: Any) -> None:
         value = value["response"]
     if isinstance(value.get("error"), dict):
         request.error = f"{request.status} {value['error'].get('message', '')}"[:300]
+    if "prompt_eval_count" in value:  # Ollama's, whose own words are none for what was cached.
+        request.prompt, request.completion = value["prompt_eval_count"], value["eval_count"]
+        request.cached = value["omlxd"]["cached_hot"] + value["omlxd"]["cached_cold"]
     usage = value.get("usage")
     if not isinstance(usage, dict):
         return

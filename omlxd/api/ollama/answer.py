@@ -12,6 +12,7 @@ from ...chat import Event, Finished, ReasoningDelta, TextDelta, TokenLogprob, To
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..openai.fields import ChatLogprob, chat_logprobs
+from ..sse import UsageExtension, usage_extension
 from .request import OllamaRequest
 
 _encoder = msgspec.json.Encoder()
@@ -51,6 +52,7 @@ class Answer(msgspec.Struct):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    omlxd: UsageExtension | UnsetType = UNSET
 
 
 class _Writer:
@@ -93,6 +95,7 @@ class _Writer:
         if not self._parsed.loads:
             answer.prompt_eval_count, answer.prompt_eval_duration = usage.prompt_tokens, prompt_ns
             answer.eval_count, answer.eval_duration = usage.completion_tokens, answer_ns
+            answer.omlxd = usage_extension(usage)
 
 
 _REASONS = {"length": "length"}
