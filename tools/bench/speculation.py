@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
 import statistics
 import sys
 import tempfile
@@ -76,11 +75,9 @@ class ChatServer(Server):
     def guesses(self) -> list[int]:
         """So far: how often a row had guesses in a pass, how many there were, how many held."""
         metrics = httpx.get(f"{self.url}/metrics").text
+        lines = [line.split() for line in metrics.splitlines() if not line.startswith("#")]
         return [
-            sum(
-                int(float(value))
-                for value in re.findall(rf"spec_decode_num_{name}_total.* (\S+)$", metrics, re.M)
-            )
+            sum(int(float(value)) for key, value in lines if f"spec_decode_num_{name}_total" in key)
             for name in ("drafts", "draft_tokens", "accepted_tokens")
         ]
 

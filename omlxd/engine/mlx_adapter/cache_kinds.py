@@ -85,6 +85,8 @@ class CacheKind:
                it has none yet
     restore    (cache, arrays as `state_of` gives them, tokens that they hold)
     batch      the class whose `merge` makes a batch of such caches; `state_of` reads it where per_token
+    trim       forgets the last tokens of a pass of several, of one sequence; None: only by going back to what
+               was there before (`before_pass`)
     quantise   makes an empty cache that keeps the same in fewer bits; None: it stays as it is
     """
 
@@ -93,6 +95,7 @@ class CacheKind:
     state_of: Callable[[Any], dict[str, Any]]
     restore: Callable[[Any, Mapping[str, mx.array], int], None]
     batch: Any
+    trim: Callable[[Any, int], object] | None
     quantise: Callable[[Quantisation], Any] | None = None
 
 
@@ -131,6 +134,15 @@ def _put_window(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> None
     cache._idx = cache.keys.shape[2]
 
 
+def _trim_window(cache: Any, tokens: int) -> None:
+    """A pass of several tokens leaves the window in order, and behind it what the last of them needs."""
+    cache.keys, cache.values = (
+        array[..., : array.shape[2] - tokens, :] for array in (cache.keys, cache.values)
+    )
+    cache.offset -= tokens
+    cache._idx = cache.keys.shape[2]
+
+
 def _numbered(cache: Any) -> dict[str, Any]:
     return {f"state.{index}": array for index, array in enumerate(cache.cache)}
 
@@ -140,10 +152,10 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
 
 
 _ROWS = (
-    CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, QuantisedKVCache),
-    CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache),
-    CacheKind(RotatingKVCache, False, _window, _put_window, BatchRotatingKVCache),
-    CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache),
+    CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
+    CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
+    CacheKind(RotatingKVCache, False, _window, _put_window, BatchRotatingKVCache, _trim_window),
+    CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
 )
 KINDS = {kind.type: kind for kind in _ROWS}
 _BATCHED = {kind.batch: kind for kind in _ROWS}
@@ -151,7 +163,7 @@ _BATCHED = {kind.batch: kind for kind in _ROWS}
 
 def add_arrays_kind(type: Any) -> None:
     """Add a row for mlx-vlm's own ArraysCache, which its models need and which is batched as mlx-lm's."""
-    KINDS[type] = _BATCHED[type] = CacheKind(type, False, _numbered, _put_numbered, type)
+    KINDS[type] = _BATCHED[type] = CacheKind(type, False, _numbered, _put_numbered, type, None)
 
 
 # --------------------------------------------------------------------------- what a model keeps
@@ -323,19 +335,35 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
         _restore(name, leaf, kind, held, start + count)
 
 
-def can_trim(cache: Cache) -> bool:
-    """Whether `trim` brings a cache, of a sequence or of a batch, to where it was some tokens before."""
-    kinds = [KINDS.get(type(leaf)) or _BATCHED.get(type(leaf)) for _, leaf in leaves(cache)]
-    return all(kind is not None and kind.per_token for kind in kinds)
+def can_take_back(cache: Cache, rows: int) -> bool:
+    """Whether the last tokens of a pass can be forgotten, of each row as many as it likes.
+
+    Windows and recurrent states only of one row: in a batch all rows are at one place. Not both beside each
+    other: a window can't forget a pass that is then computed again.
+    """
+    kinds = [KINDS.get(type(leaf)) for _, leaf in leaves(cache) if not isinstance(leaf, EvenBatchKVCache)]
+    at_position = {kind.trim for kind in kinds if kind is not None and not kind.per_token}
+    return all(kinds) and (not at_position or (rows == 1 and len(at_position) == 1))
+
+
+def recurrent_states(cache: Cache) -> list[tuple[Any, list[Any]]]:
+    """(leaf, its arrays) of states that can't be trimmed. Costs nothing: a pass makes new arrays."""
+    return [(leaf, [*leaf.cache]) for _, leaf, kind in _of_kind(cache, per_token=False) if kind.trim is None]
+
+
+def put_back(states: Sequence[tuple[Any, list[Any]]]) -> None:
+    """Set the state that `recurrent_states` gave."""
+    for leaf, arrays in states:
+        leaf.cache = arrays
 
 
 def trim(cache: Cache, counts: Sequence[int]) -> None:
-    """Forget the last `counts[row]` tokens of each row. Only where `can_trim`."""
+    """Forget the last `counts[row]` tokens of each row, after a pass of several; recurrent states stay."""
     for _, leaf in leaves(cache):
-        if type(leaf) in _BATCHED:
+        if isinstance(leaf, EvenBatchKVCache):
             leaf.trim_rows(counts)
-        else:
-            leaf.trim(counts[0])
+        elif (forget := KINDS[type(leaf)].trim) is not None and counts[0]:
+            forget(leaf, counts[0])
 
 
 def tensors(cache: Cache) -> dict[str, mx.array]:

@@ -35,10 +35,12 @@ class DecodeBatch:
 
     model        called as model(tokens (rows, n), cache=…)
     speculation  of the engine; None: every pass computes one token a row
+    grid         no pass with guesses goes beyond its multiples: there state at a position is kept; 0: any may
     """
 
-    def __init__(self, model: Any, speculation: Speculation | None = None):
+    def __init__(self, model: Any, speculation: Speculation | None = None, grid: int = 0):
         self._model = model
+        self._grid = grid
         self._speculation = speculation
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
@@ -81,7 +83,7 @@ class DecodeBatch:
         }
 
     def _may_speculate(self) -> bool:
-        if self._speculation is None or not self.rows or not mlx_adapter.can_trim(self._cache):
+        if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
             return False
         params = [row.sampler.params for row in self.rows]
         return not self._speculation.repeatable or all(p.greedy or p.seed is not None for p in params)
@@ -150,6 +152,10 @@ class DecodeBatch:
         assert self._speculation is not None
         if any(self._unread):
             return []
+        if self._grid:
+            rooms = {
+                row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
+            }
         speculators = [self._speculators[row] for row in self.rows]
         width = self._speculation.best_width(
             [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)]
@@ -172,8 +178,10 @@ class DecodeBatch:
         assert self._inputs is not None and self._speculation is not None
         width = max(len(guess) for guess, _ in plan)
         padded = mx.array([[*guess, *[0] * (width - len(guess))] for guess, _ in plan], self._inputs.dtype)
+        inputs = mx.concatenate([self._inputs[:, None], padded], axis=1)
+        recurrent = mlx_adapter.recurrent_states(self._cache)
         with mlx_adapter.last_positions(width + 1):
-            logits = self._forward(mx.concatenate([self._inputs[:, None], padded], axis=1))[:, -width - 1 :]
+            logits = self._forward(inputs)[:, -width - 1 :]
         samplers = [
             sampler_rows(row.sampler, guess, masks)
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
@@ -194,7 +202,12 @@ class DecodeBatch:
             row.sampler.step, row.sampler.penalties = own[count - 1].step, own[count - 1].penalties
             row.drafted += len(guess)
             row.accepted += count - 1
-        mlx_adapter.trim(self._cache, [width + 1 - len(tokens) for tokens in kept])
+        if recurrent and len(kept[0]) <= width:  # Of one row: what held is computed again.
+            mlx_adapter.put_back(recurrent)
+            mlx_adapter.trim(self._cache, [width + 1])
+            mx.eval(self._forward(inputs[:, : len(kept[0])]))
+        else:
+            mlx_adapter.trim(self._cache, [width + 1 - len(tokens) for tokens in kept])
         self._inputs, self._unread = mx.array([tokens[-1] for tokens in kept]), [False] * len(kept)
         for row, tokens, (guess, _) in zip(self.rows, kept, plan, strict=True):
             for token in tokens:

@@ -324,7 +324,9 @@ class Scheduler:
         """One that gains by taking the sequence in; else a new one."""
         best = best_batch(self._batches, sequence, self._loaded)
         if best is None:
-            best = DecodeBatch(self._model, self.speculation)
+            states = self._loaded.states
+            grid = self._block if states is not None and states.tensors else 0
+            best = DecodeBatch(self._model, self.speculation, grid)
             self._batches.append(best)
         return best
 

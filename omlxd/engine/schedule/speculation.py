@@ -115,15 +115,17 @@ class PassTimes:
                 if (rows, width) in self._seconds:
                     self._seconds[rows, width] *= AGEING
 
-    def is_measured(self, rows: int, guesses: int) -> bool:
-        return (rows, guesses) in self._seconds
+    def has_run(self, rows: int, guesses: int) -> bool:
+        return (rows, guesses) in self._begun
 
     def cost(self, rows: int, guesses: int) -> float:
-        """As a multiple of a plain step of the same rows, which must be measured.
+        """As a multiple of a plain step of the same rows; infinite until that is measured.
 
         Where no such pass was measured, that of the slowest with no more tokens in all.
         """
-        plain, measured = self._seconds[rows, 0], self._seconds.get((rows, guesses))
+        plain, measured = self._seconds.get((rows, 0)), self._seconds.get((rows, guesses))
+        if plain is None:
+            return float("inf")
         if measured is None:
             tokens = rows * (guesses + 1)
             measured = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
@@ -157,19 +159,17 @@ class Speculation:
 
         offers  (share of its guesses that hold, guesses at hand) of each row
 
-        A wider pass is tried once the narrower ones are measured.
+        A wider pass is tried once the narrower ones have run.
         """
         rows, best, best_gain = len(offers), 0, GAIN
         most = max((count for _, count in offers), default=0)
-        if not self.times.is_measured(rows, 0):
-            return 0
         for width in WIDTHS:
             if width > most:
                 break
             tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
             if (gain := tokens / rows / self.times.cost(rows, width)) > best_gain:
                 best, best_gain = width, gain
-            if not self.times.is_measured(rows, width):
+            if not self.times.has_run(rows, width):
                 break
         return best
 

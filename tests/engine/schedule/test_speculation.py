@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rig import GREEDY, Output, Rig
 
 from omlxd.chat import Sampling
+from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.speculation import (
     LONGEST_MATCH,
     MIN_MATCH,
@@ -35,7 +36,14 @@ PENALISED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "seeded", "penalised"])
-@pytest.mark.parametrize(("family", "kv_bits"), [("qwen3", 0), ("qwen3", 8), ("deepseek_v3", 0)])
+@pytest.mark.parametrize(
+    ("family", "kv_bits"),
+    [
+        *(("qwen3", 0), ("qwen3", 8), ("gemma3_text", 0), ("qwen3_5", 0)),
+        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in CONFIGS if name != "recurrent_gemma"),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in ("gemma3_text", "qwen3_5")),
+    ],
+)
 def test_the_answer_and_its_kv_are_those_of_plain_decoding(
     family: str, kv_bits: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -63,7 +71,9 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
             assert (turn.hot, turn.got) == (plain_turn.hot, plain_turn.got)
             (tokens, logits), (plain_tokens, expected) = rig.recorder.logits[0], plain_logits
             assert tokens == plain_tokens
-            assert abs(logits - expected).max() < (0.05 if kv_bits else 1e-4)
+            assert abs(logits - expected).max() < (
+                0.05 if kv_bits else 5e-3 if family == "gemma4_text" else 1e-4
+            )
 
 
 def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, monkeypatch):
@@ -143,15 +153,11 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
             assert next_turns(rig, running) == turns
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "mamba2"])
-def test_state_that_can_not_be_taken_back_is_never_guessed_on(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    guess_by(monkeypatch, lambda tokens: [1, 2, 3])
-    folder = build_family(family, tmp_path / family)
-    with Rig(folder, speculate=True) as rig:
-        rig.run(prompt(40, seed=1), 20)
-        assert rig.scheduler.speculation is not None and not rig.scheduler.speculation.drafts
+def test_recurrent_states_beside_windows_are_never_guessed_on():
+    both = [mlx_adapter.cache_kinds.ArraysCache(2), mlx_adapter.cache_kinds.RotatingKVCache(8)]
+    assert all(mlx_adapter.can_take_back([one], 1) for one in both)
+    assert not mlx_adapter.can_take_back(both, 1)
+    assert not any(mlx_adapter.can_take_back([one], 2) for one in both)
 
 
 # --------------------------------------------------------------------------- what is guessed
