@@ -144,24 +144,34 @@ def _check_folder(folder: Path) -> tuple[str, str]:
     return _printable(config.model_type[:40]) + bits, ""
 
 
+def check_gguf(file: Path) -> None:
+    """Raise ModelError unless GGUF file `file` can be imported, as far as its header says."""
+    if not file.is_file():
+        raise ModelError(f"--model: there is no file {file}.")
+    for check in _read_headers([str(file)]):
+        if check.trouble:
+            raise ModelError(f"--model: {file} can't be imported: {_printable(check.trouble)}.")
+
+
 def _check_gguf(models: Sequence[LocalModel]) -> None:
-    """A program of its own reads the headers: it needs NumPy, and no file may take this process along."""
     files = [model for model in models if model.format == "gguf" and not model.trouble]
-    if not files:
-        return
-    command = [sys.executable, "-m", "omlxd.models.gguf.importing", "--check"]
-    try:
-        done = subprocess.run(
-            [*command, *(model.path for model in files)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHECK_S,
-        )
-        checks = msgspec.json.decode(done.stdout, type=list[Check])
-    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError):
-        return  # The import itself says what is wrong.
-    for model, check in zip(files, checks, strict=True):
+    for model, check in zip(files, _read_headers([model.path for model in files]), strict=False):
         model.type, model.trouble = _printable(check.type), _printable(check.trouble)
+
+
+def _read_headers(files: Sequence[str]) -> list[Check]:
+    """What each of `files` holds; [] if nobody knows, and the import itself says what is wrong.
+
+    A program of its own reads them: it needs NumPy, and no file may take this process along.
+    """
+    if not files:
+        return []
+    command = [sys.executable, "-m", "omlxd.models.gguf.importing", "--check", *files]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CHECK_S)
+        return msgspec.json.decode(done.stdout, type=list[Check])
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError):
+        return []
 
 
 # --------------------------------------------------------------------------- Ollama

@@ -21,13 +21,15 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from ...config import Settings
 from ...config.keys import keys_path
 from ...errors import ConfigError, ModelError
 from ...models.catalog import default_model
+from ...models.local_stores import check_gguf
 from ...models.offer import offer_default_model
-from ...models.resolve import check_folder
+from ...models.resolve import check_folder, is_gguf
 from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
@@ -54,13 +56,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     logs = Logs(settings)
     if not reloads and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
-    default = default_model(settings)
-    if default is not None and default.source in ("folder", "model-dir") and default.folder is not None:
-        try:
-            check_folder(default.folder)
-        except ModelError as error:
-            source = settings.sources.get("model", "--model")
-            raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
+    _check_default_model(settings)
     make_private(settings.base_path)
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:
@@ -73,6 +69,21 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     with asyncio.Runner() as runner:
         runner.run(offer_default_model(settings))
         leave(runner.run(_serve(settings, sockets, keys, logs, read if reloads else None)))
+
+
+def _check_default_model(settings: Settings) -> None:
+    """Raise ConfigError where the files of `--model` are no model: who starts it then sees no address."""
+    default = default_model(settings)
+    if default is None or default.source not in ("folder", "model-dir"):
+        return
+    try:
+        if is_gguf(default.spec):
+            check_gguf(Path(default.spec).expanduser().absolute())
+        elif default.folder is not None:
+            check_folder(default.folder)
+    except ModelError as error:
+        source = settings.sources.get("model", "--model")
+        raise ConfigError(error.message.replace("--model", source, 1), param=source) from error
 
 
 def _hangup_means_reload() -> bool:

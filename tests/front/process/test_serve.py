@@ -270,16 +270,21 @@ def test_a_model_that_cannot_be_loaded_is_told_to_clients(start):
     assert daemon.stop() == 0
 
 
-def test_a_broken_file_ends_it_with_1_and_later_ones_are_told_to_clients(start, tmp_path: Path):
+def test_a_broken_gguf_file_is_refused_once_and_before_anything_listens(start, tmp_path: Path):
     file = tmp_path / "broken.gguf"
     file.write_bytes(b"GGUF" + bytes(64))
-    broken = make(tmp_path / "models" / "other")
     daemon = start("--model", str(file), model=False)
-    assert daemon.process.wait(PATIENCE_S) == 1
-    assert re.search(r"\nomlxd: broken can't be loaded: .*version is 0.*\n$", daemon.logged())
+    assert daemon.process.wait(PATIENCE_S) == 2 and not daemon.first_line
+    why = "its GGUF version is 0; 2 and 3 can be read"
+    assert daemon.logged() == f"omlxd: --model: {file} can't be imported: {why}.\n"
     file.unlink()
     gone = start("--model", str(file), model=False)
-    assert gone.process.wait(PATIENCE_S) == 1 and "broken.gguf is not there." in gone.logged()
+    assert gone.process.wait(PATIENCE_S) == 2
+    assert gone.logged() == f"omlxd: --model: there is no file {file}.\n"
+
+
+def test_a_broken_folder_is_told_to_clients(start, tmp_path: Path):
+    broken = make(tmp_path / "models" / "other")
     (broken / "tokenizer.json").unlink()
     daemon = start()
     ask = {"model": "other", "prompt": "x"}
