@@ -9,7 +9,8 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -17,11 +18,14 @@ import msgspec
 
 from ..config import Settings, is_loopback, load_settings
 from ..errors import ConfigError, OmlxdError
+from ..kv.files.paths import LOCK_NAME
 
 ANSWER_S = 10.0
+PROBE_S = 3.0
 STREAM_S = 3600.0
 """The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
 KEY_VARIABLE = "OMLXD_API_KEY"
+_PROC_LOCKS = Path("/proc/locks")
 T = TypeVar("T")
 
 
@@ -60,11 +64,23 @@ def add_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
 
 
-def address(url: str | None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """Return (URL, key) of the daemon: of --url, else of the settings. Raises ConfigError."""
-    environ = os.environ if environ is None else environ
+def address(url: str | None, settings: Settings | None = None) -> tuple[str, str]:
+    """Return (URL, key) of the daemon: of --url, else of `settings`; None: the environment's.
+
+    Where another daemon, on another port, holds the cache dir of `settings`, and none of omlxd's listens
+    where they say, it is that one. Raises ConfigError.
+    """
     if url is None:
-        return address_of(load_settings({}, environ))
+        settings = settings or load_settings({})
+        others = _addresses_of_holder(settings.paged_ssd_cache_dir)
+        if not others:
+            return address_of(settings)
+        with contextlib.suppress(ConfigError, DaemonError):
+            where, key = address_of(settings)
+            if where not in others:
+                fetch(where, "", "/health", _Health, seconds=PROBE_S)
+            return where, key
+        return others[0], settings.api_key
     try:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -72,7 +88,7 @@ def address(url: str | None, environ: Mapping[str, str] | None = None) -> tuple[
         fine = False
     if not fine:
         raise ConfigError(f"--url: {url!r} is no address like http://127.0.0.1:8000.", param="--url")
-    return url.rstrip("/").removesuffix("/v1"), environ.get(KEY_VARIABLE, "")
+    return url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE, "")
 
 
 def address_of(settings: Settings) -> tuple[str, str]:
@@ -82,8 +98,57 @@ def address_of(settings: Settings) -> tuple[str, str]:
             f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens.",
             param="--url",
         )
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}", settings.api_key
+    return _url(settings.host, settings.port), settings.api_key
+
+
+def _url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _addresses_of_holder(cache_dir: Path) -> list[str]:
+    """Where the daemon that holds `cache_dir` listens, as far as the system says so."""
+    pid = holder(cache_dir)
+    if not pid:
+        return []
+    import psutil
+
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return []
+    return [_url(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN]
+
+
+def holder(root: Path) -> int | None:
+    """Return the process id of the daemon that holds the folder; 0: unknown; None: nobody.
+
+    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts.
+    """
+    path = root / LOCK_NAME
+    try:
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+        inode = path.stat().st_ino
+    except OSError:
+        return None
+    pid = int(text) if text.isdigit() and len(text) < 11 else 0
+    try:
+        lines = _PROC_LOCKS.read_text().splitlines()
+    except OSError:
+        return pid if pid and _is_alive(pid) else None
+    # "1: FLOCK ADVISORY WRITE 10244 fe:00:2146918 0 EOF"; some file systems give another device than stat.
+    held = any("FLOCK" in line and f":{inode} " in line for line in lines)
+    return pid if held else None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # It is somebody else's.
+    return True
 
 
 def fetch(
@@ -161,6 +226,10 @@ class _StaysHere(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, req, fp, code, msg, headers, newurl) -> None:
         return None
+
+
+class _Health(msgspec.Struct):
+    version: str
 
 
 class _Told(msgspec.Struct):

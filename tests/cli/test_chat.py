@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http.server
 import os
 import pty
 import re
 import select
 import shlex
 import shutil
+import socketserver
 import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -230,7 +233,18 @@ def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"")
     none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(broken), HOME=str(tmp_path))
-    assert none.returncode == 1 and "broken can't be loaded: broken.gguf" in none.stderr
+    assert none.returncode == 1 and none.stderr.endswith("it is empty; copy or download it again.\n")
+
+
+def test_a_daemon_on_another_port_is_the_one_that_holds_the_cache(start, tmp_path: Path):  # noqa: F811
+    daemon: Daemon = start()
+    with socketserver.TCPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as other_program:
+        threading.Thread(target=other_program.serve_forever, daemon=True).start()
+        for port in (free_port(), 0, other_program.server_address[1]):
+            done = run("", "hello", OMLXD_BASE_PATH=str(tmp_path), OMLXD_PORT=str(port))
+            assert (done.stdout, once_loaded(done.stderr)) == ("hellothere\n", "")
+        other_program.shutdown()
+    assert daemon.stop() == 0
 
 
 def test_a_daemon_that_is_killed_in_an_answer(start):  # noqa: F811

@@ -17,10 +17,8 @@ import msgspec
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import DaemonError, address, address_of, fetch
+from ..daemon_client import DaemonError, address, fetch, holder
 from ..owner_api import DaemonStatus, Forget, Forgotten
-
-_PROC_LOCKS = Path("/proc/locks")
 
 
 class DaemonRuns(OmlxdError):
@@ -30,37 +28,6 @@ class DaemonRuns(OmlxdError):
         who = f"a daemon (process {pid})" if pid else "a daemon"
         super().__init__(f"{who} is using {root}; stop it first")
         self.pid = pid
-
-
-def holder(root: Path) -> int | None:
-    """Return the process id of the daemon that holds the folder; 0: unknown; None: nobody.
-
-    Where the system doesn't list locks (macOS), a living process of the last daemon's id counts.
-    """
-    path = root / LOCK_NAME
-    try:
-        text = path.read_text(encoding="ascii", errors="replace").strip()
-        inode = path.stat().st_ino
-    except OSError:
-        return None
-    pid = int(text) if text.isdigit() and len(text) < 11 else 0
-    try:
-        lines = _PROC_LOCKS.read_text().splitlines()
-    except OSError:
-        return pid if pid and _is_alive(pid) else None
-    # "1: FLOCK ADVISORY WRITE 10244 fe:00:2146918 0 EOF"; some file systems give another device than stat.
-    held = any("FLOCK" in line and f":{inode} " in line for line in lines)
-    return pid if held else None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # It is somebody else's.
-    return True
 
 
 @contextlib.contextmanager
@@ -115,7 +82,7 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
     if pid is None:
         return None
     try:
-        where, key = address(url) if url else address_of(settings)
+        where, key = address(url, settings)
         status = fetch(where, key, "/omlxd/status", DaemonStatus)
     except (DaemonError, ConfigError):
         raise DaemonRuns(root, pid) from None

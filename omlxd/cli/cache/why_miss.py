@@ -19,8 +19,7 @@ import msgspec
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation
-from ..daemon_client import NoDaemon, add_url, address_of, fetch
-from ..daemon_client import address as address_at
+from ..daemon_client import NoDaemon, add_url, address, fetch
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
 from . import inventory
@@ -85,7 +84,7 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
         raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.", param="--offline")
     if not args.offline:
         try:
-            url, key = address_at(args.url) if args.url else address_of(settings)
+            url, key = address(args.url, settings)
             if asked is None:
                 return fetch(url, key, "/omlxd/requests", RecentList)
             return fetch(url, key, "/omlxd/why-miss", WhyMiss, msgspec.json.encode(asked), ANSWER_S)
