@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
 from .launch import find_target
 from .own_daemon import own_daemon
 from .owner_api import DaemonStatus, InstalledStatuses, ModelStatus
-from .status import PATH, table
+from .status import PATH
 
 TEXT = Path(__file__).parents[1] / "models" / "bench_text.txt"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -97,7 +97,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
     tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
     try:
-        report = measure(args.model, wanted, tokens)
+        report = measure(args.model, wanted, tokens, _hide if args.json else _show)
     except OmlxdError as error:
         if isinstance(error, ConfigError):
             raise
@@ -106,7 +106,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     except KeyboardInterrupt:
         print("omlxd: stopped.", file=sys.stderr)
         return 130
-    print(msgspec.json.format(msgspec.json.encode(report)).decode() if args.json else as_text(report))
+    if args.json:
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
     return 0
 
 
@@ -156,8 +157,15 @@ class _Answer(msgspec.Struct):
         return self.usage.omlxd.cached_hot + self.usage.omlxd.cached_cold
 
 
-def measure(model: str, wanted: Sequence[int] | None, perplexity_tokens: int) -> Report:
-    """Raises OmlxdError. `wanted`: prompt lengths; None: all up to the context. No perplexity of 0 tokens."""
+def measure(
+    model: str, wanted: Sequence[int] | None, perplexity_tokens: int, show: Callable[[str], None]
+) -> Report:
+    """Raises OmlxdError.
+
+    wanted             prompt lengths; None: all up to the context
+    perplexity_tokens  0: no perplexity
+    show               takes each line of text as soon as it is measured
+    """
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as folder:
         flags = ("--model", model, "--paged-ssd-cache-dir", folder, "--hot-cache-write", "through")
         with own_daemon(*flags) as url:
@@ -169,16 +177,24 @@ def measure(model: str, wanted: Sequence[int] | None, perplexity_tokens: int) ->
                 lengths.append(most)
             if not lengths or lengths[0] < SHORTEST:
                 raise DaemonError(f"The context of {model} is {report.context_length} tokens: none fits.")
+            show(_head(report))
             answers = [bench.cold_and_hot(length) for length in lengths]
             report.cache_bytes = bench.cache_bytes()
         _say("restarting")
         with own_daemon(*flags) as url:
             bench = _Bench(url)
-            report.lengths = [
-                bench.after_restart(length, *answer) for length, answer in zip(lengths, answers, strict=True)
-            ]
+            show("\nSeconds to the first token\n" + _line(_LENGTHS, _LENGTHS))
+            for length, (result, text) in zip(lengths, answers, strict=True):
+                report.lengths.append(bench.after_restart(length, result, text))
+                show(_length_row(result))
+            show(f"{human(report.cache_bytes)} on SSD in all")
     if perplexity_tokens:
-        report.kv = perplexity(path, perplexity_tokens, "float32" in report.speed)
+        _say(f"perplexity of {perplexity_tokens} tokens")
+        for row in perplexity(path, perplexity_tokens, "float32" in report.speed):
+            report.kv.append(row)
+            if len(report.kv) == 1:
+                show(f"\nPerplexity of {row.tokens} tokens\n" + _line(_KV, _KV))
+            show(_kv_row(row, report.kv[0]))
     return report
 
 
@@ -214,7 +230,7 @@ class _Bench:
     def cold_and_hot(self, length: int) -> tuple[LengthResult, str]:
         """The result so far, and the cold answer."""
         _say(f"{length} tokens, cold")
-        result, prompt = LengthResult(), self._prompt(length)
+        result, prompt = LengthResult(prompt_tokens=length), self._prompt(length)
         try:
             cold = self._ask(prompt)
             result.write_s = self._wait_written()
@@ -227,6 +243,7 @@ class _Bench:
         result.prefill_tokens_per_s = (cold.usage.prompt_tokens - cold.cached) / cold.ttft_s
         result.decode_tokens_per_s = cold.tokens_per_s
         result.equal_tokens = hot.text == cold.text
+        _say(f"{result.prompt_tokens} tokens: cold {cold.ttft_s:.3f} s, from RAM {hot.ttft_s:.3f} s")
         return result, cold.text
 
     def after_restart(self, length: int, result: LengthResult, text: str) -> LengthResult:
@@ -279,47 +296,50 @@ class _Bench:
 # --------------------------------------------------------------------------- quality
 
 
-def perplexity(folder: Path, tokens: int, float32: bool) -> list[KVResult]:
+def perplexity(folder: Path, tokens: int, float32: bool) -> Generator[KVResult]:
     """A row a KV type, by a program of its own: it needs MLX. Raises DaemonError."""
-    _say(f"perplexity of {tokens} tokens")
     arguments = [str(folder), str(TEXT), str(tokens), str(int(float32))]
     command = [sys.executable, "-m", "omlxd.engine.perplexity", *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    try:
-        return msgspec.json.decode(done.stdout, type=list[KVResult])
-    except msgspec.MsgspecError:
-        last = (done.stderr.strip() or "it gives no reason").splitlines()[-1]
-        raise DaemonError(f"The perplexity can't be measured: {last}") from None
+    with (
+        tempfile.TemporaryFile("w+", errors="replace") as log,
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            yield from (msgspec.json.decode(line, type=KVResult) for line in process.stdout)
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait():
+            log.seek(0)
+            last = (log.read().strip() or "it gives no reason").splitlines()[-1]
+            raise DaemonError(f"The perplexity can't be measured: {last}")
 
 
 # --------------------------------------------------------------------------- what is shown
 
+_LENGTHS = ("TOKENS", "PREFILL/S", "DECODE/S", "COLD", "RAM", "SPEED-UP", "SSD", "SPEED-UP", "EQUAL", "WRITE")
+_KV = ("KV BITS".ljust(16), "PERPLEXITY", "CHANGE", "SAME FIRST CHOICE")
 
-def as_text(report: Report) -> str:
-    head = ("TOKENS", "PREFILL/S", "DECODE/S", "COLD", "RAM", "SPEED-UP", "SSD", "SPEED-UP", "EQUAL", "WRITE")
+
+def _line(head: Sequence[str], cells: Sequence[str]) -> str:
+    """`cells` below the columns of `head`: lines come one by one, so no width waits for the longest."""
+    return "  ".join(c.ljust(max(len(name), 7)) for name, c in zip(head, cells, strict=True)).rstrip()
+
+
+def _head(report: Report) -> str:
     runs_on = f"{report.backend} ({report.speed})" if report.speed else report.backend
-    lines = [
-        f"{report.model} on {runs_on}",
-        f"context {report.context_length} tokens, {human(report.kv_bytes_per_token)} of KV a token, "
-        f"{human(report.cache_bytes)} on SSD in all",
-        "",
-        "Seconds to the first token",
-        *table([head, *(_length_row(result) for result in report.lengths if not result.trouble)]),
-        *(f"{result.prompt_tokens or '-'}: {result.trouble}" for result in report.lengths if result.trouble),
-    ]
-    if report.kv:
-        rows = [_kv_row(row, report.kv[0]) for row in report.kv if not row.trouble]
-        lines += ["", f"Perplexity of {report.kv[0].tokens} tokens"]
-        lines += table([("KV BITS", "PERPLEXITY", "CHANGE", "SAME FIRST CHOICE"), *rows])
-        lines += [f"{row.kv}: {row.trouble}" for row in report.kv if row.trouble]
-    return "\n".join(lines)
+    kv = f"{human(report.kv_bytes_per_token)} of KV a token"
+    return f"{report.model} on {runs_on}\ncontext {report.context_length} tokens, {kv}"
 
 
-def _length_row(result: LengthResult) -> tuple[str, ...]:
+def _length_row(result: LengthResult) -> str:
     def faster(seconds: float | None) -> str:
         return f"{result.cold_s / seconds:.1f}" if seconds and result.cold_s else "-"
 
-    return (
+    if result.trouble:
+        return f"{result.prompt_tokens}: {result.trouble}"
+    cells = (
         str(result.prompt_tokens),
         _number(result.prefill_tokens_per_s, 0),
         _number(result.decode_tokens_per_s, 1),
@@ -331,15 +351,27 @@ def _length_row(result: LengthResult) -> tuple[str, ...]:
         "yes" if result.equal_tokens else "NO",
         _number(result.write_s, 2),
     )
+    return _line(_LENGTHS, cells)
 
 
-def _kv_row(row: KVResult, plain: KVResult) -> tuple[str, ...]:
+def _kv_row(row: KVResult, plain: KVResult) -> str:
+    if row.trouble:
+        return f"{row.kv}: {row.trouble}"
     perplexity, base = row.perplexity or 0.0, plain.perplexity or 1.0
-    return (row.kv, f"{perplexity:.3f}", f"{perplexity / base - 1:+.2%}", f"{row.same_choice or 0:.1%}")
+    change, same = f"{perplexity / base - 1:+.2%}", f"{row.same_choice or 0:.1%}"
+    return _line(_KV, (row.kv, f"{perplexity:.3f}", change, same))
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
+def _hide(text: str) -> None:
+    pass
 
 
 def _say(text: str) -> None:

@@ -61,8 +61,8 @@ def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generat
 def _gave_up(log: IO[str]) -> DaemonError:
     log.seek(0)
     lines = [text.strip() for text in log if text.strip()]
-    why = lines[-1].removeprefix("omlxd: ") if lines else "it gives no reason"
-    return DaemonError(f"No daemon runs, and none could be started: {why}")
+    why = lines[-1].removeprefix("omlxd: ") if lines else "The daemon ended and gives no reason."
+    return DaemonError(why.removeprefix("--model: "))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -1,6 +1,6 @@
 """`python -m omlxd.engine.perplexity FOLDER TEXT TOKENS FLOAT32`: perplexity by KV type, for `omlxd bench`.
 
-Prints a JSON list, a row a KV type: of the first TOKENS tokens of the file TEXT. FLOAT32 1: with weights
+Prints a line of JSON a KV type: of the first TOKENS tokens of the file TEXT. FLOAT32 1: with weights
 made float32, as the engine has them on a CPU. A program, so that it sets MLX up as an engine does.
 """
 
@@ -20,7 +20,8 @@ def main(folder: str, text: str, tokens: str, float32: str) -> None:
     blas.put_first()
     from .mlx_adapter.perplexity import measure_folder  # It imports MLX.
 
-    print(json.dumps(measure_folder(Path(folder), Path(text).read_text(), int(tokens), float32 == "1")))
+    for row in measure_folder(Path(folder), Path(text).read_text(), int(tokens), float32 == "1"):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from daemon import demo_model, family_model
+
+from omlxd.cli import bench
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -50,6 +54,46 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "8, 4: its layers keep ArraysCache alone, which have no quantised form" in done.stdout
 
 
+def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.MonkeyPatch):
+    """Nothing waits for the perplexity, nor one of its rows for the next."""
+    seen: list[str] = []
+
+    class Daemon:
+        def __init__(self, url: str):
+            pass
+
+        def report(self) -> bench.Report:
+            return bench.Report(
+                model="m", backend="cpu", speed="", context_length=2048, kv_bytes_per_token=64
+            )
+
+        def folder(self) -> Path:
+            return Path("m")
+
+        def cache_bytes(self) -> int:
+            return 10**6
+
+        def cold_and_hot(self, length: int) -> tuple[bench.LengthResult, str]:
+            assert seen[0].startswith("m on cpu\n")
+            return bench.LengthResult(prompt_tokens=length), ""
+
+        def after_restart(self, length: int, result: bench.LengthResult, text: str) -> bench.LengthResult:
+            assert length == 128 or seen[-1].startswith("128 ")
+            return result
+
+    def perplexity(*_: object) -> Iterator[bench.KVResult]:
+        assert seen[-2].startswith("256 ")
+        yield bench.KVResult(kv="16", tokens=1024, perplexity=2.0, same_choice=1.0)
+        assert seen[-1].startswith("16 ")
+        yield bench.KVResult(kv="8", trouble="it has none")
+
+    monkeypatch.setattr(bench, "own_daemon", lambda *flags: contextlib.nullcontext(""))
+    monkeypatch.setattr(bench, "_Bench", Daemon)
+    monkeypatch.setattr(bench, "perplexity", perplexity)
+    bench.measure("m", [128, 256], 1024, seen.append)
+    assert seen[-1] == "8: it has none"
+
+
 def test_what_makes_no_sense_is_a_sentence(tmp_path: Path):
     for argv, sentence in (
         (["--lengths", "1k;2k"], "--lengths: '1k;2k' is no list of lengths; write 1k,4k."),
@@ -58,6 +102,6 @@ def test_what_makes_no_sense_is_a_sentence(tmp_path: Path):
         done = run(tmp_path, str(demo_model()), *argv)
         assert (done.returncode, done.stderr) == (2, f"omlxd: {sentence}\n")
     done = run(tmp_path, str(tmp_path / "none"))
-    assert done.returncode == 1 and "none could be started: --model: there is no folder" in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith(f"omlxd: there is no folder {tmp_path / 'none'}; ")
     done = run(tmp_path, str(demo_model()), "--lengths", "9999k")
     assert done.returncode == 1 and "none fits" in done.stderr

@@ -229,7 +229,7 @@ def test_errors_are_sentences(start, tmp_path: Path):  # noqa: F811
     assert nobody.stderr.startswith("omlxd: Nothing answers at http://127.0.0.1:1; ")
     none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(tmp_path / "no-model"))
     assert none.returncode == 1 and none.stderr.endswith("hub id as ORG/NAME.\n")
-    assert "No daemon runs, and none could be started: " in none.stderr
+    assert "omlxd: no daemon runs; starting one for this chat\nomlxd: OMLXD_MODEL: there is no" in none.stderr
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"")
     none = run("", "hello", OMLXD_PORT=str(free_port()), OMLXD_MODEL=str(broken), HOME=str(tmp_path))

@@ -9,7 +9,7 @@ plain.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -61,7 +61,7 @@ def measure(model: Any, cache: Cache, tokens: list[int]) -> Result:
     return Result(math.exp(total / (len(tokens) - 1)), likeliest)
 
 
-def table(model: Any, tokens: list[int]) -> list[dict[str, Any]]:
+def table(model: Any, tokens: list[int]) -> Iterator[dict[str, Any]]:
     """A row a KV type: its perplexity, and the share of places whose first choice rounding leaves alone."""
 
     def fresh() -> Cache:
@@ -75,9 +75,10 @@ def table(model: Any, tokens: list[int]) -> list[dict[str, Any]]:
     )
     plain = measure(model, fresh(), tokens)
     own = state_arrays(sample)[0].dtype.size * 8  # 16, or 32 of a model whose weights are.
-    rows = [_row(str(own), plain, plain, len(tokens))]
+    yield _row(str(own), plain, plain, len(tokens))
     if how is None:
-        return [*rows, {"kv": "8, 4", "trouble": quantise_obstacle(sample, Quantisation(8, GROUPS[-1]))}]
+        yield {"kv": "8, 4", "trouble": quantise_obstacle(sample, Quantisation(8, GROUPS[-1]))}
+        return
     eight, four = how, Quantisation(4, how.group)
     caches: dict[str, Callable[[], Cache]] = {
         "8": lambda: quantised(fresh(), eight),
@@ -87,8 +88,7 @@ def table(model: Any, tokens: list[int]) -> list[dict[str, Any]]:
         ],
     }
     for name, cache in caches.items():
-        rows.append(_row(name, measure(model, cache(), tokens), plain, len(tokens)))
-    return rows
+        yield _row(name, measure(model, cache(), tokens), plain, len(tokens))
 
 
 def _row(name: str, result: Result, plain: Result, tokens: int) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _row(name: str, result: Result, plain: Result, tokens: int) -> dict[str, Any
     }
 
 
-def measure_folder(folder: Path, text: str, most: int, float32: bool) -> list[dict[str, Any]]:
+def measure_folder(folder: Path, text: str, most: int, float32: bool) -> Iterator[dict[str, Any]]:
     """`table` of the model in `folder` and the first `most` tokens of `text`."""
     model, tokenizer, config, _ = read_model(folder, float32)
     return table(model, tokenizer.encode(text)[: min(most, context_length(config))])
