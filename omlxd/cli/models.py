@@ -15,10 +15,10 @@ from urllib.parse import quote
 import msgspec
 
 from ..common.units import human, spoken
-from ..config import Settings, add_flags, settings_of
+from ..config import ModelSettings, Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
 from ..models.catalog import Catalog, Description, default_model, describe
-from ..models.footprint import footprint
+from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
 from .daemon_client import DaemonError, NoDaemon, add_url, address, fetch
@@ -51,7 +51,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
     result = []
     for model in Catalog(settings).models().values():
         own = settings.models.get(model.id)
-        prints = footprint(model.folder) if model.folder is not None else None
+        prints = _prints(model.folder, own, settings) if model.folder is not None else None
         described = describe(model.folder) if model.folder is not None else Description()
         result.append(
             InstalledStatus(
@@ -62,8 +62,8 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 folder=str(model.folder) if model.folder else None,
                 aliases=list(own.aliases) if own else [],
                 pinned=bool(own and own.pin),
-                disk_bytes=prints.weights if prints else None,
-                load_bytes=prints.loading() if prints else None,
+                disk_bytes=weight_bytes(model.folder) if model.folder is not None else None,
+                load_bytes=prints.loading(likely_backend()) if prints else None,
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
                 images=prints.images if prints else None,
@@ -74,6 +74,12 @@ def installed(settings: Settings) -> list[InstalledStatus]:
             )
         )
     return result
+
+
+def _prints(folder: Path, own: ModelSettings | None, settings: Settings) -> Footprint:
+    as_stored = ((own and own.cpu_weights) or settings.cpu_weights) == "as-stored"
+    float32 = None if as_stored else footprint(folder, float32=True)
+    return expected(footprint(folder), float32, likely_backend())
 
 
 _HEAD = ("MODEL", "STATE", "ON DISK", "IN RAM", "CONTEXT", "STAYS", "ALIASES")

@@ -5,6 +5,7 @@ Once it runs, front/engines/model_book.py keeps a factor for it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,13 @@ from typing import Any
 import msgspec
 
 from ..common.files import check_small, read_small, safetensors_header
-from ..common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
+from ..common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK, available_ram
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
+
+FLOAT32_FRACTION = 0.5
+"""Of the memory that is free: a CPU's weights are made float32 if they take no more. The rest is for KV."""
 
 VISION_FAMILIES = frozenset(
     {
@@ -118,6 +122,31 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         layers=_layers(text),
         hidden_size=_hidden(text),
     )
+
+
+def expected(stored: Footprint, float32: Footprint | None, backend: str) -> Footprint:
+    """What an engine on `backend` would load now: float32 weights where a CPU has room for them.
+
+    float32  None: the owner wants the weights as stored
+    """
+    if float32 is None or backend != "cpu":
+        return stored
+    return float32 if float32.loading(backend) <= available_ram() * FLOAT32_FRACTION else stored
+
+
+def likely_backend() -> str:
+    """`cpu` or "", as this machine and the installed MLX suggest; an engine knows."""
+    if sys.platform != "linux":
+        return ""
+    names = (name for name in ("mlx-cuda-12", "mlx-cuda-13") if _is_installed(name))
+    return "" if Path("/dev/nvidia0").exists() and any(names) else "cpu"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(importlib.metadata.distribution(name))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:

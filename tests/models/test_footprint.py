@@ -10,8 +10,12 @@ import pytest
 from daemon import family_model
 from families import FAMILIES
 
+from omlxd.cli import models
+from omlxd.cli.owner_api import InstalledStatus
 from omlxd.common.files import SMALL
+from omlxd.config import load_settings
 from omlxd.models.footprint import PROCESS_BYTES, footprint
+from tests.models.test_resolve import make
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -28,6 +32,23 @@ def test_the_estimate_is_what_the_loaded_model_says(name: str):
     assert guess.loading() > PROCESS_BYTES + guess.weights
     # A pass of a CPU computes 64 tokens, one of a GPU 2,048.
     assert guess.loading() - guess.loading("cpu") == guess.working - guess.working * 64 // 2048
+
+
+def test_the_estimate_of_the_command_is_what_a_cpu_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    config = {"model_type": "llama", "torch_dtype": "bfloat16", **sizes}
+    (make(tmp_path / "models" / "small") / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(models, "likely_backend", lambda: "cpu")
+
+    def shown(**variables: str) -> InstalledStatus:
+        settings = load_settings({}, {"OMLXD_BASE_PATH": str(tmp_path), "HF_HUB_CACHE": "", **variables})
+        return next(model for model in models.installed(settings) if model.id == "small")
+
+    stored, large = (footprint(tmp_path / "models" / "small", float32) for float32 in (False, True))
+    assert large.kv_per_token > stored.kv_per_token
+    for status, prints in ((shown(), large), (shown(OMLXD_CPU_WEIGHTS="as-stored"), stored)):
+        assert status.load_bytes == prints.loading("cpu") and status.disk_bytes == stored.weights
+        assert status.kv_bytes_per_token == prints.kv_per_token
 
 
 def test_known_models(tmp_path: Path):

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from ...common.units import available_ram, human
 from ...errors import InvalidRequest, NotNow
-from ...models.footprint import PROCESS_BYTES, Footprint
+from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expected, likely_backend
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
 from .model_book import ModelBook
@@ -86,8 +86,6 @@ LOOK_S = 2.0
 """Seconds between two looks at what engines hold, while they work."""
 QUIET_S = 10.0
 """Seconds without a request after which an engine's allocation no longer changes."""
-FLOAT32_FRACTION = 0.5
-"""Of the memory that is free: a CPU's weights are made float32 if they take no more. The rest is for KV."""
 SHRINK_TRIES = 5
 SHRINK_S = 0.2
 UNGUARDED = 1 << 62
@@ -215,8 +213,18 @@ class MemoryGuard:
 
     def need(self, model_id: str, prints: Footprint) -> int:
         """Bytes to load a model and answer something short, by its files and by what was seen before."""
-        backend = self._device.backend if self._device is not None else ""
-        return prints.loading(backend) + int(prints.weights * (self._book.factor(model_id) - 1))
+        return prints.loading(self._backend) + int(prints.weights * (self._book.factor(model_id) - 1))
+
+    def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
+        """(`need`, bytes of KV a token) as `engine` was loaded, or would be now; None: nobody knows."""
+        prints = engine.footprint
+        if prints is not None and not engine.admitted:
+            prints = expected(prints, engine.float32_footprint, self._backend)
+        return prints and (self.need(engine.model_id, prints), prints.kv_per_token)
+
+    @property
+    def _backend(self) -> str:
+        return self._device.backend if self._device is not None else likely_backend()
 
     def _most(self, device: Device) -> int:
         usable = device.total - self._reserve(device)

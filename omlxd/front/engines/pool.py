@@ -130,10 +130,14 @@ class EnginePool:
             on_want=lambda wants: in_background(self._guard.answer_wants(self._engines[installed.id], wants)),
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
-        made.settings = settings_of(installed.id, self._settings)
         made.pinned = installed.id in self.book.pinned
-        made.default_ttl = self._settings.model_ttl
+        self._set_settings(made)
         return made
+
+    def _set_settings(self, engine: ModelEngine) -> None:
+        engine.settings = settings_of(engine.model_id, self._settings)
+        engine.cpu_weights = engine.settings.cpu_weights or self._settings.cpu_weights
+        engine.default_ttl = self._settings.model_ttl
 
     def _others_answer(self, model_id: str) -> bool:
         engines = self._engines.values()
@@ -189,6 +193,10 @@ class EnginePool:
 
     def cold_removal(self, path: str) -> Removal | None:
         return self.cold.removal(path)
+
+    def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
+        """(bytes to load `engine`, bytes of KV a token); None: nobody knows."""
+        return self._guard.estimate(engine)
 
     def cold_stats(self) -> LedgerStats | None:
         return self.cold.peek()
@@ -270,8 +278,7 @@ class EnginePool:
         self._guard.memory_limit_bytes = settings.memory_limit_bytes
         self._guard.hot_cache_bytes = settings.hot_cache_bytes
         for engine in self._engines.values():
-            engine.settings = settings_of(engine.model_id, settings)
-            engine.default_ttl = settings.model_ttl
+            self._set_settings(engine)
             engine.process.supervisor.set_log_level(settings.log_level)
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
@@ -359,7 +366,6 @@ class EnginePool:
         await self._make_room(engine)
         settings, own = self._settings, engine.settings
         engine.loaded_with = own
-        engine.cpu_weights = own.cpu_weights or settings.cpu_weights
         no_cache = settings.no_cache if own.no_cache is None else own.no_cache
         slots = own.max_concurrent_requests or settings.max_concurrent_requests
         return Load(

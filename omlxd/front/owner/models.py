@@ -35,7 +35,8 @@ from ..engines.pool import EnginePool
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
     """The status of `engine`, without asking its process."""
-    idle, prints = engine.idle_s, engine.footprint
+    idle = engine.idle_s
+    load_bytes, kv_bytes = pool.estimate(engine) or (None, None)
     return InstalledStatus(
         id=engine.model_id,
         state=engine.state,
@@ -47,8 +48,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         in_flight=engine.in_flight,
         pid=engine.pid,
         disk_bytes=engine.disk_bytes,
-        load_bytes=prints.loading() if prints else None,
-        kv_bytes_per_token=prints.kv_per_token if prints else None,
+        load_bytes=load_bytes,
+        kv_bytes_per_token=engine.info.kv_bytes_per_token if engine.info else kv_bytes,
         memory_bytes=engine.memory_bytes,
         context_length=engine.context_length,
         images=engine.images,

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from omlxd.errors import NotNow
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import MemoryGuard
+from omlxd.models import footprint
 from omlxd.models.footprint import PROCESS_BYTES, Footprint
 from omlxd.wire import Budget, Device, Stats
 
@@ -203,10 +204,14 @@ async def test_weights_become_float32_where_they_take_half_of_what_is_free(
     available: int, weights: str, float32: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(memory_guard, "available_ram", lambda: available * MB)
+    monkeypatch.setattr(footprint, "available_ram", lambda: available * MB)
+    monkeypatch.setattr(memory_guard, "likely_backend", lambda: "cpu")
     monkeypatch.setattr(memory_guard, "RESERVE_BYTES", 0)
     models, model = Models(limit=None), Model("m", 100)
     models.device = Device(backend="cpu", total=10**12, available=0)
     large = replace(model.footprint, weights=800 * MB)
     model.float32_footprint = large if weights == "auto" else None
+    estimate = models.guard.estimate(cast(Any, model))
+    assert estimate == (PROCESS_BYTES + (800 if float32 else 100) * MB, 0)
     budget = await soon(models.load(model))
     assert budget.float32 == model.float32 == float32
