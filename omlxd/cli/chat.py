@@ -9,7 +9,9 @@ import argparse
 import asyncio
 import contextlib
 import re
+import signal
 import sys
+import termios
 import uuid
 from collections.abc import Callable, Generator, Sequence
 
@@ -179,7 +181,8 @@ class Terminal:
             if line in LEAVE:
                 return
             try:
-                self._take(line)
+                with _typing_waits():
+                    self._take(line)
             except (DaemonError, LaunchError) as error:
                 self._say(error.message, "red")
 
@@ -229,6 +232,19 @@ class Terminal:
 
     def _say(self, text: str, style: str = "") -> None:
         self._console.print(Text(text, style))
+
+
+@contextlib.contextmanager
+def _typing_waits() -> Generator[None]:
+    """What is typed meanwhile waits for the next prompt: it is not shown now, and Ctrl-C keeps it."""
+    before = termios.tcgetattr(0)
+    meanwhile = [*before]
+    meanwhile[3] = before[3] & ~termios.ECHO | termios.NOFLSH
+    try:
+        termios.tcsetattr(0, termios.TCSANOW, meanwhile)
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSANOW, before)
 
 
 class Writer:
@@ -301,6 +317,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         if not question:
             print("omlxd: there is no question: standard input is empty.", file=sys.stderr)
             return 1
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # The terminal is put right.
     try:
         with daemon(args.url, args.model) as target:
             conversation = Conversation(target, args.system, args.max_tokens)

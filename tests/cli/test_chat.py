@@ -62,32 +62,32 @@ class Pty:
     """The same on a pty alone: what was written, without colours."""
 
     def __init__(self, folder: Path, command: tuple[str, ...], environ: Mapping[str, str]):
-        self._pid, self._fd = pty.fork()
+        self._pid, self.fd = pty.fork()
         if self._pid == 0:
             os.execvpe(
                 "sh",
                 ["sh", "-c", f"trap : INT; {shlex.join(command)}; echo status=$?"],
                 {**environ, "TERM": "vt100"},
             )
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.written = b""
 
     def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
+        os.write(self.fd, text.encode())
 
     def press(self, key: str) -> None:
         self.type({"Enter": "\r", "C-c": "\x03", "C-d": "\x04"}[key])
 
     def screen(self) -> str:
         with contextlib.suppress(OSError):  # The terminal is closed.
-            while select.select([self._fd], [], [], 0)[0]:
-                self.written += os.read(self._fd, 4096)
+            while select.select([self.fd], [], [], 0)[0]:
+                self.written += os.read(self.fd, 4096)
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]", "", self.written.decode(errors="replace"))
         lines = plain.replace("\r\n", "\n").split("\n")
         return "\n".join(line.rpartition("\r")[2].rstrip() for line in lines).rstrip()
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
         os.waitpid(self._pid, 0)
 
 
@@ -145,6 +145,23 @@ def test_a_session(terminal, start, capsys: pytest.CaptureFixture[str]):  # noqa
         print(f"\n{type(screen).__name__}:\n{shown}\n{'-' * 80}\n{ended[-60:]}")
     if isinstance(screen, Pty):
         assert b"\x1b[2;3mhm\x1b[0m" in screen.written  # Thinking is dim.
+
+
+def test_what_is_typed_in_an_answer_waits_for_the_next_prompt(terminal, start, tmp_path: Path):  # noqa: F811
+    daemon: Daemon = start()
+    screen = terminal(*CHAT, "--url", daemon.url)
+    wait_for(screen, r"Ctrl-D leaves\.\n>$")
+    say(screen, "script:begun gate more", r"\nbegun$")
+    for line in ("script:second hang", "script:third"):
+        screen.type(line)
+        screen.press("Enter")
+    screen.type("unfinished")
+    (tmp_path / "gate").touch()
+    wait_for(screen, r"begunmore\n> script:second hang\n(.*\n)?second$")
+    screen.press("C-c")
+    wait_for(screen, r"second\n\(stopped\)\n> script:third\n(.*\n)?third\n> unfinished$")
+    if isinstance(screen, Pty):
+        assert termios.tcgetattr(screen.fd)[3] & termios.NOFLSH == 0
 
 
 def test_a_session_without_a_daemon_starts_one_and_ends_it(terminal, tmp_path: Path):
