@@ -1,10 +1,19 @@
-"""What the programs that fetch or make a model folder share: hub.py and gguf/importing.py."""
+"""What the programs that fetch or make a model folder share."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import sys
+import tempfile
 import threading
+from collections.abc import Generator
+from pathlib import Path
+
+PART = ".importing"
+"""Suffix of folders that are being filled."""
 
 
 def end_with_parent() -> None:
@@ -18,3 +27,45 @@ def _wait_for_end() -> None:
     while os.read(0, 1024):
         pass
     os._exit(1)
+
+
+@contextlib.contextmanager
+def part_folder(folder: Path) -> Generator[Path]:
+    """A new folder beside `folder`, to be filled and renamed; it goes with the block. Raises OSError.
+
+    Its lock says that somebody fills it. What killed processes left goes first.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent):
+        _remove_leftovers(folder.parent)
+        part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=PART, dir=folder.parent))
+        fd = os.open(part, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        part.chmod(0o755)
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        os.close(fd)
+
+
+def remove_leftovers(models: Path) -> None:
+    """Remove what killed processes left of `part_folder` in folder `models`."""
+    with contextlib.suppress(OSError), _locked(models):
+        _remove_leftovers(models)
+
+
+def _remove_leftovers(models: Path) -> None:
+    for part in models.glob(f".*{PART}"):
+        with contextlib.suppress(OSError), _locked(part, fcntl.LOCK_NB):
+            shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int = 0) -> Generator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | how)
+        yield
+    finally:
+        os.close(fd)

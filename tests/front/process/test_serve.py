@@ -285,11 +285,13 @@ def test_a_broken_gguf_file_is_refused_once_and_before_anything_listens(start, t
 
 def test_a_broken_folder_is_told_to_clients(start, tmp_path: Path):
     broken = make(tmp_path / "models" / "other")
+    (left := tmp_path / "models" / ".killed-1234.importing").mkdir()
     (broken / "tokenizer.json").unlink()
     daemon = start()
     ask = {"model": "other", "prompt": "x"}
     other = httpx.post(daemon.url + "/v1/completions", json=ask, timeout=60, trust_env=False)
     assert other.status_code == 503 and "tokenizer.json" in other.text
+    assert not left.exists()
     assert daemon.complete("x").status_code == 200
     assert daemon.stop() == 0
 
