@@ -146,8 +146,11 @@ HOSTILE = {
     ),
     "odd row": (header(1, 0, tensor("a", (33,), 2, 0)) + bytes(200), "shape"),
     "type": (header(1, 0, tensor("a", (256,), 10, 0)) + bytes(200), "Q2_K"),
-    "architecture": (header(0, 1, ARCH.replace(b"llama", b"mamba")), "'mamba'"),
-    "no weights": (header(0, 1, ARCH), "no token embedding"),
+    "architecture": (
+        header(0, 1, ARCH.replace(b"llama", b"mamba")),
+        "^hostile.gguf can't be imported: its architecture is 'mamba'",
+    ),
+    "no weights": (header(0, 1, ARCH), "^hostile.gguf can't be imported: it has no token embedding"),
 }
 
 

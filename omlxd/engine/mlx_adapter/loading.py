@@ -166,7 +166,7 @@ def _model_and_config(path: Path, blind: str | None) -> tuple[Any, dict[str, Any
     except ValueError as error:
         if blind:
             raise ModelError(f"mlx-lm does not have this vision model ({error}), and {blind}") from error
-        raise
+        raise ModelError(f"mlx-lm can't load {path}: {error}") from error
 
 
 def make_float32(model: Any) -> bool:

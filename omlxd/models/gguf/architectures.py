@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ModelError
-from .header import Header
+from .header import Header, Unfit
 
 Config = dict[str, Any]
 
 
 class Keys:
-    """A file's metadata under its architecture's prefix. A missing key raises ModelError."""
+    """A file's metadata under its architecture's prefix. A missing key raises Unfit."""
 
     def __init__(self, header: Header, prefix: str):
         self._metadata = header.metadata
@@ -29,7 +28,7 @@ class Keys:
     def __getitem__(self, name: str) -> Any:
         value = self.get(name)
         if value is None:
-            raise ModelError(f"the file's metadata lack {self._prefix}.{name}.")
+            raise Unfit(f"its metadata lack {self._prefix}.{name}.")
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -39,7 +38,7 @@ class Keys:
         """A whole number from 1 to `most`."""
         value = self[name]
         if not isinstance(value, int) or not 0 < value <= most:
-            raise ModelError(f"the file's {self._prefix}.{name} is {str(value)[:40]}; no model has that.")
+            raise Unfit(f"its {self._prefix}.{name} is {str(value)[:40]}; no model has that.")
         return value
 
 
@@ -108,7 +107,7 @@ def _llama3_scaling(keys: Keys, header: Header, head_dim: int) -> Config:
     smooth = ((turns - 1) / 3).clip(0, 1)
     factors = 1 / ((1 - smooth) / scaling["factor"] + smooth)
     if stored.shape != factors.shape or not np.allclose(stored, factors, rtol=1e-3):
-        raise ModelError(
+        raise Unfit(
             "its RoPE factors (rope_freqs.weight) are not those of Llama 3.1; omlxd can't express them."
         )
     return scaling
@@ -195,7 +194,7 @@ NOT_WEIGHTS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_sh
 def architecture_of(header: Header) -> tuple[Architecture, Keys]:
     name = header.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
-        raise ModelError(
+        raise Unfit(
             f"its architecture is {str(name)[:40]!r}, which omlxd does not import; "
             f"it imports {', '.join(ARCHITECTURES)}."
         )
@@ -214,11 +213,11 @@ def mlx_name(name: str, architecture: Architecture) -> str | None:
 
 
 def config_of(header: Header) -> Config:
-    """The model's config.json, without its quantisation. Raises ModelError."""
+    """The model's config.json, without its quantisation. Raises Unfit."""
     architecture, keys = architecture_of(header)
     metadata = header.metadata
     if "token_embd.weight" not in header.tensors:
-        raise ModelError("it has no token embedding: it is no whole model (an adapter or a projector?).")
+        raise Unfit("it has no token embedding: it is no whole model (an adapter or a projector?).")
     heads = keys.number("attention.head_count")
     config = {
         "model_type": architecture.model_type,
@@ -250,7 +249,7 @@ def _scaling(keys: Keys) -> Config:
     if kind == "none" or (kind == "longrope"):
         return {}
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"its RoPE scaling is {str(kind)[:40]!r}; omlxd imports linear and yarn.")
+        raise Unfit(f"its RoPE scaling is {str(kind)[:40]!r}; omlxd imports linear and yarn.")
     scaling = {"type": kind, "rope_type": kind, "factor": float(keys["rope.scaling.factor"])}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = keys.number(
@@ -263,7 +262,5 @@ def read_floats(header: Header, name: str) -> np.ndarray:
     """A small F32 tensor, float32."""
     tensor = header.tensors[name]
     if tensor.type.name != "F32" or tensor.nbytes > 1 << 20:
-        raise ModelError(
-            f"its tensor {name} is {tensor.type.name} of {tensor.shape}; F32 of a head was expected."
-        )
+        raise Unfit(f"its tensor {name} is {tensor.type.name} of {tensor.shape}; F32 of a head was expected.")
     return np.fromfile(tensor.file, "<f4", tensor.nbytes // 4, offset=tensor.start).reshape(tensor.shape)

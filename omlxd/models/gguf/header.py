@@ -25,6 +25,10 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 
 
+class Unfit(ModelError):
+    """A GGUF file that can't be imported: the message is a clause about it, without its name."""
+
+
 @dataclass(frozen=True)
 class GGMLType:
     """How ggml stores a tensor: `nbytes` hold `elements` values."""

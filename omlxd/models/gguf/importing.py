@@ -27,7 +27,7 @@ from ..local_stores import Check
 from ..resolve import IMPORTED
 from . import weights
 from .architectures import NOT_WEIGHTS, Architecture, architecture_of, config_of, eos_ids, mlx_name
-from .header import Header, Tensor, read_header
+from .header import Header, Tensor, Unfit, read_header
 from .tokenizer import write_tokenizer
 
 VERSION = 1
@@ -66,9 +66,9 @@ def import_gguf(
         raise ModelError(
             f"{folder} exists and was not made by an import; give the file another name, or move it."
         )
-    architecture, _ = architecture_of(header)
-    config = config_of(header)
     try:
+        architecture, _ = architecture_of(header)
+        config = config_of(header)
         with part_folder(folder) as part:
             _check_room(header, part)
             write_tokenizer(header.metadata, header.metadata["general.architecture"], part)
@@ -83,6 +83,8 @@ def import_gguf(
             part.rename(folder)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
+    except Unfit as error:
+        raise ModelError(f"{file.name} can't be imported: {error.message}") from error
     return folder
 
 
@@ -121,7 +123,7 @@ def _name_of(tensor: Tensor, architecture: Architecture) -> str:
     """mlx-lm's name of `tensor`. Raises ModelError."""
     name = mlx_name(tensor.name, architecture)
     if name is None:
-        raise ModelError(f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has.")
+        raise Unfit(f"its tensor {tensor.name[:80]} is none that a {architecture.model_type} model has.")
     return name
 
 
@@ -230,7 +232,7 @@ def _outputs(
         offset = architecture.norm_offset if name.endswith("norm.weight") else 0.0
         return [_Output(name, dtype, tensor.shape, lambda: _plain(tensor, dtype, order, offset))]
     if not name.endswith(".weight"):
-        raise ModelError(f"its tensor {tensor.name} is quantised, which no model's bias or norm is.")
+        raise Unfit(f"its tensor {tensor.name} is quantised, which no model's bias or norm is.")
     bits = weights.BITS[tensor.type.name]
     path = name.removesuffix(".weight")
     if bits != quantization["bits"]:
@@ -255,7 +257,7 @@ def _row_order(tensor: Tensor, config: dict[str, Any]) -> np.ndarray | None:
         if part in tensor.name:
             rows = tensor.shape[0]
             if rows % (2 * config[key]):
-                raise ModelError(f"its tensor {tensor.name} has {rows} rows for {config[key]} heads.")
+                raise Unfit(f"its tensor {tensor.name} has {rows} rows for {config[key]} heads.")
             return np.arange(rows).reshape(config[key], -1, 2).swapaxes(1, 2).reshape(-1)
     return None
 
@@ -303,9 +305,7 @@ def _cast(values: np.ndarray, dtype: str, tensor: Tensor) -> np.ndarray:
     with np.errstate(over="ignore"):
         half = values.astype("<f2")
     if not np.isfinite(half if dtype == "F16" else values).all():
-        raise ModelError(
-            f"its tensor {tensor.name} holds numbers that are infinite or do not fit into {dtype}."
-        )
+        raise Unfit(f"its tensor {tensor.name} holds numbers that are infinite or do not fit into {dtype}.")
     if dtype == "F16":
         return half
     bits = np.ascontiguousarray(values, "<f4").view("<u4")

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...errors import ModelError
 from .architectures import eos_ids
+from .header import Unfit
 
 _SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
 """Pre-tokenizers that part digits, then split as GPT-2 does; transformers knows no split for them."""
@@ -17,7 +17,7 @@ _IDS = {"bos_token": "bos_token_id", "unk_token": "unknown_token_id", "pad_token
 
 
 def write_tokenizer(metadata: dict[str, Any], architecture: str, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `folder`. Raises ModelError."""
+    """Write tokenizer.json and tokenizer_config.json into `folder`. Raises Unfit."""
     # As mlx-lm does: transformers would warn that there is no PyTorch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tokenizers import pre_tokenizers, processors
@@ -29,7 +29,7 @@ def write_tokenizer(metadata: dict[str, Any], architecture: str, folder: Path) -
 
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise ModelError("the file holds no tokenizer (tokenizer.ggml.tokens).")
+        raise Unfit("it holds no tokenizer (tokenizer.ggml.tokens).")
     groups = {
         group: {
             new: metadata[f"tokenizer.{old}"] for old, new in names.items() if f"tokenizer.{old}" in metadata
@@ -38,11 +38,11 @@ def write_tokenizer(metadata: dict[str, Any], architecture: str, folder: Path) -
     }
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind == "gpt2" and pre not in (*_SINGLE_DIGITS, *_GPT2_SPLITS, *GGUF_PRE_TOKENIZER_SPLITS):
-        raise ModelError(f"its pre-tokenizer is {str(pre)[:40]!r}, which omlxd does not know.")
+        raise Unfit(f"its pre-tokenizer is {str(pre)[:40]!r}, which omlxd does not know.")
     try:
         backend, _ = convert_gguf_tokenizer(architecture, groups["tokenizer"])
     except Exception as error:  # Third-party code over a stranger's file: anything may come.
-        raise ModelError(f"its tokenizer can't be converted: {str(error)[:200]}") from error
+        raise Unfit(f"its tokenizer can't be converted: {str(error)[:200]}") from error
     if kind == "gpt2" and pre in _SINGLE_DIGITS:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

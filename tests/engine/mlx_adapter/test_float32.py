@@ -15,6 +15,7 @@ from families import build_family
 from omlxd import wire
 from omlxd.engine import mlx_adapter
 from omlxd.engine.host import EngineHost
+from omlxd.errors import ModelError
 from omlxd.models.footprint import footprint
 
 
@@ -102,7 +103,7 @@ def test_gptq_folders_are_refused_with_a_sentence(tmp_path: Path):
     tensors = mx.load(str(folder / "model.safetensors"))
     tensors["model.layers.0.mlp.up_proj.g_idx"] = mx.zeros((32,), mx.int32)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
-    with pytest.raises(ValueError, match=r"g_idx\) are not currently supported"):
+    with pytest.raises(ModelError, match=rf"{folder}: .*g_idx\) are not currently supported"):
         mlx_adapter.load(folder)
 
 

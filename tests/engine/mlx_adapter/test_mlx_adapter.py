@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +21,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter import batch_kv
 from omlxd.engine.sequence import capacity_for
+from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
 
 
@@ -193,6 +195,14 @@ def test_weights_and_tokenizer_read_side_by_side_are_those_of_mlx_lm(family: str
     read = dict(tree_flatten(ours.model.parameters()))
     assert read.keys() == theirs.keys()
     assert all(mx.array_equal(read[name], theirs[name]) for name in theirs)
+
+
+def test_an_architecture_that_mlx_lm_does_not_have_is_told_with_the_folder(folders, tmp_path: Path):
+    shutil.copytree(folders("llama"), strange := tmp_path / "strange")
+    config = json.loads((strange / "config.json").read_text()) | {"model_type": "mamba9"}
+    (strange / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{strange}: Model type mamba9 not supported"):
+        mlx_adapter.load(strange)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_told(folders, tmp_path: Path):
