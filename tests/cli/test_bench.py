@@ -50,7 +50,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         print("\n" + done.stdout + done.stderr)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("mamba2 on ")
-    assert "TOKENS  PREFILL/S  DECODE/S  COLD" in done.stdout
+    assert "TOKENS   PREFILL/S  DECODE/S  COLD" in done.stdout
     assert "8, 4: its layers keep ArraysCache alone, which have no quantised form" in done.stdout
 
 

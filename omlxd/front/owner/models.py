@@ -60,8 +60,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         trouble=engine.process.supervisor.trouble,
         origin=engine.described.origin,
         tools=engine.described.tools,
-        layers=prints.layers if prints else None,
-        hidden_size=prints.hidden_size if prints else None,
+        layers=engine.footprint.layers if engine.footprint else None,
+        hidden_size=engine.footprint.hidden_size if engine.footprint else None,
     )
 
 
