@@ -7,8 +7,8 @@ token, in spans cut at fixed positions, and merges them by log-sum-exp.
 `install` puts it in place of mlx-lm's `scaled_dot_product_attention`. It takes over for single tokens of rows
 of unequal length in an `EvenBatchKVCache`, in 16 bits, with 2 to 16 query heads a KV head, without window
 or sinks, once a check beside MLX's own passed; everything else goes on to MLX. A row alone and rows of equal
-length stay there too: cuDNN takes as long, and calling it costs the host less (one stream of 16,000 tokens:
-100 tokens a second by this kernel, 120 without). It never runs on Metal or a CPU.
+length stay there too: cuDNN takes as long, and calling it costs the host less. It never runs on Metal or a
+CPU.
 """
 
 from __future__ import annotations
@@ -33,22 +33,28 @@ SPAN = 512
 
 Milliseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H100 (tools/bench/gpu.py --only attention):
 
-| rows              | MLX, no mask | MLX, mask | 128  | 256  | 512  | 1024 | bytes at 3.35 TB/s |
-|-------------------|--------------|-----------|------|------|------|------|--------------------|
-| 4: 16,000 to 20,500 | 0.15       | 0.77      | 0.31 | 0.18 | 0.16 | 0.16 | 0.09               |
-| 4: 2,000 to 32,000  | 0.20       | 1.22      | 0.20 | 0.15 | 0.15 | 0.14 | 0.07               |
-| 8: 32,000           | 0.39       | 2.12      | 0.68 | 0.49 | 0.45 | 0.45 | 0.31               |
-| 32: 500 to 1,647    | 0.13       | 0.59      | 0.22 | 0.17 | 0.10 | 0.11 | 0.04               |
-| 1: 16,000           | 0.08       | 0.24      | 0.12 | 0.07 | 0.07 | 0.06 | 0.02               |
-| 1: 500              | 0.06       | 0.09      | 0.03 | 0.03 | 0.03 | 0.03 | 0.00               |
+| rows                | MLX, no mask | 256  | 512  | 1024 | bytes at 3.35 TB/s |
+|---------------------|--------------|------|------|------|--------------------|
+| 4: 16,000 to 20,500 | 0.13         | 0.14 | 0.12 | 0.13 | 0.09               |
+| 4: 2,000 to 32,000  | 0.19         | 0.12 | 0.11 | 0.11 | 0.07               |
+| 8: 32,000           | 0.36         | 0.39 | 0.39 | 0.38 | 0.31               |
+| 32: 500 to 1,647    | 0.10         | 0.08 | 0.08 | 0.07 | 0.04               |
+| 1: 16,000           | 0.05         | 0.06 | 0.07 | 0.05 | 0.02               |
+| 1: 500              | 0.02         | 0.03 | 0.03 | 0.05 | 0.00               |
 
-Through HTTP, 8B shape: four streams at 16,000 to 20,500 tokens 240 and 269 tokens a second, with MLX's own
-103 and 95.
+With a mask MLX's own takes 0.77, 1.22, 2.12, 0.59, 0.24 and 0.09. A kernel that went by shared memory took
+0.14, 0.13, 0.45, 0.10, 0.07 and 0.03.
 """
+
+WARPS = 4
+"""Of a block of threads. 8 took as long."""
+
+UNROLL = 4
+"""Tokens that a lane has on their way from memory. 2 took a tenth longer for long rows, 8 as long."""
 
 WIDTHS = (64, 128, 256)
 MOST_HEADS = 16
-"""Query heads a KV head: a warp each, in one block of threads."""
+"""Query heads a KV head. A lane keeps those of up to 8 in its registers; more are parts of their own."""
 
 CLOSE = 0.02
 """Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
@@ -61,87 +67,126 @@ template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
 template <> struct PairOf<__half> { using type = __half2; };
 __device__ inline float2 omlxd_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
 __device__ inline float2 omlxd_floats(__half2 x) { return __half22float2(x); }
+__device__ inline float omlxd_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+template <typename Pair> __device__ inline void omlxd_eight(uint4 bits, float* out) {
+  const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
+  #pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 x = omlxd_floats(pairs[e]);
+    out[2 * e] = x.x;
+    out[2 * e + 1] = x.y;
+  }
+}
 """
 
 _SPANS = """
-  // grid (spans, KV heads, rows); a warp for each query head of the group
+  // grid (spans, KV heads x parts of a group, rows); a warp reads EACH tokens at once, LANES lanes a token
   using Pair = typename PairOf<T>::type;
-  constexpr int PARTS = D / 8, EACH = D / 32, TILE = D > 128 ? 32 : 64, TURNS = TILE / 32;
-  struct alignas(EACH * 2) Lane { Pair pair[EACH / 2]; };
-  const int span = blockIdx.x, kv_head = blockIdx.y, row = blockIdx.z;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  constexpr int LANES = D / 8, EACH = 32 / LANES;
+  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / (GROUP / H);
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
-  __shared__ uint4 ks[TILE * (PARTS + 1)];
-  __shared__ uint4 vs[TILE * PARTS];
-  __shared__ float qs[GROUP][D];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slot = lane / LANES, part = lane % LANES;
+  const long query = ((long)row * KV_HEADS * GROUP + (long)blockIdx.y * H);
   const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2];
-  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * PARTS;
-  const uint4* V = reinterpret_cast<const uint4*>(values) + head * PARTS;
-  const long query = ((long)row * KV_HEADS + kv_head) * GROUP + warp;
-  for (int d = lane; d < D; d += 32) qs[warp][d] = static_cast<float>(q[query * D + d]) * scale[0];
-  float best = -1e30f, total = 0.f, sum[EACH];
+  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * LANES + part;
+  const uint4* V = reinterpret_cast<const uint4*>(values) + head * LANES + part;
+  float qs[H][8], best[H], total[H], sum[H][8];
   #pragma unroll
-  for (int e = 0; e < EACH; e++) sum[e] = 0.f;
-  __syncthreads();
-  for (int tile = from; tile < to; tile += TILE) {
-    for (int i = threadIdx.x; i < TILE * PARTS; i += 32 * GROUP) {
-      const int token = i / PARTS, part = i % PARTS;
-      const bool in = tile + token < to;
-      const uint4 zero = make_uint4(0, 0, 0, 0);
-      ks[token * (PARTS + 1) + part] = in ? K[(long)(tile + token) * PARTS + part] : zero;
-      vs[i] = in ? V[(long)(tile + token) * PARTS + part] : zero;
-    }
-    __syncthreads();
-    float score[TURNS], highest = -1e30f;
+  for (int h = 0; h < H; h++) {
+    omlxd_eight<Pair>(reinterpret_cast<const uint4*>(q)[(query + h) * LANES + part], qs[h]);
+    best[h] = -1e30f; total[h] = 0.f;
     #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-      const int token = lane + 32 * turn;
-      float x = 0.f;
-      #pragma unroll
-      for (int part = 0; part < PARTS; part++) {
-        const uint4 bits = ks[token * (PARTS + 1) + part];
-        const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
-        #pragma unroll
-        for (int e = 0; e < 4; e++) {
-          const float2 k = omlxd_floats(pairs[e]);
-          x += k.x * qs[warp][part * 8 + 2 * e] + k.y * qs[warp][part * 8 + 2 * e + 1];
-        }
-      }
-      score[turn] = tile + token < to ? x : -1e30f;
-      highest = fmaxf(highest, score[turn]);
-    }
-    for (int o = 16; o; o >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, o));
-    const float now = fmaxf(best, highest), shrink = __expf(best - now);
-    float mass = 0.f;
-    #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) { score[turn] = __expf(score[turn] - now); mass += score[turn]; }
-    for (int o = 16; o; o >>= 1) mass += __shfl_xor_sync(~0u, mass, o);
-    total = total * shrink + mass;
-    best = now;
-    #pragma unroll
-    for (int e = 0; e < EACH; e++) sum[e] *= shrink;
-    const Lane* rows = reinterpret_cast<const Lane*>(vs);
-    #pragma unroll
-    for (int turn = 0; turn < TURNS; turn++) {
-      #pragma unroll 8
-      for (int t = 0; t < 32; t++) {
-        const float weight = __shfl_sync(~0u, score[turn], t);
-        const Lane mine = rows[(turn * 32 + t) * 32 + lane];
-        #pragma unroll
-        for (int e = 0; e < EACH / 2; e++) {
-          const float2 v = omlxd_floats(mine.pair[e]);
-          sum[2 * e] += weight * v.x;
-          sum[2 * e + 1] += weight * v.y;
-        }
-      }
-    }
-    __syncthreads();
+    for (int e = 0; e < 8; e++) { qs[h][e] *= scale[0] * 1.44269504f; sum[h][e] = 0.f; }
   }
-  const long place = query * gridDim.x + span;
+  for (int base = from + warp * EACH + slot; base - slot < to; base += WARPS * EACH * UNROLL) {
+    uint4 k[UNROLL], v[UNROLL];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const int token = base + u * WARPS * EACH;
+      k[u] = token < to ? K[(long)token * LANES] : make_uint4(0, 0, 0, 0);
+      v[u] = token < to ? V[(long)token * LANES] : make_uint4(0, 0, 0, 0);
+    }
+    float score[UNROLL][H];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      float x[8];
+      omlxd_eight<Pair>(k[u], x);
+      #pragma unroll
+      for (int h = 0; h < H; h++) {
+        float dot = 0.f;
+        #pragma unroll
+        for (int e = 0; e < 8; e++) dot += x[e] * qs[h][e];
+        #pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
+        score[u][h] = base + u * WARPS * EACH < to ? dot : -INFINITY;
+      }
+    }
+    #pragma unroll
+    for (int h = 0; h < H; h++) {
+      float now = best[h];
+      #pragma unroll
+      for (int u = 0; u < UNROLL; u++) now = fmaxf(now, score[u][h]);
+      const float shrink = omlxd_exp2(best[h] - now);
+      best[h] = now;
+      total[h] *= shrink;
+      #pragma unroll
+      for (int e = 0; e < 8; e++) sum[h][e] *= shrink;
+      #pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        score[u][h] = omlxd_exp2(score[u][h] - now);
+        total[h] += score[u][h];
+      }
+    }
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      float x[8];
+      omlxd_eight<Pair>(v[u], x);
+      #pragma unroll
+      for (int h = 0; h < H; h++)
+        #pragma unroll
+        for (int e = 0; e < 8; e++) sum[h][e] += score[u][h] * x[e];
+    }
+  }
+  __shared__ float tops[WARPS][H], masses[WARPS][H], vectors[WARPS][H][D];
   #pragma unroll
-  for (int e = 0; e < EACH; e++) sums[place * D + lane * EACH + e] = sum[e];
-  if (lane == 0) { weights[place * 2] = best; weights[place * 2 + 1] = total; }
+  for (int h = 0; h < H; h++) {
+    float top = best[h];
+    #pragma unroll
+    for (int o = LANES; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    const float shrink = omlxd_exp2(best[h] - top);
+    float mass = total[h] * shrink;
+    #pragma unroll
+    for (int o = LANES; o < 32; o <<= 1) mass += __shfl_xor_sync(~0u, mass, o);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+      float x = sum[h][e] * shrink;
+      #pragma unroll
+      for (int o = LANES; o < 32; o <<= 1) x += __shfl_xor_sync(~0u, x, o);
+      if (slot == 0) vectors[warp][h][part * 8 + e] = x;
+    }
+    if (lane == 0) { tops[warp][h] = top; masses[warp][h] = mass; }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {
+    const int h = i / D, d = i % D;
+    float top = -1e30f, mass = 0.f, x = 0.f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][h]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float weight = omlxd_exp2(tops[w][h] - top);
+      mass += weight * masses[w][h];
+      x += weight * vectors[w][h][d];
+    }
+    const long place = (query + h) * gridDim.x + span;
+    sums[place * D + d] = x;
+    if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
+  }
 """
 
 _MERGE = """
@@ -151,8 +196,9 @@ _MERGE = """
   const float* pairs = weights + head * most * 2;
   float best = -1e30f, total = 0.f, x = 0.f;
   for (int s = 0; s < spans; s++) best = fmaxf(best, pairs[s * 2]);
+  #pragma unroll 4
   for (int s = 0; s < spans; s++) {
-    const float weight = __expf(pairs[s * 2] - best);
+    const float weight = omlxd_exp2(pairs[s * 2] - best);
     total += weight * pairs[s * 2 + 1];
     x += weight * sums[(head * most + s) * D + threadIdx.x];
   }
@@ -161,10 +207,15 @@ _MERGE = """
 
 
 class Kernel:
-    """The kernel for one width, group and type. Compiles at its first call. Raises what MLX raises."""
+    """The kernel for one width, group and type. Compiles at its first call. Raises what MLX raises.
+
+    Its calls are compiled too: a call then costs the host 28 microseconds, and 51 if MLX puts the source
+    together each time.
+    """
 
     def __init__(self, width: int, group: int, dtype: Any, span: int = SPAN):
         self._width, self._group, self._dtype, self._span = width, group, dtype, span
+        self._heads = max(heads for heads in range(1, 9) if group % heads == 0)
         self._spans: Any = mx.fast.cuda_kernel(
             "omlxd_decode_spans",
             ["q", "keys", "values", "starts", "ends", "scale"],
@@ -175,6 +226,7 @@ class Kernel:
         self._merge: Any = mx.fast.cuda_kernel(
             "omlxd_decode_merge", ["sums", "weights", "starts", "ends"], ["out"], _MERGE, _HEADER
         )
+        self._compiled: Any = mx.compile(self._attend)
 
     def __call__(
         self,
@@ -186,22 +238,37 @@ class Kernel:
     ) -> mx.array:
         """(rows, heads, 1, width). `keys`, `values`: (rows, KV heads, capacity, width); row r's KV lies in
         columns `starts[r]` to `ends[r]` of `places`."""
-        rows, heads = queries.shape[:2]
-        spans = -(-max(places[1]) // self._span)
         starts, ends = (
             _constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
         )
+        return self._compiled(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32))
+
+    def _attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        scale: mx.array,
+    ) -> mx.array:
+        rows, heads = queries.shape[:2]
+        kv_heads, capacity = keys.shape[1:3]
+        spans = -(-capacity // self._span)
         sums, weights = self._spans(
-            inputs=[queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32)],
+            inputs=[queries, keys, values, starts, ends, scale],
             template=[
                 ("T", self._dtype),
                 ("D", self._width),
                 ("GROUP", self._group),
-                ("KV_HEADS", keys.shape[1]),
+                ("H", self._heads),
+                ("KV_HEADS", kv_heads),
                 ("SPAN", self._span),
+                ("WARPS", WARPS),
+                ("UNROLL", UNROLL),
             ],
-            grid=(spans * 32 * self._group, keys.shape[1], rows),
-            threadgroup=(32 * self._group, 1, 1),
+            grid=(spans * 32 * WARPS, heads // self._heads, rows),
+            threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(rows, heads, spans, self._width), (rows, heads, spans, 2)],
             output_dtypes=[mx.float32, mx.float32],
         )
