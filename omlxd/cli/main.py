@@ -41,10 +41,7 @@ VERBS = {
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
     "launch": ("cli.launch", "start Claude Code, Codex or opencode with this daemon's models"),
-    "models": (
-        "cli.models",
-        "list, show, pull, import, load, unload, pin and name the models of this machine",
-    ),
+    "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
     "top": ("cli.top", "what `omlxd status` shows, live"),

@@ -254,6 +254,20 @@ def _let_images_see_themselves(language: Any) -> bool:
     return True
 
 
+def _attend_to_no_empty_windows() -> None:
+    """Let attention of no tokens give none: cuDNN ends the process with SIGFPE there.
+
+    The towers of Qwen2.5-VL and GLM-4V ask for it, for most sizes of images.
+    """
+    if (attend := mx.fast.scaled_dot_product_attention).__module__ == __name__:
+        return
+
+    def scaled_dot_product_attention(q: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return attend(q, *args, **kwargs) if q.shape[2] else q
+
+    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
+
+
 def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None) -> mx.array:
     """(3, rows, tokens): the places after what `cache` holds, all three dimensions alike."""
     offset = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
@@ -284,6 +298,7 @@ def _arrays(value: Any) -> Any:
 def load_vision_model(folder: Path) -> tuple[VisionModel, dict[str, Any]]:
     """The model, its weights not read yet, and its config. Raises what mlx-vlm raises."""
     utils = _vlm("utils")
+    _attend_to_no_empty_windows()
     return VisionModel(utils.load_model(folder, lazy=True)), utils.load_config(folder)
 
 
