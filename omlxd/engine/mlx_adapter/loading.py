@@ -41,9 +41,11 @@ from .quantised import Quantisation
 
 
 class LayerHook:
-    """Runs `call` after every layer of a forward pass, once the layer's output is evaluated; None: off.
+    """Runs `call` after every layer of a forward pass but the last, once the layer's output is evaluated;
+    None: off.
 
-    A vision tower's layers are layers too.
+    A vision tower's layers are layers too. The last layer's output is not needed but at a prompt's end: KV
+    is all that other passes keep.
 
     What `call` raises ends the pass: the cache is then half written. `call` may run other passes, with
     other caches: mlx-lm's models keep nothing of a pass outside of its cache. Evaluating between layers
@@ -52,7 +54,7 @@ class LayerHook:
 
     def __init__(self, model: Any = None):
         self.call: Callable[[], None] | None = None
-        layers = [*getattr(model, "layers", ()), *getattr(model, "tower_layers", ())]
+        layers = [*[*getattr(model, "layers", ())][:-1], *getattr(model, "tower_layers", ())]
         for layer in {id(one): one for one in layers}.values():
             if isinstance(layer, nn.Module):
                 layer.__class__ = self._hooked(type(layer))

@@ -59,6 +59,15 @@ def in_a_pass(rig: Rig) -> Output:
     return output
 
 
+def test_the_last_layers_output_is_left_alone_for_other_passes_need_its_kv_alone(model: Path):
+    """Evaluating it would compute an MLP for nothing."""
+    with Rig(model, slots=1) as rig:
+        looks, between = [], rig.scheduler._between_layers
+        rig.scheduler._between_layers = lambda: (looks.append(rig.scheduler._computing.kv_length), between())
+        rig.run(prompt(2 * BLOCK + 10), 1)
+        assert looks.count(0) == LAYERS - 1
+
+
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_at_ten_tokens_a_second_a_request_ends_within_a_second_and_nobody_waits_for_it(model: Path, how: str):
     with Rig(model, slots=1) as rig:
