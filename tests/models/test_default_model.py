@@ -22,6 +22,7 @@ from omlxd.errors import ModelError, PromptTooLong
 from omlxd.models import catalog, smollm
 from omlxd.models import offer as default_model
 from omlxd.models.resolve import DEFAULT_ID, DEMO_ID
+from tests.models.test_resolve import make
 
 
 @pytest.fixture
@@ -126,15 +127,15 @@ def test_the_wheel_becomes_a_model_and_leaves_nothing_else(wheels: Path, tmp_pat
     assert _sampling_defaults(folder) == SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
 
 
-def test_a_folder_of_an_earlier_version_gets_the_cards_sampling(tmp_path: Path):
+def test_a_folder_of_an_earlier_version_gets_the_cards_sampling_when_it_is_served(settings):
     """An owner's own temperature stays."""
-    file = tmp_path / "generation_config.json"
+    file = make(settings.base_path / "models" / DEFAULT_ID) / "generation_config.json"
     for before, after in (
-        ({"eos_token_id": [2]}, {"eos_token_id": [2], **smollm.SAMPLING}),
+        ({"eos_token_id": [2]}, {"eos_token_id": [2], **default_model.SAMPLING}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
     ):
         file.write_text(json.dumps(before))
-        smollm.fetch(tmp_path)
+        offer(settings)
         assert json.loads(file.read_text()) == after
 
 
