@@ -257,6 +257,10 @@ class Usage(Struct, frozen=True):
     completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from the engine's receipt to the first token
+    queue_s, restore_s, prefill_s  of these: until it got a slot, on the cached prefix, on the rest (and on
+                       what others computed meanwhile)
+    decode_s           seconds from the first token to the end
+    peak_bytes         most that MLX held in its passes, all that was in memory beside it included
     drafted, accepted  tokens that were guessed, and guesses that held
     """
 
@@ -266,12 +270,26 @@ class Usage(Struct, frozen=True):
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     ttft_s: float = 0.0
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
 
     @property
     def cached_tokens(self) -> int:
         return self.cached_hot + self.cached_cold
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of decoding, without the first token; 0: too few."""
+        return (
+            (self.completion_tokens - 1) / self.decode_s
+            if self.completion_tokens > 1 and self.decode_s
+            else 0.0
+        )
 
 
 class TokenLogprob(Struct, frozen=True):

@@ -132,7 +132,11 @@ class Count(Struct, frozen=True, tag="count"):
 
 
 class GetStats(Struct, frozen=True, tag="get_stats"):
+    """`trim`, `reset_peak`: before it answers, give memory back, count MLX's peak anew."""
+
     id: int
+    trim: bool = False
+    reset_peak: bool = False
 
 
 class Explain(Struct, frozen=True, tag="explain"):

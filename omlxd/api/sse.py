@@ -63,13 +63,19 @@ class OpenCall:
 class UsageExtension(Struct, frozen=True):
     """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds.
 
-    drafted, accepted  left out where nothing was guessed
+    As `chat.Usage` has them; what is 0 is left out.
     """
 
     cached_hot: int
     cached_cold: int
     computed: int
     ttft_s: float
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -80,6 +86,12 @@ def usage_extension(usage: Usage) -> UsageExtension:
         cached_cold=usage.cached_cold,
         computed=usage.prompt_tokens - usage.cached_tokens,
         ttft_s=round(usage.ttft_s, 6),
+        queue_s=round(usage.queue_s, 6),
+        restore_s=round(usage.restore_s, 6),
+        prefill_s=round(usage.prefill_s, 6),
+        decode_s=round(usage.decode_s, 6),
+        tokens_per_s=round(usage.tokens_per_s, 3),
+        peak_bytes=usage.peak_bytes,
         drafted=usage.drafted,
         accepted=usage.accepted,
     )

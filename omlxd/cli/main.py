@@ -41,6 +41,7 @@ VERBS = {
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
     "launch": ("cli.launch", "start Claude Code, Codex or opencode with this daemon's models"),
+    "memory": ("cli.memory", "what each loaded model holds in memory; give some of it back"),
     "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),

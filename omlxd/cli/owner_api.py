@@ -140,6 +140,14 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
     cold: ColdStatus | None
 
 
+class TidyMemory(msgspec.Struct, kw_only=True):
+    """For all loaded models, or one: `trim` gives memory back, `reset_peak` counts MLX's peak anew."""
+
+    model: str = ""
+    trim: bool = False
+    reset_peak: bool = False
+
+
 class Readiness(msgspec.Struct, kw_only=True):
     """`reasons`: a sentence for each model that can't serve now."""
 

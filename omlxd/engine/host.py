@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
@@ -48,6 +49,8 @@ from .vision.media import Media
 
 log = logging.getLogger(__name__)
 
+TIDY_S = 1.0
+
 
 class EngineHost:
     """`lease`: where the cold tier gets its room. `output`: where events go.
@@ -62,7 +65,7 @@ class EngineHost:
         lease: Lease,
         want: Callable[[wire.Wants], None] = lambda wants: None,
     ):
-        mlx_adapter.keep_at_most(0, load.budget.freed)
+        mlx_adapter.set_limits(0, load.budget)
         # Of this thread, which is the one that samples: MLX's own begin with the time of day.
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._settings = load.cache
@@ -83,7 +86,7 @@ class EngineHost:
         self._store = ModelStore(load, self.loaded, files)
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
-        mlx_adapter.keep_at_most(self.loaded.weight_bytes, load.budget.freed)
+        mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
         prints = self._footprint = footprint(Path(load.model_path), self.loaded.float32)
         if load.guard:
             self.scheduler.memory = MemoryAdmission(
@@ -341,9 +344,29 @@ class EngineHost:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.take_budget(budget)
             self._store.share_hot(budget.hot)
-            mlx_adapter.keep_at_most(self.loaded.weight_bytes, budget.freed)
+            mlx_adapter.set_limits(self.loaded.weight_bytes, budget)
 
         self.scheduler.post(take)
+
+    def tidy_memory(self, trim: bool, reset_peak: bool) -> None:
+        """Do so on the engine thread; returns once it is done, or after `TIDY_S`: a pass may be long.
+
+        trim        give back freed arrays, images' features and RAM blocks that no request uses
+        reset_peak  count MLX's peak anew
+        """
+        done = threading.Event()
+
+        def tidy() -> None:
+            if trim:
+                self.scheduler.give_memory_back(everything=True)
+            if reset_peak:
+                mx.reset_peak_memory()
+                if self.scheduler.memory is not None:
+                    self.scheduler.memory.peak = 0
+            done.set()
+
+        self.scheduler.post(tidy)
+        done.wait(TIDY_S)
 
     # ----------------------------------------------------------------- figures and the end
 

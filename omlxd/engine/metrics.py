@@ -22,6 +22,7 @@ import threading
 import mlx.core as mx
 
 from ..kv.store import KVStore
+from . import mlx_adapter
 from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
 from .schedule.scheduler import Scheduler
@@ -39,6 +40,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "mlx_peak_bytes": float(max(mx.get_peak_memory(), scheduler.memory.peak if scheduler.memory else 0)),
         "mlx_load_peak_bytes": float(load_peak),
         "mlx_cache_bytes": float(mx.get_cache_memory()),
+        **mlx_adapter.limits,
     }
     if (speculation := scheduler.speculation) is not None:
         values |= {

@@ -95,6 +95,9 @@ class Sequence:
                    whether a file of it was there before
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
+    admitted       on the monotonic clock, when it got its slot; 0: it has none yet
+    restore_s, first_token_s  seconds spent on its cached prefix; from receipt to its first token
+    peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
@@ -134,7 +137,10 @@ class Sequence:
     unreached: int = 0
     timed_out: bool = False
     deadline: float = math.inf
+    admitted: float = 0.0
+    restore_s: float = 0.0
     first_token_s: float = 0.0
+    peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
 

@@ -286,7 +286,10 @@ class EngineService:
             self._fail(message.id, error)
 
     def _stats(self, message: wire.GetStats) -> None:
-        values = self._host.result().engine_stats() if self._host.done() else {}
+        host = self._host.result() if self._host.done() else None
+        if host is not None and (message.trim or message.reset_peak):
+            host.tidy_memory(message.trim, message.reset_peak)
+        values = host.engine_stats() if host is not None else {}
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 

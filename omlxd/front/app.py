@@ -104,6 +104,7 @@ def create_app(
             Route("/ready", routes.ready),
             Route("/metrics", routes.metrics_page),
             Route("/omlxd/status", routes.status),
+            Route("/omlxd/memory", routes.memory, methods=["POST"]),
             Route("/omlxd/requests", routes.requests),
             Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
             Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
@@ -221,6 +222,9 @@ class _Routes:
 
     async def status(self, request: Request) -> Response:
         return _json(await self._admin.daemon_status())
+
+    async def memory(self, request: Request) -> Response:
+        return _json(await self._admin.tidy_memory(await request.body()))
 
     async def requests(self, request: Request) -> Response:
         return _json(self._explaining.recent())

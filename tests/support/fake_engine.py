@@ -96,6 +96,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.counted: list[Conversation | RawPrompt] = []
         self.closed = asyncio.Event()
+        self.orders: list[tuple[bool, bool]] = []
         self.finished = 0
         self.keep_alive: float | None = None
 
@@ -157,7 +158,9 @@ class FakeEngine:
         self.explained = (request, reached)
         return self.explanation
 
-    async def stats(self) -> wire.Stats | None:
+    async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
+        if trim or reset_peak:
+            self.orders.append((trim, reset_peak))
         return None if self.values is None else wire.Stats(id=1, values=self.values)
 
 

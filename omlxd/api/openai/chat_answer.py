@@ -21,7 +21,7 @@ from ...chat import (
 from ..sse import OpenCall
 from .chat_tools import FUNCTIONS, CallShape
 from .choices import ChoicesCollector, ChoicesStream, ids_of
-from .fields import FINISH_REASON, ChatLogprobs, UsageBody, chat_logprobs
+from .fields import FINISH_REASON, ChatLogprobs, Timings, UsageBody, chat_logprobs
 from .tool_choice import custom_input
 
 
@@ -96,6 +96,7 @@ class _Chunk(msgspec.Struct):
     usage: UsageBody | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 class OpenAIChatStream(ChoicesStream):
@@ -220,6 +221,7 @@ class ChatCompletion(msgspec.Struct):
     usage: UsageBody
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
 
 
 def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
@@ -260,6 +262,6 @@ class OpenAIChatCollector(ChoicesCollector):
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
         super().__init__(self._completion, partial(_choice, shape=shape), id, model, created, n)
 
-    def _completion(self, *fields: Any) -> ChatCompletion:
+    def _completion(self, *fields: Any, timings: Any) -> ChatCompletion:
         prompt = ids_of(self._events[0]).get("prompt_token_ids", UNSET)
-        return ChatCompletion(*fields, prompt_token_ids=prompt)
+        return ChatCompletion(*fields, prompt_token_ids=prompt, timings=timings)

@@ -16,7 +16,7 @@ from ...chat import ChoiceEvent, Event, Finished, Restarted, TokenIds
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import DONE, data_event
-from .fields import UsageBody, usage_body
+from .fields import Timings, UsageBody, timings_of, usage_body
 
 
 def ids_of(events: Iterable[Event]) -> dict[str, Any]:
@@ -42,6 +42,7 @@ class ChoicesStream(ABC):
         # With include_usage every chunk has a usage field, null in all but the last.
         self._usage: UnsetType | None = None if include_usage else UNSET
         self._n = n
+        self._timings: Timings | UnsetType = UNSET
 
     @abstractmethod
     def _of_choice(self, event: Event, index: int) -> bytes:
@@ -55,6 +56,7 @@ class ChoicesStream(ABC):
         if isinstance(event, ChoiceEvent):
             return self._of_choice(event.event, event.index)
         if isinstance(event, Finished):
+            self._timings = timings_of(event.usage)
             # Of several choices each has finished by itself; this is of them all.
             last = self._of_choice(event, 0) if self._n == 1 else b""
             if self._usage is None:
@@ -64,7 +66,7 @@ class ChoicesStream(ABC):
 
     def _chunk_of(self, choices: list[Any], usage: UsageBody | UnsetType | None, **more: Any) -> bytes:
         fields = self._id, self._created, self._model, choices, usage
-        return data_event(type(self)._chunk_type(*fields, **more))
+        return data_event(type(self)._chunk_type(*fields, timings=self._timings, **more))
 
 
 class ChoicesCollector:
@@ -105,5 +107,6 @@ class ChoicesCollector:
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
         choices = [self._choice(events, index) for index, events in enumerate(self._events)]
-        usage = usage_body(self._finished.usage)
-        return msgspec.json.encode(self._answer(self._id, self._created, self._model, choices, usage))
+        usage = self._finished.usage
+        fields = self._id, self._created, self._model, choices, usage_body(usage)
+        return msgspec.json.encode(self._answer(*fields, timings=timings_of(usage)))

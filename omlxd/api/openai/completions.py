@@ -19,6 +19,7 @@ from .choices import ChoicesCollector, ChoicesStream, ids_of
 from .fields import (
     FINISH_REASON,
     CommonBody,
+    Timings,
     UsageBody,
     answer_format,
     generate_request,
@@ -143,6 +144,7 @@ class Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: UsageBody | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
+    timings: Timings | UnsetType = UNSET
 
 
 class OpenAICompletionStream(ChoicesStream):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...errors import bad_field
@@ -201,6 +202,33 @@ def usage_body(usage: chat.Usage) -> UsageBody:
         prompt_tokens_details=PromptDetails(usage.cached_tokens),
         completion_tokens_details=CompletionDetails(usage.reasoning_tokens),
         omlxd=usage_extension(usage),
+    )
+
+
+class Timings(msgspec.Struct):
+    """llama.cpp's figures. `_n`: tokens, of the prompt those that were computed; `_ms`: milliseconds."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+def timings_of(usage: chat.Usage) -> Timings | UnsetType:
+    """UNSET where nothing was timed."""
+    computed, answered = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+    prefill_s, decode_s = usage.prefill_s, usage.decode_s
+    if not prefill_s or not decode_s:
+        return UNSET
+    return Timings(
+        *(usage.cached_tokens, computed, 1e3 * prefill_s, 1e3 * prefill_s / max(1, computed)),
+        *(computed / prefill_s, answered, 1e3 * decode_s, 1e3 * decode_s / max(1, answered)),
+        answered / decode_s,
     )
 
 

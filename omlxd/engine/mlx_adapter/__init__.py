@@ -18,7 +18,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 """
 
 from . import lean_imports  # noqa: F401  (before whatever imports transformers)
-from .arrays import blank_arrays, give_memory_back, keep_at_most
+from .arrays import blank_arrays, give_memory_back, limits, set_limits
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (
@@ -76,11 +76,11 @@ __all__ = [
     "extend",
     "filled_cache",
     "give_memory_back",
-    "keep_at_most",
     "keep_rows",
     "last_position_only",
     "last_positions",
     "layout_of",
+    "limits",
     "load",
     "load_tokenizer",
     "merge",
@@ -93,6 +93,7 @@ __all__ = [
     "round_up",
     "row_states",
     "row_tensors",
+    "set_limits",
     "state_arrays",
     "state_tensors",
     "states_of",

@@ -23,6 +23,8 @@ from typing import BinaryIO, cast
 import mlx.core as mx
 
 from ...kv.layout import ITEM_BYTES
+from ...wire import Budget
+from .device import backend
 
 _STORED_AS = {"BF16": "U16"}
 
@@ -93,12 +95,32 @@ FIXED, PART = 128 << 20, 4
 """A pass takes bytes that grow with the weights: keep so many, and a part of the weights."""
 
 
-def keep_at_most(weights: int, granted: int | None) -> None:
-    """Keep fewer freed arrays than a model of `weights` bytes has use for, and than `granted` bytes."""
-    most = min(MOST, FIXED + weights // PART)
-    most = most if granted is None else min(most, granted)
-    mx.set_cache_limit(most)
-    if mx.get_cache_memory() > most:
+limits: dict[str, float] = {}
+"""Bytes, by the names of engine/metrics.py; wired 0: not on Metal."""
+_DEFAULT_LIMIT = mx.get_memory_limit()
+
+
+def set_limits(weights: int, budget: Budget) -> None:
+    """Have MLX keep to `budget`, for a model of `weights` bytes.
+
+    cache   of freed arrays: no more than the model has use for, nor than `budget.freed`
+    memory  above `budget.most` MLX waits for passes under way before it begins others
+    wired   Metal alone: arrays that macOS may not page out, or a large model decodes slowly. As much as
+            Metal recommends, as mlx-lm has it, but no more than `budget.live`. Never run on a Mac.
+    """
+    cache = min(MOST, FIXED + weights // PART)
+    cache = cache if budget.freed is None else min(cache, budget.freed)
+    memory = _DEFAULT_LIMIT if budget.most is None else budget.most
+    wired = 0
+    mx.set_cache_limit(cache)
+    mx.set_memory_limit(memory)
+    if backend() == "metal":
+        wired = int(mx.device_info()["max_recommended_working_set_size"])
+        wired = wired if budget.live is None else min(wired, budget.live)
+        mx.set_wired_limit(wired)
+    for name, nbytes in (("cache", cache), ("memory", memory), ("wired", wired)):
+        limits[f"mlx_{name}_limit_bytes"] = float(nbytes)
+    if mx.get_cache_memory() > cache:
         give_memory_back()
 
 

@@ -206,6 +206,9 @@ def _nothing() -> None:
 
 def usage_of(sequence: Sequence) -> Usage:
     """Counts of a sequence as it stands."""
+    now = time.monotonic()
+    ttft_s = sequence.first_token_s or now - sequence.received
+    queue_s = (sequence.admitted or now) - sequence.received
     generated = sequence.generated
     if generated and sequence.tokens[-1] in sequence.eos:
         generated -= 1
@@ -214,7 +217,12 @@ def usage_of(sequence: Sequence) -> Usage:
         cached_hot=sequence.restored_hot,
         cached_cold=sequence.restored_cold,
         completion_tokens=generated,
-        ttft_s=sequence.first_token_s or time.monotonic() - sequence.received,
+        ttft_s=ttft_s,
+        queue_s=queue_s,
+        restore_s=sequence.restore_s,
+        prefill_s=max(0.0, ttft_s - queue_s - sequence.restore_s),
+        decode_s=max(0.0, now - sequence.received - ttft_s),
+        peak_bytes=sequence.peak_bytes,
         drafted=sequence.drafted,
         accepted=sequence.accepted,
     )

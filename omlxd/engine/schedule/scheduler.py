@@ -147,13 +147,15 @@ class Scheduler:
         """Do what other threads have posted; wait for something if `block`."""
         patience = SHORT_S if self._short else IDLE_S
         if not self._inbox.drain(patience if block else 0.0) and block:
-            self._rest()
+            self.give_memory_back()
 
-    def _rest(self) -> None:
-        """Nothing to do for a while: give memory back that others may need more."""
-        mlx_adapter.give_memory_back()
+    def give_memory_back(self, everything: bool = False) -> None:
+        """Give back what others may need more. `everything`: blocks in RAM that no sequence uses, too."""
         if self.bridge is not None:
+            pool = self.bridge.store.pool
+            pool.evict(pool.hot_bytes if everything else 0)
             self.bridge.store.trim_hot()
+        mlx_adapter.give_memory_back()
         if self.images is not None:
             self.images.drop_features()
 
@@ -193,6 +195,7 @@ class Scheduler:
                 self.waiting.take_request(sequence)
                 self.running.append(sequence)
                 sequence.state = State.PREFILLING
+                sequence.admitted = time.monotonic()
                 self._match(sequence)
             except Exception as error:
                 if not isinstance(error, OmlxdError):
@@ -202,7 +205,16 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if self.bridge is None or not self.bridge.match(sequence, lambda: self._restored(sequence)):
+        if self.bridge is None:
+            return False
+        began = time.monotonic()
+
+        def restored() -> None:
+            sequence.restore_s += time.monotonic() - began
+            self._restored(sequence)
+
+        if not self.bridge.match(sequence, restored):
+            sequence.restore_s += time.monotonic() - began
             return False
         sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
         return True
@@ -263,6 +275,7 @@ class Scheduler:
         self.steps += 1
         self.prefilled_tokens += stop - start
         sequence.kv_length = stop
+        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
         if stop < length:
             del logits
             self._offer(sequence)
@@ -395,6 +408,7 @@ class Scheduler:
             self._spoiled(sequence)
             return False
         sequence.stored.clear()  # Its KV so far gave finite logits.
+        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
         sequence.tokens.append(token)
         if sequence.cancelled:
             return False

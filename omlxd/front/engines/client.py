@@ -101,9 +101,9 @@ class EngineProcess:
         finally:
             self.cancel_request(id)
 
-    async def stats(self) -> wire.Stats | None:
-        """The engine's own counters; None unless it is ready and answers soon."""
-        return await self._ask_stats() if self.state == "ready" else None
+    async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
+        return await self._ask_stats(trim, reset_peak) if self.state == "ready" else None
 
     async def device_available(self) -> int | None:
         """Bytes free where arrays live, as the engine finds them, loaded or not; None: it does not say."""
@@ -111,12 +111,13 @@ class EngineProcess:
         value = stats.values.get("device_available_bytes") if stats else None
         return None if value is None else int(value)
 
-    async def _ask_stats(self) -> wire.Stats | None:
+    async def _ask_stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
         # Not a request: it neither keeps a model loaded nor waits for one.
         if (link := self.supervisor.link) is None:
             return None
         id = self._requests.new_id()
-        return await self._requests.question(id, lambda: link.send(wire.GetStats(id=id)), STATS_TIMEOUT_S)
+        asked = wire.GetStats(id=id, trim=trim, reset_peak=reset_peak)
+        return await self._requests.question(id, lambda: link.send(asked), STATS_TIMEOUT_S)
 
     def cancel_request(self, id: int) -> None:
         """Drop request `id`, and have the engine stop if it is still at work on it."""

@@ -195,9 +195,9 @@ class ModelEngine:
             return psutil.Process(self.pid).memory_info().rss
         return None
 
-    async def stats(self) -> wire.Stats | None:
-        """The engine's own counters; None unless it is ready and answers soon."""
-        return await self.process.stats()
+    async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
+        return await self.process.stats(trim, reset_peak)
 
     def generate(self, request: GenerateRequest) -> EngineStream:
         """Raises OmlxdError before any event."""

@@ -99,8 +99,8 @@ class Engine(Protocol):
         """Why `request` misses; `reached`: tokens of it that were restored when it ran, -1: as of now."""
         ...
 
-    async def stats(self) -> Stats | None:
-        """The engine's own counters; None unless it is ready and answers soon."""
+    async def stats(self, trim: bool = False, reset_peak: bool = False) -> Stats | None:
+        """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
         ...
 
 

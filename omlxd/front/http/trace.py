@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ...chat import Usage
+from ...common.units import human
 from ...errors import OmlxdError
 
 log = logging.getLogger("omlxd.access")
@@ -46,6 +47,12 @@ class Request(msgspec.Struct, frozen=True):
     cached_tokens: int
     completion_tokens: int
     ttft_s: float
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
+    peak_bytes: int
     duration_s: float
     client: str = ""
     param: str = ""
@@ -56,7 +63,9 @@ class Request(msgspec.Struct, frozen=True):
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
             f"outcome={self.outcome} prompt={self.prompt_tokens} cached={self.cached_tokens} "
-            f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s wall={self.duration_s:.3f}s "
+            f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
+            f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
+            f"tokens_per_s={self.tokens_per_s:.1f} peak={human(self.peak_bytes)} wall={self.duration_s:.3f}s "
             f"client={self.client}{problem}"
         )
 
@@ -109,6 +118,12 @@ class RequestTrace:
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,
             ttft_s=round(usage.ttft_s, 4),
+            queue_s=round(usage.queue_s, 4),
+            restore_s=round(usage.restore_s, 4),
+            prefill_s=round(usage.prefill_s, 4),
+            decode_s=round(usage.decode_s, 4),
+            tokens_per_s=round(usage.tokens_per_s, 1),
+            peak_bytes=usage.peak_bytes,
             duration_s=round(time.monotonic() - self.started, 4),
             client=printable(self.client[:SHOWN_CHARS]) or "-",
             param=printable((problem.param or "")[:SHOWN_CHARS]) if problem else "",

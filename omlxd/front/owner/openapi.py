@@ -26,7 +26,16 @@ from ...api.openai.chat_request import ChatBody
 from ...api.openai.completions import Completion, CompletionsBody
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
-from ...cli.owner_api import DaemonStatus, Forget, Forgotten, Readiness, RecentList, WhyMiss, WhyMissBody
+from ...cli.owner_api import (
+    DaemonStatus,
+    Forget,
+    Forgotten,
+    Readiness,
+    RecentList,
+    TidyMemory,
+    WhyMiss,
+    WhyMissBody,
+)
 from ..http.discovery import NamedModel, OllamaModelBody, OllamaStatus, OllamaVersion, Success
 from ..http.generation import InputTokens
 from ..http.model_list import (
@@ -101,6 +110,7 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
     Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
+    Operation("post", "/omlxd/memory", "Give memory back, count peaks anew", TidyMemory, DaemonStatus),
     Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
     Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
     Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),

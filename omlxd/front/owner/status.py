@@ -5,6 +5,7 @@ Each model's engine values stand there as the engine names them, so that a new o
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 
@@ -12,7 +13,7 @@ import msgspec
 
 from ... import __version__
 from ...api.body import decode
-from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness
+from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness, TidyMemory
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
@@ -24,7 +25,7 @@ _CANNOT = frozenset({"loading", "restarting", "failed"})
 _SOON = frozenset({"loading", "restarting"})
 
 
-_FORGET = msgspec.json.Decoder(Forget)
+_FORGET, _TIDY = msgspec.json.Decoder(Forget), msgspec.json.Decoder(TidyMemory)
 
 
 class Admin:
@@ -60,6 +61,13 @@ class Admin:
         if done is None:
             raise Unavailable("This daemon has no SSD cache.")
         return Forgotten(*done)
+
+    async def tidy_memory(self, body: bytes) -> DaemonStatus:
+        """Have engines do so, and say what they hold then; loads none. Raises OmlxdError."""
+        asked = decode(_TIDY, body)
+        engines = [await self._engines.find_engine(asked.model)] if asked.model else self._engines.models()
+        await asyncio.gather(*(engine.stats(asked.trim, asked.reset_peak) for engine in engines))
+        return await self.daemon_status()
 
     def readiness(self) -> Readiness:
         """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""

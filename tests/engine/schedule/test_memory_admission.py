@@ -17,6 +17,7 @@ from rig import BLOCK, Rig
 
 from omlxd.chat import Failed, Finished
 from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import arrays
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
 from omlxd.errors import InvalidRequest, Unavailable
@@ -88,15 +89,38 @@ def test_what_mlx_keeps_is_bounded_by_the_model_and_by_the_grant():
             (512 << 20, None, 256 << 20),
             (0, 20 * MB, 20 * MB),
         ):
-            mlx_adapter.keep_at_most(1 << 40, None)
+            mlx_adapter.set_limits(1 << 40, Budget())
             keep(400)
             assert mx.get_cache_memory() > most
-            mlx_adapter.keep_at_most(weights, granted)
+            mlx_adapter.set_limits(weights, Budget(freed=granted))
             assert mx.get_cache_memory() <= most
             keep(400)
             assert mx.get_cache_memory() <= most
     finally:
-        mlx_adapter.keep_at_most(1 << 40, None)
+        mlx_adapter.set_limits(1 << 40, Budget())
+
+
+def test_mlx_keeps_to_the_budget_and_wires_arrays_on_metal_alone(monkeypatch: pytest.MonkeyPatch):
+    wired: list[int] = []
+    monkeypatch.setattr(mx, "set_wired_limit", wired.append)
+    usual = mx.get_memory_limit()
+    try:
+        mlx_adapter.set_limits(0, Budget(live=3 * MB, most=5 * MB, freed=MB))
+        assert (mx.get_memory_limit(), wired) == (5 * MB, [])
+        assert mlx_adapter.limits == {
+            "mlx_cache_limit_bytes": MB,
+            "mlx_memory_limit_bytes": 5 * MB,
+            "mlx_wired_limit_bytes": 0,
+        }
+        monkeypatch.setattr(arrays, "backend", lambda: "metal")
+        monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 4 * MB})
+        mlx_adapter.set_limits(0, Budget(live=3 * MB))
+        mlx_adapter.set_limits(0, Budget())
+        assert wired == [3 * MB, 4 * MB] and mlx_adapter.limits["mlx_wired_limit_bytes"] == 4 * MB
+    finally:
+        monkeypatch.undo()
+        mlx_adapter.set_limits(1 << 40, Budget())
+    assert mx.get_memory_limit() == usual
 
 
 # --------------------------------------------------------------------------- before a load

@@ -1,0 +1,57 @@
+"""`omlxd memory`: what each loaded model holds, and orders to hold less."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import msgspec
+
+from ..common.units import human
+from .daemon_client import add_url, address, fetch
+from .owner_api import DaemonStatus, ModelStatus, TidyMemory
+from .status import PATH, as_json, ram_tier, table
+
+_HEAD = ("MODEL", "WEIGHTS", "LIVE KV", "RAM TIER", "FREED", "PEAK", "WIRED", "PROCESS")
+
+
+def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Raises ConfigError and DaemonError."""
+    add_url(parser)
+    parser.add_argument("model", nargs="?", default="", help="give back of this model alone")
+    parser.add_argument(
+        "--trim", action="store_true", help="give back freed arrays and RAM blocks; the SSD keeps its copies"
+    )
+    parser.add_argument("--reset-peak", action="store_true", help="count the peak anew")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    args = parser.parse_args(argv)
+    url, key = address(args.url)
+    if args.trim or args.reset_peak:
+        body = TidyMemory(model=args.model, trim=args.trim, reset_peak=args.reset_peak)
+        status = fetch(url, key, "/omlxd/memory", DaemonStatus, msgspec.json.encode(body))
+    else:
+        status = fetch(url, key, PATH, DaemonStatus)
+    print(as_json(status) if args.json else as_text(status))
+    return 0
+
+
+def as_text(status: DaemonStatus) -> str:
+    """A line a loaded model. `of …` is the limit that MLX keeps to."""
+    rows = [_row(model) for model in status.models if "mlx_active_bytes" in model.values]
+    return "\n".join(table([_HEAD, *rows])) if rows else "no model is loaded"
+
+
+def _row(model: ModelStatus) -> tuple[str, ...]:
+    held = {name: int(value) for name, value in model.values.items() if name.endswith("_bytes")}
+    live = held["mlx_active_bytes"] - model.weight_bytes - held.get("kv_hot_bytes", 0)
+    wired = held.get("mlx_wired_limit_bytes", 0)
+    return (
+        model.id,
+        human(model.weight_bytes),
+        human(max(0, live)),
+        ram_tier(model),
+        f"{human(held.get('mlx_cache_bytes', 0))} of {human(held.get('mlx_cache_limit_bytes', 0))}",
+        f"{human(held.get('mlx_peak_bytes', 0))} of {human(held.get('mlx_memory_limit_bytes', 0))}",
+        f"up to {human(wired)}" if wired else "-",
+        human(model.resident) if model.resident else "-",
+    )

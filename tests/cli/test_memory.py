@@ -1,0 +1,114 @@
+"""`omlxd memory`, its endpoint, and what a request's usage says of its time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import msgspec
+import pytest
+from app_client import body, client
+from fake_engine import USAGE, FakeEngine, app_of
+from host import Host, finished, raw
+from msgspec.structs import replace
+
+from omlxd.chat import Finished, TextDelta, Usage
+from omlxd.cli import memory
+from omlxd.cli.daemon_client import DaemonError
+from omlxd.models import demo
+
+from .test_status import model, status
+
+FIGURES = {
+    "mlx_peak_bytes": 4e9,
+    "mlx_memory_limit_bytes": 2e10,
+    "mlx_cache_limit_bytes": 2e9,
+    "mlx_wired_limit_bytes": 0.0,
+}
+
+
+def test_a_line_a_model():
+    loaded = model(values=FIGURES, weight_bytes=2_000_000_000)
+    text = memory.as_text(status(loaded, msgspec.structs.replace(model(), id="idle", values={})))
+    head, line = text.splitlines()
+    assert head.split("  ")[0] == "MODEL" and "idle" not in text
+    assert " ".join(line.split()) == "org/tiny 2 GB 995 MB 5 MB of 8 GB 60 MB of 2 GB 4 GB of 20 GB - 2 GB"
+    assert memory.as_text(status()) == "no model is loaded"
+
+
+def test_the_command_asks_and_orders(monkeypatch: pytest.MonkeyPatch, capsys):
+    asked = []
+
+    def fetch(url, key, path, type, body=None, seconds=0.0):
+        asked.append((path, json.loads(body) if body else None))
+        return status(model(values=FIGURES))
+
+    monkeypatch.setattr(memory, "fetch", fetch)
+    for words in ([], ["--trim"], ["tiny", "--reset-peak", "--json"]):
+        assert memory.main(["--url", "http://127.0.0.1:1", *words], argparse.ArgumentParser()) == 0
+    assert [path for path, _ in asked] == ["/omlxd/status", "/omlxd/memory", "/omlxd/memory"]
+    assert asked[1][1]["trim"] and not asked[1][1]["reset_peak"]
+    assert asked[2][1] == {"model": "tiny", "trim": False, "reset_peak": True}
+    assert '"mlx_peak_bytes"' in capsys.readouterr().out
+    monkeypatch.undo()
+    with pytest.raises(DaemonError):
+        memory.main(["--url", "http://127.0.0.1:9", "--trim"], argparse.ArgumentParser())
+
+
+async def test_the_endpoint_reaches_one_model_or_all_and_refuses_what_it_does_not_know():
+    engines = FakeEngine(), FakeEngine(model_id="org/other")
+    async with client(app_of(*engines)) as http:
+        answer = await http.post("/omlxd/memory", json={"trim": True})
+        assert [one["id"] for one in answer.json()["models"]] == ["org/tiny", "org/other"]
+        await http.post("/omlxd/memory", json={"model": "other", "reset_peak": True})
+        assert (await http.post("/omlxd/memory", json={"model": "nobody", "trim": True})).status_code == 404
+        assert (await http.post("/omlxd/memory", json={"trim": "yes"})).status_code == 400
+        assert (await http.post("/omlxd/memory", content=b"{")).status_code == 400
+    assert engines[0].orders == [(True, False)]
+    assert engines[1].orders == [(True, False), (False, True)]
+
+
+def test_a_trim_gives_ram_blocks_back_and_the_answer_stays(tmp_path):
+    host = Host(demo.build_demo(tmp_path / "demo"))
+    try:
+        request = raw(demo.PROSE, temperature=0.0, max_tokens=3)
+        first = finished(host.ask(request)).usage
+        assert (
+            first.prefill_s > 0 and first.decode_s > 0 and first.peak_bytes > host.engine.loaded.weight_bytes
+        )
+        assert first.queue_s + first.restore_s + first.prefill_s == pytest.approx(first.ttft_s)
+        assert first.tokens_per_s == pytest.approx(2 / first.decode_s)
+        assert finished(host.ask(request)).usage.cached_hot
+        assert host.engine.engine_stats()["kv_hot_bytes"]
+        host.engine.tidy_memory(trim=True, reset_peak=True)
+        stats = host.engine.engine_stats()
+        assert not stats["kv_hot_bytes"] and stats["mlx_peak_bytes"] <= stats["mlx_active_bytes"]
+        assert not finished(host.ask(request)).usage.cached_tokens
+    finally:
+        host.close()
+
+
+TIMED = replace(USAGE, queue_s=0.05, restore_s=0.1, prefill_s=0.1, decode_s=2.0, peak_bytes=10**9)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_llama_cpps_timings_stand_beside_the_usage(path: str):
+    engine = FakeEngine((TextDelta("Hello"), Finished("stop", TIMED)))
+    async with client(app_of(engine)) as http:
+        whole = (await http.post(path, json=body(path))).json()
+        lines = (await http.post(path, json=body(path, stream=True))).text.splitlines()
+    last = json.loads([line for line in lines if line.startswith("data: {")][-1][6:])
+    expected = {
+        **{"cache_n": 64, "prompt_n": 36, "prompt_ms": 100.0, "prompt_per_second": 360.0},
+        **{"predicted_n": 7, "predicted_ms": 2000.0, "predicted_per_second": 3.5},
+        **{"prompt_per_token_ms": pytest.approx(2.777, abs=0.001)},
+        **{"predicted_per_token_ms": pytest.approx(285.714, abs=0.001)},
+    }
+    assert whole["timings"] == last["timings"] == expected
+    omlxd = whole["usage"]["omlxd"]
+    assert (omlxd["queue_s"], omlxd["decode_s"], omlxd["tokens_per_s"]) == (0.05, 2.0, 3.0)
+    assert omlxd["peak_bytes"] == 10**9
+
+
+def test_too_few_tokens_have_no_speed():
+    assert Usage(completion_tokens=1, decode_s=1.0).tokens_per_s == 0.0
