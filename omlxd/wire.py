@@ -100,6 +100,7 @@ class Load(Struct, frozen=True, tag="load"):
     budget  what it may hold at first
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
+    adapter  folder of a LoRA adapter of the model; "": none
     """
 
     model_path: str
@@ -112,6 +113,7 @@ class Load(Struct, frozen=True, tag="load"):
     prompts: PromptSettings = PromptSettings()
     seed: int | None = None
     speculate: bool = True
+    adapter: str = ""
 
 
 class Generate(Struct, frozen=True, tag="generate"):

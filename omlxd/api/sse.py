@@ -63,18 +63,18 @@ class OpenCall:
 class UsageExtension(Struct, frozen=True):
     """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds.
 
-    As `chat.Usage` has them; what is 0 is left out.
+    As `chat.Usage` has them.
     """
 
     cached_hot: int
     cached_cold: int
     computed: int
     ttft_s: float
-    queue_s: float = 0.0
-    restore_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    tokens_per_s: float = 0.0
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    decode_s: float
+    tokens_per_s: float
     peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0

@@ -71,6 +71,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 tools=described.tools,
                 layers=prints.layers if prints else None,
                 hidden_size=prints.hidden_size if prints else None,
+                adapter=str((own and own.adapter) or model.adapter or ""),
             )
         )
     return result
@@ -141,6 +142,7 @@ def as_page(model: InstalledStatus) -> str:
         "default": "yes" if model.default else "no",
         "folder": model.folder or "not here yet",
         "source": model.source,
+        "adapter": model.adapter or "-",
         "origin": model.origin or "-",
         "on disk": _bytes(model.disk_bytes),
         "to load it": f"about {_bytes(model.load_bytes)}",

@@ -26,6 +26,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     images        it takes images; `blind`: why a vision model takes none
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
+    adapter       folder of the LoRA adapter that it is loaded with
     """
 
     id: str
@@ -52,6 +53,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     tools: bool | None = None
     layers: int | None = None
     hidden_size: int | None = None
+    adapter: str = ""
 
 
 class InstalledStatuses(msgspec.Struct):

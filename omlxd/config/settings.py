@@ -41,6 +41,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     healing         earlier turns are put back as they were generated
     request_timeout seconds that a request may take; 0: no limit
     starts_in_thinking  answers begin inside a thinking block that the template does not open
+    adapter         folder of a LoRA adapter that it is loaded with
     pin             never unloaded to make room, nor for being idle
     """
 
@@ -68,6 +69,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
     starts_in_thinking: bool | None = None
+    adapter: Path | None = None
 
 
 SAMPLING = (

@@ -71,10 +71,15 @@ class EngineHost:
         self._settings = load.cache
         self._path = load.model_path
         self._output = output
-        files = file_identities(Path(load.model_path))
-        backend = mlx_adapter.backend()
+        try:
+            files = file_identities(Path(load.model_path), load.adapter)
+        except FileNotFoundError as error:
+            raise ModelError(f"there is no file {error.filename}") from None
         self.loaded = mlx_adapter.load(
-            Path(load.model_path), _quantisation(load.cache), load.budget.float32 and backend == "cpu"
+            Path(load.model_path),
+            _quantisation(load.cache),
+            load.budget.float32 and mlx_adapter.backend() == "cpu",
+            load.adapter,
         )
         self.scheduler = Scheduler(
             self.loaded,

@@ -37,13 +37,18 @@ REST_S = 2.0
 
 class InstalledModel(msgspec.Struct, frozen=True):
     """A model that could be loaded. `spec`: what `resolve_model` takes. `folder` None: not built or
-    downloaded.
+    downloaded. `adapter`: folder of a LoRA adapter that it is loaded with.
     """
 
     id: str
     spec: str
     source: Source
     folder: Path | None
+    adapter: Path | None = None
+
+    def is_same(self, other: InstalledModel) -> bool:
+        """Whether `other` is loaded from the same folders, whatever its id."""
+        return (self.spec, self.adapter) == (other.spec, other.adapter)
 
 
 class Catalog:
@@ -83,6 +88,9 @@ class Catalog:
         if not settings.no_hf_cache:
             for model in in_hub_cache(hub_cache_dir()):
                 result.setdefault(model.id, model)
+        for model in list(result.values()):
+            for tuned in adapters_of(model, settings.base_path):
+                result.setdefault(tuned.id, tuned)
         if settings is self.settings:  # They may have been replaced meanwhile.
             self._found, self._looked_at = result, time.monotonic()
 
@@ -118,6 +126,22 @@ def in_folder(root: Path, source: Source = "model-dir") -> Iterator[InstalledMod
         for inner in _folders(folder):
             if looks_like_model(inner):
                 yield InstalledModel(f"{folder.name}/{inner.name}", str(inner), source, inner)
+
+
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+
+
+def own_adapters(id: str, base_path: Path) -> Path:
+    """Where `omlxd tune` puts adapters of model `id`."""
+    return base_path / "adapters" / id
+
+
+def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledModel]:
+    """Adapters of `model` as models of their own, `ID:NAME`: those in its folder, and its `own_adapters`."""
+    for root in filter(None, (model.folder, own_adapters(model.id, base_path))):
+        for folder in _folders(root):
+            if all((folder / name).is_file() for name in ADAPTER_FILES):
+                yield msgspec.structs.replace(model, id=f"{model.id}:{folder.name}", adapter=folder)
 
 
 def looks_like_model(folder: Path) -> bool:

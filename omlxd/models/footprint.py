@@ -77,7 +77,7 @@ class Footprint(msgspec.Struct, frozen=True):
     pair          of the scores of one token with another, in a layer of full attention
     images        it holds a vision tower, and mlx-vlm is installed
     tower         what that takes to see an image
-    layers, hidden_size  of its language model
+    layers, hidden_size, vocab_size  of its language model
     """
 
     weights: int
@@ -90,6 +90,7 @@ class Footprint(msgspec.Struct, frozen=True):
     tower: Tower = Tower()
     layers: int = 0
     hidden_size: int = 0
+    vocab_size: int = 0
 
     def loading(self, backend: str = "") -> int:
         """To load it and answer something short. `backend`: `cpu` computes shorter passes; "": unknown."""
@@ -121,6 +122,7 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         tower=_tower(config, element),
         layers=_layers(text),
         hidden_size=_hidden(text),
+        vocab_size=_int(text, "vocab_size"),
     )
 
 

@@ -90,7 +90,8 @@ event: message_delta
 data: {"type":"message_delta","delta":{"stop_reason":"tool_use","stop_sequence":null},"usage":\
 {"input_tokens":36,"cache_creation_input_tokens":0,"cache_read_input_tokens":64,"output_tokens":7,\
 "output_tokens_details":{"thinking_tokens":3},\
-"omlxd":{"cached_hot":48,"cached_cold":16,"computed":36,"ttft_s":0.25}}}
+"omlxd":{"cached_hot":48,"cached_cold":16,"computed":36,"ttft_s":0.25,"queue_s":0.0,"restore_s":0.0,\
+"prefill_s":0.0,"decode_s":0.0,"tokens_per_s":0.0}}}
 
 event: message_stop
 data: {"type":"message_stop"}
@@ -173,7 +174,10 @@ OPENAI_USAGE = {
     "total_tokens": 107,
     "prompt_tokens_details": {"cached_tokens": 64},
     "completion_tokens_details": {"reasoning_tokens": 3},
-    "omlxd": {"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25},
+    "omlxd": {
+        **{"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25},
+        **dict.fromkeys(("queue_s", "restore_s", "prefill_s", "decode_s", "tokens_per_s"), 0.0),
+    },
 }
 
 

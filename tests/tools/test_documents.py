@@ -32,6 +32,7 @@ VERBS = (
     "models",
     "status",
     "top",
+    "memory",
     "cache",
     "doctor",
     "bench",
@@ -46,6 +47,7 @@ OTHERS_FLAGS = {
     "--cuda": "tools/bootstrap.py's",
     "--no-deps": "pip's",
     "--svg": "tools/bench/session_ttft.py's",
+    "--synthetic": "tools/replay.py's",
 }
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import xxhash
 
 from ...common.files import read_small, write_atomic
+from ...models.catalog import ADAPTER_FILES
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
@@ -39,12 +40,19 @@ TOKENIZER_FILES = (
 )
 
 
-def file_identities(model: Path) -> dict[Path, str]:
+def file_identities(model: Path, adapter: str = "") -> dict[Path, str]:
     """Identity of every file that decides what the model computes or what a token id means.
 
     Equal before a load and after the digests: the digests are of what was loaded. Raises OSError.
     """
-    return {file: _identity(file.stat()) for file in (*_weight_files(model), *_tokenizer_files(model))}
+    files = (*_weight_files(model), *_tokenizer_files(model), *(_adapter_files(adapter) if adapter else ()))
+    return {file: _identity(file.stat()) for file in files}
+
+
+def adapter_fingerprint(adapter: str, memo_dir: Path | None) -> str:
+    """Of the adapter in folder `adapter`. Raises OSError as reads do."""
+    digests = _fingerprints(_adapter_files(adapter), memo_dir)
+    return xxhash.xxh3_128(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
 def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
@@ -52,7 +60,10 @@ def weight_fingerprints(model: Path, memo_dir: Path | None) -> dict[str, str]:
 
     memo_dir  where digests are remembered, if it is there; None: not remembered. Raises OSError as reads do.
     """
-    files = _weight_files(model)
+    return _fingerprints(_weight_files(model), memo_dir)
+
+
+def _fingerprints(files: list[Path], memo_dir: Path | None) -> dict[str, str]:
     memo = _read_memo(memo_dir)
     with ThreadPoolExecutor(4, thread_name_prefix="fingerprint") as pool:
         results = list(pool.map(lambda file: _digest(file, memo), files))
@@ -72,6 +83,10 @@ def tokenizer_fingerprint(model: Path) -> bytes:
 
 def _weight_files(model: Path) -> list[Path]:
     return sorted({*model.glob("*.safetensors"), model / "config.json"})
+
+
+def _adapter_files(adapter: str) -> list[Path]:
+    return [Path(adapter, name) for name in ADAPTER_FILES]
 
 
 def _tokenizer_files(model: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from ..mlx_adapter import LoadedModel
 from ..prompt.turn_store import TurnFiles
 from .bridge import KVBridge
 from .checkpointer import Checkpointer
-from .fingerprint import file_identities, tokenizer_fingerprint, weight_fingerprints
+from .fingerprint import adapter_fingerprint, file_identities, tokenizer_fingerprint, weight_fingerprints
 from .hot_budget import HotBudget
 from .transport import transport
 
@@ -123,7 +123,7 @@ class ModelStore:
             "states": self._loaded.states.facts() if self._loaded.states else [],
             "block_size": self._settings.block_size,
             "versions": mlx_adapter.versions(),
-            "adapter": "",
+            "adapter": adapter_fingerprint(self._load.adapter, memo) if self._load.adapter else "",
             "kv_bits": _quantisation_facts(self._settings),
             "world": [1, 0],
         }
@@ -132,7 +132,7 @@ class ModelStore:
         if self._loaded.blind == "":
             self._facts["vision"] = mlx_adapter.VLM_VERSION
         self._tokenizer = tokenizer_fingerprint(path)
-        if file_identities(path) != files:
+        if file_identities(path, self._load.adapter) != files:
             raise ModelError(f"{path}: a file has changed while the model was being loaded; load it again")
         return namespace_of(self._facts)
 
@@ -143,6 +143,7 @@ class ModelStore:
             info = NamespaceInfo(
                 model_id=load.model_id,
                 model_path=load.model_path,
+                adapter=load.adapter,
                 model_type=self._loaded.model_type,
                 block_size=load.cache.block_size,
                 block_bytes=cold.bytes_per_block,

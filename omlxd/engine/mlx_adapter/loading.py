@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
@@ -101,19 +102,22 @@ class LoadedModel:
         return str(self.config.get("model_type", "unknown"))
 
 
-def load(path: Path, kv: Quantisation | None = None, float32: bool = False) -> LoadedModel:
+def load(path: Path, kv: Quantisation | None = None, float32: bool = False, adapter: str = "") -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
     kv       keep per-token KV so; None: in the model's own type
     float32  make the weights float32
+    adapter  folder of a LoRA adapter; "": none
 
-    Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not
-    possible, and what mlx-lm raises.
+    Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` or `adapter` is
+    not possible, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
     blind = vision.blindness(path)
     model, tokenizer, config, converted = read_model(path, float32, blind)
+    if adapter:
+        _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
     last_position_only(model)
     cache, logits = _try(model, [[0]])
@@ -157,6 +161,23 @@ def read_model(
         tokenizer = aside.submit(load_tokenizer, path, config.get("eos_token_id"))
         mx.eval(model.parameters())
         return model, tokenizer.result(), config, converted
+
+
+def _add_adapter(model: Any, adapter: str, blind: str | None, float32: bool) -> None:
+    """Put the LoRA adapter in folder `adapter` beside the weights. Raises ModelError."""
+    if blind == "":
+        raise ModelError(f"{adapter}: a model that reads images takes no adapter here")
+    try:
+        load_adapters(model, adapter)
+    except OSError as error:
+        raise ModelError(f"the adapter {adapter} can't be read: {error.strerror or error}") from error
+    except Exception as error:  # mlx-lm raises what its config or the file's tensors make of it.
+        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
+        raise ModelError(f"{adapter} is no adapter of this model: {first}") from error
+    if float32:
+        model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    model.eval()  # No dropout.
 
 
 def _model_and_config(path: Path, blind: str | None) -> tuple[Any, dict[str, Any]]:

@@ -99,7 +99,7 @@ class ModelSlot:
 
     async def _make_room(self, wanted: InstalledModel) -> None:
         old = self.loaded
-        if old is None or old.installed.spec == wanted.spec:
+        if old is None or old.installed.is_same(wanted):
             return
         self.loaded = None
         if not await self._pool.unload(old.model_id):

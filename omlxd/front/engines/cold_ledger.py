@@ -314,7 +314,10 @@ class Account:
             done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
 
     def model_loaded(self, namespace: str, model_path: str) -> None:
-        """The engine has loaded the model in folder `model_path`; "": it has no blocks to keep."""
+        """The engine has loaded the model, or the adapter, in folder `model_path`.
+
+        namespace  "": it has no blocks to keep
+        """
 
         def settle(ledger: Ledger) -> int:
             self._namespace = namespace

@@ -109,7 +109,7 @@ class EnginePool:
         for id, model in installed.items():
             engine = self._engines.get(id)
             # Another folder may have come by the same name.
-            if engine is None or (engine.installed.spec != model.spec and engine.is_nothing):
+            if engine is None or (not engine.installed.is_same(model) and engine.is_nothing):
                 self._engines[id] = self._new(model)
         for id in [id for id in self._engines if id not in installed]:
             if self._engines[id].is_nothing:
@@ -385,6 +385,7 @@ class EnginePool:
             max_concurrent=slots,
             log_level=settings.log_level,
             seed=settings.seed,
+            adapter=str(own.adapter or engine.installed.adapter or ""),
             speculate=(own.speculation or settings.speculation) == "auto",
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,

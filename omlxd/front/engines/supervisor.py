@@ -401,7 +401,7 @@ class Supervisor:
             log.info("%s: %s", self.model_id, message.stage)
         elif isinstance(message, wire.Loaded):
             if life.account is not None:
-                life.account.model_loaded(message.info.namespace, life.load.model_path)
+                life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
             self._loaded(message.info)
         elif isinstance(message, wire.LoadFailed):
             life.failed = message.message or "the engine gave no reason"

@@ -62,6 +62,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         tools=engine.described.tools,
         layers=engine.footprint.layers if engine.footprint else None,
         hidden_size=engine.footprint.hidden_size if engine.footprint else None,
+        adapter=str(engine.settings.adapter or engine.installed.adapter or ""),
     )
 
 

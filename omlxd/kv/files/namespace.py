@@ -5,8 +5,8 @@ Tools read it without a model, and the ledger: blocks of orphans go first. A nam
 | an orphan, if                                                  | because                             |
 |----------------------------------------------------------------|-------------------------------------|
 | its description is missing or makes no sense                   | nobody can say whose it is          |
-| the model's folder is gone                                     | the model was removed               |
-| the model's folder has been loaded since as another namespace  | weights or settings changed         |
+| its folder is gone, that of its adapter if it has one          | the model was removed               |
+| that folder has been loaded since as another namespace         | weights or settings changed         |
 
 and never one while an engine that runs uses it. An orphan is not deleted for being one: a folder on a
 disk that is not mounted comes back, and settings are changed back. It is only the first to make room.
@@ -33,7 +33,7 @@ FILE_NAME = "namespace.json"
 
 
 class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """model_path: the folder it was loaded from. created: seconds since 1970, of the first load.
+    """model_path, adapter: folders it was loaded from. created: seconds since 1970, of the first load.
 
     block_size    tokens a block
     block_bytes   bytes on disk of one token block
@@ -49,6 +49,7 @@ class NamespaceInfo(msgspec.Struct, frozen=True, kw_only=True):
     facts_digest: str
     facts: dict[str, Any] = {}
     created: float = 0.0
+    adapter: str = ""
 
 
 def describe_namespace(root: Path, info: NamespaceInfo, fs: FileSystem) -> None:
@@ -98,6 +99,6 @@ class Installed:
         if self._in_use[namespace] > 0:
             return False
         info = read_namespace(self._root, namespace)
-        if info is None or not os.path.isdir(info.model_path):
+        if info is None or not os.path.isdir(info.adapter or info.model_path):
             return True
-        return self._loaded_as.get(info.model_path, namespace) != namespace
+        return self._loaded_as.get(info.adapter or info.model_path, namespace) != namespace

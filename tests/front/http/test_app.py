@@ -238,7 +238,8 @@ async def test_whole_answers_carry_usage(path):
         assert total == USAGE.prompt_tokens and usage["cache_read_input_tokens"] == 64
     else:
         assert usage["prompt_tokens"] == 100 and usage["prompt_tokens_details"] == {"cached_tokens": 64}
-    assert usage["omlxd"] == {"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25}
+    expected = {"cached_hot": 48, "cached_cold": 16, "computed": 36, "ttft_s": 0.25}
+    assert expected.items() <= usage["omlxd"].items()
 
 
 async def next_event(lines) -> str:
