@@ -67,20 +67,17 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 def address(url: str | None, settings: Settings | None = None) -> tuple[str, str]:
     """Return (URL, key) of the daemon: of --url, else of `settings`; None: the environment's.
 
-    Where another daemon, on another port, holds the cache dir of `settings`, and none of omlxd's listens
-    where they say, it is that one. Raises ConfigError.
+    Where none listens there, it is the one that holds the cache dir of `settings`, on another port. Raises
+    ConfigError.
     """
     if url is None:
         settings = settings or load_settings({})
         others = _addresses_of_holder(settings.paged_ssd_cache_dir)
-        if not others:
-            return address_of(settings)
-        with contextlib.suppress(ConfigError, DaemonError):
-            where, key = address_of(settings)
-            if where not in others:
+        for where in ([address_of(settings)[0]] if others and settings.port else []) + others:
+            with contextlib.suppress(DaemonError):
                 fetch(where, "", "/health", _Health, seconds=PROBE_S)
-            return where, key
-        return others[0], settings.api_key
+                return where, settings.api_key
+        return address_of(settings)
     try:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

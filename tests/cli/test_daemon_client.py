@@ -1,14 +1,18 @@
 """What commands say of a daemon that does not answer as it should."""
 
 import http.server
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from omlxd.cli import daemon_client
 from omlxd.cli.daemon_client import DaemonError, NoDaemon, fetch
 from omlxd.cli.owner_api import DaemonStatus
+from omlxd.config import load_settings
 
 
 @pytest.fixture
@@ -27,6 +31,17 @@ def test_one_that_is_slow_is_not_told_to_be_started(silent: str):
 def test_none_at_all_is(silent: str):
     with pytest.raises(NoDaemon, match="Nothing answers"):
         fetch("http://127.0.0.1:1", "", "/omlxd/status", DaemonStatus)
+
+
+def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_path: Path, monkeypatch):
+    """Where the system lists no locks, its id may be another program's by now."""
+    monkeypatch.setattr(daemon_client, "_PROC_LOCKS", tmp_path / "none")
+    monkeypatch.setattr(daemon_client, "PROBE_S", 0.2)
+    settings = load_settings({}, {"OMLXD_BASE_PATH": str(tmp_path), "OMLXD_PORT": "9"})
+    settings.paged_ssd_cache_dir.mkdir()
+    (settings.paged_ssd_cache_dir / ".lock").write_text(f"{os.getpid()}\n")
+    with socket.create_server(("127.0.0.1", 0)):
+        assert daemon_client.address(None, settings) == ("http://127.0.0.1:9", "")
 
 
 def test_a_key_follows_no_redirect(silent: str):
