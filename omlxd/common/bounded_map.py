@@ -64,6 +64,13 @@ class BoundedMap(Generic[K, V]):
         ):
             self.cost -= self._cost_of(self._entries.popitem(last=False)[1])
 
+    def clear(self) -> int:
+        """Remove all entries; how many there were."""
+        count = len(self._entries)
+        self._entries.clear()
+        self.cost = 0
+        return count
+
     def pop(self, key: K) -> V | None:
         """Remove an entry and return its value."""
         value = self._entries.pop(key, None)

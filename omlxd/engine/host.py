@@ -161,10 +161,12 @@ class EngineHost:
         if self.loaded.blind != "":
             return None
         try:
-            return make_images(Path(self._path), self.prompts.traits.image, self.loaded.model, self.media)
+            images = make_images(Path(self._path), self.prompts.traits.image, self.loaded.model, self.media)
         except ModelError as error:
             self.loaded.blind = error.message
             return None
+        threading.Thread(target=images.warm_up, name="first-image", daemon=True).start()
+        return images
 
     # ----------------------------------------------------------------- requests
 

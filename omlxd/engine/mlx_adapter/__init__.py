@@ -18,7 +18,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
 """
 
 from . import lean_imports  # noqa: F401  (before whatever imports transformers)
-from .arrays import blank_arrays, give_memory_back, limits, set_limits
+from .arrays import blank_arrays, give_memory_back, limits, set_limits, trim_heap
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
 from .cache_kinds import (
@@ -101,5 +101,6 @@ __all__ = [
     "tensors",
     "tree_bytes",
     "trim",
+    "trim_heap",
     "versions",
 ]

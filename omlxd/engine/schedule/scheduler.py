@@ -155,9 +155,10 @@ class Scheduler:
             pool = self.bridge.store.pool
             pool.evict(pool.hot_bytes if everything else 0)
             self.bridge.store.trim_hot()
+        dropped = self.images is not None and self.images.give_memory_back()
         mlx_adapter.give_memory_back()
-        if self.images is not None:
-            self.images.drop_features()
+        if dropped or everything:
+            mlx_adapter.trim_heap()
 
     def _stop(self) -> None:
         self._stopping = True

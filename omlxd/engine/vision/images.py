@@ -11,9 +11,11 @@ turn is decoded once, and its pixels are not asked for where its KV is cached.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, Vision
 from ..prompt.pipeline import RenderedPrompt
 from .media import Identity, Media, Size
 
+log = logging.getLogger(__name__)
+
 REMEMBERED_BYTES = 16 << 20
 """Of the tokens of images, 2,500 screenshots of 1,500; and of their positions, 900 of these."""
 FEATURE_BYTES = 256 << 20
@@ -40,6 +44,8 @@ FEATURE_BYTES = 256 << 20
 PIXEL_BYTES = 512 << 20
 """Of processed pixels that wait for the tower, over all requests: 18 screenshots of 1,500 tokens in
 Qwen2.5-VL. Others are processed when their pass is computed."""
+PIXELS_S = 60.0
+"""Seconds without another image after which pixels that still wait are of prompts that are over."""
 MOST_KEYS = 8
 """Images that a block's file names; the room for their keys is bounded."""
 
@@ -85,9 +91,9 @@ class Images:
         self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._places: BoundedMap[str, np.ndarray] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
-        self._features: BoundedMap[str, Features]
-        self.drop_features()
+        self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
         self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
+        self._processed = 0.0
         self.towers = 0  # Images that the tower was run for.
 
     def place(
@@ -161,9 +167,24 @@ class Images:
                     self._pixels.put(image.digest, pixels)
         return image
 
-    def drop_features(self) -> None:
-        """Give their memory back; the KV of what was answered does without. Engine thread."""
-        self._features = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
+    def give_memory_back(self) -> bool:
+        """Drop features, which the KV of what was answered does without, and pixels that no prompt can wait
+        for any more; whether there were any. Engine thread, when nothing runs.
+        """
+        dropped = self._features.clear()
+        if time.monotonic() - self._processed > PIXELS_S:
+            with self._lock:
+                dropped += self._pixels.clear()
+            dropped += self._media.drop_pictures()
+        return dropped > 0
+
+    def warm_up(self) -> None:
+        """Have the first image find all loaded that images need. Any thread but the engine's."""
+        try:
+            self._media.warm_up()
+            self.processor.process_image(np.zeros((64, 64, 3), np.uint8))
+        except Exception as error:  # The first image will say it.
+            log.info("no image could be tried: %s", error)
 
     def fetch(self, spans: Iterable[Span]) -> None:
         """Have the pixels of images that the tower will see: of many, the first ones. Request thread."""
@@ -189,6 +210,7 @@ class Images:
         return pixels if pixels is not None else self._process(span.part)[1]
 
     def _process(self, part: ImagePart) -> tuple[Image, Pixels]:
+        self._processed = time.monotonic()
         [picture] = self._media.pictures([part])
         rgb = np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
         try:

@@ -117,6 +117,15 @@ class Media:
                 pages = self._documents.get((digest, "pages")) if page else None
             yield pages[page - 1] if pages else None
 
+    def drop_pictures(self) -> int:
+        """Drop what is decoded again when it is asked for; how many there were."""
+        with self._lock:
+            return self._recent.clear()
+
+    def warm_up(self) -> None:
+        """Start a child, and have it import what it needs. Raises ChildLost."""
+        self._children.call(("picture", b""), _Pixels, DEADLINE_S)
+
     def close(self) -> None:
         """End the children that wait for work."""
         self._children.close()

@@ -26,6 +26,9 @@ class FakeMedia:
         for part in parts:
             yield Picture(1, 1, part.data[:1], rgb=part.data[:1] * 3)
 
+    def drop_pictures(self):
+        return 0
+
     def identities(self, parts):
         self.decoded = 0
         for picture in self.pictures(parts):
@@ -145,10 +148,19 @@ def test_features_are_kept_until_the_engine_rests(images):
     _, again = images.place([PAD], parts(1))
     again.see_next(0, TOKENS)
     assert images.towers == 2
-    images.drop_features()
+    images.give_memory_back()
     _, again = images.place([PAD], parts(1))
     again.see_next(0, TOKENS)
     assert images.towers == 3
+
+
+def test_pixels_of_a_refused_prompt_go_when_the_engine_rests(images, monkeypatch):
+    with pytest.raises(PromptTooLong):
+        images.place([PAD] * 9, parts(9), most=8 + TOKENS)
+    assert images._pixels.cost and not images.give_memory_back()  # Another prompt may be on its way.
+    monkeypatch.setattr(images_room, "PIXELS_S", 0.0)
+    assert images.give_memory_back() and not images._pixels.cost
+    assert not images.give_memory_back()
 
 
 def test_what_is_remembered_of_an_image_is_small(images):

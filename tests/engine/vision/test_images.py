@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,13 @@ def host(model: Path) -> Iterator[Host]:
 
 
 # --------------------------------------------------------------------------- a request
+
+
+def test_a_child_waits_for_the_first_image(host: Host):
+    deadline = time.monotonic() + 60
+    while not (idle := host.engine.media._children._idle) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert idle and idle[0].process.poll() is None
 
 
 def test_an_image_is_read_and_hit_again(host: Host):
