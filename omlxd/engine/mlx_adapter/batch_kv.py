@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from . import attention
 from .device import backend
@@ -152,3 +152,22 @@ class EvenBatchKVCache(BatchKVCache):
             # Padding that nobody needs any more was cut off in front: the next token makes it even again.
             self.keys = self.keys[..., : self._idx, :]
             self.values = self.values[..., : self._idx, :]
+
+
+class WindowBatchKVCache(BatchRotatingKVCache):
+    """Windows of a batch, whose rows may forget different numbers of tokens."""
+
+    def trim_rows(self, counts: Sequence[int]) -> None:
+        """Forget the last `counts[row]` tokens of each row, after a pass of several and fewer than those.
+
+        Such a pass leaves the windows in order, each with as many older tokens as its first one needs.
+        """
+        if all_rows := min(counts):
+            self.keys, self.values = self.keys[..., :-all_rows, :], self.values[..., :-all_rows, :]
+            self._idx -= all_rows
+            self._offset -= all_rows
+            self.offset = self.offset - all_rows
+        if max(counts) > all_rows:
+            # Moves rows to the right edge. What comes round to the left is dropped with the next token.
+            self._lengths = self.offset - mx.array([count - all_rows for count in counts])
+            self.finalize()

@@ -16,7 +16,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    BatchRotatingKVCache,
     CacheList,
     KVCache,
     RotatingKVCache,
@@ -24,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 
 from ...kv.layout import Group, KVLayout
-from .batch_kv import EvenBatchKVCache, next_step, round_up
+from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .device import SAFETENSORS_DTYPE
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 
@@ -154,7 +153,7 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
 _ROWS = (
     CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
     CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
-    CacheKind(RotatingKVCache, False, _window, _put_window, BatchRotatingKVCache, _trim_window),
+    CacheKind(RotatingKVCache, False, _window, _put_window, WindowBatchKVCache, _trim_window),
     CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
 )
 KINDS = {kind.type: kind for kind in _ROWS}
@@ -338,12 +337,14 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
 def can_take_back(cache: Cache, rows: int) -> bool:
     """Whether the last tokens of a pass can be forgotten, of each row as many as it likes.
 
-    Windows and recurrent states only of one row: in a batch all rows are at one place. Not both beside each
-    other: a window can't forget a pass that is then computed again.
+    Recurrent states only of one row: what held is computed again, and rows of unequal number would be padded.
+    Nor beside windows, which can't forget a pass and then take it again.
     """
-    kinds = [KINDS.get(type(leaf)) for _, leaf in leaves(cache) if not isinstance(leaf, EvenBatchKVCache)]
-    at_position = {kind.trim for kind in kinds if kind is not None and not kind.per_token}
-    return all(kinds) and (not at_position or (rows == 1 and len(at_position) == 1))
+    held = [leaf for _, leaf in leaves(cache)]
+    windows = any(isinstance(leaf, RotatingKVCache | WindowBatchKVCache) for leaf in held)
+    kinds = [KINDS.get(type(leaf)) for leaf in held if not hasattr(leaf, "trim_rows")]
+    recurrent = any(kind is not None and kind.trim is None for kind in kinds)
+    return all(kinds) and not (recurrent and (windows or rows > 1))
 
 
 def recurrent_states(cache: Cache) -> list[tuple[Any, list[Any]]]:
@@ -360,7 +361,7 @@ def put_back(states: Sequence[tuple[Any, list[Any]]]) -> None:
 def trim(cache: Cache, counts: Sequence[int]) -> None:
     """Forget the last `counts[row]` tokens of each row, after a pass of several; recurrent states stay."""
     for _, leaf in leaves(cache):
-        if isinstance(leaf, EvenBatchKVCache):
+        if hasattr(leaf, "trim_rows"):
             leaf.trim_rows(counts)
         elif (forget := KINDS[type(leaf)].trim) is not None and counts[0]:
             forget(leaf, counts[0])

@@ -31,6 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
 
 
+LOOSE = {"gemma4_text": 5e-3}
+"""Of logits: chunks of other lengths move them so far without guesses too."""
+
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)
 PENALISED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.7)
 
@@ -92,9 +95,7 @@ def test_an_answer_ends_where_it_would_although_guesses_went_on(model: Path, mon
             assert rig.run(asked, most).reason == "length"
 
 
-TRIMMABLE = [
-    name for name, family in CONFIGS.items() if family.per_token and name not in ("qwen3", "deepseek_v3")
-]
+NOT_RECURRENT = [name for name, family in CONFIGS.items() if "ArraysCache" not in family.classes]
 
 
 def wait_for_tokens(output: Output, count: int) -> None:
@@ -107,7 +108,8 @@ def wait_for_tokens(output: Output, count: int) -> None:
         ("qwen3", 0),
         ("qwen3", 8),
         ("deepseek_v3", 0),
-        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in TRIMMABLE),
+        ("gemma3_text", 0),
+        *(pytest.param(name, 0, marks=pytest.mark.slow) for name in NOT_RECURRENT),
     ],
 )
 def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
@@ -144,7 +146,7 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
                 for one, other in zip(output.likelihoods, plain.likelihoods, strict=True):
                     assert (one is None) == (other is None)
                     assert one is None or one.logprob == pytest.approx(
-                        other.logprob, abs=0.05 if kv_bits else 1e-4
+                        other.logprob, abs=LOOSE.get(family, 0.05 if kv_bits else 1e-4)
                     )
             shared = rig.scheduler.speculation
             assert shared is not None and 0 < shared.accepted < shared.drafted
@@ -157,7 +159,7 @@ def test_recurrent_states_beside_windows_are_never_guessed_on():
     both = [mlx_adapter.cache_kinds.ArraysCache(2), mlx_adapter.cache_kinds.RotatingKVCache(8)]
     assert all(mlx_adapter.can_take_back([one], 1) for one in both)
     assert not mlx_adapter.can_take_back(both, 1)
-    assert not any(mlx_adapter.can_take_back([one], 2) for one in both)
+    assert [mlx_adapter.can_take_back(mlx_adapter.merge([[one], [one]]), 2) for one in both] == [False, True]
 
 
 # --------------------------------------------------------------------------- what is guessed
