@@ -23,7 +23,7 @@ import msgspec
 
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
-from .chat import StreamOptions, Usage
+from .chat import Message, StreamOptions, Usage
 from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
 from .launch import find_target
 from .own_daemon import own_daemon
@@ -35,6 +35,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 SHORTEST = 128
 ANSWER_TOKENS = 32
 PERPLEXITY_TOKENS, QUICK_TOKENS = 4096, 1024
+COUNT_S = 60.0
 WRITE_S = 600.0
 """How long blocks may take to reach the SSD."""
 KEY = os.environ.get(KEY_VARIABLE, "")
@@ -142,6 +143,15 @@ class _Body(msgspec.Struct):
     temperature: float = 0.0
     stream: bool = True
     stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
+
+
+class _Counted(msgspec.Struct):
+    model: str
+    messages: list[Message]
+
+
+class _Count(msgspec.Struct):
+    input_tokens: int
 
 
 class _Answer(msgspec.Struct):
@@ -261,10 +271,13 @@ class _Bench:
         return result
 
     def _prompt(self, length: int) -> str:
-        """About `length` tokens; no two lengths have a first block in common."""
+        """About `length` tokens, rather fewer; no two lengths have a first block in common."""
         letters = int(length * self._letters_per_token)
         head = f"{length} words and more of a story. "
-        return (head + self._text * (letters // len(self._text) + 1))[:letters]
+        text = head + self._text * (2 * letters // len(self._text) + 1)
+        body = msgspec.json.encode(_Counted(self._model, [Message("user", text[:letters])]))
+        counted = fetch(self._url, KEY, "/v1/messages/count_tokens", _Count, body, COUNT_S).input_tokens
+        return text[: letters * length // counted]
 
     def _ask(self, prompt: str) -> _Answer:
         times, text, usage = TokenTimes(), "", Usage(0, 0)
