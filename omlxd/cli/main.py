@@ -45,6 +45,7 @@ VERBS = {
     "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
+    "tune": ("cli.tune", "train a LoRA adapter of a model, which is then served as MODEL:NAME"),
     "top": ("cli.top", "what `omlxd status` shows, live"),
 }
 """Every verb but `serve`: its module, whose `main(argv, parser)` returns the exit status, and its help."""

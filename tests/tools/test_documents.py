@@ -33,6 +33,7 @@ VERBS = (
     "status",
     "top",
     "memory",
+    "tune",
     "cache",
     "doctor",
     "bench",

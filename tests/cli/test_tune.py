@@ -1,0 +1,168 @@
+"""`omlxd tune`: data that makes no sense, what there is room for, an adapter that is learned."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from omlxd.cli import tune
+from omlxd.cli.daemon_client import DaemonError, NoDaemon
+from omlxd.config import load_settings
+from omlxd.engine import mlx_adapter
+from omlxd.engine.tune import LossCurve, draw
+from omlxd.errors import ConfigError, ModelError
+from omlxd.models import demo
+from omlxd.models.catalog import Catalog
+from omlxd.models.footprint import footprint
+from omlxd.models.tuning import Job, memory_need, read_data
+
+ROW = {"prompt": "Two pears for Ida.", "completion": "ORDER[PEARS|2|Ida]"}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+
+
+def data(folder: Path, *rows: object, valid: object = None) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    (folder / "train.jsonl").write_text(text)
+    if valid is not None:
+        (folder / "valid.jsonl").write_text(json.dumps(valid))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "train.jsonl: it holds no example"),
+        ([""], "train.jsonl: it holds no example"),
+        ([ROW, "", "{"], "line 3: "),
+        ([ROW, "[]"], "line 2: Expected `object`"),
+        ([{"prompt": "a"}], "line 1: it has none of"),
+        ([{"prompt": "a", "completion": ""}], "line 1: it has none of"),
+        ([{"messages": []}], "line 1: it has none of"),
+        ([{"messages": CHAT["messages"][:1]}], "line 1: it has none of"),
+        ([{"messages": [{"content": "x"}]}], "line 1: Object missing required field `role`"),
+        ([{"text": 5}], "line 1: Expected `str"),
+        ([ROW, CHAT], "one kind are needed, and here are messages and prompt"),
+        (['{"text": "\ud800"}'.encode("utf-8", "surrogatepass").decode("latin-1")], "train"),
+    ],
+)
+def test_data_that_makes_no_sense_is_refused_with_its_line(tmp_path: Path, rows, words):
+    if words == "train":
+        (tmp_path / "train.jsonl").write_bytes(b'{"text": "\xff"}')
+    else:
+        data(tmp_path, *rows)
+    with pytest.raises(ConfigError) as caught:
+        read_data(tmp_path)
+    assert words in caught.value.message and str(tmp_path) in caught.value.message
+
+
+def test_a_folder_without_data_and_one_in_ten_for_validation(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"train\.jsonl: No such file"):
+        read_data(tmp_path)
+    train, valid = read_data(data(tmp_path, *[ROW] * 20))
+    assert (len(train), len(valid)) == (18, 2)
+    train, valid = read_data(data(tmp_path, *[ROW] * 3))
+    assert (len(train), len(valid)) == (3, 0)
+    train, valid = read_data(data(tmp_path, *[CHAT] * 20, valid=CHAT))
+    assert (len(train), len(valid)) == (20, 1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo.build_demo(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(home: Path, base: Path, folder: Path, *words: str) -> int:
+    argv = [str(base), "--data", str(folder), "--base-path", str(home), *words]
+    return tune.main(argv, argparse.ArgumentParser())
+
+
+@pytest.fixture(autouse=True)
+def no_daemon(monkeypatch: pytest.MonkeyPatch):
+    def fetch(*args):
+        raise NoDaemon("nothing answers")
+
+    monkeypatch.setattr(tune, "fetch", fetch)
+    monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--name", "../up"], "is no name"),
+        (["--name", " "], "is no name of"),
+        (["--resume"], "is not there to be resumed"),
+    ],
+)
+def test_names_and_what_is_not_there(tmp_path: Path, base: Path, words, said):
+    folder = data(tmp_path / "orders", ROW)
+    with pytest.raises(ConfigError, match=said):
+        run(tmp_path, base, folder, *words)
+    with pytest.raises(ConfigError, match="no model 'nobody' on this machine"):
+        run(tmp_path, Path("nobody"), folder)
+
+
+@pytest.mark.parametrize("words", [["--iters", "0"], ["--rank", "x"], ["--learning-rate", "2"]])
+def test_numbers_out_of_range_end_with_2(tmp_path: Path, base: Path, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, base, data(tmp_path / "orders", ROW), *words)
+    assert ended.value.code == 2 and words[0] in capsys.readouterr().err
+
+
+def test_what_does_not_fit_beside_the_daemon_is_refused_with_both_figures(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = load_settings({"base_path": str(tmp_path)}, {})
+    paths = {"model": "m", "data": "d", "adapter_path": "a", "train": [], "valid": []}
+    numbers = {"iters": 1, "learning_rate": 1e-4, "num_layers": 0, "rank": 8, "seed": 0}
+    job = Job(**paths, **numbers, batch_size=4, max_seq_length=2048)
+    plain = memory_need(footprint(base, float32=True), job)
+    job.grad_checkpoint = True
+    least = memory_need(footprint(base, float32=True), job)
+    assert least < plain
+    job.grad_checkpoint = False
+    monkeypatch.setattr(tune, "available_ram", lambda: 3 * plain)
+    tune.fit_memory(job, base, settings)
+    assert (job.grad_checkpoint, job.memory_limit) == (False, 3 * plain)
+    monkeypatch.setattr(tune, "available_ram", lambda: least)
+    tune.fit_memory(job, base, settings)
+    assert job.grad_checkpoint and job.memory_limit == least
+    monkeypatch.setattr(tune, "available_ram", lambda: least - 1)
+    with pytest.raises(DaemonError, match=r"Training needs about .* and .* are free"):
+        tune.fit_memory(job, base, settings)
+
+
+def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, capfd):
+    folder = data(tmp_path / "orders", *[ROW] * 8, valid=ROW)
+    words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
+    assert run(tmp_path, base, folder, "--iters", "3", *words) == 0
+    assert "tiny:orders is in" in capfd.readouterr().out
+    target = tmp_path / "adapters" / "tiny" / "orders"
+    settings = load_settings({"base_path": str(tmp_path), "model": str(base), "no_hf_cache": "true"}, {})
+    assert [model.adapter for model in Catalog(settings).models().values()] == [None, target]
+    curve = xml.fromstring((target / "loss.svg").read_text())
+    assert len(curve.findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    with pytest.raises(ConfigError, match="tiny:orders is there; --resume goes on with it"):
+        run(tmp_path, base, folder, *words)
+    before = mx.load(str(target / "adapters.safetensors"))
+    mx.eval(before)
+    assert run(tmp_path, base, folder, "--iters", "1", "--resume", *words) == 0
+    after = mx.load(str(target / "adapters.safetensors"))
+    assert before.keys() == after.keys()
+    changes = [mx.abs(after[name] - before[name]).max().item() for name in before]
+    assert 0 < max(changes) < 0.01, "one step from where it was"
+    assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+
+
+def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path):
+    curve = LossCurve(tmp_path / "loss.svg")
+    curve.on_val_loss_report({"iteration": 0, "val_loss": 2.0})
+    curve.on_train_loss_report({"iteration": 5, "train_loss": 1.5})
+    assert (tmp_path / "loss.svg").read_text() == draw({"training": [(5, 1.5)], "validation": [(0, 2.0)]})
+    with pytest.raises(ModelError, match="the loss is no number"):
+        curve.on_train_loss_report({"iteration": 6, "train_loss": float("nan")})
