@@ -21,7 +21,6 @@ from ..errors import ConfigError, OmlxdError
 from ..kv.files.paths import LOCK_NAME
 
 ANSWER_S = 10.0
-PROBE_S = 3.0
 STREAM_S = 3600.0
 """The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
 KEY_VARIABLE = "OMLXD_API_KEY"
@@ -75,7 +74,7 @@ def address(url: str | None, settings: Settings | None = None) -> tuple[str, str
         others = _addresses_of_holder(settings.paged_ssd_cache_dir)
         for where in ([address_of(settings)[0]] if others and settings.port else []) + others:
             with contextlib.suppress(DaemonError):
-                fetch(where, "", "/health", _Health, seconds=PROBE_S)
+                fetch(where, "", "/health", _Health, seconds=ANSWER_S)
                 return where, settings.api_key
         return address_of(settings)
     try:

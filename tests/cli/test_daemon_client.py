@@ -36,7 +36,7 @@ def test_none_at_all_is(silent: str):
 def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_path: Path, monkeypatch):
     """Where the system lists no locks, its id may be another program's by now."""
     monkeypatch.setattr(daemon_client, "_PROC_LOCKS", tmp_path / "none")
-    monkeypatch.setattr(daemon_client, "PROBE_S", 0.2)
+    monkeypatch.setattr(daemon_client, "ANSWER_S", 0.2)
     settings = load_settings({}, {"OMLXD_BASE_PATH": str(tmp_path), "OMLXD_PORT": "9"})
     settings.paged_ssd_cache_dir.mkdir()
     (settings.paged_ssd_cache_dir / ".lock").write_text(f"{os.getpid()}\n")
