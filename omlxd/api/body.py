@@ -75,6 +75,7 @@ class ParsedRequest(Struct, frozen=True):
     model          as the client spelled it, or ""
     n              answers to each prompt
     more_prompts   answered side by side with that of `generate`, all else being the same
+    labels         of each prompt, as many for each: texts whose likelihood as its answer is asked for
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always have it)
     keep_alive     seconds that the model stays loaded after it (`keep_alive_of`); None: not said
     """
@@ -86,6 +87,7 @@ class ParsedRequest(Struct, frozen=True):
     keep_alive: float | None = None
     n: int = 1
     more_prompts: tuple[RawPrompt, ...] = ()
+    labels: tuple[tuple[str, ...], ...] = ()
 
     @property
     def answers(self) -> int:

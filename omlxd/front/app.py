@@ -33,10 +33,12 @@ from .http.discovery import Discovery
 from .http.discovery import as_json as _json
 from .http.generation import (
     ANTHROPIC,
+    CLASSIFY,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OPENAI_CHAT,
     OPENAI_COMPLETIONS,
+    SCORE,
     Dialect,
     GenerationResponse,
     InputTokens,
@@ -88,6 +90,8 @@ def create_app(
         routes=[
             Route("/v1/chat/completions", partial(routes.generate, dialect=OPENAI_CHAT), methods=["POST"]),
             Route("/v1/completions", partial(routes.generate, dialect=OPENAI_COMPLETIONS), methods=["POST"]),
+            Route("/v1/classify", partial(routes.generate, dialect=CLASSIFY), methods=["POST"]),
+            Route("/v1/score", partial(routes.generate, dialect=SCORE), methods=["POST"]),
             Route(
                 "/v1/responses", partial(routes.generate, dialect=routes.responses_dialect), methods=["POST"]
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import msgspec
@@ -47,7 +47,9 @@ def train_adapter(job: Job, reports: Any) -> None:
     )
 
     def dataset(examples: list[Example]) -> Any:
-        return create_dataset(msgspec.to_builtins(examples), tokenizer, settings) if examples else []
+        return (
+            create_dataset(msgspec.to_builtins(examples), cast(Any, tokenizer), settings) if examples else []
+        )
 
     try:
         train_model(settings, model, dataset(job.train), dataset(job.valid), reports)

@@ -12,15 +12,15 @@ import logging
 
 from ... import __version__
 from ...api.body import ParsedRequest
-from ...api.openai import chat_request, completions
+from ...api.openai import chat_request, completions, scores
 from ...chat import Failed, Finished
 from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
 from ..engines.pool import EnginePool
+from ..http.choices import scores_of
 from ..http.event_pump import EventPump
 from ..owner.engine_metrics import MetricsOf
 from ..owner.status import Admin
-from .classify import classify
 from .messages import (
     UNSET,
     AnyRequest,
@@ -39,6 +39,7 @@ from .messages import (
     Metrics,
     MetricsLine,
     Quit,
+    classified,
     decode_request,
     done,
     failure,
@@ -148,8 +149,8 @@ class Bridge:
                 chat = request.messages is not UNSET
                 parsed = chat_request.parse(line) if chat else completions.parse(line)
                 _check_one(parsed)
-                engine = await self._slot.engine(loading, parsed.model)
-                return await classify(request.id, engine, parsed.generate, request.labels)
+                labelled = scores.labelled(parsed, request.labels)
+                return await self._classify(request.id, labelled, loading)
             case Info():
                 return self._info(request.id)
             case Metrics():
@@ -173,6 +174,20 @@ class Bridge:
                     if (line := line_of(id, event)) is not None:
                         self._out.put_line(line)
                 await self._out.room()
+        finally:
+            await pump.close()
+
+    async def _classify(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
+        engine = await self._slot.engine(loading, parsed.model)
+        pump, result = EventPump(scores_of(engine, parsed)), scores.Scores(parsed.labels)
+        try:
+            while True:
+                for event in await pump.next(None):
+                    if isinstance(event, Failed):
+                        return failure(id, pump.error(event))
+                    result.event(event)
+                    if isinstance(event, Finished):
+                        return classified(id, result)
         finally:
             await pump.close()
 

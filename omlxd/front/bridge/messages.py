@@ -30,6 +30,7 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...api.body import decode
 from ...api.openai.fields import ChatLogprob, chat_logprobs
+from ...api.openai.scores import Labels, Score, Scores
 from ...api.sse import UsageExtension, usage_extension
 from ...chat import ErrorCode, FinishReason
 from ...cli.owner_api import ColdStatus, ModelStatus
@@ -38,13 +39,11 @@ from ...wire import ModelInfo
 
 PROTOCOL = 1
 """Counts up when a program that speaks it would have to change."""
-MOST_LABELS = 64
 
 Id = Union[
     Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)],
     Annotated[str, msgspec.Meta(min_length=1, max_length=200)],
 ]
-Label = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 
 
 # --------------------------------------------------------------------------- in
@@ -71,7 +70,7 @@ class Chat(Request, frozen=True, tag="chat"):
 class Classify(Request, frozen=True, tag="classify"):
     """The rest of the line is read as that of `chat` if it has `messages`, else as that of `generate`."""
 
-    labels: Annotated[list[Label], msgspec.Meta(min_length=1, max_length=MOST_LABELS)]
+    labels: Labels
     messages: msgspec.Raw | UnsetType = UNSET
 
 
@@ -176,18 +175,6 @@ class Done(Line, frozen=True, tag="done"):
     stop_sequence: str | None = None
 
 
-class Score(msgspec.Struct, frozen=True):
-    """`logprob`: natural logarithm of the label's probability as the answer's beginning, over its `tokens`.
-
-    share  of the probability of all labels together
-    """
-
-    label: str
-    logprob: float
-    tokens: int
-    share: float
-
-
 class Classified(Line, frozen=True, tag="classified"):
     """`best`: the likeliest label. `scores`: in the order of the request's labels."""
 
@@ -248,6 +235,14 @@ def line_of(id: Id, event: chat.Event) -> Line | None:
 
 def done(id: Id, finished: chat.Finished) -> Done:
     return Done(id, finished.reason, usage_of(finished.usage), finished.stop_sequence)
+
+
+def classified(id: Id, result: Scores) -> Line:
+    (of_prompt,) = result
+    if isinstance(of_prompt, OmlxdError):
+        return failure(id, of_prompt)
+    best = max(of_prompt, key=lambda score: score.logprob)
+    return Classified(id, best=best.label, scores=of_prompt, usage=usage_of(result.usage))
 
 
 def usage_of(usage: chat.Usage) -> Usage:

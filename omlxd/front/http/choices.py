@@ -29,11 +29,23 @@ _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
     """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all."""
     first = replace(parsed.generate, collected=not parsed.stream)
+    if parsed.labels:
+        return scores_of(engine, parsed)
     if parsed.answers == 1:
         return engine.generate(first)
-    prompts = (first.prompt, *parsed.more_prompts)
-    asked = [replace(first, prompt=prompt) for prompt in prompts]
+    asked = _asked(first, parsed)
     return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
+
+
+def scores_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
+    """The events of a request's labels, each a choice."""
+    pairs = zip(_asked(replace(parsed.generate, collected=True), parsed), parsed.labels, strict=True)
+    forced = [replace(request, forced=label) for request, labels in pairs for label in labels]
+    return _choices(engine, forced, len(parsed.labels[0]))
+
+
+def _asked(first: GenerateRequest, parsed: ParsedRequest) -> list[GenerateRequest]:
+    return [first, *(replace(first, prompt=prompt) for prompt in parsed.more_prompts)]
 
 
 def _choice(request: GenerateRequest, at: int) -> GenerateRequest:

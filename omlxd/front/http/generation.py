@@ -24,7 +24,7 @@ from ...api.body import ParsedRequest
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import OllamaCollector, OllamaStream
 from ...api.ollama.request import OllamaRequest
-from ...api.openai import chat_request, completions
+from ...api.openai import chat_request, completions, scores
 from ...api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
 from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
 from ...api.responses import request as openai_responses
@@ -114,6 +114,22 @@ def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest]) -> Diale
 
 
 OLLAMA_CHAT, OLLAMA_GENERATE = _ollama(ollama.parse_chat), _ollama(ollama.parse_generate)
+
+
+def _never(parsed: ParsedRequest, request_id: str) -> StreamEncoder:
+    raise AssertionError("scores are not streamed")
+
+
+CLASSIFY = Dialect(
+    scores.parse_classify,
+    _never,
+    lambda parsed: scores.ScoresCollector(_id("classify-"), parsed, _now(), pairs=False),
+)
+SCORE = Dialect(
+    scores.parse_score,
+    _never,
+    lambda parsed: scores.ScoresCollector(_id("score-"), parsed, _now(), pairs=True),
+)
 
 
 class GenerationResponse:

@@ -24,6 +24,7 @@ from ...api.ollama.request import GenerateBody
 from ...api.openai.chat_answer import ChatCompletion
 from ...api.openai.chat_request import ChatBody
 from ...api.openai.completions import Completion, CompletionsBody
+from ...api.openai.scores import Classifications, ClassifyBody, PairScores, ScoreBody
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
 from ...cli.owner_api import (
@@ -86,6 +87,10 @@ OPERATIONS = (
     Operation("post", "/v1/messages/count_tokens", "Anthropic: tokens of a prompt", MessagesBody, TokenCount),
     Operation("post", "/v1/chat/completions", "OpenAI: chat", ChatBody, ChatCompletion, stream=SSE),
     Operation("post", "/v1/completions", "OpenAI: completion", CompletionsBody, Completion, stream=SSE),
+    Operation(
+        "post", "/v1/classify", "vLLM: which label is the likeliest answer", ClassifyBody, Classifications
+    ),
+    Operation("post", "/v1/score", "vLLM: how likely a text is after another", ScoreBody, PairScores),
     Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=SSE),
     Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
