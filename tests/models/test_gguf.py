@@ -246,6 +246,20 @@ def test_what_a_killed_import_left_goes_at_the_next_one_and_at_the_next_start(go
     assert [*models.iterdir()] == [models / "good"]
 
 
+def test_of_two_imports_at_once_the_first_ones_folder_stays(good: bytes, tmp_path: Path):
+    """It may be served already."""
+    (file := tmp_path / "good.gguf").write_bytes(good)
+    first: list[int] = []
+
+    def meanwhile(done: int, total: int) -> None:
+        if not first:
+            first.append(0)
+            first[0] = import_gguf(file, tmp_path / "out").stat().st_ino
+
+    assert import_gguf(file, tmp_path / "out", meanwhile).stat().st_ino == first[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good.gguf", "out"]
+
+
 def test_a_folder_of_somebody_else_is_left_alone(good: bytes, tmp_path: Path):
     file = tmp_path / "good.gguf"
     file.write_bytes(good)

@@ -78,9 +78,10 @@ def import_gguf(
             _write_json(part / "config.json", config)
             _write_json(part / "generation_config.json", _generation(header.metadata, sampling or {}))
             _write_json(part / IMPORTED, source)
-            if folder.exists():
-                shutil.rmtree(folder)
-            part.rename(folder)
+            if _made_from(folder) != source:  # Another import may have been faster.
+                if folder.exists():
+                    shutil.rmtree(folder)
+                part.rename(folder)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
     except Unfit as error:
