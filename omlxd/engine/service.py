@@ -220,7 +220,8 @@ class EngineService:
             self._send(wire.LoadProgress(stage="loading"))
             host = EngineHost(load, self._output, self._lease, self._send)
         except Exception as error:
-            log.exception("load failed")
+            if not isinstance(error, OmlxdError):  # Its sentence says it all.
+                log.exception("load failed")
             # The front reads this before it sees the process end.
             self._send(wire.LoadFailed(message=_reason(error)))
             os._exit(3)

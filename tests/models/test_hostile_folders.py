@@ -262,6 +262,24 @@ def test_a_tokenizer_that_grows_at_load_is_ended(tmp_path):
         assert "while it loaded" in text or "beside its model" in text
 
 
+def test_a_model_that_mlx_lm_does_not_have_is_a_sentence_and_no_traceback(tmp_path, monkeypatch, caplog):
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    folder = demo_model_with("", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "mamba9"}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(service.os, "_exit", leave)
+    ours, theirs = socket.socketpair()
+    load = wire.Load(model_path=str(folder), model_id="m", cache=wire.CacheSettings())
+    with ours, theirs:
+        with pytest.raises(SystemExit):
+            service.EngineService(theirs)._run_engine(load)
+        said = wire.FrameDecoder(wire.ToFront).feed(ours.recv(1 << 16))[-1]
+    assert said == wire.LoadFailed(f"mlx-lm can't load {folder}: Model type mamba9 not supported.")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_a_load_that_takes_far_more_than_its_files_say_is_ended(monkeypatch):
     monkeypatch.setattr(watch, "LOAD_SPARE_BYTES", -2 * PROCESS_BYTES + (1 << 20))
     async with engine("--load-s", "300", start=False) as made:
