@@ -19,8 +19,10 @@ import pytest
 if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 
+from cold_run import prompt
 from guesses import guess_by
 from host import Host, finished, text_of
+from mlx_lm.models.cache import make_prompt_cache
 from msgspec.structs import replace
 from PIL import Image as Pillow
 from rig import BLOCK
@@ -39,7 +41,7 @@ from omlxd.chat import (
     ToolResultPart,
 )
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import vision
+from omlxd.engine.mlx_adapter import loading, vision
 from omlxd.engine.prompt.turn_memory import Scope
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.errors import InvalidRequest, ModelError
@@ -187,6 +189,34 @@ def test_without_mlx_vlm_a_vision_model_says_what_to_install(model: Path, monkey
     assert not footprint(model).images
     with pytest.raises(ModelError, match="pip install"):
         mlx_adapter.load(build_vision_family("glm4v", model.parent / "glm4v"))
+
+
+PROPORTIONAL = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+}
+"""As published configs of Gemma 4 have it. Without it mlx-lm and mlx-vlm take different ones."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen3_5", {}), ("gemma4", {"rope_parameters": PROPORTIONAL})]
+)
+def test_text_is_computed_as_mlx_lm_does(family: str, changes: dict[str, Any], tmp_path: Path):
+    config = VISION_FAMILIES[family].config
+    text = config["text_config"] | changes
+    config = config | {"text_config": text, "vocab_size": text["vocab_size"]}
+    changed = dataclasses.replace(VISION_FAMILIES[family], config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VISION_FAMILIES, family, changed)
+        build_vision_family(family, tmp_path)
+    tokens = mx.array([prompt(100)])
+    rows: list[np.ndarray] = []
+    for blind in ("", None):
+        model, *_ = loading.read_model(tmp_path, blind=blind)
+        rows.append(np.array(model(tokens, cache=make_prompt_cache(model))[0]))
+    assert np.abs(rows[0] - rows[1]).max() < 1e-4
+    assert np.array_equal(rows[0].argmax(-1), rows[1].argmax(-1))
 
 
 # --------------------------------------------------------------------------- keys
