@@ -227,6 +227,29 @@ class GenerateRequest(Struct, frozen=True):
     return_token_ids: bool = False
 
 
+class EmbedRequest(Struct, frozen=True):
+    """Texts of which vectors are wanted, or a score each as an answer to `query`.
+
+    texts, tokens  one of both: texts, or their token ids
+    dimensions     numbers of a vector that are kept; 0: all
+    truncate       a text that is too long is cut; else it is an error
+    """
+
+    texts: tuple[str, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    query: str | None = None
+    dimensions: int = 0
+    truncate: bool = False
+
+
+class Vectors(Struct, frozen=True):
+    """float32 in little-endian, a row of `width` numbers a text. `tokens`: of all texts."""
+
+    values: bytes
+    width: int
+    tokens: int
+
+
 def media_of(messages: Iterable[Message]) -> Iterator[ImagePart | DocumentPart]:
     """Yield the images and documents of `messages`, those of tool results too."""
     for message in messages:

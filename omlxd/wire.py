@@ -14,6 +14,7 @@ Life of an engine, as the front sees it:
 | `Count(id)`      | `Counted(id)` or `Events` with `Failed` |
 | `GetStats(id)`   | `Stats(id)`                      |
 | `Explain(id)`    | `Explained(id)` or `Events` with `Failed` |
+| `Embed(id)`      | `Embedded(id)` or `Events` with `Failed` |
 | `Grant`          | answers `Reserve`                |
 | `Budget`         | answers `Wants`, and comes unasked when the shares change |
 | `LogLevel`       | nothing; at any time             |
@@ -31,7 +32,16 @@ from typing import Any, Union
 
 import msgspec
 
-from .chat import Conversation, Event, GenerateRequest, RawPrompt, Struct, plain_texts
+from .chat import (
+    Conversation,
+    EmbedRequest,
+    Event,
+    GenerateRequest,
+    RawPrompt,
+    Struct,
+    Vectors,
+    plain_texts,
+)
 from .errors import PromptTooLong
 
 MAX_FRAME = 256 * 1024 * 1024
@@ -149,6 +159,11 @@ class Explain(Struct, frozen=True, tag="explain"):
     reached: int = -1
 
 
+class Embed(Struct, frozen=True, tag="embed"):
+    id: int
+    request: EmbedRequest
+
+
 class Grant(Struct, frozen=True, tag="grant"):
     """`nbytes` more may be written to the cold tier; 0: refused (full, dead or no such tier)."""
 
@@ -168,7 +183,7 @@ class Quit(Struct, frozen=True, tag="quit"):
     deadline_s: float = 5.0
 
 
-ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Grant, Budget, LogLevel, Quit]
+ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Embed, Grant, Budget, LogLevel, Quit]
 
 
 # --------------------------------------------------------------------------- to the front
@@ -356,6 +371,11 @@ class Explained(Struct, frozen=True, tag="explained"):
     explanation: Explanation
 
 
+class Embedded(Struct, frozen=True, tag="embedded"):
+    id: int
+    vectors: Vectors
+
+
 class Stats(Struct, frozen=True, tag="stats"):
     """Counters and gauges by name; names are listed in engine/metrics.py."""
 
@@ -412,6 +432,7 @@ ToFront = Union[
     Counted,
     Stats,
     Explained,
+    Embedded,
     Reserve,
     Stored,
     Released,

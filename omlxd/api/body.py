@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..chat import DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
+from ..chat import Conversation, DocumentPart, GenerateRequest, ImagePart, RawPrompt, Struct
 from ..common.units import duration
 from ..errors import InvalidRequest, bad_field
 
@@ -86,7 +86,7 @@ class ParsedRequest(Struct, frozen=True):
     include_usage: bool = False
     keep_alive: float | None = None
     n: int = 1
-    more_prompts: tuple[RawPrompt, ...] = ()
+    more_prompts: tuple[Conversation | RawPrompt, ...] = ()
     labels: tuple[tuple[str, ...], ...] = ()
 
     @property

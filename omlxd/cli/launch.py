@@ -151,6 +151,7 @@ AGENTS = {
 class _Extension(msgspec.Struct):
     state: str = "ready"
     input_modalities: list[str] = []
+    kind: str = "chat"
 
 
 class _Model(msgspec.Struct):
@@ -189,6 +190,7 @@ def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
     if not models:
         raise LaunchError("The daemon serves no model.")
     if name is None:
+        models = [model for model in models if model.omlxd.kind == "chat"] or models
         return next((model for model in models if model.omlxd.state in ("ready", "loading")), models[0])
     return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
 

@@ -26,6 +26,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +36,9 @@ from .. import wire
 from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
 from ..common.units import human, total_ram
 from ..errors import InvalidRequest, OmlxdError
+from ..models.footprint import kind_of, read_config
 from . import mlx_adapter
+from .embedding import EmbedderHost
 from .host import EngineHost
 from .kvio.hot_budget import memory
 from .kvio.lease import FrontLease
@@ -114,7 +117,7 @@ class EngineService:
         self._stats_lane = Lane("stats", 1)
         self._lock = threading.Lock()
         self._sequences: dict[int, Sequence | None] = {}
-        self._host: Future[EngineHost] = Future()
+        self._host: Future[EngineHost | EmbedderHost] = Future()
         self._engine: threading.Thread | None = None
 
     # ----------------------------------------------------------------- frames
@@ -192,6 +195,10 @@ class EngineService:
                 self._cancel(message.id)
             case wire.Count():
                 self._lane(message.prompt).put_work(message.session, lambda: self._count(message))
+            case wire.Embed():
+                with self._lock:
+                    self._sequences[message.id] = None
+                self._large_lane.put_work(message.id, lambda: self._embed(message))
             case wire.GetStats():
                 self._stats_lane.put_work("", lambda: self._stats(message))
             case wire.Explain():
@@ -218,7 +225,11 @@ class EngineService:
     def _run_engine(self, load: wire.Load) -> None:
         try:
             self._send(wire.LoadProgress(stage="loading"))
-            host = EngineHost(load, self._output, self._lease, self._send)
+            folder = Path(load.model_path)
+            if kind_of(folder, read_config(folder)) == "chat":
+                host = EngineHost(load, self._output, self._lease, self._send)
+            else:
+                host = EmbedderHost(load, self._send, self._fail)
         except Exception as error:
             if not isinstance(error, OmlxdError):  # Its sentence says it all.
                 log.exception("load failed")
@@ -271,6 +282,20 @@ class EngineService:
                 self._sequences[message.id] = sequence
         if not wanted:  # cancelled meanwhile, or already over
             host.cancel(sequence)
+
+    def _embed(self, message: wire.Embed) -> None:
+        def wanted() -> bool:
+            with self._lock:
+                return message.id in self._sequences
+
+        try:
+            host = self._host.result()
+            if not isinstance(host, EmbedderHost):
+                raise InvalidRequest("This model makes no vectors and no scores.", param="model")
+            host.embed(message, wanted, lambda: self._forget(message.id))
+        except BaseException as error:  # A library may panic.
+            self._forget(message.id)
+            self._fail(message.id, error)
 
     def _count(self, message: wire.Count) -> None:
         try:

@@ -28,9 +28,10 @@ from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from .engines.link import in_background
-from .engines.protocol import Engine, Engines, check_images
+from .engines.protocol import Engine, Engines, check_chats, check_images
 from .http.discovery import Discovery
 from .http.discovery import as_json as _json
+from .http.embeddings import Embeddings
 from .http.generation import (
     ANTHROPIC,
     CLASSIFY,
@@ -103,6 +104,7 @@ def create_app(
             Route("/api/chat", partial(routes.generate, dialect=OLLAMA_CHAT), methods=["POST"]),
             Route("/api/generate", partial(routes.generate, dialect=OLLAMA_GENERATE), methods=["POST"]),
             *Discovery(engines).routes(),
+            *Embeddings(engines).routes(),
             Route("/health", routes.health),
             Route("/openapi.json", routes.openapi),
             Route("/ready", routes.ready),
@@ -174,6 +176,7 @@ class _Routes:
 
     async def _find_engine(self, parsed: ParsedRequest) -> Engine:
         engine = await self._engines.find_engine(parsed.model)
+        check_chats(engine)
         check_images(engine, self._engines.models(), parsed.generate.prompt)
         return engine
 

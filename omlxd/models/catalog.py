@@ -16,7 +16,7 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
-from .footprint import read_config
+from .footprint import ModelKind, kind_of, read_config
 from .resolve import (
     DEFAULT_ID,
     DEMO_ID,
@@ -179,6 +179,7 @@ class Description(msgspec.Struct, frozen=True):
     family    `model_type` of its config
     bits      of a quantised weight; 0: not quantised
     changed   seconds since 1970
+    kind      what it does
     """
 
     origin: str = ""
@@ -186,6 +187,7 @@ class Description(msgspec.Struct, frozen=True):
     family: str = ""
     bits: int = 0
     changed: float = 0.0
+    kind: ModelKind = "chat"
 
     @property
     def tools(self) -> bool | None:
@@ -216,6 +218,7 @@ def describe(folder: Path) -> Description:
         family=str(config.get("model_type") or ""),
         bits=bits if isinstance(bits, int) else 0,
         changed=changed,
+        kind=kind_of(folder, config),
     )
 
 

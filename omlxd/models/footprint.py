@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -167,6 +167,24 @@ def vision_obstacle(folder: Path, config: dict[str, Any]) -> str | None:
     if not all(map(find_spec, ("mlx_vlm", "PIL", "requests"))):
         return f"mlx-vlm is not installed: {INSTALL_VISION}"
     return ""
+
+
+ENCODERS = frozenset({"bert", "modernbert", "xlm-roberta"})
+_POOLED = frozenset({"qwen3", "gemma3_text", "lfm2", "ministral3"})
+"""Decoders that embed, where their folder says how to pool, or is named so."""
+ModelKind = Literal["chat", "embedding", "rerank"]
+
+
+def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
+    """Whether the model in `folder` answers prompts, makes vectors of texts, or scores pairs of texts."""
+    family, names = config.get("model_type"), config.get("architectures")
+    if family in ENCODERS:
+        scores = isinstance(names, list) and any(str(n).endswith("ForSequenceClassification") for n in names)
+        return "rerank" if scores else "embedding"
+    hub = folder.parent.name == "snapshots"
+    name = (folder.parent.parent if hub else folder).name.lower()
+    pools = (folder / "1_Pooling" / "config.json").is_file() or "embed" in name
+    return "embedding" if family in _POOLED and pools and "rerank" not in name else "chat"
 
 
 def _holds_tower(folder: Path) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from omlxd import wire
 from omlxd.chat import (
     Conversation,
+    EmbedRequest,
     Event,
     Finished,
     GenerateRequest,
@@ -24,6 +26,7 @@ from omlxd.chat import (
     TextDelta,
     ToolCall,
     Usage,
+    Vectors,
 )
 from omlxd.front.app import create_app
 from omlxd.front.engines.protocol import Card, resolve_name
@@ -94,6 +97,8 @@ class FakeEngine:
         self.script = tuple(script)
         self.tokens = tokens
         self.requests: list[GenerateRequest] = []
+        self.embedded: list[EmbedRequest] = []
+        self.kind = "chat"
         self.counted: list[Conversation | RawPrompt] = []
         self.closed = asyncio.Event()
         self.orders: list[tuple[bool, bool]] = []
@@ -115,6 +120,7 @@ class FakeEngine:
             changed=1.7e9,
             template="{{ tools }}{{ enable_thinking }}",
             info=self.info,
+            kind=self.kind,
         )
 
     @property
@@ -153,6 +159,16 @@ class FakeEngine:
         assert frame.prompt == prompt
         self.counted.append(prompt)
         return self.tokens
+
+    async def embed(self, request: EmbedRequest) -> Vectors:
+        (frame,) = wire.FrameDecoder(wire.ToEngine).feed(wire.encode(wire.Embed(1, request)))
+        assert frame.request == request
+        self.embedded.append(request)
+        rows = [[float(len(text)), 0.5] for text in request.texts or request.tokens]
+        width = 1 if request.query is not None else 2
+        return Vectors(
+            array("f", [value for row in rows for value in row[:width]]).tobytes(), width, len(rows)
+        )
 
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         self.explained = (request, reached)

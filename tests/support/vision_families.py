@@ -460,7 +460,7 @@ def describe_vision_family(name: str, family: VisionFamily, folder: Path) -> tup
 def make_model(config: dict[str, Any]) -> Any:
     """mlx-vlm's model of `config`, its weights untouched."""
     config = {key: value for key, value in json.loads(json.dumps(config)).items() if key != "audio_config"}
-    package, utils = vision._model_package(config), vision._vlm("utils")
+    package, utils = vision._model_package(config), vision.import_vlm("utils")
     config.setdefault("text_config", config.pop("llm_config", {}))
     made = package.ModelConfig.from_dict(config)
     made = utils.update_module_configs(made, package, config, ["text", "vision", "perceiver", "projector"])

@@ -55,7 +55,7 @@ def blindness(folder: Path) -> str | None:
     return obstacle
 
 
-def _vlm(name: str) -> ModuleType:
+def import_vlm(name: str) -> ModuleType:
     """A module of mlx-vlm, without running its `__init__`, which imports servers, converters and training."""
     if "mlx_vlm" not in sys.modules:
         spec = importlib.util.find_spec("mlx_vlm")
@@ -67,8 +67,8 @@ def _vlm(name: str) -> ModuleType:
 
 def _model_package(config: dict[str, Any]) -> ModuleType:
     if attention.installed():  # Before models take the function from there.
-        cast(Any, _vlm("models.base")).scaled_dot_product_attention = attention.attend
-    return _vlm("utils").get_model_and_args(dict(config))[0]
+        cast(Any, import_vlm("models.base")).scaled_dot_product_attention = attention.attend
+    return import_vlm("utils").get_model_and_args(dict(config))[0]
 
 
 # --------------------------------------------------------------------------- the model
@@ -136,7 +136,9 @@ class VisionModel(nn.Module):
         return self._mrope
 
     def make_cache(self) -> Cache:
-        return [_own(layer) for layer in _vlm("models.cache").make_prompt_cache(self.vlm.language_model)]
+        return [
+            _own(layer) for layer in import_vlm("models.cache").make_prompt_cache(self.vlm.language_model)
+        ]
 
     def __call__(
         self, tokens: mx.array, cache: Any = None, deltas: Sequence[int] | None = None, **inputs: Any
@@ -279,7 +281,7 @@ def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None)
 
 def _own(layer: Any) -> Any:
     """mlx-lm's cache in place of mlx-vlm's of the same kind."""
-    theirs = _vlm("models.cache")
+    theirs = import_vlm("models.cache")
     if type(layer) is theirs.KVCache:
         return KVCache()
     if type(layer) is theirs.RotatingKVCache:
@@ -297,7 +299,7 @@ def _arrays(value: Any) -> Any:
 
 def load_vision_model(folder: Path) -> tuple[VisionModel, dict[str, Any]]:
     """The model, its weights not read yet, and its config. Raises what mlx-vlm raises."""
-    utils = _vlm("utils")
+    utils = import_vlm("utils")
     _attend_to_no_empty_windows()
     return VisionModel(utils.load_model(folder, lazy=True)), utils.load_config(folder)
 
@@ -314,7 +316,7 @@ class ImageProcessor:
 
     def __init__(self, folder: Path, shown: str):
         """`shown`: what the chat template makes of a message with an image. Raises ModelError."""
-        self._utils = _vlm("utils")
+        self._utils = import_vlm("utils")
         self._lock = threading.Lock()
         settings = sha256()
         for name in PROCESSOR_FILES:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ... import wire
-from ...chat import Conversation, Failed, Finished, GenerateRequest, RawPrompt
+from ...chat import Conversation, EmbedRequest, Failed, Finished, GenerateRequest, RawPrompt, Vectors
 from ...errors import NotNow, Unavailable
 from .in_flight import EngineStream, InFlight, Request, settle
 from .supervisor import UNLOAD_S, Spawn, State, Supervisor
@@ -91,6 +91,10 @@ class EngineProcess:
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Explain(id=id, request=request, reached=reached))
+
+    async def embed(self, request: EmbedRequest) -> Vectors:
+        """Vectors or scores of texts. Raises OmlxdError."""
+        return await self._ask(lambda id: wire.Embed(id=id, request=request))
 
     async def _ask(self, message: Callable[[int], Any]) -> Any:
         self._admit()
@@ -258,6 +262,8 @@ class EngineProcess:
             self._answer(message.id, message.tokens)
         elif isinstance(message, wire.Explained):
             self._answer(message.id, message.explanation)
+        elif isinstance(message, wire.Embedded):
+            self._answer(message.id, message.vectors)
         elif isinstance(message, wire.Stats):
             self._answer(message.id, message)
         elif isinstance(message, wire.Wants):

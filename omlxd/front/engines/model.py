@@ -12,7 +12,7 @@ import msgspec
 import psutil
 
 from ... import wire
-from ...chat import Conversation, GenerateRequest, RawPrompt
+from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Vectors
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
 from ...models.catalog import Description, InstalledModel, describe
@@ -161,6 +161,7 @@ class ModelEngine:
             nbytes=self.disk_bytes or 0,
             changed=described.changed,
             template=described.template or "",
+            kind=described.kind,
             expires_in_s=self.expires_in_s,
             info=info,
         )
@@ -221,6 +222,10 @@ class ModelEngine:
     async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         self._check()
         return await self.process.explain(with_settings(request, self.settings), reached)
+
+    async def embed(self, request: EmbedRequest) -> Vectors:
+        self._check()
+        return await self.process.embed(request)
 
     @property
     def deaths(self) -> int:

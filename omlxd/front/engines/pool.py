@@ -157,7 +157,7 @@ class EnginePool:
         """What a `claude-…` name means: `--model`'s, else the one used last, else the first one."""
         if self._first is not None:
             return self._first
-        engines = self.models()
+        engines = [engine for engine in self.models() if engine.described.kind == "chat"]
         loaded = [e for e in engines if e.state in ("ready", "loading")]
         if loaded:
             return max(loaded, key=lambda e: e.process.used_at)

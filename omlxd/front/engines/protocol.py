@@ -9,7 +9,17 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ...chat import Conversation, Event, GenerateRequest, ImagePart, RawPrompt, Struct, media_of
+from ...chat import (
+    Conversation,
+    EmbedRequest,
+    Event,
+    GenerateRequest,
+    ImagePart,
+    RawPrompt,
+    Struct,
+    Vectors,
+    media_of,
+)
 from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
@@ -25,6 +35,7 @@ class Card(Struct, frozen=True, kw_only=True):
     nbytes        of its weight files
     changed       seconds since 1970; 0: nobody knows
     template      its chat template
+    kind          `chat`, `embedding` or `rerank`: what it answers to
     expires_in_s  seconds until it goes for being idle; None: it does not
     info          what it said when it was loaded; None before its first load
     """
@@ -40,6 +51,7 @@ class Card(Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     changed: float = 0.0
     template: str = ""
+    kind: str = "chat"
     expires_in_s: float | None = None
     info: ModelInfo | None = None
 
@@ -93,6 +105,10 @@ class Engine(Protocol):
 
     async def count_tokens(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Prompt tokens, rendered just as `generate` would. Raises OmlxdError."""
+        ...
+
+    async def embed(self, request: EmbedRequest) -> Vectors:
+        """Vectors or scores of texts. Raises OmlxdError."""
         ...
 
     async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
@@ -158,6 +174,13 @@ def check_images(engine: Engine, engines: Sequence[Engine], prompt: Conversation
     seeing = next((other.model_id for other in engines if other.images), None)
     others = f"{seeing} does: ask for that model" if seeing else "no installed model does"
     raise bad_field(image.param, f"{engine.model_id} reads no images{why}, and {others}")
+
+
+def check_chats(engine: Engine) -> None:
+    """Raises InvalidRequest for a model that embeds or scores."""
+    doors = {"embedding": "/v1/embeddings", "rerank": "/v1/rerank"}
+    if door := doors.get(engine.card.kind):
+        raise bad_field("model", f"{engine.model_id} answers no prompts; send texts to {door}")
 
 
 def basename(model_id: str) -> str:

@@ -388,7 +388,7 @@ class Supervisor:
     # ----------------------------------------------------------------- what a process says and does
 
     def _handle(self, life: _Life, message: Any) -> None:
-        if isinstance(message, (wire.Events, wire.Counted, wire.Explained)):
+        if isinstance(message, (wire.Events, wire.Counted, wire.Explained, wire.Embedded)):
             life.heard += 1
             self._on_message(message)
         elif isinstance(message, (wire.Stats, wire.Wants)):

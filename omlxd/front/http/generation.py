@@ -155,7 +155,7 @@ class GenerationResponse:
             pump = EventPump(events_of(self._engine, self._parsed), watch.event)
             try:
                 work = self._stream if self._parsed.stream else self._collect
-                if not await _unless_disconnected(receive, work(pump, send, trace)):
+                if not await unless_disconnected(receive, work(pump, send, trace)):
                     trace.outcome = "disconnected"
             finally:
                 await pump.close()
@@ -213,7 +213,7 @@ async def _send_json(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
     """Run `work`, raising what it raises. False when the client went away first; it is then stopped."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))

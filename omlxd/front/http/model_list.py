@@ -49,7 +49,7 @@ def _quantization(card: Card) -> str:
 class ModelExtension(msgspec.Struct):
     """What neither protocol has a field for. `kv_reuse` empty: prefixes are reused; else why not.
     `context_length` and `block_size` in tokens, null while nobody knows, before the first load.
-    `input_modalities`: what a prompt may hold."""
+    `input_modalities`: what a prompt may hold. `kind`: `chat`, `embedding` or `rerank`."""
 
     state: str
     context_length: int | None
@@ -57,6 +57,7 @@ class ModelExtension(msgspec.Struct):
     block_size: int | None
     note: str
     input_modalities: list[str]
+    kind: str
 
 
 class RouterStatus(msgspec.Struct, omit_defaults=True):
@@ -104,6 +105,7 @@ class ModelList(msgspec.Struct):
     has_more: bool = False
 
 
+_OUTPUTS = {"chat": "text", "embedding": "embeddings", "rerank": "scores"}
 _ROUTER_STATES = {"ready": "loaded", "unloading": "loaded", "loading": "loading", "restarting": "loading"}
 """State of an engine → status of llama.cpp's router; others are `unloaded`."""
 
@@ -123,10 +125,11 @@ def model_entry(card: Card) -> ModelEntry:
             block_size=info.block_size if info else None,
             note=info.note if info else "",
             input_modalities=_inputs(card),
+            kind=card.kind,
         ),
         status=RouterStatus(_ROUTER_STATES.get(card.state, "unloaded"), failed=card.state == "failed"),
         meta=RouterMeta(context, context, card.nbytes) if context else None,
-        architecture=Architecture(_inputs(card)),
+        architecture=Architecture(_inputs(card), (_OUTPUTS[card.kind],)),
     )
 
 
@@ -252,8 +255,9 @@ def ollama_show(card: Card) -> OllamaShow:
     if card.context_length:
         info[f"{card.family}.context_length"] = card.context_length
     flags = {"completion": True, "tools": card.tools, "vision": card.images, "thinking": card.thinking}
+    able = [name for name, has in flags.items() if has]
     return OllamaShow(
-        capabilities=[name for name, has in flags.items() if has],
+        capabilities=able if card.kind == "chat" else [card.kind],
         details=_details(card),
         model_info=info,
         template=card.template,
@@ -359,6 +363,7 @@ def _lmstudio(card: Card) -> LMStudioModel:
         loaded_instances=[instance] if card.state == "ready" else [],
         max_context_length=context,
         capabilities=LMStudioCapabilities(card.images, card.tools),
+        type="llm" if card.kind == "chat" else card.kind,
     )
 
 
@@ -366,7 +371,7 @@ def _lmstudio_v0(card: Card) -> LMStudioV0Model:
     context, loaded = card.context_length or 0, card.state == "ready"
     return LMStudioV0Model(
         id=card.id,
-        type="vlm" if card.images else "llm",
+        type="embeddings" if card.kind == "embedding" else "vlm" if card.images else "llm",
         publisher=_publisher(card),
         arch=card.family,
         quantization=_quantization(card),

@@ -25,9 +25,21 @@ from .settings import HttpSettings
 from .slow_reader import TooSlow
 from .trace import METHOD_CHARS, RequestTrace, begin
 
+_ABSENT = {
+    "/v1/audio": "audio is neither transcribed, translated nor spoken here: no model of sound is served",
+    "/v1/images": "no images are made here: models only read them",
+    "/v1/moderations": "nothing is moderated here",
+    "/v1/files": "no files are kept here: send them within a request",
+    "/v1/realtime": "there is no realtime API: no model of sound is served",
+}
+"""What a path would be for, and why it is not there."""
+
 
 def advice(path: str, served: Collection[str]) -> str:
     """A clause on `path`, which is none of the paths `served`; it ends a sentence."""
+    for root, why in _ABSENT.items():
+        if path == root or path.startswith(root + "/"):
+            return why
     plain = "/" + re.sub(r"/+", "/", path).strip("/")
     for meant in (plain, "/v1" + plain, "/v1" + plain.rpartition("/v1")[2]):
         if meant in served:

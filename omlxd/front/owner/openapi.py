@@ -17,6 +17,16 @@ import msgspec
 from ... import __version__
 from ...api.anthropic.answer import MessageAnswer, TokenCount
 from ...api.anthropic.request import MessagesBody
+from ...api.embeddings import (
+    EmbeddingsAnswer,
+    EmbeddingsBody,
+    OllamaEmbedAnswer,
+    OllamaEmbedBody,
+    OllamaEmbeddingsAnswer,
+    OllamaEmbeddingsBody,
+    RerankAnswer,
+    RerankBody,
+)
 from ...api.errors import AnthropicError, OllamaError, OpenAIError, protocol_of
 from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.request import ChatBody as OllamaChatBody
@@ -95,6 +105,10 @@ OPERATIONS = (
     Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
     Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
+    Operation("post", "/v1/embeddings", "OpenAI: vectors", EmbeddingsBody, EmbeddingsAnswer),
+    Operation("post", "/v1/rerank", "Jina: documents by how they answer a query", RerankBody, RerankAnswer),
+    Operation("post", "/v2/rerank", "Cohere: the same", RerankBody, RerankAnswer),
+    Operation("post", "/rerank", "The same", RerankBody, RerankAnswer),
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
     Operation("get", "/models", "llama.cpp's router: the models", answer=ModelList),
@@ -103,6 +117,8 @@ OPERATIONS = (
     Operation("get", "/props", "llama.cpp: what a model can do", answer=Props),
     Operation("post", "/api/chat", "Ollama: chat", OllamaChatBody, OllamaAnswer, stream=LINES),
     Operation("post", "/api/generate", "Ollama: answer a prompt", GenerateBody, OllamaAnswer, stream=LINES),
+    Operation("post", "/api/embed", "Ollama: vectors", OllamaEmbedBody, OllamaEmbedAnswer),
+    Operation("post", "/api/embeddings", "Ollama: a vector", OllamaEmbeddingsBody, OllamaEmbeddingsAnswer),
     Operation("get", "/api/version", "Ollama: the version whose API this is", answer=OllamaVersion),
     Operation("get", "/api/tags", "Ollama: the models", answer=OllamaTags),
     Operation("get", "/api/ps", "Ollama: the models that are loaded", answer=OllamaProcesses),

@@ -197,7 +197,7 @@ def test_mlx_vlms_own_generate_says_the_same(rig: VisionRig, model: Path):
     ids = mx.array([tokens])
     if "mm_token_type_ids" in pixels:  # Of the whole prompt.
         pixels["mm_token_type_ids"] = (ids == IMAGE).astype(mx.int32)
-    theirs = vision._vlm("generate.ar").generate_step(
+    theirs = vision.import_vlm("generate.ar").generate_step(
         ids,
         loaded.vlm,
         pixels.pop("pixel_values"),

@@ -61,6 +61,7 @@ async def test_models_and_health_and_root():
             "block_size": 64,
             "note": "a test",
             "input_modalities": ["text", "image"],
+            "kind": "chat",
         }
         assert second["omlxd"]["state"] == "loading" and second["omlxd"]["context_length"] is None
         assert (await http.get("/v1/models/org/tiny")).json() == first
@@ -142,8 +143,10 @@ async def test_no_such_path(path):
         ("/chat/completions", "but /v1/chat/completions;"),
         ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
         ("/openai/v1/chat/completions", "but /v1/chat/completions;"),
-        ("/v1/embeddings", "this server speaks OpenAI's API"),
         ("/v1/responses/compact", "Anthropic's (/v1/messages) and Ollama's"),
+        ("/v1/audio/transcriptions", "audio is neither transcribed, translated nor spoken here"),
+        ("/v1/audio/speech", "no model of sound is served"),
+        ("/v1/images/generations", "no images are made here"),
         ("/v1beta/models/x:generateContent", "this server speaks OpenAI's API"),
         ("/openai/deployments/x/chat/completions", "this server speaks OpenAI's API"),
         ("/chat", "GET /v1/models lists its models"),

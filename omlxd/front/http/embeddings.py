@@ -1,0 +1,192 @@
+"""Routes of vectors and scores. A model that embeds loads and goes as any other does.
+
+A reranker is one of two kinds: a classifier of pairs, which has frames of its own, or a chat model that was
+taught to answer yes or no to a query and a document (Qwen3-Reranker), whose score is the share of yes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ...api import embeddings as api
+from ...api.body import ParsedRequest, decode, keep_alive_of, mended
+from ...api.openai.scores import Scores
+from ...chat import (
+    Conversation,
+    EmbedRequest,
+    Failed,
+    GenerateRequest,
+    Message,
+    Sampling,
+    TextPart,
+    Usage,
+    Vectors,
+)
+from ...errors import OmlxdError, bad_field
+from ..engines.protocol import PLACEHOLDERS, Engine, Engines
+from .choices import scores_of
+from .discovery import as_json
+from .generation import unless_disconnected
+from .trace import trace_of
+
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+"""What makes a document fit, where the request does not say: Qwen3-Reranker's own default."""
+_JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
+    'that the answer can only be "yes" or "no".'
+)
+_embeddings = msgspec.json.Decoder(api.EmbeddingsBody)
+_rerank = msgspec.json.Decoder(api.RerankBody)
+_ollama_embed = msgspec.json.Decoder(api.OllamaEmbedBody)
+_ollama_embeddings = msgspec.json.Decoder(api.OllamaEmbeddingsBody)
+
+
+class Embeddings:
+    def __init__(self, engines: Engines):
+        self._engines = engines
+
+    def routes(self) -> list[Route]:
+        made = {
+            "/v1/embeddings": self._openai,
+            "/v1/rerank": self._rerank,
+            "/rerank": self._rerank,
+            "/v2/rerank": self._rerank,
+            "/api/embed": self._ollama,
+            "/api/embeddings": self._ollama_old,
+        }
+        return [Route(path, partial(_answer, answer), methods=["POST"]) for path, answer in made.items()]
+
+    async def _openai(self, request: Request, raw: bytes) -> msgspec.Struct:
+        body = decode(_embeddings, raw)
+        engine = await self._embedder(body.model, "embedding")
+        vectors = await self._vectors(request, engine, api.embed_request(body.input, body.dimensions))
+        return api.embeddings_answer(body, engine.model_id, vectors)
+
+    async def _ollama(self, request: Request, raw: bytes) -> msgspec.Struct:
+        body, began = decode(_ollama_embed, raw), time.monotonic()
+        engine = await self._embedder(body.model, "embedding", raw)
+        asked = api.embed_request(body.input, body.dimensions, body.truncate)
+        return api.ollama_answer(body.model, await self._vectors(request, engine, asked), began)
+
+    async def _ollama_old(self, request: Request, raw: bytes) -> msgspec.Struct:
+        body = decode(_ollama_embeddings, raw)
+        engine = await self._embedder(body.model, "embedding", raw)
+        vectors = await self._vectors(request, engine, api.embed_request(body.prompt, truncate=True))
+        return api.OllamaEmbeddingsAnswer(api.vectors_of(vectors)[0])
+
+    async def _rerank(self, request: Request, raw: bytes) -> msgspec.Struct:
+        body = decode(_rerank, raw)
+        api.check_documents(body)
+        engine = await self._embedder(body.model, "rerank")
+        if engine.card.kind == "rerank":
+            vectors = await self._vectors(request, engine, EmbedRequest(body.texts, query=body.query))
+            scores, tokens = array("f", vectors.values).tolist(), vectors.tokens
+        else:
+            scores, tokens = await _judged(engine, body)
+            trace_of(request.scope).usage = Usage(prompt_tokens=tokens)
+        return api.rerank_answer("rerank-" + os.urandom(12).hex(), engine.model_id, body, scores, tokens)
+
+    async def _embedder(self, name: str, kind: str, raw: bytes = b"") -> Engine:
+        """The model that `name` means, and that does what is asked. OpenAI's names mean the first that does.
+
+        raw  the body, whose `keep_alive` counts
+        """
+        plain = name.strip().lower()
+        if not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("text-embedding-"):
+            await self._engines.look_for_models()
+            engine = next((one for one in self._engines.models() if _does(one, kind)), None)
+            if engine is None:
+                what = "makes vectors" if kind == "embedding" else "scores documents"
+                raise bad_field("model", f"no installed model {what}")
+        else:
+            engine = await self._engines.find_engine(name)
+        if not _does(engine, kind):
+            what = "vectors" if kind == "embedding" else "scores of documents"
+            raise bad_field("model", f"{engine.model_id} makes no {what}")
+        if (seconds := keep_alive_of(raw)) is not None:
+            self._engines.keep_alive(engine, seconds)
+        return engine
+
+    async def _vectors(self, request: Request, engine: Engine, asked: EmbedRequest) -> Vectors:
+        trace_of(request.scope).model = engine.model_id
+        vectors = await engine.embed(asked)
+        trace_of(request.scope).usage = Usage(prompt_tokens=vectors.tokens)
+        return vectors
+
+
+def _does(engine: Engine, kind: str) -> bool:
+    judges = kind == "rerank" and engine.card.kind == "chat" and "rerank" in engine.model_id.lower()
+    return engine.card.kind == kind or judges
+
+
+async def _judged(engine: Engine, body: api.RerankBody) -> tuple[list[float], int]:
+    """Of each document the share of yes; and tokens of all prompts. The first one leaves the query cached."""
+    prompts = [_prompt(body, text) for text in body.texts]
+    shares, tokens = await _shares(engine, prompts[:1])
+    if len(prompts) > 1:
+        others, more = await _shares(engine, prompts[1:])
+        return [*shares, *others], tokens + more
+    return shares, tokens
+
+
+def _prompt(body: api.RerankBody, text: str) -> Conversation:
+    asked = f"<Instruct>: {body.instruction or INSTRUCTION}\n<Query>: {body.query}\n<Document>: {text}"
+    turns = (Message("system", (TextPart(_JUDGE),)), Message("user", (TextPart(asked),)))
+    return Conversation(turns, thinking=False)
+
+
+async def _shares(engine: Engine, prompts: list[Conversation]) -> tuple[list[float], int]:
+    parsed = ParsedRequest(
+        engine.model_id,
+        stream=False,
+        generate=GenerateRequest(prompts[0], sampling=Sampling(temperature=0.0, logprobs=0)),
+        more_prompts=tuple(prompts[1:]),
+        labels=(("yes", "no"),) * len(prompts),
+    )
+    scores, events, shares = Scores(parsed.labels), scores_of(engine, parsed), list[float]()
+    try:
+        async for event in events:
+            if isinstance(event, Failed):
+                raise OmlxdError.from_event(event)
+            scores.event(event)
+    finally:
+        await events.aclose()
+    for one in scores:
+        if isinstance(one, OmlxdError):
+            raise one
+        shares.append(one[0].share)
+    return shares, scores.usage.prompt_tokens
+
+
+async def _answer(answer: Callable[[Request, bytes], Awaitable[msgspec.Struct]], request: Request) -> Any:
+    raw = mended(await request.body())
+    return _UnlessGone(lambda: answer(request, raw))
+
+
+class _UnlessGone:
+    """An ASGI response whose work ends when its client goes away."""
+
+    def __init__(self, work: Callable[[], Awaitable[msgspec.Struct]]):
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        made: list[Response] = []
+
+        async def work() -> None:
+            made.append(as_json(await self._work()))
+
+        if await unless_disconnected(receive, work()):
+            await made[0](scope, receive, send)
+        else:
+            trace_of(scope).outcome = "disconnected"
