@@ -263,6 +263,11 @@ def image(data: str, media_type: str, param: str, detail: str | None = None) -> 
     return ImagePart(raw, media_type, param, side=LOW_SIDE if detail == "low" else 0)
 
 
+def is_pdf(encoded: str) -> bool:
+    """Whether base64 text begins as a PDF does, whatever the client says of it."""
+    return encoded.lstrip()[:7] == "JVBERi0"  # %PDF-
+
+
 def pdf(data: bytes, name: str | None, param: str, context: str | None = None) -> DocumentPart:
     """A PDF, which the engine reads."""
     return DocumentPart(data, PDF, (name or "")[:1000], context or "", param)

@@ -189,6 +189,14 @@ async def test_the_sdks_send_images_and_pdfs():
         assert [part.data for part in media] == [PNG, PAGES, PNG]
 
 
+def test_an_image_by_a_files_id_is_an_error_of_that_field():
+    image = {"type": "input_image", "file_id": "file-1"}
+    for asked in ([image], []), ([], [image]):
+        with pytest.raises(InvalidRequest, match="no files are kept here; send image_url") as caught:
+            messages(Responses, *asked)
+        assert caught.value.param and caught.value.param.endswith(".file_id")
+
+
 @pytest.mark.parametrize("protocol", [Chat, Responses])
 def test_detail_low_bounds_the_longer_side(protocol):
     def image(detail: str) -> dict:

@@ -20,7 +20,7 @@ import msgspec
 
 from ... import chat
 from ...errors import bad_field
-from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, pdf
+from ..body import NOT_FETCHED, PDF, free_json, from_base64, image, is_pdf, pdf
 from . import blocks
 
 MAX_DOCUMENT_BYTES = 8 << 20
@@ -35,7 +35,7 @@ _Body = chat.TextPart | chat.ImagePart
 def document_parts(block: blocks.Document, param: str) -> list[_Body | chat.DocumentPart]:
     """A PDF, or the document's text and images in its tags. Raises InvalidRequest for what is neither."""
     source, where = block.source, f"{param}.source"
-    if isinstance(source, blocks.Base64Source) and _kind(source) == PDF:
+    if isinstance(source, blocks.Base64Source) and (_kind(source) == PDF or is_pdf(source.data)):
         raw = from_base64(source.data, "document", f"{where}.data")
         return [pdf(raw, block.title, where, block.context)]
     about = [("title", block.title), ("context", block.context)]
@@ -93,7 +93,7 @@ def _body(block: blocks.Document, param: str) -> list[str | chat.ImagePart]:
         return [_decoded(source, param)]
     kind = source.__struct_config__.tag
     why = "are not fetched" if kind == "url" else "are not kept here"
-    raise bad_field(param, f"documents of type {kind!r} {why}; send a PDF itself, as base64, or {_AS_TEXT}")
+    raise bad_field(param, f"documents of type {kind!r} {why}; send a PDF as base64; of others {_AS_TEXT}")
 
 
 def _content(source: blocks.ContentSource, param: str) -> list[str | chat.ImagePart]:
@@ -107,6 +107,8 @@ def _content(source: blocks.ContentSource, param: str) -> list[str | chat.ImageP
 
 def _decoded(source: blocks.Base64Source, param: str) -> str:
     kind = _kind(source)
+    if kind.startswith("image/"):
+        raise bad_field(f"{param}.media_type", "an image is no document; send it as a block of type image")
     if not (kind.startswith("text/") or kind == "application/json"):
         raise bad_field(
             f"{param}.media_type",

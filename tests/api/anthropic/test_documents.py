@@ -10,7 +10,7 @@ import pytest
 
 from omlxd.api.anthropic import request
 from omlxd.api.anthropic.documents import MAX_DOCUMENT_BYTES
-from omlxd.chat import Conversation, Message, TextPart, ToolResultPart
+from omlxd.chat import Conversation, DocumentPart, Message, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
 
 NOISE = {
@@ -154,10 +154,11 @@ URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.exampl
         (
             {"type": "url", "url": "https://a.example/b.pdf"},
             "",
-            ["'url' are not fetched", "a PDF itself, as base64", '"type": "text"'],
+            ["'url' are not fetched", "send a PDF as base64", '"type": "text"'],
         ),
         ({"type": "file", "file_id": "file_1"}, "", ["'file' are not kept here", '"type": "text"']),
-        (packed(b"\x89PNG", "image/png"), ".media_type", ["'image/png'", "text/*", '"type": "text"']),
+        (packed(b"\x89PNG", "image/png"), ".media_type", ["a block of type image"]),
+        (packed(b"PK", "application/zip"), ".media_type", ["'application/zip'", "text/*", '"type": "text"']),
         (packed(b"caf\xe9"), ".data", ["not UTF-8 (byte 3)", "convert it"]),
         ({**packed(b""), "data": "%%"}, ".data", ["not valid base64"]),
         ({**packed(b""), "data": "ééé="}, ".data", ["not valid base64"]),
@@ -172,6 +173,12 @@ def test_what_is_no_text_is_refused_with_what_to_do(source, where, words):
         error = refused(*blocks)
         assert error.param == f"{at}.source{where}"
         assert all(word in error.message for word in words), error.message
+
+
+@pytest.mark.parametrize("said", ["application/pdf", "text/plain", "application/octet-stream"])
+def test_a_pdf_is_one_whatever_its_type_is_said_to_be(said: str):
+    [part] = parts(document(packed(b"%PDF-1.7 and more", said), title="k"))
+    assert isinstance(part, DocumentPart) and (part.media_type, part.name) == ("application/pdf", "k")
 
 
 def test_images_of_a_document_stay_in_their_place():
