@@ -60,7 +60,7 @@ class TokenTimes:
 
 def add_url(parser: argparse.ArgumentParser) -> None:
     """Add the flag that `address` reads."""
-    parser.add_argument("--url", help="the daemon's address; default: where `omlxd serve` would listen")
+    parser.add_argument("--url", help="the daemon's address; default: that of the one that runs")
 
 
 def address(url: str | None, settings: Settings | None = None) -> tuple[str, str]:

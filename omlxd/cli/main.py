@@ -42,7 +42,10 @@ VERBS = {
     ),
     "launch": ("cli.launch", "start Claude Code, Codex or opencode with this daemon's models"),
     "memory": ("cli.memory", "what each loaded model holds in memory; give some of it back"),
-    "models": ("cli.models", "list, pull, load, unload, pin and name the models of this machine"),
+    "models": (
+        "cli.models",
+        "list, show, pull, import, load, unload, pin and name the models of this machine",
+    ),
     "service": ("cli.service.command", "have launchd or systemd run the daemon"),
     "status": ("cli.status", "models, memory, tiers and requests of the running daemon"),
     "tune": ("cli.tune", "train a LoRA adapter of a model, which is then served as MODEL:NAME"),

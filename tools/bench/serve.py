@@ -2,14 +2,15 @@
 
     python -m tools.bench.serve [--model FOLDER] [--prompt 320[,4096…]] [--streams 1,4,8] [--output 32]
                                 [--rounds 3] [--peers omlxd,mlx_lm.server,BatchGenerator] [--one-at-a-time]
-                                [--before CHECKOUT]
+                                [--before CHECKOUT] [--peer-prompt 2,34]
 
 One model, one run, the peers in turn, round after round (A B C A B C …), medians at the end; with
 --one-at-a-time all of a peer's rounds and then the next's (A A B B C C), for memory that does not hold
 several copies of the model. --before adds another checkout of omlxd (`git worktree add`), run by the
-same Python, as a peer named `before`. Every peer gets the same texts. Rows:
+same Python, as a peer named `before`. Every peer gets the same texts. --peer-prompt gives mlx-lm's peers
+shorter prompts, where theirs would take hours (4 bits on a CPU). Rows:
 
-- cold TTFT           a prompt that nobody has seen
+- cold TTFT           a prompt that nobody has seen; `prefill` is its tokens divided by that time
 - hot TTFT            the same prompt again, but for its last words: all but the end is in RAM
 - cold-tier TTFT      the same after the daemon was killed (SIGKILL, once nothing more was being
                       written) and started again
@@ -182,8 +183,9 @@ Maker = Callable[[], "Server | Worker"]
 class Bench:
     """`sizes`: prompt lengths, tokens. `streams`: rows decoding together, `output` tokens each.
 
-    home    folder for caches
-    before  another checkout of omlxd, or None
+    home        folder for caches
+    before      another checkout of omlxd, or None
+    peer_sizes  of mlx-lm's peers, or None: the same
     """
 
     def __init__(
@@ -195,8 +197,10 @@ class Bench:
         home: Path,
         tokenizer: Any,
         before: Path | None = None,
+        peer_sizes: Seq[int] | None = None,
     ):
         self._sizes, self._streams, self._output = sizes, streams, output
+        self._peer_sizes = peer_sizes or sizes
         self._tokenizer = tokenizer
         self.rows: dict[str, dict[str, list[float]]] = {}
         self._computed: dict[str, int] = {}
@@ -235,9 +239,15 @@ class Bench:
         self.note(row, server.name, stream.ttft * 1000)
         return stream.computed
 
+    def _sizes_of(self, peer: Server | Worker) -> Seq[int]:
+        return self._sizes if isinstance(peer, Server) and peer.cache else self._peer_sizes
+
+    def _note_prefill(self, cold: str, who: str, text: str) -> None:
+        self.note("prefill, tok/s", who, len(self.tokens(text)) / self.rows[cold][who][-1] * 1000)
+
     def round(self, index: int, peer: Server | Worker) -> None:
         self._warm(peer, index)
-        for size in self._sizes:
+        for size in self._sizes_of(peer):
             self._cold_and_hot(index, size, peer)
         if isinstance(peer, Server) and peer.cache:
             settle(peer.cache)
@@ -249,7 +259,7 @@ class Bench:
                 computed = self.first(f"{size}: cold-tier TTFT after kill -9, ms", peer, text)
                 print(f"  {size} tokens: {self._computed[f'{size}.{index}']} computed hot, {computed} cold")
         for streams in self._streams:
-            length = min(DECODE_PROMPT, *self._sizes)
+            length = min(DECODE_PROMPT, *self._sizes, *self._peer_sizes)
             texts = [self.text(length, index, streams, i) for i in range(streams)]
             row = f"decode at {streams}, tok/s"
             if isinstance(peer, Worker):
@@ -260,7 +270,7 @@ class Bench:
 
     def _warm(self, peer: Server | Worker, index: int) -> None:
         """The first pass of a process loads kernels: not what is measured here."""
-        text = self.text(min(300, *self._sizes), "warm", index)
+        text = self.text(min(300, *self._sizes_of(peer)), "warm", index)
         if isinstance(peer, Worker):
             peer.run([self.tokens(text)], 2)
         else:
@@ -272,11 +282,16 @@ class Bench:
         texts = [head + self.text(30, index, which) for which in ("first", "second")]
         if isinstance(peer, Worker):
             self.note(cold, BARE, peer.run([self.tokens(texts[0])], 2)["ttft"][0] * 1000)
-            computed = self._computed.get(f"{size}.{index}", 30)
-            alone = peer.run([self.tokens(texts[1])[-computed:]], 2)
-            self.note(hot, BARE, alone["ttft"][0] * 1000)
+            self._note_prefill(cold, BARE, texts[0])
+            if size in self._sizes:
+                computed = self._computed.get(f"{size}.{index}", 30)
+                alone = peer.run([self.tokens(texts[1])[-computed:]], 2)
+                self.note(hot, BARE, alone["ttft"][0] * 1000)
             return
         self.first(cold, peer, texts[0])
+        self._note_prefill(cold, peer.name, texts[0])
+        if size not in self._sizes:
+            return
         computed = self.first(hot, peer, texts[1])
         if peer.name == OURS:
             self._computed[f"{size}.{index}"] = computed
@@ -298,6 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--prompt", default="320", help="tokens; several: 4096,16384")
+    parser.add_argument("--peer-prompt", help="tokens for mlx-lm's peers; default: as --prompt")
     parser.add_argument("--streams", default="1,4,8")
     parser.add_argument("--output", type=int, default=32, help="tokens a stream, when decoding")
     parser.add_argument("--rounds", type=int, default=3)
@@ -305,7 +321,10 @@ def main() -> None:
     parser.add_argument("--one-at-a-time", action="store_true")
     parser.add_argument("--before", type=Path, help="another checkout of omlxd to measure beside this one")
     options = parser.parse_args()
-    sizes, streams = ([int(n) for n in text.split(",")] for text in (options.prompt, options.streams))
+    peer_prompt = options.peer_prompt or options.prompt
+    sizes, streams, peer_sizes = (
+        [int(n) for n in text.split(",")] for text in (options.prompt, options.streams, peer_prompt)
+    )
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as temp:
         model = options.model or Path(temp) / "bench-model"
         if not options.model:
@@ -313,7 +332,9 @@ def main() -> None:
         from mlx_lm.utils import load_tokenizer
 
         tokenizer = load_tokenizer(model)
-        bench = Bench(model, sizes, streams, options.output, Path(temp), tokenizer, options.before)
+        bench = Bench(
+            model, sizes, streams, options.output, Path(temp), tokenizer, options.before, peer_sizes
+        )
         names: list[str] = [*options.peers.split(","), *([BEFORE] if options.before else [])]
         try:
             for group in [[name] for name in names] if options.one_at_a_time else [names]:
