@@ -9,7 +9,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from ..kv.files.paths import LOCK_NAME
 ANSWER_S = 10.0
 STREAM_S = 3600.0
 """The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
+NO_HEADERS: Mapping[str, str] = {}
 KEY_VARIABLE = "OMLXD_API_KEY"
 _PROC_LOCKS = Path("/proc/locks")
 T = TypeVar("T")
@@ -148,10 +149,16 @@ def _is_alive(pid: int) -> bool:
 
 
 def fetch(
-    url: str, key: str, path: str, type: type[T], body: bytes | None = None, seconds: float = ANSWER_S
+    url: str,
+    key: str,
+    path: str,
+    type: type[T],
+    body: bytes | None = None,
+    seconds: float = ANSWER_S,
+    headers: Mapping[str, str] = NO_HEADERS,
 ) -> T:
     """The answer at `path`; a POST if there is a `body` (JSON). Raises DaemonError."""
-    with _sentences(url, seconds), _open(url, key, path, body, seconds) as answer:
+    with _sentences(url, seconds), _open(url, key, path, body, seconds, headers) as answer:
         return msgspec.json.decode(answer.read(), type=type)
 
 
@@ -173,8 +180,10 @@ def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generat
     raise DaemonError(f"The daemon at {url} ended in the middle of its answer; see its log.")
 
 
-def _open(url: str, key: str, path: str, body: bytes | None, seconds: float) -> http.client.HTTPResponse:
-    request = urllib.request.Request(f"{url}{path}", data=body)
+def _open(
+    url: str, key: str, path: str, body: bytes | None, seconds: float, headers: Mapping[str, str] = NO_HEADERS
+) -> http.client.HTTPResponse:
+    request = urllib.request.Request(f"{url}{path}", body, dict(headers))
     if body is not None:
         request.add_header("Content-Type", "application/json")
     if key:

@@ -19,7 +19,7 @@ from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import is_stored_path
 from ..daemon_client import DaemonError
 from ..status import as_json
-from . import holder, inventory, stats, why_miss
+from . import carry, holder, inventory, stats, warm, why_miss
 from .check import Outcome, check, summary
 from .clear import named, plan, remove
 from .holder import DaemonRuns, exclusive
@@ -38,7 +38,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     root = settings.paged_ssd_cache_dir
     verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
-        if args.url and args.run is not why_miss.run and not (args.paged_ssd_cache_dir or args.base_path):
+        asks = args.run in (why_miss.run, warm.run)
+        if args.url and not asks and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
         return verb(args, settings, root)
     except FileNotFoundError as error:
@@ -65,11 +66,23 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
+    warmed = verbs.add_parser("warm", help="have the daemon compute prompts while it is idle")
+    warm.add_arguments(warmed)
+    exported = verbs.add_parser("export", help="write a model's blocks and records into a tar file")
+    exported.add_argument("archive", type=Path, metavar="FILE.tar", help="a file that is not there yet")
+    exported.add_argument("--model", metavar="NAME", required=True, help="whose")
+    exported.add_argument("--newer-than", metavar="AGE", type=_age, help="used within that time, as 30d, 12h")
+    imported = verbs.add_parser("import", help="take an exported file in, once each block is verified")
+    imported.add_argument("archive", type=Path, metavar="FILE.tar")
     why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
     why_miss.add_arguments(why)
     why.set_defaults(run=why_miss.run)
     add_flags(why, *_FOLDER_OPTIONS)
-    for verb, run in ((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear)):
+    runs = (
+        *((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear), (warmed, warm.run)),
+        *((exported, carry.export_files), (imported, carry.import_files)),
+    )
+    for verb, run in runs:
         verb.set_defaults(run=run)
         add_flags(verb, *_FOLDER_OPTIONS)
         verb.add_argument("--url", help="address of the daemon that holds the folder, if one does")
@@ -85,7 +98,7 @@ def _fraction(text: str) -> tuple[int, int]:
 def _age(text: str) -> float:
     match = _AGE.fullmatch(text)
     if not match:
-        raise ConfigError(f"--older-than: {text!r} is no age; write 30d, 12h, 90m or 2w.")
+        raise ConfigError(f"{text!r} is no age; write 30d, 12h, 90m or 2w.")
     return float(match[1]) * _SECONDS[match[2]]
 
 

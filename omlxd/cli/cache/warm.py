@@ -1,0 +1,112 @@
+"""`omlxd cache warm`: the daemon computes prompts while nobody else asks, so that they are cached later.
+
+A file of a trace (`.jsonl`, or `.json`) holds requests, a line each: `{"path": …, "body": …, "headers": …}`.
+Any other file is the text of a prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...config import Settings
+from ...errors import ConfigError
+from ..daemon_client import STREAM_S, address, fetch
+from ..owner_api import DaemonStatus
+from ..status import PATH
+
+_LIMITS = {
+    "/v1/messages": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+LOOK_S = 1.0
+"""Between two looks at whether the daemon is idle."""
+
+
+class Recorded(msgspec.Struct):
+    """A request as a trace has it."""
+
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str] = {}
+
+
+class _Cached(msgspec.Struct):
+    cached_hot: int
+    cached_cold: int
+    computed: int
+
+
+class _Usage(msgspec.Struct):
+    omlxd: _Cached
+
+
+class _Answer(msgspec.Struct):
+    usage: _Usage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "file", nargs="+", type=Path, help="recorded requests (.jsonl, .json), or a prompt's text"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="compute them with this model; default: the request's own"
+    )
+
+
+def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    """Raises OmlxdError; nothing is sent before all files have been read."""
+    requests = [request for file in args.file for request in read_requests(file)]
+    url, key = address(args.url, settings)
+    for place, request in requests:
+        _wait_until_idle(url, key)
+        if args.model:
+            request.body["model"] = args.model
+        body = msgspec.json.encode(request.body)
+        path, headers = request.path, request.headers
+        used = fetch(url, key, path, _Answer, body, STREAM_S, headers).usage.omlxd
+        cached = used.cached_hot + used.cached_cold
+        print(f"{place}: {used.computed} tokens computed, {cached} were cached", flush=True)
+    return 0
+
+
+def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
+    """Yield (where it stands, request for one token). Raises ConfigError, which names the line."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.") from None
+    if not data.strip():
+        raise ConfigError(f"{file}: it is empty.")
+    if file.suffix not in (".json", ".jsonl"):
+        yield (
+            str(file),
+            Recorded("/v1/completions", {"prompt": data.decode(errors="replace"), "max_tokens": 1}),
+        )
+        return
+    lines = [data] if file.suffix == ".json" else data.splitlines()
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = f"{file} line {number}"
+            try:
+                request = msgspec.json.decode(line, type=Recorded)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise ConfigError(f"{place}: {error}.") from None
+            request.path = request.path.partition("?")[0]
+            if request.path not in _LIMITS:
+                raise ConfigError(f"{place}: {request.path!r} is none of {', '.join(_LIMITS)}.")
+            request.body.pop("max_completion_tokens", None)
+            request.body |= {"stream": False, _LIMITS[request.path]: 1}
+            yield place, request
+
+
+def _wait_until_idle(url: str, key: str) -> None:
+    while any(model.running or model.waiting for model in fetch(url, key, PATH, DaemonStatus).models):
+        time.sleep(LOOK_S)

@@ -1,0 +1,101 @@
+"""`omlxd cache warm`, `export` and `import`: what is carried is a hit, what is damaged is not taken."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+from daemon import Daemon, prose, wait_until
+
+from omlxd.cli.cache import command
+from omlxd.cli.cache.warm import read_requests
+from omlxd.errors import ConfigError, OmlxdError
+
+
+def cache(*words: object) -> int:
+    return command.main([str(word) for word in words], argparse.ArgumentParser())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.jsonl", "", "it is empty"),
+        ("a.jsonl", '{"path": "/v1/messages", "body": {}}\n{', "line 2: "),
+        ("a.jsonl", '{"body": {}}', "line 1: Object missing required field `path`"),
+        ("a.json", '{"path": "/v1/embeddings", "body": {}}', "'/v1/embeddings' is none of /v1/messages"),
+        ("a.json", "[]", "Expected `object`"),
+        ("missing.txt", None, "No such file"),
+    ],
+)
+def test_requests_that_make_no_sense_are_refused_before_one_is_sent(tmp_path: Path, name, text, words):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        cache("warm", tmp_path / name, "--url", "http://127.0.0.1:9")
+    assert words in caught.value.message and name in caught.value.message
+
+
+def test_recorded_requests_ask_for_one_token(tmp_path: Path):
+    body = {"input": "hi", "stream": True, "max_output_tokens": 900}
+    line = json.dumps({"path": "/v1/responses?x=1", "body": body, "headers": {"a": "b"}})
+    (tmp_path / "a.jsonl").write_text(f"{line}\n\n{line}\n")
+    one, two = read_requests(tmp_path / "a.jsonl")
+    assert one[1] == two[1] and two[0].endswith("line 3") and one[1].headers == {"a": "b"}
+    assert one[1].body == {"input": "hi", "stream": False, "max_output_tokens": 1}
+
+
+def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
+    here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "kv.tar"
+    text = prose(300)
+    (tmp_path / "prompt.txt").write_text(text)
+    with Daemon(here) as daemon:
+        for computed in (True, False):
+            assert cache("warm", tmp_path / "prompt.txt", "--url", daemon.url) == 0
+            row = capsys.readouterr().out
+            assert (" 0 were cached" in row) == computed and "prompt.txt" in row
+        model = daemon.model
+        with pytest.raises(ConfigError, match="nothing of 'nobody' is cached"):
+            cache("export", archive, "--model", "nobody", "--url", daemon.url)
+        wait_until(lambda: any((here / "omlxd" / "cache").rglob("*.safetensors")))
+    assert cache("export", archive, "--model", model, "--base-path", here / "omlxd") == 0
+    assert "kv.tar: " in capsys.readouterr().out
+    with pytest.raises(OmlxdError, match="File exists"):
+        cache("export", archive, "--model", model, "--base-path", here / "omlxd")
+    assert cache("import", archive, "--base-path", there / "omlxd") == 0
+    assert " files imported, 0 were there, 0 bad" in capsys.readouterr().out
+    assert cache("import", archive, "--base-path", there / "omlxd") == 0
+    assert "0 files imported" in capsys.readouterr().out
+    with Daemon(there) as daemon:
+        answer = daemon.http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
+        assert answer["usage"]["omlxd"]["cached_cold"] >= 64
+        with pytest.raises(OmlxdError, match="stop it first"):
+            cache("import", archive, "--base-path", there / "omlxd")
+
+    damaged, other = tmp_path / "damaged.tar", tmp_path / "other"
+    with tarfile.open(archive) as source, tarfile.open(damaged, "w") as target:
+        for member in source:
+            data = bytearray(source.extractfile(member).read())  # type: ignore[union-attr]
+            if member.name.endswith(".safetensors"):
+                data[-1] ^= 1
+            target.addfile(member, io.BytesIO(data))
+        for name in ("../../outside", "a" * 32 + "/00/../../../outside", "/etc/outside", "model.safetensors"):
+            target.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
+        link = tarfile.TarInfo("a" * 32 + f"/00/{0:064x}.safetensors")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        target.addfile(link)
+    assert cache("import", damaged, "--base-path", other / "omlxd") == 1
+    said = capsys.readouterr().out
+    assert said.count("no block, record or description") == 5 and "digest" in said
+    assert not list((other / "omlxd" / "cache").rglob("*.safetensors")) and not list(
+        tmp_path.rglob("outside")
+    )
+    for bad in (b"no tar at all", archive.read_bytes()[:2000]):
+        (tmp_path / "bad.tar").write_bytes(bad)
+        try:
+            assert cache("import", tmp_path / "bad.tar", "--base-path", tmp_path / "third" / "omlxd") == 1
+        except OmlxdError as error:
+            assert "bad.tar is" in error.message
