@@ -10,12 +10,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from ..common.files import write_atomic
 from ..config import is_loopback
 from ..errors import ConfigError, OmlxdError
 from .daemon_client import KEY_VARIABLE, DaemonError, add_url, address, fetch
@@ -51,11 +53,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How to start an agent: variables to set, variables to drop, flags before the user's own."""
+    """How to start an agent: variables to set, variables to drop, flags before the user's own.
+
+    folder  (variable, file, text): the agent reads its provider from a file of the folder that the variable
+            names; written only with `--save`
+    """
 
     variables: dict[str, str]
     dropped: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    folder: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Agent:
 
 
 def _claude(target: Target) -> Start:
-    models = ["ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL"]
+    models = ["ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"]
     models += [f"ANTHROPIC_DEFAULT_{name}_MODEL" for name in ("OPUS", "SONNET", "HAIKU")]
     variables = {
         "ANTHROPIC_BASE_URL": target.url,
@@ -81,6 +88,8 @@ def _claude(target: Target) -> Start:
         **dict.fromkeys(models, target.model),
         # Its text would change at the head of every conversation's prompt.
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+        # Behind every tool result it would count down, and the next prompt would leave it out.
+        "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",
     }
     if target.context is not None:
         # Unset, Claude Code takes a model that it doesn't know for one of a million tokens.
@@ -131,6 +140,69 @@ def _opencode(target: Target) -> Start:
     return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
+def _openai(target: Target, base: str) -> dict[str, str]:
+    return {base: f"{target.url}/v1", "OPENAI_API_KEY": target.key or "omlxd"}
+
+
+def _crush(target: Target) -> Start:
+    model: dict[str, Any] = {"id": target.model, "name": target.model, "supports_attachments": target.sees}
+    if target.context is not None:
+        model |= {"context_window": target.context, "default_max_tokens": target.output_tokens}
+    provider = {
+        "type": "openai-compat",
+        "base_url": f"{target.url}/v1",
+        "api_key": f"${KEY_VARIABLE}",
+        "models": [model],
+    }
+    chosen = {"provider": "omlxd", "model": target.model}
+    config = {"providers": {"omlxd": provider}, "models": {"large": chosen, "small": chosen}}
+    folder = ("CRUSH_GLOBAL_CONFIG", "crush.json", json.dumps(config, indent=2) + "\n")
+    return Start({KEY_VARIABLE: target.key or "omlxd"}, folder=folder)
+
+
+def _pi(target: Target) -> Start:
+    variables = {"LLAMA_BASE_URL": target.url, "LLAMA_API_KEY": target.key or "omlxd"}
+    return Start(variables, flags=("--provider", "llama.cpp", "--model", target.model))
+
+
+def _qwen(target: Target) -> Start:
+    variables = _openai(target, "OPENAI_BASE_URL") | {"OPENAI_MODEL": target.model}
+    if target.output_tokens is not None:
+        variables["QWEN_CODE_MAX_OUTPUT_TOKENS"] = str(target.output_tokens)
+    return Start(variables, flags=("--auth-type", "openai", "--model", target.model))
+
+
+def _goose(target: Target) -> Start:
+    # It adds v1/chat/completions by itself.
+    variables = _openai(target, "OPENAI_HOST") | {"OPENAI_HOST": target.url}
+    variables |= {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": target.model}
+    if target.context is not None:
+        variables["GOOSE_CONTEXT_LIMIT"] = str(target.context)
+    return Start(variables, ("OPENAI_BASE_PATH",))
+
+
+def _aider(target: Target) -> Start:
+    models = dict.fromkeys(
+        ("AIDER_MODEL", "AIDER_WEAK_MODEL", "AIDER_EDITOR_MODEL"), f"openai/{target.model}"
+    )
+    quiet = {"AIDER_SHOW_MODEL_WARNINGS": "false"}  # It asks about models that it has no price of.
+    return Start(_openai(target, "OPENAI_API_BASE") | models | quiet)
+
+
+def _copilot(target: Target) -> Start:
+    variables = {
+        "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
+        "COPILOT_PROVIDER_TYPE": "openai",
+        "COPILOT_PROVIDER_API_KEY": target.key or "omlxd",
+        "COPILOT_MODEL": target.model,
+        "COPILOT_OFFLINE": "true",
+    }
+    if target.context is not None and target.output_tokens is not None:
+        variables["COPILOT_PROVIDER_MAX_PROMPT_TOKENS"] = str(target.context - target.output_tokens)
+        variables["COPILOT_PROVIDER_MAX_OUTPUT_TOKENS"] = str(target.output_tokens)
+    return Start(variables, ("COPILOT_PROVIDER_BEARER_TOKEN",))
+
+
 AGENTS = {
     "claude": Agent(
         "claude",
@@ -142,6 +214,12 @@ AGENTS = {
     ),
     "codex": Agent("codex", "npm install -g @openai/codex", _codex, 10_000),
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode, 10_000),
+    "crush": Agent("crush", "npm install -g @charmland/crush", _crush, 10_000),
+    "pi": Agent("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, 5_000, " on Node 22 or newer"),
+    "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen, 15_000),
+    "goose": Agent("goose", "brew install block-goose-cli", _goose, 8_000),
+    "aider": Agent("aider", "uv tool install aider-chat", _aider, 5_000),
+    "copilot": Agent("copilot", "npm install -g @github/copilot", _copilot, 20_000),
 }
 
 
@@ -212,8 +290,13 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     argv = list(argv)
     at = argv.index("--") if "--" in argv else len(argv)
     own, rest = argv[:at], argv[at + 1 :]
-    parser.usage = f"omlxd launch {'|'.join(AGENTS)} [--url URL] [--model NAME] [--print-env] [-- ARGS …]"
-    parser.add_argument("agent", choices=list(AGENTS), help="which agent; it is looked for on the PATH")
+    parser.usage = (
+        "omlxd launch AGENT [--url URL] [--model NAME] [--save] [--print-env] [-- ARGS …], or --list"
+    )
+    parser.add_argument(
+        "agent", nargs="?", choices=list(AGENTS), help="which agent; it is looked for on the PATH"
+    )
+    parser.add_argument("--list", action="store_true", help="say which agents are installed, and where")
     add_url(parser)
     parser.add_argument(
         "--model", metavar="NAME", help="default: the first one that is loaded, else the first one"
@@ -221,22 +304,58 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument(
         "--print-env", action="store_true", help='print shell commands instead: eval "$(omlxd launch …)"'
     )
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write the file that the agent reads its provider from (crush), below ~/.omlxd/launch",
+    )
     parser.epilog = "What follows -- goes to the agent as it is."
     args, unknown = parser.parse_known_args(own)
     if unknown:
         raise ConfigError(f"{unknown[0]} is not a flag of `omlxd launch`; flags of {args.agent} go after --.")
+    if args.list:
+        print(as_list())
+        return 0
+    if args.agent is None:
+        raise ConfigError(f"Say which agent: {', '.join(AGENTS)}.")
     agent = AGENTS[args.agent]
     url, key = address(args.url)
     path = None if args.print_env else _program(agent)
     target = find_target(url, key, args.model)
+    start = _with_folder(agent, agent.start(target), args.save)
     if warning := too_small(agent, target):
         print(f"omlxd: {warning}", file=sys.stderr)
-    start = agent.start(target)
     if path is None:
         print(shell_text(agent, start, rest))
         return 0
     sys.stdout.flush()
     os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, url))
+
+
+def as_list() -> str:
+    """A line an agent: where it is, or how to install it."""
+    width = max(map(len, AGENTS))
+    places = {name: shutil.which(agent.program) for name, agent in AGENTS.items()}
+    return "\n".join(
+        f"{name:{width}}  {places[name] or f'not installed: {agent.install}{agent.wants}'}"
+        for name, agent in AGENTS.items()
+    )
+
+
+def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
+    """`start` with the variable of its folder, once that is written. Raises LaunchError."""
+    if start.folder is None:
+        return start
+    variable, name, text = start.folder
+    folder = Path("~/.omlxd/launch").expanduser() / agent.program
+    if not save:
+        raise LaunchError(
+            f"{agent.program} reads its provider from a file alone; --save writes {folder / name}, and "
+            "leaves its own files as they are."
+        )
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomic(folder / name, text.encode())
+    return replace(start, variables={**start.variables, variable: str(folder)})
 
 
 def too_small(agent: Agent, target: Target) -> str:

@@ -67,7 +67,7 @@ def launch(tmp_path, daemon):
     """Runs `omlxd launch` with its own home and a PATH that holds the three agents and nothing else."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("claude", "codex", "opencode"):
+    for name in ("claude", "codex", "opencode", "crush", "pi", "qwen", "goose", "aider", "copilot"):
         (folder / name).write_text(PROGRAM)
         (folder / name).chmod(0o755)
 
@@ -97,6 +97,8 @@ def test_claude(launch, daemon):
     assert env["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert env["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "1024"
     assert env["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert env["CLAUDE_CODE_TOTAL_TOKENS_REMINDER"] == "off"
+    assert env["CLAUDE_CODE_SUBAGENT_MODEL"] == "org/tiny"
     assert "ANTHROPIC_API_KEY" not in env and env["KEPT"] == "1" and "NO_PROXY" not in env
 
 
@@ -166,8 +168,58 @@ def test_opencode_and_codex_know_what_the_model_reads(launch, daemon, more, sees
     assert ("features.view_image=false" in args) is not sees
 
 
+VARIABLES = {
+    "pi": {"LLAMA_BASE_URL": "URL", "LLAMA_API_KEY": "k"},
+    "qwen-code": {"OPENAI_BASE_URL": "URL/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "org/tiny"},
+    "goose": {
+        **{"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": "org/tiny", "GOOSE_CONTEXT_LIMIT": "4096"},
+        **{"OPENAI_HOST": "URL", "OPENAI_API_KEY": "k"},
+    },
+    "aider": {
+        **{"AIDER_MODEL": "openai/org/tiny", "AIDER_WEAK_MODEL": "openai/org/tiny"},
+        **{"OPENAI_API_BASE": "URL/v1", "OPENAI_API_KEY": "k"},
+    },
+    "copilot": {
+        **{"COPILOT_PROVIDER_BASE_URL": "URL/v1", "COPILOT_PROVIDER_API_KEY": "k", "COPILOT_OFFLINE": "true"},
+        **{"COPILOT_MODEL": "org/tiny", "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": "3072"},
+    },
+}
+
+
+@pytest.mark.parametrize("agent", VARIABLES)
+def test_agents_that_read_variables(launch, daemon, agent):
+    daemon.key = "k"
+    args, env = given(launch(agent, "--", "hi", OMLXD_API_KEY="k"))
+    expected = {name: value.replace("URL", daemon.url) for name, value in VARIABLES[agent].items()}
+    assert {name: env.get(name) for name in expected} == expected and args[-1] == "hi"
+    flags = {"pi": ["--provider", "llama.cpp"], "qwen-code": ["--auth-type", "openai"]}.get(agent, [])
+    assert args[:-1] == [*flags, *(["--model", "org/tiny"] if flags else [])]
+
+
+def test_crush_reads_a_file_that_is_written_when_asked_for(launch, daemon, tmp_path):
+    assert "--save writes" in refused(launch("crush")) and not (tmp_path / ".omlxd").exists()
+    _, env = given(launch("crush", "--save"))
+    file = Path(env["CRUSH_GLOBAL_CONFIG"]) / "crush.json"
+    assert file.is_relative_to(tmp_path / ".omlxd" / "launch") and env["OMLXD_API_KEY"] == "omlxd"
+    config = json.loads(file.read_text())
+    provider = config["providers"]["omlxd"]
+    assert provider["base_url"] == f"{daemon.url}/v1" and provider["api_key"] == "$OMLXD_API_KEY"
+    assert provider["models"][0]["context_window"] == 4096
+    assert config["models"]["large"] == {"provider": "omlxd", "model": "org/tiny"}
+
+
+def test_the_list_says_what_is_installed(launch, tmp_path):
+    lines = launch("--list").stdout.splitlines()
+    assert len(lines) == 9 and f"qwen-code  {tmp_path / 'bin' / 'qwen'}" in lines
+    (tmp_path / "bin" / "goose").unlink()
+    assert any(
+        line.startswith("goose      not installed: brew") for line in launch("--list").stdout.splitlines()
+    )
+    assert "Say which agent" in refused(launch(), 2)
+
+
 def test_no_file_is_written(launch, tmp_path):
-    for agent in ("claude", "codex", "opencode"):
+    for agent in ("claude", "codex", "opencode", *VARIABLES):
         given(launch(agent))
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
