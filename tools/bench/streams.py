@@ -97,6 +97,8 @@ def measure(server: Server, prompts: list[str], output: int) -> tuple[float, flo
         asyncio.run(server.streams([prompt], 1))
     began = time.perf_counter()
     rows = asyncio.run(server.streams(prompts, output))
+    if not all(times for times, _ in rows):
+        raise ValueError("a stream ended without any text")
     first, last = max(times[0] for times, _ in rows), min(times[-1] for times, _ in rows)
     shared = sum(each * sum(first <= at <= last for at in times) for times, each in rows)
     rate = shared / (last - first) if last > first else float("nan")
