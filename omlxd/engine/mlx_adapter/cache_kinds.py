@@ -418,7 +418,12 @@ def _merge_leaves(*rows: Any) -> Any:
 
 def extend(batch: Cache, single: Cache) -> None:
     """Add a row to a batch cache. Copies the batch."""
-    for into, layer in zip(batch, merge([single]), strict=True):
+    extend_batch(batch, merge([single]))
+
+
+def extend_batch(batch: Cache, other: Cache) -> None:
+    """Add the rows of another batch cache to one. Copies both."""
+    for into, layer in zip(batch, other, strict=True):
         into.extend(layer)
 
 

@@ -67,10 +67,26 @@ class DecodeBatch:
                 self._cache, self._merged = mlx_adapter.merge([self._cache]), True
             mlx_adapter.extend(self._cache, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
-        first = mx.array([sequence.tokens[-1]])
-        self._inputs = first if self._inputs is None else mx.concatenate([self._inputs, first])
-        self._unread.append(False)
-        self.rows.append(sequence)
+        self._append_rows([sequence])
+
+    def add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
+        """Add rows whose prompts are in a batch cache, but for their last tokens.
+
+        The next step computes those, and draws the first tokens.
+        """
+        if not self.rows:
+            self._cache, self._merged = cache, True
+        else:
+            if not self._merged:
+                self._cache, self._merged = mlx_adapter.merge([self._cache]), True
+            mlx_adapter.extend_batch(self._cache, cache)
+        self._append_rows(sequences)
+
+    def _append_rows(self, sequences: Seq[Sequence]) -> None:
+        newest = mx.array([sequence.tokens[-1] for sequence in sequences])
+        self._inputs = newest if self._inputs is None else mx.concatenate([self._inputs, newest])
+        self._unread += [False] * len(sequences)
+        self.rows += sequences
         self._compose()
 
     def _compose(self) -> None:

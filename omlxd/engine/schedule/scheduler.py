@@ -30,7 +30,7 @@ from ..sequence import Likelihood, Sequence, State, capacity_for
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
 from .memory_admission import MemoryAdmission
-from .prefill import SMOOTHING, PrefillBudget, compute_chunk, slice_seconds
+from .prefill import SMOOTHING, PrefillBudget, compute_chunk, compute_ends, slice_seconds
 from .queue import Inbox, RequestQueue, Watchdog
 from .sampling import NO_TOKEN, sample_one
 from .speculation import Speculation
@@ -89,13 +89,15 @@ class Scheduler:
         self.running: list[Sequence] = []  # They hold a slot each.
         self._batches: list[DecodeBatch] = []
         self._last_alone = last_token_alone()
+        states = loaded.states
+        self._merges_prompts = loaded.batchable and states is not None and not states.tensors
         self.prefill_budget = PrefillBudget(block_size)
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
         self.memory: MemoryAdmission | None = None
         self.images: Images | None = None
         self._short = False  # Who is next waits for memory.
-        self._computing: Sequence | None = None
+        self._computing: list[Sequence] = []
         self._decode_s = self._step_s = self._layer_s = 0.0  # All steps; a step, a layer beside the other.
         self._looked_at = self._stepped_at = 0.0  # When the last layer began, when the last step ended.
         self.speculation = speculation
@@ -234,16 +236,51 @@ class Scheduler:
         sequences = [sequence for sequence in self.running if sequence.state is State.PREFILLING]
         if not sequences:
             return False
-        sequence = self.prefill_budget.pick_sequence(sequences)
+        computed = [self.prefill_budget.pick_sequence(sequences)]
+        if self._merges_prompts:
+            computed = self.prefill_budget.ends_together(computed[0], sequences)
         try:
-            self._prefill(sequence)
+            if len(computed) > 1:
+                self._prefill_ends(computed)
+            else:
+                self._prefill(computed[0])
         except Interrupted:
-            sequence.cache = None  # Half written. What earlier passes computed has been offered.
-            self._release(sequence)
+            for sequence in computed:
+                sequence.cache = None  # Half written. What earlier passes computed has been offered.
+                self._release(sequence)
         except Exception as error:
             log.exception("prefill failed")
-            self._fail(sequence, _internal(error))
+            for sequence in computed:
+                self._fail(sequence, _internal(error))
         return True
+
+    def _prefill_ends(self, sequences: list[Sequence]) -> None:
+        """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
+        if any([self._match(sequence) for sequence in sequences]):
+            return  # As in `_prefill`; the others' turn comes again.
+        if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
+            self._prefill(sequences[0])  # Blocks have gone meanwhile.
+            return
+        for sequence in sequences:
+            if not sequence.begun:
+                sequence.begun = True
+                sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+        tokens = sum(sequence.remaining_prefill for sequence in sequences)
+        with self._looking_up(sequences, self.prefill_budget.seconds(tokens) > LONG_PASS_S):
+            cache = compute_ends(self._model, sequences)
+        batch = self._batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+        try:
+            batch.add_prompts(sequences, cache)
+        except Exception as error:
+            self._batches = [other for other in self._batches if other is not batch]
+            for sequence in batch.rows:
+                self._fail(sequence, _internal(error))
+            raise
+        self.steps += 1
+        self.prefilled_tokens += tokens
+        for sequence in sequences:
+            sequence.state = State.DECODING
+        self._leave(batch, [sequence for sequence in sequences if sequence.cancelled])
 
     def _prefill(self, sequence: Sequence) -> None:
         if self._match(sequence):
@@ -258,7 +295,7 @@ class Scheduler:
         stop = self.prefill_budget.next_stop(sequence)
         if sequence.images is not None:
             # A CPU may take minutes.
-            with self._looking_up(sequence, mlx_adapter.backend() == "cpu"):
+            with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
                 saw = sequence.images.see_next(start, stop)
             if saw:
                 self.steps += 1
@@ -287,30 +324,29 @@ class Scheduler:
     def _compute(self, sequence: Sequence, stop: int) -> mx.array:
         """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""
         long = self.prefill_budget.seconds(stop - sequence.kv_length) > LONG_PASS_S
-        with self._looking_up(sequence, long):
+        with self._looking_up([sequence], long):
             return compute_chunk(self._model, sequence, stop, last_alone=self._last_alone)
 
     @contextmanager
-    def _looking_up(self, sequence: Sequence, long: bool) -> Iterator[None]:
+    def _looking_up(self, sequences: list[Sequence], long: bool) -> Iterator[None]:
         """Compute something of `sequence`; look up between layers if it is `long`, or rows decode."""
         hook = self._loaded.hook
         if self._batches or long:
             hook.call = self._between_layers
-        self._computing = sequence
+        self._computing = sequences
         self._looked_at = time.perf_counter()
         try:
             yield
         finally:
-            hook.call = self._computing = None
+            hook.call, self._computing = None, []
 
     def _between_layers(self) -> None:
-        sequence, hook = self._computing, self._loaded.hook
-        assert sequence is not None
+        hook = self._loaded.hook
         self._layer_s = time.perf_counter() - self._looked_at
         self.steps += 1
         self._drain(block=False)
         self.watchdog.check((*self.waiting, *self.running))
-        if sequence.cancelled:
+        if all(sequence.cancelled for sequence in self._computing):
             raise Interrupted
         if self._step_due():
             hook.call = None
@@ -321,7 +357,6 @@ class Scheduler:
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
         token, likelihood = sample_one(sequence.sampler, logits)
-        sequence.first_token_s = time.monotonic() - sequence.received
         self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
         if self._accept(sequence, token, likelihood):
@@ -408,6 +443,7 @@ class Scheduler:
         if token == NO_TOKEN:
             self._spoiled(sequence)
             return False
+        sequence.first_token_s = sequence.first_token_s or time.monotonic() - sequence.received
         sequence.stored.clear()  # Its KV so far gave finite logits.
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
         sequence.tokens.append(token)
@@ -437,7 +473,7 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.waiting.remove_request(sequence)
             self._over(sequence)
-        elif sequence.state is State.PREFILLING and sequence is not self._computing:
+        elif sequence.state is State.PREFILLING and sequence not in self._computing:
             self._release(sequence)
         elif sequence.state is State.DECODING:
             for batch in list(self._batches):
@@ -457,7 +493,7 @@ class Scheduler:
         if not sequence.cancelled:
             sequence.sink.failed(sequence, error)
         sequence.cancelled = True
-        if sequence.state is State.RESTORING or sequence is self._computing:
+        if sequence.state is State.RESTORING or sequence in self._computing:
             return  # As in `_cancel`.
         sequence.cache = None
         self._finish(sequence)

@@ -1,11 +1,22 @@
-"""The budget: whose chunk is next."""
+"""The budget: whose chunk is next; the ends of several prompts in one pass."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cold_run import prompt
+from families import build_family
+from kv_fakes import check_pool
+from rig import BLOCK, Output, Rig
+
 from omlxd.chat import Sampling
+from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.schedule.prefill import PATIENCE, PrefillBudget
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
+from omlxd.errors import OmlxdError
 
 
 def waiting(length: int) -> Sequence:
@@ -21,3 +32,117 @@ def test_short_prompts_go_first_and_starve_no_long_one():
     assert picked[0] is not long
     assert sum(sequence is long for sequence in picked) == 5
     assert budget.pick_sequence([long, waiting(5000)]) is long, "one that is not much shorter waits"
+
+
+# --------------------------------------------------------------------------- ends of several prompts
+
+
+class Passes:
+    """A model that notes the shapes of its passes."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, tokens: Any, cache: Any, **inputs: Any) -> Any:
+        self.shapes.append(tokens.shape)
+        return self._model(tokens, cache=cache, **inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_bits"),
+    [("qwen3", 0), ("qwen3", 8), pytest.param("deepseek_v3", 0, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_ends_of_prompts_are_computed_together(
+    family: str, kv_bits: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Later turns of several talks at once: their answers, and those behind them, are the ones alone."""
+    folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})
+    talks = [prompt(length, seed=length) for length in (130, 200, 70, 330)]
+    # A block and one token on a CPU, where a pass is a block: three of these fit, and the last waits.
+    ends = [prompt(more, seed=more) for more in (7, 1, 12, 30)]
+    kv = {"kv_bits": kv_bits}
+
+    def turns(rig: Rig, at_once: bool) -> list[list[int]]:
+        answers = []
+        for number in range(2):
+            prompts = [
+                talk[: len(talk) // BLOCK * BLOCK] + end for talk, end in zip(talks, ends, strict=True)
+            ]
+            if number:
+                prompts = [
+                    tokens + got + prompt(9, seed=number)
+                    for tokens, got in zip(prompts, answers, strict=False)
+                ]
+            if at_once:
+                started = rig.on_engine(lambda asked=prompts: [rig.start(tokens, 40) for tokens in asked])
+            else:
+                started = [rig.run(tokens, 40) for tokens in prompts]
+            answers += [output.tokens() for output in started]
+            rig.settle()
+            assert all(output.hot and output.sequence.first_token_s for output in started)
+        return answers
+
+    with Rig(folder, **kv) as rig:
+        for talk in talks:
+            rig.run(talk, 2)
+        alone = turns(rig, at_once=False)
+    with Rig(folder, **kv) as rig:
+        rig.scheduler.prefill_budget._backend = backend
+        for talk in talks:
+            rig.run(talk, 2)
+        rig.scheduler._model = passes = Passes(rig.scheduler._model)
+        assert turns(rig, at_once=True) == alone
+        together = [shape for shape in passes.shapes if min(shape) > 1]
+        assert together and all(
+            rows * tokens <= (BLOCK if backend == "cpu" else 256) for rows, tokens in together
+        )
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
+def test_one_of_several_prompts_that_is_cancelled_meanwhile_leaves_the_others(tmp_path: Path):
+    folder = build_family("qwen3", tmp_path / "qwen3")
+    prompts = [prompt(80 + index, seed=index) for index in range(3)]
+    with Rig(folder) as rig:
+        alone = [rig.run(tokens, 20).got for tokens in prompts]
+    with Rig(folder) as rig:
+        for tokens in prompts:
+            rig.run(tokens, 2)
+        compute = scheduler_module.compute_ends
+        started: list[Output] = []
+
+        def cancelled(model: Any, sequences: Any) -> Any:
+            rig.scheduler.cancel(started[1].sequence)
+            rig.scheduler._drain(block=False)
+            return compute(model, sequences)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler_module, "compute_ends", cancelled)
+            rig.on_engine(lambda: started.extend(rig.start(tokens, 20) for tokens in prompts))
+            assert [started[0].tokens(), started[2].tokens()] == [alone[0], alone[2]]
+        rig.settle()
+        assert not started[1].got and not rig.scheduler._batches
+        rig.on_engine(lambda: check_pool(rig.pool))
+
+
+def test_a_pass_over_several_ends_that_fails_fails_those(tmp_path: Path):
+    folder = build_family("qwen3", tmp_path / "qwen3")
+    prompts = [prompt(80 + index, seed=index) for index in range(2)]
+    with Rig(folder) as rig:
+        alone = [rig.run(tokens, 20).got for tokens in prompts]
+
+        def broken(model: Any, sequences: Any) -> Any:
+            raise RuntimeError("no memory")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(scheduler_module, "compute_ends", broken)
+            for output in rig.on_engine(lambda: [rig.start(tokens, 20) for tokens in prompts]):
+                with pytest.raises(OmlxdError, match="no memory"):
+                    output.tokens()
+        rig.settle()
+        assert [rig.run(tokens, 20).got for tokens in prompts] == alone
+        rig.on_engine(lambda: check_pool(rig.pool))

@@ -63,7 +63,10 @@ def test_the_last_layers_output_is_left_alone_for_other_passes_need_its_kv_alone
     """Evaluating it would compute an MLP for nothing."""
     with Rig(model, slots=1) as rig:
         looks, between = [], rig.scheduler._between_layers
-        rig.scheduler._between_layers = lambda: (looks.append(rig.scheduler._computing.kv_length), between())
+        rig.scheduler._between_layers = lambda: (
+            looks.append(rig.scheduler._computing[0].kv_length),
+            between(),
+        )
         rig.run(prompt(2 * BLOCK + 10), 1)
         assert looks.count(0) == LAYERS - 1
 
