@@ -40,9 +40,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
+import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -125,7 +126,8 @@ def write_weights(file: Path, model: Any, dtype: str, head: np.ndarray) -> None:
 
     head  (tokens, 1) float32: scale of the head's first rows; the others are zero, and never the best
     """
-    tensors = [(name, tuple(array.shape)) for name, array in sorted(tree_flatten(model.parameters()))]
+    lazy = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    tensors = sorted((name, tuple(array.shape)) for name, array in lazy)
     width = 2 if dtype == "bfloat16" else 4
     header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
     at = 0

@@ -13,7 +13,7 @@ Answers cite nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
@@ -68,7 +68,7 @@ def browser_state_text(block: blocks.BrowserState, param: str) -> str:
     return f"<browser_state>\n{text}\n</browser_state>"
 
 
-def _frame(tag: str, about: list[tuple[str, str | None]], content: str) -> tuple[str, str]:
+def _frame(tag: str, about: Sequence[tuple[str, str | None]], content: str) -> tuple[str, str]:
     """The lines before and after what it is about."""
     lines = [f"<{name}>{value}</{name}>" for name, value in about if value]
     return "\n".join([f"<{tag}>", *lines, f"<{content}>"]), f"</{content}>\n</{tag}>"
