@@ -103,6 +103,10 @@ class Budget(Struct, frozen=True, tag="budget"):
     float32: bool = False
 
 
+KV_RESERVE = 1024
+"""Tokens."""
+
+
 class Load(Struct, frozen=True, tag="load"):
     """`model_path`: a local folder. `model_id`: the name that clients use.
 
@@ -111,6 +115,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
     adapter  folder of a LoRA adapter of the model; "": none
+    kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
     """
 
     model_path: str
@@ -124,6 +129,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed: int | None = None
     speculate: bool = True
     adapter: str = ""
+    kv_reserve: int = KV_RESERVE
 
 
 class Generate(Struct, frozen=True, tag="generate"):

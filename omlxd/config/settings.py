@@ -42,6 +42,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout seconds that a request may take; 0: no limit
     starts_in_thinking  answers begin inside a thinking block that the template does not open
     adapter         folder of a LoRA adapter that it is loaded with
+    kv_reserve      tokens of an answer that its KV has room for at once
     pin             never unloaded to make room, nor for being idle
     """
 
@@ -70,6 +71,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: Limit | None = None
     starts_in_thinking: bool | None = None
     adapter: Path | None = None
+    kv_reserve: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 SAMPLING = (

@@ -70,6 +70,7 @@ class EngineHost:
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._settings = load.cache
         self._path = load.model_path
+        self._kv_reserve = load.kv_reserve
         self._output = output
         try:
             files = file_identities(Path(load.model_path), load.adapter)
@@ -233,6 +234,7 @@ class EngineHost:
             images=images,
             extra_keys=extra_keys,
             max_new=room if wanted is None else max(1, min(wanted, room)),
+            reserve=self._kv_reserve,
             eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,

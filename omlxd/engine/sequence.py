@@ -28,6 +28,7 @@ from ..kv.block_pool import BlockTable
 from ..kv.cold.writer import WritablePayload
 from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, ExtraKey, hash_blocks
+from ..wire import KV_RESERVE
 from .constrain.constraint import Constraint, ForcedAnswer
 from .mlx_adapter import Cache
 from .vision.images import PromptImages
@@ -83,7 +84,7 @@ class Sequence:
     extra_keys     of blocks, by index, beside their tokens
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
-    max_new        tokens to generate at most
+    max_new        tokens to generate at most; `reserve`: of these, how many its cache has room for at once
     resume_at      blocks after which the checkpoint stands that the match ends at
     overtaken      chunks of other prompts that went before its own, in a row
     divergence     blocks after which a checkpoint is to be made, since the match missed one there; 0: none
@@ -111,6 +112,7 @@ class Sequence:
     eos: frozenset[int]
     sampler: SamplerRow
     sink: Any = None
+    reserve: int = KV_RESERVE
     images: PromptImages | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
     session: str = ""
@@ -147,6 +149,11 @@ class Sequence:
     @property
     def generated(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def capacity(self) -> int:
+        """Tokens to allocate its cache for: the prompt and some room, not all that it may ever need."""
+        return self.prompt_length + min(self.max_new, self.reserve)
 
     @property
     def remaining_prefill(self) -> int:
@@ -187,8 +194,3 @@ class Sequence:
             self.tokens[index * block_size : (index + 1) * block_size],
             tuple(self.extra_keys.get(index, ())),
         )
-
-
-def capacity_for(prompt_length: int, max_new: int, room: int = 1024) -> int:
-    """Tokens to allocate a cache for: the prompt and some room to grow, not all that it may ever need."""
-    return prompt_length + min(max_new, room)

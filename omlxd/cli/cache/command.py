@@ -71,7 +71,9 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     exported = verbs.add_parser("export", help="write a model's blocks and records into a tar file")
     exported.add_argument("archive", type=Path, metavar="FILE.tar", help="a file that is not there yet")
     exported.add_argument("--model", metavar="NAME", required=True, help="whose")
-    exported.add_argument("--newer-than", metavar="AGE", type=_age, help="used within that time, as 30d, 12h")
+    exported.add_argument(
+        "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"
+    )
     imported = verbs.add_parser("import", help="take an exported file in, once each block is verified")
     imported.add_argument("archive", type=Path, metavar="FILE.tar")
     why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
@@ -95,11 +97,15 @@ def _fraction(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _age(text: str) -> float:
+def _age(text: str, flag: str = "--older-than") -> float:
     match = _AGE.fullmatch(text)
     if not match:
-        raise ConfigError(f"{text!r} is no age; write 30d, 12h, 90m or 2w.")
+        raise ConfigError(f"{flag}: {text!r} is no age; write 30d, 12h, 90m or 2w.")
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def _newer(text: str) -> float:
+    return _age(text, "--newer-than")
 
 
 # --------------------------------------------------------------------------- verbs

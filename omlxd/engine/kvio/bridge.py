@@ -29,7 +29,7 @@ from ...kv.hashing import BlockHash
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
-from ..sequence import Sequence, capacity_for
+from ..sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
 from .payload import MLXPayload, append_blocks, copy_blocks
 from .restore import Restore
@@ -378,7 +378,7 @@ class KVBridge:
 
     def _append(self, sequence: Sequence, payloads: list[MLXPayload]) -> None:
         """Hot blocks at the end of what the sequence has; none for a model without per-token KV."""
-        capacity = capacity_for(sequence.prompt_length, sequence.max_new)
+        capacity = sequence.capacity
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
         start, count = sequence.kv_length, len(payloads) * self._block
@@ -398,9 +398,7 @@ class KVBridge:
             table.truncate(0)
             sequence.resume_at = 0
             return
-        sequence.cache = mlx_adapter.new_cache(
-            self._model, capacity_for(sequence.prompt_length, sequence.max_new)
-        )
+        sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
         self.states.put_into(sequence.cache, state, blocks * self._block)
         self._append(sequence, payloads)
         if not payloads:

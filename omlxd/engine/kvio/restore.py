@@ -30,7 +30,6 @@ from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..mlx_adapter import Cache
 from ..sequence import Sequence as Request
-from ..sequence import capacity_for
 from .checkpointer import Checkpointer
 from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
 from .transport import Load, transport
@@ -139,7 +138,7 @@ class Restore:
 
     def _allocate(self) -> None:
         try:
-            capacity = capacity_for(self._sequence.prompt_length, self._sequence.max_new)
+            capacity = self._sequence.capacity
             if transport().direct:
                 self._arrival = DirectArrival(self._layout, mlx_adapter.round_up(capacity), self._block)
             else:

@@ -24,7 +24,7 @@ from ...wire import Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import LoadedModel
-from ..sequence import Sequence, State, capacity_for
+from ..sequence import Sequence, State
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
@@ -164,7 +164,7 @@ class MemoryAdmission:
         return through, hot
 
     def _kv(self, sequence: Sequence) -> int:
-        tokens = mlx_adapter.round_up(capacity_for(sequence.prompt_length, sequence.max_new))
+        tokens = mlx_adapter.round_up(sequence.capacity)
         per_token = self._loaded.layout.nbytes(tokens) if self._loaded.layout else 0
         states = self._loaded.states
         return per_token + (states.nbytes(tokens) if states and states.tensors else 0)

@@ -26,7 +26,7 @@ from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..mlx_adapter import LoadedModel
-from ..sequence import Likelihood, Sequence, State, capacity_for
+from ..sequence import Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
 from .memory_admission import MemoryAdmission
@@ -287,8 +287,7 @@ class Scheduler:
             return  # Somebody has computed it meanwhile, and it lies on disk.
         length, start = sequence.prompt_length, sequence.kv_length
         if sequence.cache is None:
-            capacity = capacity_for(length, sequence.max_new)
-            sequence.cache = mlx_adapter.new_cache(self._model, capacity)
+            sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
         if not sequence.begun:
             sequence.begun = True
             sequence.sink.progress(Progress(start, length))

@@ -20,7 +20,7 @@ from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
-from ...wire import CacheSettings, Load, PromptSettings
+from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
@@ -385,6 +385,7 @@ class EnginePool:
             max_concurrent=slots,
             log_level=settings.log_level,
             seed=settings.seed,
+            kv_reserve=KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
             adapter=str(own.adapter or engine.installed.adapter or ""),
             speculate=(own.speculation or settings.speculation) == "auto",
             prompts=PromptSettings(

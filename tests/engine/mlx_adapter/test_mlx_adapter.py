@@ -20,7 +20,6 @@ from mlx_lm.utils import load as mlx_load
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
 from omlxd.engine.mlx_adapter import batch_kv
-from omlxd.engine.sequence import capacity_for
 from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
 
@@ -149,7 +148,7 @@ def test_appending_grows_a_cache_and_keeps_what_it_holds(folders):
     other = mlx_adapter.new_cache(loaded.model, 300)
     loaded.model(mx.array([tokens]), cache=other)
     rest = {n: a[:, :, 64:300] for n, a in mlx_adapter.tensors(other).items()}
-    mlx_adapter.append_tokens(cache, rest, 64, 236, capacity_for(300, 10))
+    mlx_adapter.append_tokens(cache, rest, 64, 236, 310)
     for name, array in mlx_adapter.tensors(cache).items():
         assert mx.array_equal(array[:, :, :300], mlx_adapter.tensors(other)[name][:, :, :300]).item()
     assert {layer.offset for layer in cache} == {300}

@@ -15,16 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rig import BLOCK, Rig
 
-from omlxd.chat import Failed, Finished
+from omlxd.chat import Failed, Finished, Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import arrays
 from omlxd.engine.schedule.memory_admission import MemoryAdmission
 from omlxd.engine.schedule.queue import PATIENCE
+from omlxd.engine.schedule.sampling import RowSampling, SamplingDefaults
+from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import InvalidRequest, Unavailable
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import Allocation, shares
 from omlxd.models.footprint import PROCESS_BYTES, footprint
-from omlxd.wire import Budget, Wants
+from omlxd.wire import KV_RESERVE, Budget, Wants
 from tests.front.engines.test_pool import ask, notes, pool, states, surroundings  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -478,3 +480,16 @@ def test_what_is_measured_near_and_what_scores_take_tell_of_far_contexts(
     assert learning.working(20_000) == 2048 * (5000 + 16 * 20_000)
     chunk(4096, 6144, 5000 + 16 * 2048)  # It does not grow with the context after all.
     assert learning.working(20_000) == 2048 * (5000 + 16 * 2048)
+
+
+def test_a_models_reserve_is_room_at_once_and_is_counted(rig: Rig):
+    sampler = SamplerRow(RowSampling.of(Sampling(), SamplingDefaults()))
+    tokens = list(range(1, 301))
+    rooms = (0, KV_RESERVE, 4096, 10**6)
+    none, usual, wide, most = (
+        Sequence(1, tokens, 300, bytes(32), [], 5000, frozenset(), sampler, reserve=room) for room in rooms
+    )
+    capacities = [none.capacity, usual.capacity, wide.capacity, most.capacity]
+    assert capacities == [300, 300 + KV_RESERVE, 300 + 4096, 300 + 5000]
+    admission = MemoryAdmission(rig.loaded, 1000, lambda wants: None)
+    assert admission.need(none) < admission.need(usual) < admission.need(wide)

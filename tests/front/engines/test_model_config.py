@@ -39,6 +39,7 @@ block-size = 128
 no-cache = true
 max-concurrent-requests = 2
 starts-in-thinking = true
+kv-reserve = 8192
 """
 
 
@@ -67,6 +68,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         no_cache=True,
         max_concurrent_requests=2,
         starts_in_thinking=True,
+        kv_reserve=8192,
     )
     assert models(tmp_path, "[models.x]\nttl = 0\n")["x"].ttl == math.inf
 
@@ -85,6 +87,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("template-args = 3", "no table"),
         ("block-size = 48", "48 is none of 16, 32, 64, 128, 256, 512, 1024"),
         ("tempreature = 1", "did you mean temperature?"),
+        ("kv-reserve = -1", "-1 is no whole number from 0"),
         ("repetition-context-size = -1", "-1 is no whole number from 0"),
         ("max-tokens = 1\nmax_tokens = 2", "given twice"),
     ],
