@@ -161,8 +161,21 @@ def _crush(target: Target) -> Start:
 
 
 def _pi(target: Target) -> Start:
-    variables = {"LLAMA_BASE_URL": target.url, "LLAMA_API_KEY": target.key or "omlxd"}
-    return Start(variables, flags=("--provider", "llama.cpp", "--model", target.model))
+    model: dict[str, Any] = {"id": target.model, "input": ["text", *(["image"] if target.sees else [])]}
+    if target.context is not None:
+        model |= {"contextWindow": target.context, "maxTokens": target.output_tokens}
+    provider = {
+        "baseUrl": f"{target.url}/v1",
+        "api": "openai-completions",
+        "apiKey": f"${KEY_VARIABLE}",
+        "models": [model],
+    }
+    text = json.dumps({"providers": {"omlxd": provider}}, indent=2) + "\n"
+    return Start(
+        {KEY_VARIABLE: target.key or "omlxd"},
+        flags=("--provider", "omlxd", "--model", target.model),
+        folder=("PI_CODING_AGENT_DIR", "models.json", text),
+    )
 
 
 def _qwen(target: Target) -> Start:
@@ -215,8 +228,8 @@ AGENTS = {
     "codex": Agent("codex", "npm install -g @openai/codex", _codex, 10_000),
     "opencode": Agent("opencode", "npm install -g opencode-ai", _opencode, 10_000),
     "crush": Agent("crush", "npm install -g @charmland/crush", _crush, 10_000),
-    "pi": Agent("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, 5_000, " on Node 22 or newer"),
-    "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen, 15_000),
+    "pi": Agent("pi", "npm install -g @earendil-works/pi-coding-agent", _pi, 2_000, " on Node 22 or newer"),
+    "qwen-code": Agent("qwen", "npm install -g @qwen-code/qwen-code", _qwen, 20_000),
     "goose": Agent("goose", "brew install block-goose-cli", _goose, 8_000),
     "aider": Agent("aider", "uv tool install aider-chat", _aider, 5_000),
     "copilot": Agent("copilot", "npm install -g @github/copilot", _copilot, 20_000),
@@ -307,7 +320,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write the file that the agent reads its provider from (crush), below ~/.omlxd/launch",
+        help="write the file that the agent reads its provider from (crush, pi), below ~/.omlxd/launch",
     )
     parser.epilog = "What follows -- goes to the agent as it is."
     args, unknown = parser.parse_known_args(own)

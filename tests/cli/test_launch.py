@@ -169,7 +169,6 @@ def test_opencode_and_codex_know_what_the_model_reads(launch, daemon, more, sees
 
 
 VARIABLES = {
-    "pi": {"LLAMA_BASE_URL": "URL", "LLAMA_API_KEY": "k"},
     "qwen-code": {"OPENAI_BASE_URL": "URL/v1", "OPENAI_API_KEY": "k", "OPENAI_MODEL": "org/tiny"},
     "goose": {
         **{"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": "org/tiny", "GOOSE_CONTEXT_LIMIT": "4096"},
@@ -192,7 +191,7 @@ def test_agents_that_read_variables(launch, daemon, agent):
     args, env = given(launch(agent, "--", "hi", OMLXD_API_KEY="k"))
     expected = {name: value.replace("URL", daemon.url) for name, value in VARIABLES[agent].items()}
     assert {name: env.get(name) for name in expected} == expected and args[-1] == "hi"
-    flags = {"pi": ["--provider", "llama.cpp"], "qwen-code": ["--auth-type", "openai"]}.get(agent, [])
+    flags = ["--auth-type", "openai"] if agent == "qwen-code" else []
     assert args[:-1] == [*flags, *(["--model", "org/tiny"] if flags else [])]
 
 
@@ -206,6 +205,18 @@ def test_crush_reads_a_file_that_is_written_when_asked_for(launch, daemon, tmp_p
     assert provider["base_url"] == f"{daemon.url}/v1" and provider["api_key"] == "$OMLXD_API_KEY"
     assert provider["models"][0]["context_window"] == 4096
     assert config["models"]["large"] == {"provider": "omlxd", "model": "org/tiny"}
+
+
+def test_pi_reads_a_file_too(launch, daemon):
+    assert "--save writes" in refused(launch("pi"))
+    args, env = given(launch("pi", "--save", "--", "-p", "hi"))
+    assert args == ["--provider", "omlxd", "--model", "org/tiny", "-p", "hi"]
+    config = json.loads((Path(env["PI_CODING_AGENT_DIR"]) / "models.json").read_text())
+    provider = config["providers"]["omlxd"]
+    assert provider["baseUrl"] == f"{daemon.url}/v1" and provider["apiKey"] == "$OMLXD_API_KEY"
+    assert provider["models"] == [
+        {"id": "org/tiny", "input": ["text"], "contextWindow": 4096, "maxTokens": 1024}
+    ]
 
 
 def test_the_list_says_what_is_installed(launch, tmp_path):
