@@ -130,6 +130,7 @@ def main() -> int:
             port = free_port()
             command = [sys.executable, "-m", "omlxd", "serve", "--model", str(options.model)]
             command += ["--port", str(port), "--speculation", name, "--base-path", f"{home}/{name}"]
+            command += ["--max-concurrent-requests", str(max(8, *map(int, options.streams.split(","))))]
             return ChatServer(name, command, port, options.model.name)
 
         servers = [daemon("off"), daemon("auto")]
