@@ -27,6 +27,7 @@ from ..api.anthropic.answer import TokenCount
 from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
+from ..api.responses.request import parse_compact
 from .engines.link import in_background
 from .engines.protocol import Engine, Engines, check_chats, check_images
 from .http.discovery import Discovery
@@ -96,6 +97,11 @@ def create_app(
             Route(
                 "/v1/responses", partial(routes.generate, dialect=routes.responses_dialect), methods=["POST"]
             ),
+            Route(
+                "/v1/responses/compact",
+                partial(routes.generate, dialect=routes.compact_dialect),
+                methods=["POST"],
+            ),
             Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
             Route("/v1/responses/{id:response}", routes.stored.get),
             Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
@@ -149,6 +155,7 @@ class _Routes:
         self._engines = engines
         store = ResponseStore()
         self.responses_dialect = responses_dialect(store)
+        self.compact_dialect = responses_dialect(store, parse_compact)
         self.stored = StoredResponses(store)
         metrics = MetricsOf(engines)
         self._metrics = Metrics(engines, metrics)

@@ -4,7 +4,16 @@ import httpx
 
 BASE = "http://127.0.0.1:8000"
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
-DOORS = [*PATHS, "/v1/responses", "/api/chat", "/api/generate", "/api/show", "/api/pull", "/models/load"]
+DOORS = [
+    *PATHS,
+    "/v1/responses",
+    "/v1/responses/compact",
+    "/api/chat",
+    "/api/generate",
+    "/api/show",
+    "/api/pull",
+    "/models/load",
+]
 EMBEDDING = ["/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/api/embed", "/api/embeddings"]
 DOORS += EMBEDDING
 """Paths that take a body, all of them."""
@@ -15,7 +24,10 @@ PAGES += ["/api/v1/models"]
 
 def body(path: str, **more):
     prompts = {"/v1/completions": {"prompt": "hi"}, "/api/generate": {"prompt": "hi"}}
-    prompts |= {key: {"input": "hi"} for key in ["/v1/responses", "/v1/embeddings", "/api/embed"]}
+    prompts |= {
+        key: {"input": "hi"}
+        for key in ["/v1/responses", "/v1/responses/compact", "/v1/embeddings", "/api/embed"]
+    }
     prompts |= {key: {"query": "q", "documents": ["d"]} for key in ["/v1/rerank", "/v2/rerank", "/rerank"]}
     prompts["/api/embeddings"] = {"prompt": "hi"}
     prompt = prompts.get(path, {"messages": [{"role": "user", "content": "hi"}]})

@@ -21,7 +21,7 @@ from ..openai.fields import ChatLogprob, chat_logprobs
 from ..openai.tool_choice import custom_input
 from ..sse import OpenCall, named_event, usage_extension
 from . import objects as body
-from .items import item_id, sealed
+from .items import SUMMARY, item_id, sealed
 from .request import ResponsesRequest
 from .tools import ToolName, tool_name
 
@@ -202,11 +202,31 @@ class _Answer:
         return item_id(prefix, self._id, self._index)
 
 
+class _Compaction(_Answer):
+    """A response whose one item is the summary that the model writes; the client reads none of it."""
+
+    def event(self, event: chat.Event) -> list[body.Event]:
+        if isinstance(event, chat.TextDelta):
+            self._text.append(event.text)
+        if not isinstance(event, chat.Finished):
+            return []
+        text = "".join(self._text).strip()
+        self._request = msgspec.structs.replace(self._request, messages=())
+        self._parts.append(chat.TextPart(SUMMARY.format(text)))
+        item = body.Compaction(self._item_id("cmp"), sealed(text))
+        self._output.append(item)
+        return [body.ItemAdded(0, item), body.ItemDone(0, item), *self._finish(event)]
+
+
+def _answer(id: str, request: ResponsesRequest, created: int, keep: Keep) -> _Answer:
+    return (_Compaction if request.compacts else _Answer)(id, request, created, keep)
+
+
 class OpenAIResponsesStream:
     """`sse.StreamEncoder` of one response. `created`: Unix seconds."""
 
     def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
-        self._answer = _Answer(id, request, created, keep)
+        self._answer = _answer(id, request, created, keep)
         self._next = 0
 
     def start(self) -> bytes:
@@ -235,7 +255,7 @@ class OpenAIResponsesCollector:
     """`sse.Collector` of one response. `created`: Unix seconds."""
 
     def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
-        self._answer = _Answer(id, request, created, keep)
+        self._answer = _answer(id, request, created, keep)
         self._response: body.Response | None = None
 
     def event(self, event: chat.Event) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 import re
 from typing import Any, Union
@@ -75,8 +76,13 @@ class Item(msgspec.Struct):
     tools: list[Any] | None = None
 
 
+TRIGGER = "compaction_trigger"
+"""Type of the item that ends an input which is to be summarised, and not answered."""
+SUMMARY = "Summary of the conversation so far:\n\n{}"
+
+
 def sealed(text: str) -> str:
-    """Reasoning as `encrypted_content`."""
+    """Reasoning or a summary as `encrypted_content`."""
     return SEALED_PREFIX + base64.b64encode(text.encode()).decode()
 
 
@@ -109,6 +115,11 @@ def _message_of(item: Item, tools: ResponseTools, param: str) -> tuple[chat.Role
         return ("assistant", [chat.ThinkingPart(text)]) if text else None
     if not kind:
         raise bad_field(f"{param}.type", "this field is required")
+    if kind == "compaction":
+        text = _unsealed(item)  # None can be read of another server's.
+        return ("user", [chat.TextPart(SUMMARY.format(text))]) if text else None
+    if kind == TRIGGER:
+        raise bad_field(f"{param}.type", f"a {kind} stands at the end of input alone")
     if kind.endswith("_output"):
         return None if _must(item, kind, param) is None else ("tool", [_result(item, param)])
     if kind.endswith("_call"):
@@ -175,13 +186,16 @@ def _reasoning(item: Item) -> str:
         return item.content
     if text := "".join(entry.text or "" for entry in item.content or []):
         return text
+    return _unsealed(item) or "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
+
+
+def _unsealed(item: Item) -> str:
+    """The text of `encrypted_content`; "" if it is not ours, or was cut short on its way."""
     if item.encrypted_content and item.encrypted_content.startswith(SEALED_PREFIX):
-        try:
+        with contextlib.suppress(ValueError):
             raw = binascii.a2b_base64(item.encrypted_content[len(SEALED_PREFIX) :], strict_mode=True)
             return raw.decode()
-        except ValueError:  # Not ours after all, or cut short on its way.
-            pass
-    return "\n\n".join(entry.text for entry in item.summary or [] if entry.text)
+    return ""
 
 
 def _call(item: Item, kind: str, tools: ResponseTools, param: str) -> chat.ToolCallPart:

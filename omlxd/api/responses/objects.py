@@ -55,6 +55,13 @@ class FunctionCall(_Tagged, tag="function_call"):
     status: Status = "completed"
 
 
+class Compaction(_Tagged, tag="compaction"):
+    """What the conversation before it is replaced by."""
+
+    id: str
+    encrypted_content: str
+
+
 class CustomCall(_Tagged, tag="custom_tool_call"):
     id: str
     call_id: str
@@ -64,7 +71,7 @@ class CustomCall(_Tagged, tag="custom_tool_call"):
     status: Status = "completed"
 
 
-Item = Union[Message, Reasoning, FunctionCall, CustomCall]
+Item = Union[Message, Reasoning, FunctionCall, CustomCall, Compaction]
 
 
 # --------------------------------------------------------------------------- the response
@@ -108,7 +115,7 @@ class Response(msgspec.Struct, kw_only=True):
     """`created_at` and `completed_at`: Unix seconds. The fields after `usage` repeat the request."""
 
     id: str = ""
-    object: Literal["response"] = "response"
+    object: Literal["response", "response.compaction"] = "response"
     created_at: int = 0
     completed_at: int | None = None
     status: Status = "in_progress"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union
 
 import msgspec
+from msgspec.structs import replace
 
 from ...chat import Message, TextPart
 from ...errors import NotFound, bad_field
@@ -29,7 +30,7 @@ from ..openai.fields import (
     template_fields,
 )
 from ..openai.tool_choice import tool_choice
-from .items import Item, messages_of
+from .items import TRIGGER, Item, messages_of
 from .objects import ReasoningEcho, Response
 from .tools import ResponseTools, ToolName
 
@@ -120,12 +121,14 @@ class ResponsesRequest(ParsedRequest, frozen=True, kw_only=True):
     response  the response object before it begins: it repeats fields of the request
     messages  the conversation without `instructions`, which a next response doesn't take over
     sealed    reasoning items carry `encrypted_content`
+    compacts  the answer is a summary of the conversation
     """
 
     names: dict[str, ToolName]
     response: Response
     messages: tuple[Message, ...]
     sealed: bool = False
+    compacts: bool = False
 
 
 def parse(
@@ -137,7 +140,10 @@ def parse(
     """Read a body of /v1/responses. Raises InvalidRequest, and NotFound for `previous_response_id`."""
     request = decode(_decoder, body)
     _refuse(request)
+    compacts = False
     if isinstance(request.input, list):
+        if compacts := bool(request.input) and request.input[-1].type == TRIGGER:
+            request.input.pop()
         request.input = resolved(request.input, item_of)
     tools = ResponseTools()
     for index, tool in enumerate(request.tools or []):
@@ -146,6 +152,9 @@ def parse(
     if not messages:
         raise bad_field("input", "at least one item is required")
     choice, allowed = tool_choice(request.tool_choice, {tool.name for tool in tools.listed}, tools.called_by)
+    if compacts:
+        # The tools stay in the prompt, whose cached prefix holds.
+        messages, choice, allowed = (*messages, Message("user", (TextPart(COMPACT),))), "none", ()
     system = (Message("system", (TextPart(request.instructions),)),) if request.instructions else ()
     prompt = conversation(
         system + messages,
@@ -170,7 +179,34 @@ def parse(
         response=_response(request, tools, body),
         messages=messages,
         sealed=SEALED in (request.include or ()),
+        compacts=compacts,
     )
+
+
+def parse_compact(
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+    history: History = lambda _: None,
+    item_of: KnownItem = lambda _: None,
+) -> ResponsesRequest:
+    """Read a body of /v1/responses/compact, as if its input ended with the item that asks for a summary."""
+    request = decode(_any_body, body)
+    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+    fields = {**msgspec.json.decode(body), "input": [*(given or []), {"type": TRIGGER}], "stream": False}
+    parsed = parse(msgspec.json.encode(fields), headers, history, item_of)
+    return replace(parsed, response=replace(parsed.response, object="response.compaction"))
+
+
+class _AnyInput(msgspec.Struct):
+    input: Union[str, list[Any], None] = None
+
+
+_any_body = msgspec.json.Decoder(_AnyInput)
+COMPACT = (
+    "Summarise this conversation, so that you can go on from the summary alone: what was asked, what was "
+    "done and found, decisions, names of files and commands that matter, and what comes next. Write nothing "
+    "but the summary."
+)
 
 
 def _logprobs(request: ResponsesBody) -> int | None:

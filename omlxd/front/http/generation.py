@@ -234,7 +234,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def responses_dialect(store: ResponseStore) -> Dialect:
+def responses_dialect(store: ResponseStore, parse: Any = openai_responses.parse) -> Dialect:
     """Answers go into `store` unless their request says `"store": false`."""
 
     def encoder(parsed: ParsedRequest, request_id: str) -> OpenAIResponsesStream:
@@ -246,7 +246,7 @@ def responses_dialect(store: ResponseStore) -> Dialect:
         return OpenAIResponsesCollector(new_response_id(), parsed, int(time.time()), store.keep)
 
     return Dialect(
-        lambda body, headers: openai_responses.parse(body, headers, store.messages, ItemFinder(store)),
+        lambda body, headers: parse(body, headers, store.messages, ItemFinder(store)),
         encoder,
         collector,
     )

@@ -102,6 +102,7 @@ OPERATIONS = (
     ),
     Operation("post", "/v1/score", "vLLM: how likely a text is after another", ScoreBody, PairScores),
     Operation("post", "/v1/responses", "OpenAI: response", ResponsesBody, Response, stream=SSE),
+    Operation("post", "/v1/responses/compact", "OpenAI: a summary of the input", ResponsesBody, Response),
     Operation("post", "/v1/responses/input_tokens", "OpenAI: tokens of a prompt", ResponsesBody, InputTokens),
     Operation("get", "/v1/responses/{id}", "OpenAI: a stored response", answer=Response),
     Operation("delete", "/v1/responses/{id}", "OpenAI: forget a stored response", answer=Deleted),
