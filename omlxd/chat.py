@@ -212,6 +212,7 @@ class GenerateRequest(Struct, frozen=True):
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; for the front alone
     return_token_ids  `TokenIds` come with the answer
+    keys_file, values  a safetensors file that the prompt's keys are written to, its values too; "": none
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -225,6 +226,8 @@ class GenerateRequest(Struct, frozen=True):
     forced: str = ""
     collected: bool = False
     return_token_ids: bool = False
+    keys_file: str = ""
+    values: bool = False
 
 
 class EmbedRequest(Struct, frozen=True):

@@ -142,6 +142,31 @@ class DaemonStatus(msgspec.Struct, kw_only=True):
     cold: ColdStatus | None
 
 
+class InspectedKeys(msgspec.Struct):
+    """`first_token`: later than 0 in a window's layer. `norms`: mean norm of each head's keys."""
+
+    kv_heads: int
+    dim: int
+    first_token: int
+    norms: list[float]
+
+
+class InspectedLayer(msgspec.Struct):
+    """`cache`: its class; `keys` null: it keeps none that can be read."""
+
+    layer: str
+    cache: str
+    keys: InspectedKeys | None
+
+
+class Inspected(msgspec.Struct):
+    """`file`: a safetensors file of `<layer>.keys` (KV heads, tokens, dim), float32, after RoPE."""
+
+    file: str
+    tokens: int
+    layers: list[InspectedLayer]
+
+
 class TidyMemory(msgspec.Struct, kw_only=True):
     """For all loaded models, or one: `trim` gives memory back, `reset_peak` counts MLX's peak anew."""
 

@@ -50,6 +50,8 @@ from .vision.media import Media
 log = logging.getLogger(__name__)
 
 TIDY_S = 1.0
+INSPECTED = 8192
+"""Tokens whose keys may be written: of an 8B shape they take 1 GB in float32."""
 
 
 class EngineHost:
@@ -197,6 +199,8 @@ class EngineHost:
             raise PromptTooLong(len(tokens), context - 1)
         if not tokens:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if request.keys_file and len(tokens) > INSPECTED:
+            raise bad_field("prompt", f"at most {INSPECTED} tokens are inspected, and it has {len(tokens)}")
         stops = request.sampling.stop_token_ids
         for param, ids in (("prompt", tokens), ("stop_token_ids", stops)):
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
@@ -235,6 +239,8 @@ class EngineHost:
             extra_keys=extra_keys,
             max_new=room if wanted is None else max(1, min(wanted, room)),
             reserve=self._kv_reserve,
+            keys_file=request.keys_file,
+            values=request.values,
             eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,

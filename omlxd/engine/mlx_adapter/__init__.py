@@ -47,6 +47,7 @@ from .cache_kinds import (
     trim,
 )
 from .device import backend, compute_dtype, storage_dtype, versions
+from .inspection import write_keys
 from .loading import (
     LayerHook,
     LoadedModel,
@@ -105,4 +106,5 @@ __all__ = [
     "trim",
     "trim_heap",
     "versions",
+    "write_keys",
 ]

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
@@ -355,6 +356,10 @@ class Scheduler:
 
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
+        if sequence.keys_file:
+            mlx_adapter.write_keys(
+                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values
+            )
         token, likelihood = sample_one(sequence.sampler, logits)
         self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)

@@ -1,0 +1,71 @@
+"""`POST /omlxd/inspect`: the keys of a prompt as attention reads them, cached or not."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from daemon import Daemon, family_model, prose
+from mlx_lm.utils import load as mlx_load
+
+from omlxd.engine import mlx_adapter
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "qwen3_next"])
+def test_layers_of_each_sort(family: str, tmp_path: Path):
+    loaded = mlx_adapter.load(family_model(family))
+    tokens = mx.arange(1, 90)[None]
+    cache = mlx_adapter.new_cache(loaded.model, 100)
+    mx.eval(loaded.model(tokens, cache=cache))
+    file = tmp_path / "keys.safetensors"
+    mlx_adapter.write_keys(file, cache, 89, values=True)
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    layers = json.loads(metadata["omlxd"])
+    assert len(layers) >= len(cache)
+    for layer in layers:
+        if layer["keys"] is None:
+            assert layer["cache"] == "ArraysCache" and f"{layer['layer']}.keys" not in arrays
+            continue
+        keys = arrays[layer["layer"] + ".keys"]
+        assert keys.dtype == mx.float32 and keys.shape[0] == layer["keys"]["kv_heads"]
+        assert keys.shape[1] == 89 - layer["keys"]["first_token"] and keys.shape[2] == layer["keys"]["dim"]
+        assert arrays[layer["layer"] + ".values"].shape[:2] == keys.shape[:2]
+        norms = np.linalg.norm(np.array(keys), axis=-1).mean(axis=-1)
+        assert layer["keys"]["norms"] == pytest.approx(norms.tolist(), rel=1e-4)
+
+
+def test_a_daemon_writes_what_the_model_computes_and_refuses_what_it_can_not(tmp_path: Path):
+    text = prose(60)
+    with Daemon(tmp_path) as daemon:
+        http = daemon.http
+        first, again = (http.post("/omlxd/inspect", json={"prompt": text}).json() for _ in range(2))
+        chat = http.post(
+            "/omlxd/inspect", json={"messages": [{"role": "user", "content": "Hi"}], "values": True}
+        )
+        assert chat.status_code == 200, chat.text
+        for wrong, status in (
+            ({"prompt": ""}, 400),
+            ({"prompt": text, "model": "nobody"}, 404),
+            ({"prompt": [1] * 9000}, 400),
+            ({"prompt": text, "values": 5}, 400),
+            ({}, 400),
+        ):
+            answer = http.post("/omlxd/inspect", json=wrong)
+            assert answer.status_code == status, answer.text
+        assert len(list((tmp_path / "omlxd" / "inspect").iterdir())) == 3
+        model, tokenizer = mlx_load(str(daemon.model_folder))[:2]
+    cache = mlx_adapter.new_cache(model, 1000)
+    ids = tokenizer.encode(text)
+    model(mx.array([ids]), cache=cache)
+    expected = mlx_adapter.tensors(cache)
+    for told in (first, again):
+        assert told["tokens"] == len(ids)
+        assert stat.S_IMODE(Path(told["file"]).stat().st_mode) == 0o600
+        arrays = mx.load(told["file"])
+        assert sorted(arrays) == sorted(f"{layer['layer']}.keys" for layer in told["layers"])
+        for name, keys in arrays.items():
+            assert mx.allclose(keys, expected[name][0, :, : len(ids)].astype(mx.float32), atol=1e-2)
