@@ -111,7 +111,7 @@ def set_limits(weights: int, budget: Budget) -> None:
     """
     cache = min(MOST, FIXED + weights // PART)
     cache = cache if budget.freed is None else min(cache, budget.freed)
-    memory = _DEFAULT_LIMIT if budget.most is None else budget.most
+    memory = _DEFAULT_LIMIT if budget.most is None else max(0, budget.most)
     wired = 0
     mx.set_cache_limit(cache)
     mx.set_memory_limit(memory)

@@ -118,6 +118,8 @@ def test_mlx_keeps_to_the_budget_and_wires_arrays_on_metal_alone(monkeypatch: py
         monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 4 * MB})
         mlx_adapter.set_limits(0, Budget(live=3 * MB))
         mlx_adapter.set_limits(0, Budget())
+        mlx_adapter.set_limits(0, Budget(most=-MB))  # A limit that was lowered below what a process takes.
+        assert mx.get_memory_limit() == 0 and wired.pop() == 4 * MB
         assert wired == [3 * MB, 4 * MB] and mlx_adapter.limits["mlx_wired_limit_bytes"] == 4 * MB
     finally:
         monkeypatch.undo()
