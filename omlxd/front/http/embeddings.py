@@ -103,8 +103,8 @@ class Embeddings:
         raw  the body, whose `keep_alive` counts
         """
         plain = name.strip().lower()
+        await self._engines.look_for_models()  # Else what a model does may not have been read yet.
         if not plain or PLACEHOLDERS.fullmatch(plain) or plain.startswith("text-embedding-"):
-            await self._engines.look_for_models()
             engine = next((one for one in self._engines.models() if _does(one, kind)), None)
             if engine is None:
                 what = "makes vectors" if kind == "embedding" else "scores documents"

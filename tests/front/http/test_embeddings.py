@@ -179,6 +179,8 @@ def test_a_daemon_embeds_scores_idles_and_keeps_chatting(tmp_path: Path):
     build_embedder("bert", models / "scorer", scores=True)
     demo_model_with(QWEN3, models / "tiny-reranker")
     with Daemon(tmp_path / "home", "--model-dir", str(models)) as daemon:
+        first = daemon.http.post("/v1/embeddings", json={"model": "tiny-embedding", "input": "a"})
+        assert first.status_code == 200, first.text
         kinds = {m["id"]: m["omlxd"]["kind"] for m in daemon.http.get("/v1/models").json()["data"]}
         assert kinds["tiny-embedding"] == "embedding" and kinds["scorer"] == "rerank"
         sdk = openai.OpenAI(
