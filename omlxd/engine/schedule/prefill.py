@@ -37,11 +37,14 @@ PATIENCE = 16
 
 
 TOGETHER = 256
-"""Tokens of several prompts' ends in one pass, with padding, on a GPU; on a CPU one block, as of one prompt.
+"""Tokens of several prompts' ends in one pass, with padding, on Metal; on a CPU one block, as of one prompt.
 
 SmolLM2-135M in float32, four agents' next turns at once, 2 CPUs with a load of 9 to 14, seconds to the first
 token (tools/bench/turns.py --words 70 --more 8), p50 and p90 in two runs each: 1.76, 3.58 and 2.41, 8.44; one
 by one 2.42, 5.73 and 4.47, 10.03.
+
+Not on CUDA: four turns behind 16,000 to 20,500 tokens (8B shape, H100, tools/bench/streams.py) had their
+first tokens after 6.5 s together, and after 0.7 s one by one. Such a pass has a mask.
 """
 
 

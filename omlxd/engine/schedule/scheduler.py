@@ -91,7 +91,8 @@ class Scheduler:
         self._batches: list[DecodeBatch] = []
         self._last_alone = last_token_alone()
         states = loaded.states
-        self._merges_prompts = loaded.batchable and states is not None and not states.tensors
+        plain = loaded.batchable and states is not None and not states.tensors
+        self._merges_prompts = plain and mlx_adapter.backend() != "cuda"  # See `TOGETHER`.
         self.prefill_budget = PrefillBudget(block_size)
         self.watchdog = Watchdog(self._cancel)
         self._stopping = False
