@@ -49,7 +49,7 @@ OTHERS_FLAGS = {
     "--no-deps": "pip's",
     "--svg": "tools/bench/session_ttft.py's",
     "--synthetic": "tools/replay.py's",
-    "--shape": "tools/bench's",
+    **dict.fromkeys(("--rounds", "--shape", "--size", "--talks", "--turns"), "tools/bench's"),
 }
 
 
