@@ -111,8 +111,8 @@ def message_of(error: OmlxdError, protocol: Protocol) -> str:
     limit = int(numbers[2])
     return (
         f"This model's maximum context length is {limit + 1} tokens. However, your messages resulted in "
-        f"{numbers[1]} tokens, and so your input exceeds the context window of this model, which leaves "
-        f"{limit} for the prompt.{numbers[3]}"
+        f"{numbers[1]} tokens: the prompt is too long, and your input exceeds the context window of this "
+        f"model, which leaves {limit} for it.{numbers[3]}"
     )
 
 

@@ -198,8 +198,8 @@ def test_openai_pings_and_errors_are_data():
     assert chunk["choices"] == [{"text": "", "logprobs": None, "finish_reason": None, "index": 0}]
     assert chat.error(PromptTooLong(9, 8)) == (
         b'data: {"error":{"message":"This model\'s maximum context length is 9 tokens. However, your '
-        b"messages resulted in 9 tokens, and so your input exceeds the context window of this model, "
-        b'which leaves 8 for the prompt.",'
+        b"messages resulted in 9 tokens: the prompt is too long, and your input exceeds the context window "
+        b'of this model, which leaves 8 for it.",'
         b'"type":"invalid_request_error","param":null,"code":"context_length_exceeded"}}\n\n'
     )
 

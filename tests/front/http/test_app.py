@@ -384,6 +384,7 @@ async def test_failures_before_the_first_event(path, stream, error, status, text
                 "This model's maximum context length is 4097 tokens. However, your messages resulted in "
             )
         assert message.startswith(expected)
+        assert "prompt is too long" in message
         assert ("exceeds the context window" in message) == (path != "/v1/messages")
     if status in (503, 529):
         assert answer.headers["retry-after"] == str(error.retry_after)
