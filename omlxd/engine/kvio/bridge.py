@@ -238,8 +238,10 @@ class KVBridge:
 
     def _not_finite(self, sequence: Sequence) -> list[BlockHash]:
         """Names of matched blocks, and of the checkpoint resumed from, that hold NaN or infinity."""
-        if sequence.generated or sequence.cache is None:
+        if sequence.generated:
             return []
+        if sequence.cache is None:  # Others' ends were computed with this one's: nobody looks which it is.
+            return list(sequence.hashes[: (sequence.restored_hot + sequence.restored_cold) // self._block])
         full = sequence.kv_length // self._block
         good = mx.full((full,), True)
         for array in mlx_adapter.tensors(sequence.cache).values() if full else ():

@@ -41,7 +41,7 @@ TOGETHER = 256
 
 SmolLM2-135M in float32, four agents' next turns at once, 2 CPUs with a load of 9 to 14, seconds to the first
 token (tools/bench/turns.py --words 70 --more 8), p50 and p90 in two runs each: 1.76, 3.58 and 2.41, 8.44; one
-by one 2.42, 5.73 and 4.47, 10.03.
+by one 2.42, 5.73 and 4.47, 10.03. With --words 80, 3.33, 6.14, and one by one 2.19, 3.71.
 
 Not on CUDA: four turns behind 16,000 to 20,500 tokens (8B shape, H100, tools/bench/streams.py) had their
 first tokens after 6.5 s together, and after 0.7 s one by one. Such a pass has a mask.
@@ -90,7 +90,8 @@ class PrefillBudget:
         behind = sequence.kv_length
         if not behind and sequence.table is not None:
             behind = len(sequence.table.blocks) * self._block
-        last = behind and sequence.images is None and behind >= sequence.last_boundary(self._block)
+        alone = sequence.images is not None or sequence.keys_file
+        last = behind and not alone and behind >= sequence.last_boundary(self._block)
         return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
 
     def next_stop(self, sequence: Sequence) -> int:

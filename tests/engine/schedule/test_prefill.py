@@ -37,6 +37,15 @@ def test_short_prompts_go_first_and_starve_no_long_one():
 # --------------------------------------------------------------------------- ends of several prompts
 
 
+def test_a_prompt_whose_keys_are_written_is_computed_alone():
+    budget, (one, two) = PrefillBudget(BLOCK), (waiting(100), waiting(100))
+    one.kv_length = two.kv_length = 80
+    assert budget.ends_together(one, [one, two]) == [one, two]
+    two.keys_file = "keys.safetensors"
+    assert budget.ends_together(one, [one, two]) == [one]
+    assert budget.ends_together(two, [one, two]) == [two]
+
+
 class Passes:
     """A model that notes the shapes of its passes."""
 

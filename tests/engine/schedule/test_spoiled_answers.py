@@ -138,36 +138,40 @@ def test_the_last_tokens_kv_is_not_kept_where_an_answer_ends_with_a_block(family
         assert again.hot == BLOCK, "a block that holds the newest token"
 
 
+def leave_nan_blocks(rig: Rig, family: str, tokens: list[int]) -> None:
+    """What a process leaves that dies before the first token: the second block of `tokens` holds NaN."""
+    embed = rig.loaded.model.model if family == "qwen3" else rig.loaded.model.language_model.model
+    weight = embed.embed_tokens.weight
+
+    def poison(value: float) -> None:
+        embed.embed_tokens.weight = mx.where(
+            (mx.arange(weight.shape[0]) == tokens[BLOCK + 5])[:, None], value, weight
+        )
+
+    rig.on_engine(lambda: poison(float("nan")))
+    stored = rig.scheduler._first_token
+    rig.scheduler._first_token = lambda sequence, logits: rig.scheduler._fail(  # it dies here
+        sequence, OmlxdError("gone")
+    )
+    with pytest.raises(OmlxdError, match="gone"):
+        rig.start(tokens, 4).tokens()
+    rig.settle()
+    rig.on_engine(lambda: setattr(embed.embed_tokens, "weight", weight))
+    rig.scheduler._first_token = stored
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("restart", [False, True])
 def test_nan_blocks_from_an_earlier_life_fail_one_request_and_go(
     family: str, restart: bool, tmp_path_factory, tmp_path: Path
 ):
-    """A process that dies before the first token leaves what its chunks have stored."""
     folder = build_family(family, tmp_path_factory.mktemp("model") / family)
     tokens = prompt(3 * BLOCK + 10)
     with Rig(folder) as rig:
         want = rig.run(tokens, 4).got
     with Rig(folder, tmp_path) as rig:
         rig.use_grid(BLOCK)
-        embed = rig.loaded.model.model if family == "qwen3" else rig.loaded.model.language_model.model
-        weight = embed.embed_tokens.weight
-
-        def poison(value: float) -> None:
-            embed.embed_tokens.weight = mx.where(
-                (mx.arange(weight.shape[0]) == tokens[BLOCK + 5])[:, None], value, weight
-            )
-
-        rig.on_engine(lambda: poison(float("nan")))
-        stored = rig.scheduler._first_token
-        rig.scheduler._first_token = lambda sequence, logits: rig.scheduler._fail(  # it dies here
-            sequence, OmlxdError("gone")
-        )
-        with pytest.raises(OmlxdError, match="gone"):
-            rig.start(tokens, 4).tokens()
-        rig.settle()
-        rig.on_engine(lambda: setattr(embed.embed_tokens, "weight", weight))
-        rig.scheduler._first_token = stored
+        leave_nan_blocks(rig, family, tokens)
         if not restart:
             fails(rig, tokens)
             assert rig.run(tokens, 4).got == want
@@ -178,3 +182,18 @@ def test_nan_blocks_from_an_earlier_life_fail_one_request_and_go(
         assert rig.run(tokens, 4).got == want
     with Rig(folder, tmp_path) as rig:
         assert rig.run(tokens, 4).got == want
+
+
+def test_nan_blocks_go_where_the_ends_of_prompts_are_computed_together(tmp_path_factory, tmp_path: Path):
+    tokens, other = prompt(3 * BLOCK + 10), prompt(2 * BLOCK + 7, seed=9)
+    with Rig(build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3"), tmp_path) as rig:
+        rig.use_grid(BLOCK)
+        want = rig.run(other, 4).got
+        leave_nan_blocks(rig, "qwen3", tokens)
+        both = rig.on_engine(lambda: [rig.start(tokens, 4), rig.start(other, 4)])
+        with pytest.raises(OmlxdError, match="not numbers"):
+            both[0].tokens()
+        assert both[1].tokens() == want and both[1].hot == 2 * BLOCK
+        rig.settle()
+        again = rig.run(tokens, 4)
+        assert again.hot == 0 and len(again.got) == 4
