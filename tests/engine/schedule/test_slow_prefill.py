@@ -160,7 +160,8 @@ def test_gaps_between_tokens_beside_a_prefill_are_about_twice_those_alone(model:
         alone = statistics.median(gap for at, gap in gaps if at < began)
         beside = [gap for at, gap in gaps if began < at < end]
         assert statistics.median(beside) < 2.6 * alone
-        assert len(beside) * alone < 0.8 * (end - began), "and the prefill gets its third"
+        most = 320 // BLOCK * (len(rig.loaded.model.layers) + 1)
+        assert len(beside) <= most + 3, "a step behind each layer and each pass: the prefill gets its third"
 
 
 @pytest.mark.parametrize(
