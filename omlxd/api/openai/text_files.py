@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ...chat import DocumentPart, TextPart
-from ...errors import bad_field
+from ...errors import InvalidRequest, bad_field
 from ..body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -30,9 +30,12 @@ def file_part(
     if data is None:
         raise bad_field(where, "this field is required")
     match = DATA_URL.match(data[:200])
-    if not match and "://" in data[:20]:
-        raise bad_field(where, f"{NOT_FETCHED}; send the file itself, as base64")
-    raw = from_base64(data[match.end() :] if match else data, "file", where)
+    try:
+        raw = from_base64(data[match.end() :] if match else data, "file", where)
+    except InvalidRequest:
+        if match:
+            raise
+        raise bad_field(where, f"the file is not valid base64, and {NOT_FETCHED}") from None
     media_type = match[1].lower() if match else ""
     if media_type == PDF or b"%PDF-" in raw[:1024]:
         if role not in ("user", "tool"):
