@@ -37,6 +37,7 @@ class ImagePart(Struct, frozen=True, tag="image"):
 
     param  where it stood in the request, for errors: `messages.3.content.1`
     page   `data` is a PDF, and the image its page of this number, from 1; 0: `data` is an image
+    name   of that PDF, for errors
     side   pixels that its longer side may have; 0: no bound of the client's
     """
 
@@ -45,6 +46,7 @@ class ImagePart(Struct, frozen=True, tag="image"):
     param: str = ""
     page: int = 0
     side: int = 0
+    name: str = ""
 
 
 class DocumentPart(Struct, frozen=True, tag="document"):

@@ -110,6 +110,7 @@ class ChildProcesses:
 
     def __init__(self, script: Path, memory_bytes: int, cpu_s: int):
         self._arguments = [str(script), str(memory_bytes), str(cpu_s)]
+        self._bounds = f"{memory_bytes >> 20} MiB and {cpu_s} s of processor time"
         self._memory_bytes = memory_bytes
         self._idle: list[_Child] = []
         self._lock = threading.Lock()
@@ -129,7 +130,7 @@ class ChildProcesses:
                 lost += kept is None
                 if lost < MOST_LOST:  # A kept one may have ended while nobody looked.
                     continue
-                raise ChildLost("its process was ended") from None
+                raise ChildLost(f"its process was ended; it may take {self._bounds}") from None
             except BaseException:
                 child.kill()
                 raise

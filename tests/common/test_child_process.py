@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from omlxd.common.child_process import ChildProcesses
+from omlxd.common.child_process import ChildLost, ChildProcesses
 
 SCRIPT = """
 def answer(name):
@@ -33,3 +33,11 @@ def test_packages_of_pythonpath_are_there_and_those_of_the_folder_are_not(
         assert children.call(("lies_here",), str, 10.0) == ""
     finally:
         children.close()
+
+
+def test_a_child_that_is_ended_is_told_with_what_it_may_take(tmp_path: Path):
+    (tmp_path / "script.py").write_text("import os, signal\ndef answer():\n    os.kill(os.getpid(), 9)\n")
+    children = ChildProcesses(tmp_path / "script.py", 1 << 30, 10)
+    with pytest.raises(ChildLost, match="it may take 1024 MiB and 10 s of processor time"):
+        children.call((), str, 10.0)
+    children.close()

@@ -53,7 +53,7 @@ def _parts(document: chat.DocumentPart, media: Media, sees: bool) -> list[chat.T
     closing = ["</document_content>", "</document>"]
     if sees:
         pages = [
-            chat.ImagePart(document.data, document.media_type, document.param, page)
+            chat.ImagePart(document.data, document.media_type, document.param, page, name=document.name)
             for page in range(1, len(media.pages(document)) + 1)
         ]
         return [chat.TextPart("\n".join(opening)), *pages, chat.TextPart("\n".join(closing))]

@@ -138,7 +138,7 @@ class Media:
             raise bad_field(
                 param, f"the images before this one took {REQUEST_DEADLINE_S:.0f} s to read; send fewer"
             )
-        what = f"page {part.page} of the PDF" if part.page else "the image"
+        what = f"page {part.page} of {_pdf(part.name)}" if part.page else "the image"
         try:
             pixels, why = self._children.call(("picture", part.data, part.page, part.side), _Pixels, seconds)
         except ChildLost as lost:
@@ -160,7 +160,7 @@ class Media:
         with self._lock:
             if (answer := self._documents.get(key)) is not None:
                 return answer
-        what = f"the PDF {document.name[:200]!r}" if document.name else "the PDF"
+        what = _pdf(document.name)
         try:
             answer, why = self._children.call((kind, document.data), reply, DEADLINE_S)
         except ChildLost as lost:
@@ -170,6 +170,10 @@ class Media:
         with self._lock:
             self._documents.put(key, answer)
         return answer
+
+
+def _pdf(name: str) -> str:
+    return f"the PDF {name[:200]!r}" if name else "the PDF"
 
 
 def _keyed(parts: Iterable[chat.ImagePart]) -> Iterator[tuple[chat.ImagePart, _Key]]:

@@ -40,7 +40,7 @@ def encoded(image, format: str = "PNG", **options) -> bytes:
 
 
 def part(data: bytes, page: int = 0) -> ImagePart:
-    return ImagePart(data, "image/png", FIELD, page)
+    return ImagePart(data, "image/png", FIELD, page, name="kettles.pdf" if page else "")
 
 
 def picture(media: Media, data: bytes, page: int = 0) -> Picture:
@@ -318,7 +318,7 @@ def test_pages_of_any_size_are_bounded(media):
     assert (tiny.width, tiny.height) == (20, 40)
     huge = picture(media, pdf(["a"], (14_400, 14_400)), 1)
     assert huge.width * huge.height <= media_child.PAGE_PIXELS * 1.01
-    assert "times as long" in refusal(media, pdf(["a"], (14_400, 2)), 1)
+    assert "page 1 of the PDF 'kettles.pdf' has 28800 x 4" in refusal(media, pdf(["a"], (14_400, 2)), 1)
 
 
 @pytest.mark.parametrize("ask", [Media.texts, Media.pages])
