@@ -31,8 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")
 
 
-LOOSE = {"gemma4_text": 5e-3}
-"""Of logits: chunks of other lengths move them so far without guesses too."""
+LOOSE = {"gemma4_text": 2e-2}
+"""Of logits of about 3, after 150 tokens: chunks of other lengths move them without guesses too (by 0.013 in
+tools/bench/gpu_identity.py)."""
 
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, top_k=20, seed=5)
 PENALISED = Sampling(temperature=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.7)
