@@ -23,6 +23,7 @@ from ..body import (
     free_json,
     image,
     lenient_arguments,
+    misplaced,
     nucleus,
     refuse,
     session_header,
@@ -209,7 +210,7 @@ def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
     for index, message in enumerate(items):
         where = f"messages.{index}"
         if message.images and message.role not in ("user", "tool"):
-            raise bad_field(f"{where}.images", f"an image can't stand in a {message.role} message")
+            raise misplaced("an image", message.role, f"{where}.images")
         parts: list[chat.Part] = [*_images(message.images, f"{where}.images")]
         if message.thinking and message.role == "assistant":
             parts.append(chat.ThinkingPart(message.thinking))

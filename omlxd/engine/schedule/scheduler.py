@@ -256,6 +256,12 @@ class Scheduler:
                 self._fail(sequence, _internal(error))
         return True
 
+    def _begin(self, sequence: Sequence) -> None:
+        """Report what was restored, before the first pass of a sequence."""
+        if not sequence.begun:
+            sequence.begun = True
+            sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+
     def _prefill_ends(self, sequences: list[Sequence]) -> None:
         """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
         if any([self._match(sequence) for sequence in sequences]):
@@ -264,9 +270,7 @@ class Scheduler:
             self._prefill(sequences[0])  # Blocks have gone meanwhile.
             return
         for sequence in sequences:
-            if not sequence.begun:
-                sequence.begun = True
-                sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+            self._begin(sequence)
         tokens = sum(sequence.remaining_prefill for sequence in sequences)
         with self._looking_up(sequences, self.prefill_budget.seconds(tokens) > LONG_PASS_S):
             cache = compute_ends(self._model, sequences)
@@ -290,9 +294,7 @@ class Scheduler:
         length, start = sequence.prompt_length, sequence.kv_length
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
-        if not sequence.begun:
-            sequence.begun = True
-            sequence.sink.progress(Progress(start, length))
+        self._begin(sequence)
         stop = self.prefill_budget.next_stop(sequence)
         if sequence.images is not None:
             # A CPU may take minutes.

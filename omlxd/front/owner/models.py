@@ -43,6 +43,7 @@ from ...common.units import duration
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
+from ..http.discovery import as_json as _json
 
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
@@ -173,7 +174,3 @@ def _inspected(file: Path, tokens: int) -> Inspected:
 _INSPECT = msgspec.json.Decoder(_Inspect)
 _LOAD, _UNLOAD = msgspec.json.Decoder(LoadModel), msgspec.json.Decoder(UnloadModel)
 _PIN, _ALIAS = msgspec.json.Decoder(PinModel), msgspec.json.Decoder(NameModel)
-
-
-def _json(value: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
