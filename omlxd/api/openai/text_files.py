@@ -35,7 +35,7 @@ def file_part(
     except InvalidRequest:
         if match:
             raise
-        raise bad_field(where, f"the file is not valid base64, and {NOT_FETCHED}") from None
+        raise bad_field(where, f"the file is not valid base64 ({NOT_FETCHED})") from None
     media_type = match[1].lower() if match else ""
     if media_type == PDF or b"%PDF-" in raw[:1024]:
         if role not in ("user", "tool"):

@@ -240,7 +240,7 @@ class KVBridge:
         """Names of matched blocks, and of the checkpoint resumed from, that hold NaN or infinity."""
         if sequence.generated:
             return []
-        if sequence.cache is None:  # Others' ends were computed with this one's: nobody looks which it is.
+        if sequence.cache is None:  # In a batch, whose rows are not looked at: all that was restored goes.
             return list(sequence.hashes[: (sequence.restored_hot + sequence.restored_cold) // self._block])
         full = sequence.kv_length // self._block
         good = mx.full((full,), True)
