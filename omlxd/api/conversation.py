@@ -46,7 +46,7 @@ def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: A
     """A Conversation of `messages` and `tools`. `fields`: its others. Raises InvalidRequest for too many
     images.
     """
-    kept = tuple(shown for message in messages if (shown := _without_billing(message)) is not None)
+    kept = tuple(message for message in map(_without_billing, messages) if message is not None)
     images = [part for part in media_of(kept) if isinstance(part, ImagePart)]
     if len(images) > MOST_IMAGES:
         param = images[MOST_IMAGES].param

@@ -82,9 +82,9 @@ class _Child:
             ready.register(reader, selectors.EVENT_READ)
             while len(data) < length:
                 self._wait(ready, until)
-                if not (piece := reader.read(min(length - len(data), 1 << 20))):
+                if not (part := reader.read(min(length - len(data), 1 << 20))):
                     raise EOFError
-                data += piece
+                data += part
         return bytes(data)
 
     def _wait(self, ready: selectors.BaseSelector, until: float) -> None:

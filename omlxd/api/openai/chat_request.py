@@ -184,15 +184,15 @@ def _logprobs(request: ChatBody) -> int | None:
     return None
 
 
-def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:
-    messages: list[chat.Message] = []
+def _messages(messages: list[_Message]) -> tuple[chat.Message, ...]:
+    out: list[chat.Message] = []
     asked = ""
     """The id of the last `function_call`: those and their results have none, and come in turns."""
-    for index, message in enumerate(items):
+    for index, message in enumerate(messages):
         if message.function_call is not None:
             asked = f"function_{index}"
-        messages.append(_message(message, asked, f"messages.{index}"))
-    return tuple(messages)
+        out.append(_message(message, asked, f"messages.{index}"))
+    return tuple(out)
 
 
 def _message(message: _Message, asked: str, param: str) -> chat.Message:

@@ -87,15 +87,15 @@ def _compiled(template: str) -> jinja2.Template:
 
 def answer(template: str, variables: dict[str, Any]) -> tuple[str, str]:
     """Return (text, "") or ("", why the template failed)."""
-    pieces: list[str] = []
+    texts: list[str] = []
     length = 0
     try:
-        for piece in _compiled(template).generate(**variables):
-            pieces.append(piece)
-            length += len(piece)
+        for text in _compiled(template).generate(**variables):
+            texts.append(text)
+            length += len(text)
             if length > TEXT_CHARS:
                 return "", f"its text is longer than {TEXT_CHARS} characters"
-        return "".join(pieces), ""
+        return "".join(texts), ""
     except MemoryError:
         return "", "it needs more memory than a template may have"
     except RecursionError:

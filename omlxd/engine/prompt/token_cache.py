@@ -98,7 +98,7 @@ class TokenCache:
 
     def encode_pieces(self, texts: list[str], *, most: int | None = None) -> list[int]:
         """Return the ids of each text, one after the other, none at a text's start. Needs `cuts`."""
-        segments: list[str] = []
+        parts: list[str] = []
         led: set[int] = set()
         for index, text in enumerate(texts):
             for number, segment in enumerate(self._split(text)):
@@ -107,29 +107,27 @@ class TokenCache:
                     if not inner:
                         # Behind a token, as nothing before it: what a tokenizer puts before a text's first
                         # word would be put before this text otherwise.
-                        led.add(len(segments))
+                        led.add(len(parts))
                         part = self._lead + part
-                    segments.append(part)
+                    parts.append(part)
                     inner = False
-        if most is not None and len(segments) > 2 * most:  # each has a token
-            raise PromptTooLong(len(segments), most, least=True)
+        if most is not None and len(parts) > 2 * most:  # each has a token
+            raise PromptTooLong(len(parts), most, least=True)
         tokens: list[int] = []
-        for index, ids in enumerate(self._ids(segments, most)):
+        for index, ids in enumerate(self._ids(parts, most)):
             tokens += ids[1:] if index in led else ids
         return tokens
 
-    def _ids(self, segments: list[str], most: int | None) -> list[array[int]]:
-        keys = [hashlib.blake2b(segment.encode(), digest_size=16).digest() for segment in segments]
+    def _ids(self, parts: list[str], most: int | None) -> list[array[int]]:
+        keys = [hashlib.blake2b(part.encode(), digest_size=16).digest() for part in parts]
         ids_of = self._cached(keys)
         missing = list({key: i for i, key in enumerate(keys) if key not in ids_of}.values())
         count = sum(map(len, ids_of.values()))
-        for batch in _batches(missing, [len(segment) for segment in segments]):
-            if most is not None and count > 2 * most + len(segments):  # each may have an id that is dropped
-                raise PromptTooLong(count - len(segments), most, least=True)
+        for batch in _batches(missing, [len(part) for part in parts]):
+            if most is not None and count > 2 * most + len(parts):  # each may have an id that is dropped
+                raise PromptTooLong(count - len(parts), most, least=True)
             with self._encoding.together(), _readable():
-                encoded = self._backend.encode_batch_fast(
-                    [segments[i] for i in batch], add_special_tokens=False
-                )
+                encoded = self._backend.encode_batch_fast([parts[i] for i in batch], add_special_tokens=False)
             new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
             self._remember(new)
@@ -146,22 +144,22 @@ class TokenCache:
         cuts = (match.start() for match in self._tokens.finditer(text) if match[0] in self._cutting)
         return [text[a:b] for a, b in itertools.pairwise((0, *cuts, len(text))) if b > a]
 
-    def _parts(self, segment: str) -> list[str]:
-        """`segment`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""
+    def _parts(self, text: str) -> list[str]:
+        """`text`, in parts of about `PIECE_CHARS` where it is longer. Raises InvalidRequest."""
         parts: list[str] = []
         at = 0
-        while len(segment) - at > PIECE_CHARS and self.joins:
+        while len(text) - at > PIECE_CHARS and self.joins:
             tries = itertools.islice(
-                self.bound.joints.finditer(segment, at + PIECE_CHARS // 2, at + UNCUT_CHARS), _TRIES
+                self.bound.joints.finditer(text, at + PIECE_CHARS // 2, at + UNCUT_CHARS), _TRIES
             )
-            cut = next((match.start() for match in tries if self._parts_at(segment, match.start())), 0)
+            cut = next((match.start() for match in tries if self._parts_at(text, match.start())), 0)
             if not cut:
                 break
-            parts.append(segment[at:cut])
+            parts.append(text[at:cut])
             at = cut
-        if len(segment) - at > UNCUT_CHARS:
-            raise _uncut(len(segment) - at)
-        return [*parts, segment[at:]]
+        if len(text) - at > UNCUT_CHARS:
+            raise _uncut(len(text) - at)
+        return [*parts, text[at:]]
 
     def _parts_at(self, text: str, at: int) -> bool:
         """Whether the ids around `at` are those of the two sides."""

@@ -238,21 +238,21 @@ class Scheduler:
         sequences = [sequence for sequence in self.running if sequence.state is State.PREFILLING]
         if not sequences:
             return False
-        computed = [self.prefill_budget.pick_sequence(sequences)]
+        together = [self.prefill_budget.pick_sequence(sequences)]
         if self._merges_prompts:
-            computed = self.prefill_budget.ends_together(computed[0], sequences)
+            together = self.prefill_budget.ends_together(together[0], sequences)
         try:
-            if len(computed) > 1:
-                self._prefill_ends(computed)
+            if len(together) > 1:
+                self._prefill_ends(together)
             else:
-                self._prefill(computed[0])
+                self._prefill(together[0])
         except Interrupted:
-            for sequence in computed:
+            for sequence in together:
                 sequence.cache = None  # Half written. What earlier passes computed has been offered.
                 self._release(sequence)
         except Exception as error:
             log.exception("prefill failed")
-            for sequence in computed:
+            for sequence in together:
                 self._fail(sequence, _internal(error))
         return True
 
