@@ -1,6 +1,6 @@
 """Counts of how easy a checkout of omlxd is to read; two checkouts print side by side.
 
-    python tools/house_counts.py [CHECKOUT ...] [--no-request] [--most-lines N]
+    python tools/house_counts.py [CHECKOUT ...] [--beside COMMIT] [--no-request] [--most-lines N]
 
     lines          of all Python files below omlxd/, and of those in omlxd/kv/
     small files    of at most 60 lines
@@ -13,7 +13,12 @@ The last two come from a run: the checkout's daemon serves its demo model with a
 and answers one streamed chat completion. A variable (a parameter or a local at the function's return) holds
 the prompt if its value is text or bytes with the prompt's marker, a sequence of at least 200 integers, or an
 object or container that holds one of these at most three levels down.
-`--most-lines` fails where omlxd/ has more lines.
+`--most-lines` fails where omlxd/ has more lines. `--beside` counts a commit of this repository too.
+
+Behind the counts stand the lines of each room (a checkout's own folders), and those of `ADDED`: whole files
+that came since 2744a18 for what it could not do. What is left is what that commit could do, in this tree, and
+more: lines that an addition put into files of both trees (image fields of an API, guesses in a decode step)
+stay counted.
 """
 
 from __future__ import annotations
@@ -32,6 +37,37 @@ from pathlib import Path
 
 SMALL = 60
 SHARED = 4
+LINES = "lines of omlxd/"
+
+ADDED = {
+    "images and PDFs": ("engine/vision/*", "engine/mlx_adapter/vision.py"),
+    "Ollama's API": ("api/ollama/*",),
+    "discovery by clients": ("front/http/discovery.py", "front/http/model_list.py"),
+    "embeddings, rerank, scores": (
+        *("api/embeddings.py", "front/http/embeddings.py", "engine/embedding.py"),
+        *("engine/mlx_adapter/embedder.py", "api/openai/scores.py"),
+    ),
+    "GGUF files": ("models/gguf/*",),
+    "models of other programs": ("models/local_stores.py",),
+    "a default model that answers": ("models/smollm.py", "models/offer.py", "models/builder.py"),
+    "omlxd chat": ("cli/chat.py", "cli/own_daemon.py", "front/process/start_page.py"),
+    "omlxd bench, perplexity": ("cli/bench.py", "engine/perplexity.py", "engine/mlx_adapter/perplexity.py"),
+    "LoRA training": ("cli/tune.py", "engine/tune.py", "engine/mlx_adapter/tuning.py", "models/tuning.py"),
+    "cache export, import, warm": ("cli/cache/carry.py", "cli/cache/warm.py"),
+    "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/inspection.py"),
+    "guessed tokens": ("engine/schedule/speculation.py",),
+    "attention kernels": ("engine/mlx_adapter/attention.py",),
+    "OpenBLAS on CPUs": ("engine/blas.py",),
+    "hostile model folders": (
+        *("common/child_process.py", "common/child_loop.py", "engine/prompt/template_process.py"),
+        *("engine/prompt/template_child.py", "engine/prompt/token_bound.py"),
+    ),
+}
+"""What 2744a18 could not do → files below omlxd/ that came for it alone."""
+REPLACED = {"front/http/model_list.py": 71, "api/openai/scores.py": 89}
+"""Lines of 2744a18 for what such a file did there: these stay counted."""
+
+HERE = Path(__file__).resolve().parents[1]
 MARKER = "zebrafinch"
 PROMPT = " ".join(f"{MARKER} {number}" for number in range(150))
 
@@ -195,6 +231,37 @@ def request_way(root: Path) -> list[tuple[str, str, str]]:
     return sorted((row[0], row[1], row[2]) for row in rows)
 
 
+def added_lines(root: Path) -> dict[str, int]:
+    """Lines of this checkout's files for each line of `ADDED`."""
+    package = root / "omlxd"
+    out = {}
+    for what, patterns in ADDED.items():
+        files = {file for pattern in patterns for file in package.glob(pattern) if file.suffix == ".py"}
+        names = {str(file.relative_to(package)): len(file.read_text().splitlines()) for file in files}
+        out[what] = sum(lines - REPLACED.get(name, 0) for name, lines in names.items())
+    return out
+
+
+def room_lines(root: Path) -> dict[str, int]:
+    """Lines of each folder directly below omlxd/, and of the files there."""
+    out: dict[str, int] = defaultdict(int)
+    for path in modules_of(root).values():
+        bits = path.relative_to(root / "omlxd").parts
+        out[bits[0] + "/" if len(bits) > 1 else "(files)"] += len(path.read_text().splitlines())
+    return dict(out)
+
+
+def checkout_of(commit: str, folder: Path) -> Path:
+    """The files of `commit` in a folder below `folder`. Exits where there is no such commit."""
+    target = folder / commit.replace("/", "-")
+    target.mkdir()
+    archive = subprocess.Popen(["git", "archive", commit, "omlxd"], cwd=HERE, stdout=subprocess.PIPE)
+    subprocess.run(["tar", "x"], cwd=target, stdin=archive.stdout, check=True)
+    if archive.wait():
+        sys.exit(f"git has no commit {commit}")
+    return target
+
+
 def counts_of(root: Path, *, request: bool, details: bool) -> dict[str, int]:
     modules = modules_of(root)
     lines = {path: len(path.read_text().splitlines()) for path in modules.values()}
@@ -207,7 +274,7 @@ def counts_of(root: Path, *, request: bool, details: bool) -> dict[str, int]:
     shared = method_names(list(modules.values()))
     out = {
         "files": len(lines),
-        "lines of omlxd/": sum(lines.values()),
+        LINES: sum(lines.values()),
         "lines of omlxd/kv/": sum(n for path, n in lines.items() if (root / "omlxd/kv") in path.parents),
         f"files of at most {SMALL} lines": len(small),
         "of them, no __init__.py": sum(path.name != "__init__.py" for path in small),
@@ -232,19 +299,34 @@ def counts_of(root: Path, *, request: bool, details: bool) -> dict[str, int]:
 def main() -> int:
     assert __doc__
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, nargs="*", default=[Path(__file__).resolve().parents[1]])
+    parser.add_argument("checkout", type=Path, nargs="*", default=[HERE])
+    parser.add_argument("--beside", metavar="COMMIT", action="append", default=[], help="count it as well")
     parser.add_argument("--no-request", action="store_true", help="leave out what needs a daemon")
     parser.add_argument("--details", action="store_true", help="print what was counted")
     parser.add_argument("--most-lines", type=int, help="fail if omlxd/ has more")
     args = parser.parse_args()
-    roots = [root.resolve() for root in args.checkout]
-    columns = [counts_of(root, request=not args.no_request, details=args.details) for root in roots]
-    for key in columns[0]:
-        print(f"{key:40}", *(f"{column[key]:>8,}" for column in columns))
-    if args.most_lines and any(column["lines of omlxd/"] > args.most_lines for column in columns):
+    with tempfile.TemporaryDirectory(prefix="house-counts-") as folder:
+        roots = [root.resolve() for root in args.checkout]
+        roots += [checkout_of(commit, Path(folder)) for commit in args.beside]
+        columns = [counts_of(root, request=not args.no_request, details=args.details) for root in roots]
+        show(columns)
+        print("\nlines of each room")
+        show([room_lines(root) for root in roots])
+        print("\nlines of whole files for what 2744a18 could not do")
+        added = [added_lines(root) for root in roots]
+        show(added)
+        rest = [column[LINES] - sum(own.values()) for column, own in zip(columns, added, strict=True)]
+        show([{LINES + " without these": lines} for lines in rest])
+    if args.most_lines and any(column[LINES] > args.most_lines for column in columns):
         print(f"omlxd/ has more than {args.most_lines:,} lines", file=sys.stderr)
         return 1
     return 0
+
+
+def show(columns: list[dict[str, int]]) -> None:
+    """A line a name, a column a checkout."""
+    for key in dict.fromkeys(key for column in columns for key in column):
+        print(f"{key:40}", *(f"{column.get(key, 0):>8,}" for column in columns))
 
 
 if __name__ == "__main__":
