@@ -54,6 +54,7 @@ from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.trace import trace_of
+from .owner import page
 from .owner.engine_metrics import MetricsOf
 from .owner.metrics import Metrics
 from .owner.status import Admin
@@ -120,7 +121,8 @@ def create_app(
             Route("/omlxd/requests", routes.requests),
             Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
             Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
-            Route("/", routes.root),
+            Route("/", page.root),
+            Route("/web/{name}", page.file),
             *more_routes,
         ],
         middleware=_layers(routes.settings),
@@ -248,6 +250,3 @@ class _Routes:
 
     async def why_miss(self, request: Request) -> Response:
         return _json(await self._explaining.why(await request.body()))
-
-    async def root(self, request: Request) -> Response:
-        return Response(f"omlxd {__version__}\n", media_type="text/plain")

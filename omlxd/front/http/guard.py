@@ -4,7 +4,7 @@ Hosts: a page on the web can point its own name at 127.0.0.1 and so read this se
 (DNS rebinding). Bound to loopback, only names that mean loopback are served.
 Origins: unless --cors-origin opens it (Starlette's CORSMiddleware, in app.py), no CORS header is ever
 sent, so a browser shows no page our answers; but it would still *send* a POST whose content type needs
-no preflight. Those are refused.
+no preflight. Those are refused. The owner's paths refuse whatever a browser sends for another site's page.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from .trace import trace_of
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 """What containers call the machine they run on. No page of the web can have such a name."""
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Answered without a key."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Answered without a key, and so is the page's code (`PAGE_FILES`)."""
+PAGE_FILES = "/web/"
+OWNER_PATHS = "/omlxd/"
 
 
 class Guard:
@@ -30,13 +32,17 @@ class Guard:
         self._app = app
         self._keys = settings.keys or KeyRing(settings.api_key)
         self._hosts = allowed_hosts(settings)
+        self._origins = settings.cors_origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(scope["method"], headers)
-            if scope["path"] not in OPEN_PATHS and self._keys.required:
+            path: str = scope["path"]
+            if path.startswith(OWNER_PATHS):
+                self._check_site(headers)
+            if path not in OPEN_PATHS and not path.startswith(PAGE_FILES) and self._keys.required:
                 trace_of(scope).key = self._check_key(headers)
         await self._app(scope, receive, send)
 
@@ -56,6 +62,16 @@ class Guard:
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise InvalidRequest("A request from a browser needs content type application/json.")
+
+    def _check_site(self, headers: Headers) -> None:
+        """A page of another site that a browser shows asks nothing of the owner's, though it could not read
+        the answer."""
+        if headers.get("sec-fetch-site", "none") in ("none", "same-origin"):
+            return
+        if "*" not in self._origins and headers.get("origin") not in self._origins:
+            raise InvalidRequest(
+                "This path is not for pages of other sites; `--cors-origin` lets one of them in."
+            )
 
     def _check_key(self, headers: Headers) -> str:
         """The name of the key that the request carries."""

@@ -137,7 +137,8 @@ OPERATIONS = (
     Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
     Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),
     Operation("get", "/openapi.json", "This document"),
-    Operation("get", "/", "Name and version", media="text/plain"),
+    Operation("get", "/", "Name and version; for a browser, the page", media="text/plain"),
+    Operation("get", "/web/{name}", "A file of the page", media="text/javascript"),
 )
 
 

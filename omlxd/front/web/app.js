@@ -1,0 +1,77 @@
+// The views, and the key that a daemon may ask for.
+
+import { say } from "./dom.js";
+import { hasKey, onKeyNeeded, useKey } from "./net.js";
+import * as chat from "./chat.js";
+
+const VIEWS = { chat };
+const started = new Set();
+const find = (id) => document.getElementById(id);
+let current = "";
+
+function show() {
+  const asked = location.hash.slice(1);
+  const name = asked in VIEWS ? asked : current || "chat";
+  if (name === current) return;
+  VIEWS[current]?.hide?.();
+  current = name;
+  document.title = `${name[0].toUpperCase()}${name.slice(1)} – omlxd`;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== name;
+  if (!started.has(name)) {
+    started.add(name);
+    VIEWS[name].start(find(name));
+  }
+  VIEWS[name].show();
+}
+
+// ------------------------------------------------------------------- the key
+
+const dialog = find("key-dialog");
+
+onKeyNeeded((again) => new Promise((resolve) => {
+  const input = find("key-input");
+  find("key-why").hidden = false;
+  input.value = "";
+  input.setAttribute("aria-invalid", String(again));
+  find("key-title").textContent = again ? "This key is wrong" : "This daemon asks for a key";
+  const close = (key) => {
+    dialog.close();
+    dialog.onclose = dialog.oncancel = null;
+    find("key-form").onsubmit = null;
+    resolve(key);
+    queueMicrotask(keyButton);
+  };
+  find("key-form").onsubmit = (event) => {
+    event.preventDefault();
+    close(input.value.trim());
+  };
+  find("key-cancel").onclick = () => close("");
+  dialog.oncancel = () => close("");
+  dialog.showModal();
+  input.focus();
+}));
+
+function keyButton() {
+  find("key-button").hidden = !hasKey();
+}
+
+find("key-button").addEventListener("click", () => {
+  useKey("");
+  keyButton();
+  say("The key is forgotten.");
+  VIEWS[current].hide?.();
+  VIEWS[current].show();
+});
+
+find("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  find("main").focus();
+});
+
+addEventListener("hashchange", show);
+keyButton();
+show();

@@ -1,0 +1,540 @@
+// A conversation with a model. It lives in this tab and goes nowhere but to this daemon.
+
+import { button, bytes, h, number, s, say, seconds } from "./dom.js";
+import { Rendered, code } from "./markdown.js";
+import { events, json, send } from "./net.js";
+
+const STORE = "omlxd.chat";
+const PAGE = 60;
+const MOST_IMAGE_BYTES = 20 << 20;
+const NEAR = 80;
+
+let chat = { session: newSession(), messages: [], options: {} };
+let models = [];
+let running = null; // {abort, message}
+let shown = PAGE; // messages, from the end
+let images = []; // of the next message
+let els = {};
+
+function newSession() {
+  const random = crypto.getRandomValues(new Uint32Array(3));
+  return `page-${[...random].map((each) => each.toString(36)).join("")}`;
+}
+
+export function start(section) {
+  restore();
+  els.model = h("select", { id: "chat-model", onchange: modelChanged });
+  els.sees = h("span", { class: "hint" });
+  els.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
+  els.earlier = h("button", { type: "button", class: "quiet earlier", onclick: showEarlier }, "Show earlier messages");
+  els.scroll = h("div", { class: "scroll", tabindex: -1 }, els.earlier, els.log);
+  els.text = h("textarea", {
+    id: "chat-text", rows: 1, placeholder: "Ask something", enterkeyhint: "send",
+    "aria-describedby": "chat-keys", onkeydown: typed, oninput: grow, onpaste: pasted,
+  });
+  els.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, onchange: chosen });
+  els.attach = h("button", { type: "button", class: "quiet", "aria-label": "Add images", title: "Add images", onclick: () => els.file.click() }, "+ Image");
+  els.send = h("button", { type: "button", class: "main", onclick: sendOrStop }, "Send");
+  els.images = h("ul", { class: "thumbs", "aria-label": "Images of the next message" });
+  els.options = options();
+  els.toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": "chat-options", onclick: () => {
+    els.options.hidden = !els.options.hidden;
+    els.toggle.setAttribute("aria-expanded", String(!els.options.hidden));
+  } }, "Options");
+  els.notice = h("p", { class: "problem", role: "alert", hidden: true });
+  section.append(
+    h("h2", { class: "unseen" }, "Chat"),
+    h("div", { class: "bar" },
+      h("label", { for: "chat-model" }, "Model"), els.model, els.sees,
+      h("span", { class: "gap" }),
+      els.toggle,
+      button("New chat", clear, { class: "quiet" })),
+    els.options,
+    els.scroll,
+    h("div", { class: "composer" },
+      els.notice, els.images,
+      h("label", { class: "unseen", for: "chat-text" }, "Message"),
+      h("div", { class: "row" }, els.file, els.attach, els.text, els.send),
+      h("p", { class: "hint", id: "chat-keys" }, "Enter sends, Shift+Enter makes a new line, Escape stops.")),
+  );
+  section.addEventListener("dragover", (event) => { event.preventDefault(); section.classList.add("dropping"); });
+  section.addEventListener("dragleave", (event) => { if (!section.contains(event.relatedTarget)) section.classList.remove("dropping"); });
+  section.addEventListener("drop", (event) => {
+    event.preventDefault();
+    section.classList.remove("dropping");
+    addFiles(event.dataTransfer.files);
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) stop(); });
+  draw();
+}
+
+export async function show() {
+  els.text.focus({ preventScroll: true });
+  toEnd();
+  try {
+    const { data } = await json("/v1/models");
+    models = data.filter((model) => model.omlxd.kind === "chat");
+    const chosen = els.model.value || chat.options.model;
+    els.model.replaceChildren(...models.map((model) => h("option", { value: model.id }, model.display_name)));
+    if (models.some((model) => model.id === chosen)) els.model.value = chosen;
+    modelChanged();
+    notice(models.length ? "" : "No model is here yet: the Models view gets one.");
+  } catch (error) {
+    notice(error.message);
+  }
+}
+
+// ------------------------------------------------------------------- settings of the conversation
+
+function options() {
+  const field = (name, label, made, hint = "") => {
+    made.id = `chat-${name}`;
+    made.value = chat.options[name] ?? "";
+    made.addEventListener("change", () => { chat.options[name] = made.value; save(); });
+    return h("p", { class: made.tagName === "TEXTAREA" ? "field broad" : "field" }, h("label", { for: made.id }, label), made, hint && h("span", { class: "hint" }, hint));
+  };
+  return h("div", { class: "options fields", id: "chat-options", role: "group", "aria-label": "Options", hidden: true },
+      field("system", "System prompt", h("textarea", { rows: 2 })),
+      field("temperature", "Temperature", h("input", { type: "number", min: 0, max: 2, step: 0.1, placeholder: "the model's" })),
+      field("max_tokens", "Most tokens", h("input", { type: "number", min: 1, step: 1, placeholder: "no limit" })),
+      field("thinking", "Thinking", h("select", {}, h("option", { value: "" }, "the model's default"), h("option", { value: "on" }, "on"), h("option", { value: "off" }, "off"))),
+      field("tools", "Tools", h("textarea", { rows: 3, spellcheck: "false", placeholder: '[{"type": "function", "function": {"name": "weather", "parameters": {…}}}]' }), "JSON, as OpenAI has it. You give a call's result below it."));
+}
+
+const model = () => models.find((each) => each.id === els.model.value);
+const sees = () => model()?.omlxd.input_modalities.includes("image") ?? false;
+
+function modelChanged() {
+  chat.options.model = els.model.value;
+  const now = model();
+  els.sees.textContent = now ? [now.omlxd.context_length ? `${number(now.omlxd.context_length)} tokens` : "", sees() ? "reads images" : "", now.omlxd.state === "ready" ? "" : now.omlxd.state].filter(Boolean).join(", ") : "";
+  els.attach.hidden = !sees();
+}
+
+function notice(text) {
+  els.notice.textContent = text;
+  els.notice.hidden = !text;
+}
+
+// ------------------------------------------------------------------- keeping it
+
+function restore() {
+  try {
+    chat = { ...chat, ...JSON.parse(sessionStorage.getItem(STORE) ?? "{}") };
+  } catch {
+    // What can't be read is no conversation.
+  }
+}
+
+function save() {
+  const without = (name, value) => (name === "images" ? undefined : value);
+  for (const filter of [undefined, without]) {
+    try {
+      sessionStorage.setItem(STORE, JSON.stringify(chat, filter));
+      return;
+    } catch {
+      // Too long for the browser: without its images, or in memory alone.
+    }
+  }
+  try {
+    sessionStorage.removeItem(STORE);
+  } catch {
+    // As above.
+  }
+}
+
+function clear() {
+  stop();
+  chat = { ...chat, session: newSession(), messages: [] };
+  shown = PAGE;
+  save();
+  draw();
+  say("New chat");
+  els.text.focus();
+}
+
+// ------------------------------------------------------------------- the log
+
+function draw() {
+  const from = Math.max(0, chat.messages.length - shown);
+  els.earlier.hidden = from === 0;
+  els.earlier.textContent = `Show earlier messages (${number(from)})`;
+  els.log.replaceChildren(...chat.messages.slice(from).map((message, at) => article(message, from + at)));
+  if (!chat.messages.length) els.log.append(h("p", { class: "empty" }, "Ask something. The bar under each answer shows how much of the prompt came from RAM, from SSD, and how much was computed."));
+  lastButtons();
+  toEnd();
+}
+
+function showEarlier() {
+  const before = els.scroll.scrollHeight - els.scroll.scrollTop;
+  const from = Math.max(0, chat.messages.length - shown);
+  const to = Math.max(0, from - PAGE);
+  shown += PAGE;
+  els.log.prepend(...chat.messages.slice(to, from).map((message, at) => article(message, to + at)));
+  els.earlier.hidden = to === 0;
+  els.earlier.textContent = `Show earlier messages (${number(to)})`;
+  els.scroll.scrollTop = els.scroll.scrollHeight - before;
+}
+
+const atEnd = () => els.scroll.scrollHeight - els.scroll.scrollTop - els.scroll.clientHeight < NEAR;
+const toEnd = () => { els.scroll.scrollTop = els.scroll.scrollHeight; };
+
+const WHO = { user: "You", assistant: "Model", tool: "Result" };
+
+function article(message, at) {
+  const node = h("article", { class: `message ${message.role}`, "data-at": at },
+    h("h3", {}, message.role === "assistant" && message.model ? message.model.split("/").at(-1) : WHO[message.role]));
+  if (message.role === "assistant") {
+    const view = new Answer(message);
+    node.append(view.element);
+    node.view = view;
+    view.update();
+  } else if (message.role === "tool") {
+    node.append(code(message.content, message.name));
+  } else {
+    if (message.images?.length) node.append(h("ul", { class: "thumbs" }, ...message.images.map((url, index) => h("li", {}, h("img", { src: url, alt: `Image ${index + 1}` })))));
+    node.append(h("div", { class: "said" }, message.content));
+  }
+  node.append(h("div", { class: "acts" }));
+  return node;
+}
+
+/** Buttons that only the last turn has: regenerate, edit, results of calls. */
+function lastButtons() {
+  for (const acts of els.log.querySelectorAll(".acts")) acts.replaceChildren();
+  if (running) return;
+  const acts = (at) => els.log.querySelector(`[data-at="${at}"] .acts`);
+  const last = chat.messages.length - 1;
+  const asked = chat.messages.findLastIndex((message) => message.role === "user");
+  if (asked >= 0 && acts(asked)) acts(asked).append(button("Edit", () => edit(asked), { class: "quiet", "aria-label": "Edit your last message" }));
+  const answer = chat.messages[last];
+  if (answer?.role !== "assistant") {
+    if (last >= 0) acts(last)?.append(button("Answer", () => answerNow(), { class: "quiet" }));
+    return;
+  }
+  if (answer.content) acts(last).append(button("Copy", async (pressed) => {
+    await navigator.clipboard.writeText(answer.content);
+    pressed.textContent = "Copied";
+    say("Copied");
+  }, { class: "quiet", "aria-label": "Copy the answer", failed: () => say("The browser does not let the page copy.") }));
+  acts(last).append(button("Regenerate", () => {
+    chat.messages.pop();
+    els.log.lastElementChild?.remove();
+    return answerNow();
+  }, { class: "quiet" }));
+  if (answer.calls?.length) acts(last).append(results(answer.calls));
+}
+
+function results(calls) {
+  const fields = calls.map((call, at) => h("p", { class: "field broad" },
+    h("label", { for: `result-${at}` }, `Result of ${call.name}`), h("textarea", { id: `result-${at}`, rows: 2 })));
+  const form = h("form", { class: "results" }, ...fields, h("button", { type: "submit" }, "Send results"));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    calls.forEach((call, at) => add({ role: "tool", name: call.name, id: call.id, content: form.querySelector(`#result-${at}`).value }));
+    answerNow();
+  });
+  return form;
+}
+
+function edit(at) {
+  const message = chat.messages[at];
+  const node = els.log.querySelector(`[data-at="${at}"]`);
+  const text = h("textarea", { rows: Math.min(12, message.content.split("\n").length + 1), "aria-label": "Your message" });
+  text.value = message.content;
+  const form = h("form", { class: "edit" }, text, h("p", { class: "row end" },
+    h("button", { type: "button", onclick: () => { draw(); els.text.focus(); } }, "Cancel"), h("button", { type: "submit", class: "main" }, "Send again")));
+  text.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
+    if (event.key === "Escape") { draw(); els.text.focus(); }
+  });
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    message.content = text.value.trim() || message.content;
+    chat.messages.length = at + 1;
+    draw();
+    els.text.focus();
+    answerNow();
+  });
+  node.replaceChildren(form);
+  text.focus();
+}
+
+function add(message) {
+  if (!chat.messages.length) els.log.replaceChildren();
+  chat.messages.push(message);
+  shown += 1;
+  const node = article(message, chat.messages.length - 1);
+  els.log.append(node);
+  return node;
+}
+
+// ------------------------------------------------------------------- an answer
+
+/** Shows `message` and whatever is added to it; draws at most once a frame. */
+class Answer {
+  constructor(message) {
+    this.message = message;
+    this.thoughts = h("div", { class: "thoughts" });
+    this.thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Thinking"), this.thoughts);
+    this.text = h("div", { class: "said markdown" });
+    this.rendered = new Rendered(this.text);
+    this.calls = h("div", { class: "calls" });
+    this.waits = h("p", { class: "hint waits", hidden: true });
+    this.problem = h("p", { class: "problem", hidden: true });
+    this.figures = h("div", { class: "figures" });
+    this.element = h("div", {}, this.thinking, this.text, this.calls, this.waits, this.problem, this.figures);
+    this.frame = 0;
+  }
+
+  /** Soon. A hidden tab has no frames: its answer is drawn when it ends. */
+  later() {
+    this.frame ||= requestAnimationFrame(() => {
+      const follow = atEnd();
+      this.update();
+      if (follow) toEnd();
+    });
+  }
+
+  update() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    const { message } = this;
+    this.thinking.hidden = !message.reasoning;
+    if (message.reasoning) {
+      this.thinking.firstChild.textContent = message.content || message.usage ? "Thought" : "Thinking…";
+      if (this.thoughts.textContent !== message.reasoning) this.thoughts.textContent = message.reasoning;
+    }
+    this.rendered.show(message.content);
+    this.calls.replaceChildren(...(message.calls ?? []).map(call));
+    const trouble = message.problem || (message.cut ? "Cut at the limit of tokens." : message.stopped ? "Stopped." : "");
+    this.problem.hidden = !trouble;
+    this.problem.textContent = trouble;
+    this.problem.classList.toggle("mild", !message.problem);
+    this.figures.replaceChildren(...(message.usage ? figures(message.usage) : []));
+  }
+}
+
+function call({ name, text }) {
+  let pretty = text;
+  try {
+    pretty = JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    // It is still being written, or no JSON: as it is.
+  }
+  return h("details", { class: "call", open: true }, h("summary", {}, "Calls ", h("code", {}, name || "…")), code(pretty, "json"));
+}
+
+const SOURCES = [["RAM", "ram"], ["SSD", "ssd"], ["computed", "computed"]];
+
+function figures({ own, prompt, completion, reasoning }) {
+  const counts = [own.cached_hot, own.cached_cold, own.computed];
+  const total = Math.max(1, prompt);
+  let at = 0;
+  const parts = counts.map((count, index) => {
+    const part = s("rect", { x: (1000 * at) / total, width: (1000 * count) / total, height: 8, class: SOURCES[index][1] });
+    at += count;
+    return part;
+  });
+  const told = counts.map((count, index) => [number(count), SOURCES[index]]).filter((_, index) => counts[index] > 0);
+  const sentence = `Prompt of ${number(prompt)} tokens: ${told.map(([count, [name]]) => `${count} ${name === "computed" ? name : `from ${name}`}`).join(", ")}`;
+  const tip = `queue ${seconds(own.queue_s)}, restore ${seconds(own.restore_s)}, prefill ${seconds(own.prefill_s)}, decode ${seconds(own.decode_s)}${own.peak_bytes ? `, peak ${bytes(own.peak_bytes)}` : ""}`;
+  return [
+    s("svg", { class: "source", viewBox: "0 0 1000 8", preserveAspectRatio: "none", role: "img", "aria-label": sentence }, ...parts),
+    h("p", { class: "legend", title: tip },
+      h("span", {}, "TTFT ", h("b", {}, seconds(own.ttft_s))),
+      own.tokens_per_s ? h("span", {}, h("b", {}, own.tokens_per_s < 99.5 ? own.tokens_per_s.toFixed(1) : number(own.tokens_per_s)), " tokens/s") : null,
+      h("span", {}, h("b", {}, number(completion)), ` tokens${reasoning ? `, ${number(reasoning)} of thinking` : ""}`),
+      h("span", { "aria-hidden": "true" }, "prompt ", h("b", {}, number(prompt)), ":"),
+      ...told.map(([count, [name, kind]]) => h("span", { "aria-hidden": "true", class: `key ${kind}` }, h("b", {}, count), ` ${name}`))),
+  ];
+}
+
+// ------------------------------------------------------------------- asking
+
+function body() {
+  const { system, temperature, max_tokens, thinking, tools } = chat.options;
+  const messages = chat.messages.filter((message) => message.role !== "assistant" || message.content || message.calls?.length).map(asSent);
+  if (system?.trim()) messages.unshift({ role: "system", content: system });
+  const made = { model: els.model.value, messages, stream: true, stream_options: { include_usage: true } };
+  if (temperature) made.temperature = Number(temperature);
+  if (max_tokens) made.max_tokens = Number(max_tokens);
+  if (thinking) made.chat_template_kwargs = { enable_thinking: thinking === "on" };
+  if (tools?.trim()) {
+    try {
+      made.tools = JSON.parse(tools);
+    } catch (error) {
+      throw new Error(`The tools of the options are no JSON: ${error.message}`);
+    }
+  }
+  return made;
+}
+
+function asSent(message) {
+  if (message.role === "tool") return { role: "tool", tool_call_id: message.id, content: message.content };
+  if (message.role === "user") {
+    if (!message.images?.length) return { role: "user", content: message.content };
+    const parts = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
+    return { role: "user", content: message.content ? [...parts, { type: "text", text: message.content }] : parts };
+  }
+  const sent = { role: "assistant", content: message.content };
+  if (message.calls?.length) sent.tool_calls = message.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return sent;
+}
+
+function sendOrStop() {
+  if (running) {
+    stop();
+    return;
+  }
+  const content = els.text.value.trim();
+  if (!content && !images.length) {
+    els.text.focus();
+    return;
+  }
+  add({ role: "user", content, ...(images.length ? { images } : {}) });
+  images = [];
+  drawImages();
+  els.text.value = "";
+  grow();
+  answerNow();
+}
+
+function stop() {
+  running?.abort.abort();
+}
+
+async function answerNow() {
+  if (running) return;
+  let asked;
+  notice("");
+  try {
+    asked = body();
+  } catch (error) {
+    notice(error.message);
+    return;
+  }
+  const message = { role: "assistant", model: asked.model, content: "", reasoning: "", calls: [] };
+  const node = add(message);
+  const { view } = node;
+  running = { abort: new AbortController(), message };
+  node.setAttribute("aria-busy", "true");
+  els.send.textContent = "Stop";
+  els.send.classList.add("stop");
+  lastButtons();
+  toEnd();
+  say("The model answers.");
+  const began = performance.now();
+  const waiting = setInterval(() => waits(view, began), 500);
+  try {
+    const answer = await send("/v1/chat/completions", { body: asked, signal: running.abort.signal, headers: { "x-session-affinity": chat.session } });
+    message.request = answer.headers.get("x-request-id");
+    for await (const event of events(answer)) {
+      take(message, event);
+      view.later();
+    }
+    if (!message.usage && !message.problem) message.problem = "The answer ended before its end.";
+  } catch (error) {
+    if (error.name === "AbortError") message.stopped = true;
+    else message.problem = error.message;
+  } finally {
+    clearInterval(waiting);
+    view.waits.hidden = true;
+    running = null;
+    node.removeAttribute("aria-busy");
+    els.send.textContent = "Send";
+    els.send.classList.remove("stop");
+    const follow = atEnd();
+    view.update();
+    lastButtons();
+    if (follow) toEnd();
+    say(message.problem || (message.stopped ? "Stopped." : "The answer is complete."));
+    save();
+  }
+}
+
+function waits(view, began) {
+  const { message } = view;
+  const started = message.content || message.reasoning || message.calls.length;
+  view.waits.hidden = Boolean(started);
+  const state = model()?.omlxd.state;
+  if (!started) view.waits.textContent = `${state && state !== "ready" ? "Loading the model, reading the prompt" : "Reading the prompt"}… ${Math.round((performance.now() - began) / 1000)} s`;
+}
+
+function take(message, event) {
+  if (event.error) {
+    message.problem = event.error.message;
+    return;
+  }
+  const choice = event.choices?.[0];
+  if (choice) {
+    const { delta, finish_reason: reason } = choice;
+    message.content += delta.content ?? "";
+    message.reasoning += delta.reasoning_content ?? "";
+    for (const part of delta.tool_calls ?? []) {
+      const known = (message.calls[part.index] ??= { id: "", name: "", text: "" });
+      known.id ||= part.id ?? "";
+      known.name ||= part.function?.name ?? "";
+      known.text += part.function?.arguments ?? "";
+    }
+    if (reason === "length") message.cut = true;
+  }
+  if (event.usage?.omlxd) {
+    const { usage } = event;
+    message.usage = {
+      own: usage.omlxd, prompt: usage.prompt_tokens, completion: usage.completion_tokens,
+      reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
+    };
+  }
+}
+
+// ------------------------------------------------------------------- what is typed, pasted, dropped
+
+function typed(event) {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  if (!running) sendOrStop();
+}
+
+// CSS makes the field as high as its text where the browser can; this is for the others.
+function grow() {
+  if (CSS.supports("field-sizing", "content")) return;
+  els.text.rows = Math.min(10, els.text.value.split("\n").length);
+}
+
+function pasted(event) {
+  if (event.clipboardData.files.length) {
+    event.preventDefault();
+    addFiles(event.clipboardData.files);
+  }
+}
+
+function chosen() {
+  addFiles(els.file.files);
+  els.file.value = "";
+}
+
+async function addFiles(files) {
+  notice("");
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) notice(`${file.name} is no image.`);
+    else if (!sees()) notice(`${model()?.display_name ?? "This model"} reads no images: choose a model that does.`);
+    else if (file.size > MOST_IMAGE_BYTES) notice(`${file.name} is larger than 20 MiB.`);
+    else images.push(await asUrl(file));
+  }
+  drawImages();
+  els.text.focus();
+}
+
+const asUrl = (file) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(file);
+});
+
+function drawImages() {
+  els.images.replaceChildren(...images.map((url, at) => h("li", {}, h("img", { src: url, alt: `Image ${at + 1}` }),
+    button("×", () => { images.splice(at, 1); drawImages(); els.text.focus(); }, { class: "quiet", "aria-label": `Remove image ${at + 1}` }))));
+  els.images.hidden = !images.length;
+}
