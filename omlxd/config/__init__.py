@@ -18,19 +18,3 @@ from .settings import (
     full_name,
 )
 from .values import closest, is_loopback
-
-__all__ = [
-    "BY_NAME",
-    "NEXT_LOAD",
-    "OPTIONS",
-    "SAMPLING",
-    "ModelSettings",
-    "Option",
-    "Settings",
-    "add_flags",
-    "closest",
-    "full_name",
-    "is_loopback",
-    "load_settings",
-    "settings_of",
-]

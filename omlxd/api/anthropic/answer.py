@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -77,58 +77,14 @@ class MessageAnswer(msgspec.Struct, tag_field="type", tag="message"):
     role: Literal["assistant"] = "assistant"
 
 
-class _MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
-    message: MessageAnswer
-
-
-class _BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    index: int
-    content_block: _Text | _Thinking | _ToolUse
-
-
-class _TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
-    text: str
-
-
-class _ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    thinking: str
-
-
-class _SignatureDelta(msgspec.Struct, tag_field="type", tag="signature_delta"):
-    signature: str
-
-
-class _InputDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    partial_json: str
-
-
-class _BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    index: int
-    delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta
-
-
-class _BlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
-    index: int
-
-
-class _StopDelta(msgspec.Struct):
-    stop_reason: str
-    stop_sequence: str | None
-
-
-class _MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    delta: _StopDelta
-    usage: _Usage
-
-
 class TokenCount(msgspec.Struct):
     """The answer of /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+def _event(type: str, **fields: Any) -> bytes:
+    return named_event(type.encode(), {"type": type, **fields})
 
 
 class _Signature:
@@ -163,7 +119,7 @@ class AnthropicStream:
         return b""
 
     def ping(self) -> bytes:
-        return _PING
+        return _event("ping")
 
     def error(self, error: OmlxdError) -> bytes:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
@@ -181,7 +137,7 @@ class AnthropicStream:
             usage = chat.Usage(event.total, cached_hot=event.done)
         start = _Usage(usage.prompt_tokens - usage.cached_tokens, 0, usage.cached_tokens, 0)
         message = MessageAnswer(self._id, self._model, [], None, None, start)
-        return named_event(b"message_start", _MessageStart(message))
+        return _event("message_start", message=message)
 
     def _encoded(self, event: chat.Event) -> bytes:
         if isinstance(event, chat.TextDelta):
@@ -191,14 +147,14 @@ class AnthropicStream:
         if isinstance(event, (chat.ToolCallDelta, chat.ToolCall, chat.ToolCallCut)):
             return self._tool_call(event)
         if isinstance(event, chat.Finished):
-            stop = _StopDelta(_STOP_REASON[event.reason], event.stop_sequence)
-            delta = named_event(b"message_delta", _MessageDelta(stop, _usage(event.usage)))
-            return self._close() + delta + _STOP
+            stop = {"stop_reason": _STOP_REASON[event.reason], "stop_sequence": event.stop_sequence}
+            delta = _event("message_delta", delta=stop, usage=_usage(event.usage))
+            return self._close() + delta + _event("message_stop")
         return b""
 
     def _text(self, text: str) -> bytes:
         begin = b"" if self._open == "text" else self._begin("text", _Text(""))
-        return begin + self._delta(_TextDelta(text))
+        return begin + self._delta("text_delta", text=text)
 
     def _thinking(self, text: str) -> bytes:
         begin = b""
@@ -206,31 +162,32 @@ class AnthropicStream:
             begin = self._begin("thinking", _Thinking("", ""))
             self._signature = _Signature()
         self._signature.update(text)
-        return begin + self._delta(_ThinkingDelta(text))
+        return begin + self._delta("thinking_delta", thinking=text)
 
     def _tool_call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> bytes:
         out = b""
         if not self._call.id:
             out = self._begin("call", _ToolUse(call.id, call.name, msgspec.Raw(b"{}")))
         if text := self._call.take(call):
-            out += self._delta(_InputDelta(text))
+            out += self._delta("input_json_delta", partial_json=text)
         return out if isinstance(call, chat.ToolCallDelta) else out + self._close()
 
     def _begin(self, kind: Literal["text", "thinking", "call"], block: _Text | _Thinking | _ToolUse) -> bytes:
         closed = self._close()
         self._index += 1
         self._open = kind
-        return closed + named_event(b"content_block_start", _BlockStart(self._index, block))
+        return closed + _event("content_block_start", index=self._index, content_block=block)
 
-    def _delta(self, delta: _TextDelta | _ThinkingDelta | _SignatureDelta | _InputDelta) -> bytes:
-        return named_event(b"content_block_delta", _BlockDelta(self._index, delta))
+    def _delta(self, type: str, **fields: str) -> bytes:
+        return _event("content_block_delta", index=self._index, delta={"type": type, **fields})
 
     def _close(self) -> bytes:
         if not self._open:
             return b""
-        signature = self._delta(_SignatureDelta(self._signature.text())) if self._open == "thinking" else b""
+        signed = self._open == "thinking"
+        signature = self._delta("signature_delta", signature=self._signature.text()) if signed else b""
         self._open = ""
-        return signature + named_event(b"content_block_stop", _BlockStop(self._index))
+        return signature + _event("content_block_stop", index=self._index)
 
 
 class AnthropicCollector:
@@ -271,9 +228,8 @@ class AnthropicCollector:
 
 
 def _block(run: tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut) -> _Text | _Thinking | _ToolUse:
-    if isinstance(
-        run, (chat.ToolCall, chat.ToolCallCut)
-    ):  # As Anthropic's SDKs read a stream that is cut off.
+    if isinstance(run, (chat.ToolCall, chat.ToolCallCut)):
+        # As Anthropic's SDKs read a stream that is cut off.
         return _ToolUse(run.id, run.name, msgspec.Raw(run.valid_arguments.encode()))
     text = "".join(run[1])
     if run[0] is chat.TextDelta:

@@ -45,54 +45,15 @@ class _CustomCall(msgspec.Struct, tag_field="type", tag="custom"):
     custom: _Custom
 
 
-class _CallDelta(msgspec.Struct, kw_only=True):
-    id: str
-    function: _Function
-    type: Literal["function"] = "function"
-    index: int
-
-
-class _CustomDelta(msgspec.Struct, kw_only=True):
-    """A whole call: its text comes out of JSON, and can't be sent before that is whole."""
-
-    id: str
-    custom: _Custom
-    type: Literal["custom"] = "custom"
-    index: int
-
-
-class _Arguments(msgspec.Struct):
-    arguments: str
-
-
-class _ArgumentsDelta(msgspec.Struct):
-    """More of a call that a `_CallDelta` began."""
-
-    index: int
-    function: _Arguments
-
-
-class _Delta(msgspec.Struct, omit_defaults=True):
-    role: str | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[_CallDelta | _CustomDelta | _ArgumentsDelta] | None = None
-    function_call: _Function | _Arguments | None = None
-
-
-class _ChunkChoice(msgspec.Struct, kw_only=True):
-    index: int = 0
-    delta: _Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+Delta = dict[str, Any]
+"""What a chunk adds to a choice's message."""
 
 
 class _Chunk(msgspec.Struct):
     id: str
     created: int
     model: str
-    choices: list[_ChunkChoice]
+    choices: list[dict[str, Any]]
     usage: UsageBody | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -120,41 +81,46 @@ class OpenAIChatStream(ChoicesStream):
 
     def start(self) -> bytes:
         return b"".join(
-            self._chunk(_Delta(role="assistant", content=""), index=index) for index in range(self._n)
+            self._chunk({"role": "assistant", "content": ""}, index=index) for index in range(self._n)
         )
 
     def ping(self) -> bytes:
         # Not an SSE comment: not every client's idle timer counts those.
-        return self._chunk(_Delta())
+        return self._chunk({})
 
     def _of_choice(self, event: Event, index: int) -> bytes:
         if isinstance(event, TextDelta):
             if not event.text and not event.logprobs:
                 return b""
             logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
-            return self._chunk(_Delta(content=event.text), logprobs=logprobs, index=index)
+            return self._chunk({"content": event.text}, logprobs=logprobs, index=index)
         if isinstance(event, ReasoningDelta):
-            return self._chunk(_Delta(reasoning_content=event.text), index=index) if event.text else b""
+            return self._chunk({"reasoning_content": event.text}, index=index) if event.text else b""
         if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
             delta = self._calls[index].delta(event)
             return self._chunk(delta, index=index) if delta else b""
         if isinstance(event, TokenIds):
             ids = ids_of([event])
-            choice = _ChunkChoice(delta=_Delta(), index=index, token_ids=ids.pop("token_ids"))
+            choice = _chunk_choice({}, index) | {"token_ids": ids.pop("token_ids")}
             return self._chunk_of([choice], self._usage, **ids)
         if isinstance(event, Finished):
-            return self._chunk(_Delta(), finish_reason=_finish_reason(event, self._shape), index=index)
+            return self._chunk({}, finish_reason=_finish_reason(event, self._shape), index=index)
         return b""
 
     def _chunk(
         self,
-        delta: _Delta,
+        delta: Delta,
         finish_reason: str | None = None,
         logprobs: ChatLogprobs | None = None,
         index: int = 0,
     ) -> bytes:
-        choice = _ChunkChoice(delta=delta, logprobs=logprobs, finish_reason=finish_reason, index=index)
-        return self._chunk_of([choice], self._usage)
+        return self._chunk_of([_chunk_choice(delta, index, logprobs, finish_reason)], self._usage)
+
+
+def _chunk_choice(
+    delta: Delta, index: int, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class _Progress:
@@ -165,25 +131,26 @@ class _Progress:
         self._count = 0
         self._open = OpenCall()
 
-    def delta(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> _Delta | None:
+    def delta(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> Delta | None:
         """What to send now, if anything."""
         index = self._count
         if not isinstance(event, ToolCallDelta):
             self._count += 1
         if event.name in self._shape.custom:
             if isinstance(event, ToolCallDelta):
-                return None
-            return _Delta(tool_calls=[_CustomDelta(id=event.id, custom=_custom(event), index=index)])
+                return None  # Its text comes out of JSON, and can't be sent before that is whole.
+            call = {"id": event.id, "custom": _custom(event), "type": "custom", "index": index}
+            return {"tool_calls": [call]}
         begins = not self._open.id
         text = self._open.take(event)
         if not begins and not text:
             return None
-        call = _Function(event.name, text) if begins else _Arguments(text)
+        function = {"name": event.name, "arguments": text} if begins else {"arguments": text}
         if self._shape.obsolete:
-            return _Delta(function_call=call)
-        if isinstance(call, _Function):
-            return _Delta(tool_calls=[_CallDelta(id=event.id, function=call, index=index)])
-        return _Delta(tool_calls=[_ArgumentsDelta(index, call)])
+            return {"function_call": function}
+        if not begins:
+            return {"tool_calls": [{"index": index, "function": function}]}
+        return {"tool_calls": [{"id": event.id, "function": function, "type": "function", "index": index}]}
 
 
 def _custom(event: ToolCall | ToolCallCut) -> _Custom:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -25,8 +26,14 @@ from .items import SUMMARY, item_id, sealed
 from .request import ResponsesRequest
 from .tools import ToolName, tool_name
 
+Sent = dict[str, Any]
+"""An event of the stream; its `sequence_number` is given where it is sent."""
 Keep = Callable[[str, tuple[chat.Message, ...], bytes], None]
 """(response id, the conversation with this answer, the response as JSON): called once, at its end."""
+
+
+def _sent(type: str, **fields: Any) -> Sent:
+    return {"type": f"response.{type}", **fields}
 
 
 def _nowhere(id: str, messages: tuple[chat.Message, ...], response: bytes) -> None:
@@ -50,13 +57,13 @@ class _Answer:
 
     # ----------------------------------------------------------------- the whole
 
-    def created(self) -> list[body.Event]:
-        return [body.Created(self.response("in_progress")), self.in_progress()]
+    def created(self) -> list[Sent]:
+        return [_sent("created", response=self.response("in_progress")), self.in_progress()]
 
-    def in_progress(self) -> body.Event:
-        return body.InProgress(self.response("in_progress"))
+    def in_progress(self) -> Sent:
+        return _sent("in_progress", response=self.response("in_progress"))
 
-    def event(self, event: chat.Event) -> list[body.Event]:
+    def event(self, event: chat.Event) -> list[Sent]:
         if isinstance(event, chat.TextDelta):
             logprobs = chat_logprobs(event.logprobs).content
             return self._delta(event.text, body.Message, logprobs) if event.text else []
@@ -68,9 +75,9 @@ class _Answer:
             return self._finish(event)
         return []
 
-    def failed(self, error: OmlxdError) -> list[body.Event]:
+    def failed(self, error: OmlxdError) -> list[Sent]:
         events = self._close("incomplete")
-        return [*events, body.ResponseFailed(self.response("failed", error=_problem(error)))]
+        return [*events, _sent("failed", response=self.response("failed", error=_problem(error)))]
 
     def response(
         self, status: body.Status, usage: chat.Usage | None = None, error: body.Problem | None = None
@@ -88,15 +95,15 @@ class _Answer:
             usage=None if usage is None else _usage(usage),
         )
 
-    def _finish(self, finished: chat.Finished) -> list[body.Event]:
-        cut = finished.reason == "length"
-        events = self._close("incomplete" if cut else "completed")
-        response = self.response("incomplete" if cut else "completed", finished.usage)
+    def _finish(self, finished: chat.Finished) -> list[Sent]:
+        status: body.Status = "incomplete" if finished.reason == "length" else "completed"
+        events = self._close(status)
+        response = self.response(status, finished.usage)
         if self._request.response.store:
             turn = (chat.Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
             self._keep(self._id, conversation, msgspec.json.encode(response))
-        return [*events, body.ResponseIncomplete(response) if cut else body.Completed(response)]
+        return [*events, _sent(status, response=response)]
 
     # ----------------------------------------------------------------- text and reasoning
 
@@ -105,28 +112,28 @@ class _Answer:
         text: str,
         kind: type[body.Message] | type[body.Reasoning],
         logprobs: list[ChatLogprob] | None = None,
-    ) -> list[body.Event]:
-        events: list[body.Event] = []
+    ) -> list[Sent]:
+        events: list[Sent] = []
         if not isinstance(self._open, kind):
             events = self._close("completed") + self._begin(kind)
         self._text.append(text)
         assert self._open is not None
         if kind is body.Reasoning:
-            return [*events, body.ReasoningDelta(self._open.id, self._index, delta=text)]
+            return [*events, self._in_part("reasoning_text.delta", self._open.id, delta=text)]
         self._logprobs += logprobs or []
-        return [*events, body.TextDelta(self._open.id, self._index, delta=text, logprobs=logprobs or [])]
+        said = self._in_part("output_text.delta", self._open.id, delta=text, logprobs=logprobs or [])
+        return [*events, said]
 
-    def _begin(self, kind: type[body.Message] | type[body.Reasoning]) -> list[body.Event]:
+    def _begin(self, kind: type[body.Message] | type[body.Reasoning]) -> list[Sent]:
         self._text, self._logprobs = [], []
         if kind is body.Message:
             self._open, part = body.Message(self._item_id("msg")), body.OutputText("")
         else:
             self._open, part = body.Reasoning(self._item_id("rs")), body.ReasoningText("")
-        added = body.ItemAdded(self._index, self._open)
-        return [added, body.PartAdded(self._open.id, self._index, part)]
+        return [self._added(self._open), self._in_part("content_part.added", self._open.id, part=part)]
 
-    def _close(self, status: body.Status) -> list[body.Event]:
-        item, index = self._open, self._index
+    def _close(self, status: body.Status) -> list[Sent]:
+        item = self._open
         if item is None:
             return []
         self._open = None
@@ -134,20 +141,19 @@ class _Answer:
         if isinstance(item, body.Message):
             part = body.OutputText(text, logprobs=self._logprobs)
             done = body.Message(item.id, [part], status)
-            said = body.TextDone(item.id, index, text=text, logprobs=self._logprobs)
+            said = self._in_part("output_text.done", item.id, text=text, logprobs=self._logprobs)
             self._parts.append(chat.TextPart(text))
         else:
             part = body.ReasoningText(text)
             secret = sealed(text) if self._request.sealed else None
             done = body.Reasoning(item.id, [part], secret, status)
-            said = body.ReasoningDone(item.id, index, text=text)
+            said = self._in_part("reasoning_text.done", item.id, text=text)
             self._parts.append(chat.ThinkingPart(text))
-        self._output.append(done)
-        return [said, body.PartDone(item.id, index, part), body.ItemDone(index, done)]
+        return [said, self._in_part("content_part.done", item.id, part=part), self._done(done)]
 
     # ----------------------------------------------------------------- calls
 
-    def _call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> list[body.Event]:
+    def _call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> list[Sent]:
         tool = tool_name(self._request.names, call.name)
         if not tool.custom:
             return self._function_call(call, tool)
@@ -162,36 +168,51 @@ class _Answer:
 
     def _function_call(
         self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut, tool: ToolName
-    ) -> list[body.Event]:
-        index, id = self._index, self._item_id("fc")
+    ) -> list[Sent]:
+        id = self._item_id("fc")
         namespace = tool.namespace or msgspec.UNSET
-        events: list[body.Event] = []
+        events: list[Sent] = []
         if not self._calling.id:
             empty = body.FunctionCall(id, call.id, tool.name, "", namespace, "in_progress")
-            events.append(body.ItemAdded(index, empty))
+            events.append(self._added(empty))
         if text := self._calling.take(call):
-            events.append(body.ArgumentsDelta(id, index, text))
+            events.append(self._in_item("function_call_arguments.delta", id, delta=text))
         if isinstance(call, chat.ToolCallDelta):
             return events
         status = self._keep_call(call)
         item = body.FunctionCall(id, call.id, tool.name, call.arguments, namespace, status)
-        self._output.append(item)
-        return [*events, body.ArgumentsDone(id, index, call.arguments, tool.name), body.ItemDone(index, item)]
+        whole = {"arguments": call.arguments, "name": tool.name}
+        return [*events, self._in_item("function_call_arguments.done", id, **whole), self._done(item)]
 
-    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, tool: ToolName) -> list[body.Event]:
-        index, id = self._index, self._item_id("ctc")
+    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, tool: ToolName) -> list[Sent]:
+        id = self._item_id("ctc")
         namespace = tool.namespace or msgspec.UNSET
         text = custom_input(call.valid_arguments)
         status = self._keep_call(call)
         item = body.CustomCall(id, call.id, tool.name, text, namespace, status)
         empty = body.CustomCall(id, call.id, tool.name, "", namespace, "in_progress")
-        self._output.append(item)
         return [
-            body.ItemAdded(index, empty),
-            body.InputDelta(id, index, text),
-            body.InputDone(id, index, text),
-            body.ItemDone(index, item),
+            self._added(empty),
+            self._in_item("custom_tool_call_input.delta", id, delta=text),
+            self._in_item("custom_tool_call_input.done", id, input=text),
+            self._done(item),
         ]
+
+    # ----------------------------------------------------------------- items
+
+    def _added(self, item: body.Item) -> Sent:
+        return _sent("output_item.added", output_index=self._index, item=item)
+
+    def _done(self, item: body.Item) -> Sent:
+        """`item` is whole, and the next one is another."""
+        self._output.append(item)
+        return _sent("output_item.done", output_index=self._index - 1, item=item)
+
+    def _in_item(self, type: str, id: str, **fields: Any) -> Sent:
+        return _sent(type, item_id=id, output_index=self._index, **fields)
+
+    def _in_part(self, type: str, id: str, **fields: Any) -> Sent:
+        return self._in_item(type, id, content_index=0, **fields)
 
     @property
     def _index(self) -> int:
@@ -205,7 +226,7 @@ class _Answer:
 class _Compaction(_Answer):
     """A response whose one item is the summary that the model writes; the client reads none of it."""
 
-    def event(self, event: chat.Event) -> list[body.Event]:
+    def event(self, event: chat.Event) -> list[Sent]:
         if isinstance(event, chat.TextDelta):
             self._text.append(event.text)
         if not isinstance(event, chat.Finished):
@@ -214,8 +235,7 @@ class _Compaction(_Answer):
         self._request = msgspec.structs.replace(self._request, messages=())
         self._parts.append(chat.TextPart(SUMMARY.format(text)))
         item = body.Compaction(self._item_id("cmp"), sealed(text))
-        self._output.append(item)
-        return [body.ItemAdded(0, item), body.ItemDone(0, item), *self._finish(event)]
+        return [self._added(item), self._done(item), *self._finish(event)]
 
 
 def _answer(id: str, request: ResponsesRequest, created: int, keep: Keep) -> _Answer:
@@ -242,12 +262,12 @@ class OpenAIResponsesStream:
     def error(self, error: OmlxdError) -> bytes:
         return self._encoded(self._answer.failed(error))
 
-    def _encoded(self, events: list[body.Event]) -> bytes:
+    def _encoded(self, events: list[Sent]) -> bytes:
         out = b""
         for event in events:
-            event.sequence_number = self._next
+            event["sequence_number"] = self._next
             self._next += 1
-            out += named_event(str(event.__struct_config__.tag).encode(), event)
+            out += named_event(event["type"].encode(), event)
         return out
 
 
@@ -260,8 +280,8 @@ class OpenAIResponsesCollector:
 
     def event(self, event: chat.Event) -> None:
         for sent in self._answer.event(event):
-            if isinstance(sent, (body.Completed, body.ResponseIncomplete)):
-                self._response = sent.response
+            if sent["type"] in ("response.completed", "response.incomplete"):
+                self._response = sent["response"]
 
     def response(self) -> bytes:
         assert self._response is not None, "response before Finished"

@@ -12,7 +12,7 @@ import msgspec
 
 import omlxd
 
-from ...config import OPTIONS, Option, Settings, load_settings
+from ...config import BY_NAME, OPTIONS, load_settings
 from ...errors import ConfigError
 from ...models.resolve import is_local
 
@@ -22,6 +22,8 @@ THROTTLE_S = 10
 FILES = 8192
 CARRIED = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "HF_HUB_OFFLINE")
 """Variables of the installing shell that say where models are. No token is among them."""
+LAUNCHD_NAME = "Listeners"
+"""The key under `Sockets` in our LaunchAgent."""
 MARK = "OMLXD_SERVICE"
 """A variable of the service; also how we know that a file is ours."""
 
@@ -87,7 +89,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 
 def _absolute(name: str, text: str) -> str:
     """Paths as they are meant here: a service starts in /."""
-    option = _OPTIONS.get(name)
+    option = BY_NAME.get(name)
     is_path = name == "config" or (option is not None and option.is_path)
     if text and (is_path or (name == "model" and is_local(text))):
         return str(Path(text).expanduser().absolute())
@@ -95,7 +97,7 @@ def _absolute(name: str, text: str) -> str:
 
 
 def _words(name: str, text: str) -> Sequence[str]:
-    option = _OPTIONS.get(name)
+    option = BY_NAME.get(name)
     flag = option.flag if option is not None else "--" + name
     return [flag] if option is not None and option.is_switch else [flag, text]
 
@@ -110,12 +112,3 @@ def _import_path(python: str) -> dict[str, str]:
             return extra
     last = tried.stderr.decode(errors="replace").strip().splitlines()[-1:]
     raise ConfigError(f"{python} can't start omlxd outside of this shell: {''.join(last)}")
-
-
-_OPTIONS: dict[str, Option] = {option.name: option for option in OPTIONS}
-
-__all__ = ["Plan", "Settings", "ignored_variables", "make_plan"]
-
-
-LAUNCHD_NAME = "Listeners"
-"""The key under `Sockets` in our LaunchAgent."""

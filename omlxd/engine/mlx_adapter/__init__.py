@@ -17,7 +17,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   (lean_imports.py; tests/engine/mlx_adapter/test_lean_imports.py).
 """
 
-from . import lean_imports  # noqa: F401  (before whatever imports transformers)
+from . import lean_imports  # Before whatever imports transformers.
 from .arrays import blank_arrays, give_memory_back, limits, set_limits, trim_heap
 from .attention import reads_own_rows
 from .batch_kv import EvenBatchKVCache, round_up
@@ -59,52 +59,3 @@ from .loading import (
 )
 from .quantised import Quantisation
 from .vision import VLM_VERSION, blindness
-
-__all__ = [
-    "VLM_VERSION",
-    "Cache",
-    "EvenBatchKVCache",
-    "LayerHook",
-    "LoadedModel",
-    "Quantisation",
-    "StateLayout",
-    "after_prefill",
-    "append_tokens",
-    "backend",
-    "blank_arrays",
-    "blindness",
-    "can_take_back",
-    "compute_dtype",
-    "extend",
-    "extend_batch",
-    "filled_cache",
-    "give_memory_back",
-    "keep_rows",
-    "last_position_only",
-    "last_positions",
-    "layout_of",
-    "limits",
-    "load",
-    "load_tokenizer",
-    "merge",
-    "new_cache",
-    "put_back",
-    "put_states",
-    "reads_own_rows",
-    "recurrent_states",
-    "reuse_obstacle",
-    "round_up",
-    "row_states",
-    "row_tensors",
-    "set_limits",
-    "state_arrays",
-    "state_tensors",
-    "states_of",
-    "storage_dtype",
-    "tensors",
-    "tree_bytes",
-    "trim",
-    "trim_heap",
-    "versions",
-    "write_keys",
-]
