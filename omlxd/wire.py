@@ -158,11 +158,15 @@ class GetStats(Struct, frozen=True, tag="get_stats"):
 
 
 class Explain(Struct, frozen=True, tag="explain"):
-    """Say why `request` would miss, or why it did: `reached` tokens of it were restored (-1: as of now)."""
+    """Say why `request` would miss, or why it did: `reached` tokens of it were restored (-1: as of now).
+
+    files  and which files it is restored from
+    """
 
     id: int
     request: GenerateRequest
     reached: int = -1
+    files: bool = False
 
 
 class Embed(Struct, frozen=True, tag="embed"):
@@ -349,6 +353,7 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     before, prompt  text around `position`; `stored`: what stands stored instead of `prompt`
     stored_used, gone_at  seconds since 1970
     looked, complete  files whose headers were read for `stored`, and whether these were all
+    files         that it is restored from, root first: blocks, checkpoints, records of turns; if asked for
     """
 
     cause: str
@@ -370,6 +375,7 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     looked: int = 0
     complete: bool = True
     other_image: bool = False
+    files: tuple[str, ...] = ()
 
 
 class Explained(Struct, frozen=True, tag="explained"):

@@ -210,6 +210,41 @@ class WhyMissBody(msgspec.Struct):
     headers: dict[str, str] = {}
 
 
+class PinBlocks(WhyMissBody):
+    """Pin what is cached of that request, as `name` (else the session's, or the request's id); or unpin the
+    `name`.
+    """
+
+    name: str = ""
+    pinned: bool = True
+
+
+class PinnedBlocks(msgspec.Struct):
+    """`files`, on SSD or still to be written; `bytes`: of those that are there. `at`: seconds since 1970."""
+
+    name: str
+    model: str
+    files: int
+    bytes: int
+    at: float
+
+
+class PinList(msgspec.Struct):
+    """The newest last. `bytes` may be up to `most_bytes`, half of the SSD cache's limit."""
+
+    pins: list[PinnedBlocks]
+    bytes: int
+    most_bytes: int
+
+
+class CachedFiles(msgspec.Struct):
+    """Files that a request's prompt is restored from, relative to the cache dir; `tokens` of it."""
+
+    model: str
+    files: list[str]
+    tokens: int
+
+
 class WhyMiss(msgspec.Struct):
     """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now."""
 

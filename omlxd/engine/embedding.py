@@ -149,7 +149,7 @@ class EmbedderHost:
     def start(self, *args: Any) -> NoReturn:
         self._refuse()
 
-    explain = cancel = start
+    explain = cached_files = cancel = start
 
     def _refuse(self) -> NoReturn:
         raise InvalidRequest("This model answers no prompts: it embeds or scores texts.", param="model")

@@ -110,6 +110,16 @@ class Explainer:
             tiers.append(tier)
         return tiers
 
+    def files_of(self, request: GenerateRequest) -> wire.Explanation:
+        """The files that `request` is restored from now; nothing of why it misses. Raises OmlxdError."""
+        tokens, keys = self.prompt_of(request)
+        hashes = hash_blocks(chain_root(self.namespace, request.cache_salt), tokens, self.block_size, keys)
+        chain = hashes[: len(self._chain(hashes))]
+        stands = self.stands
+        names = chain if stands is None else [*chain, *map(checkpoint_name, filter(stands, chain))]
+        files = tuple(block_path(self.namespace, name) for name in names)
+        return wire.Explanation("none", len(tokens), chain_tokens=len(chain) * self.block_size, files=files)
+
     def _usable(self, hashes: Sequence[BlockHash], chain: int) -> int:
         """Blocks that a request could begin from: up to the deepest checkpoint, where one is needed."""
         if self.stands is None:

@@ -16,6 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import mlx.core as mx
+import msgspec
 
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
@@ -27,7 +28,7 @@ from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
 from . import blas, mlx_adapter
 from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
-from .explain import Explainer
+from .explain import Explainer, ExtraKeys
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
 from .metrics import TrafficCounters, metrics_of
@@ -334,13 +335,32 @@ class EngineHost:
 
     def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
         """Why `request` misses where it does; see engine/explain.py. Any thread. Raises OmlxdError."""
+        return self._explainer(lambda rendered: None).explain_request(request, reached)
+
+    def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+        """Which files `request` is restored from now, records of its turns last. Raises OmlxdError."""
+        records: list[str] = []
+
+        def note(rendered: RenderedPrompt) -> None:
+            places = [*rendered.turns, *([rendered.place] if rendered.place is not None else ())]
+            records.extend(self.prompts.memory.files_of(places) if self.prompts.memory is not None else ())
+
+        found = self._explainer(note).files_of(request)
+        return msgspec.structs.replace(found, files=(*found.files, *records)) if found.files else found
+
+    def _explainer(self, note: Callable[[RenderedPrompt], None]) -> Explainer:
+        """`note` is given each prompt that it renders."""
+
+        def prompt_of(request: GenerateRequest) -> tuple[list[int], ExtraKeys]:
+            rendered = self._render(request, self._context(request))
+            note(rendered)
+            return prompt_with_images(rendered, self.images, settings.block_size)
+
         bridge, settings = self.scheduler.bridge, self._settings
         tokenizer = self.loaded.tokenizer
         states = bridge.states if bridge is not None else None
         return Explainer(
-            prompt_of=lambda request: prompt_with_images(
-                self._render(request, self._context(request)), self.images, settings.block_size
-            ),
+            prompt_of=prompt_of,
             text_of=lambda tokens: tokenizer.decode(list(tokens)),
             namespace=self.namespace,
             block_size=settings.block_size,
@@ -350,7 +370,7 @@ class EngineHost:
             model_id=self.info.model_id,
             model_path=self._path,
             reuse_off=self.info.kv_reuse,
-        ).explain_request(request, reached)
+        )
 
     def set_budget(self, budget: wire.Budget) -> None:
         """What this engine may hold from now on. Any thread."""

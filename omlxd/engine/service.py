@@ -306,7 +306,11 @@ class EngineService:
 
     def _explain(self, message: wire.Explain) -> None:
         try:
-            explanation = self._host.result().explain(message.request, message.reached)
+            host = self._host.result()
+            if message.files:
+                explanation = host.cached_files(message.request)
+            else:
+                explanation = host.explain(message.request, message.reached)
             self._send(wire.Explained(id=message.id, explanation=explanation))
         except BaseException as error:  # A library may panic.
             self._fail(message.id, error)

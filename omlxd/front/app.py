@@ -57,6 +57,7 @@ from .http.trace import trace_of
 from .owner import page
 from .owner.engine_metrics import MetricsOf
 from .owner.metrics import Metrics
+from .owner.pins import Pinning
 from .owner.status import Admin
 from .owner.why_miss import Explaining
 
@@ -120,6 +121,9 @@ def create_app(
             Route("/omlxd/memory", routes.memory, methods=["POST"]),
             Route("/omlxd/requests", routes.requests),
             Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
+            Route("/omlxd/cache/pin", routes.pin, methods=["POST"]),
+            Route("/omlxd/cache/pins", routes.pins),
+            Route("/omlxd/cache/files", routes.cached_files, methods=["POST"]),
             Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
             Route("/", page.root),
             Route("/web/{name}", page.file),
@@ -165,6 +169,7 @@ class _Routes:
         self._recent = RecentRequests()
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self.responses_dialect)
+        self._pinning = Pinning(engines, self._explaining)
 
     async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
@@ -247,6 +252,15 @@ class _Routes:
 
     async def forget(self, request: Request) -> Response:
         return _json(await self._admin.forget_files(await request.body()))
+
+    async def pin(self, request: Request) -> Response:
+        return _json(await self._pinning.pin(await request.body()))
+
+    async def pins(self, request: Request) -> Response:
+        return _json(await self._pinning.pins())
+
+    async def cached_files(self, request: Request) -> Response:
+        return _json(await self._pinning.files(await request.body()))
 
     async def why_miss(self, request: Request) -> Response:
         return _json(await self._explaining.why(await request.body()))

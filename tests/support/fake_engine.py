@@ -28,7 +28,9 @@ from omlxd.chat import (
     Usage,
     Vectors,
 )
+from omlxd.cli.owner_api import PinnedBlocks
 from omlxd.front.app import create_app
+from omlxd.front.engines.pins import PinnedChain
 from omlxd.front.engines.protocol import Card, resolve_name
 from omlxd.front.http.settings import HttpSettings
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
@@ -174,6 +176,9 @@ class FakeEngine:
         self.explained = (request, reached)
         return self.explanation
 
+    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+        return self.explanation
+
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
         if trim or reset_peak:
             self.orders.append((trim, reset_peak))
@@ -209,6 +214,12 @@ class FakeEngines:
     evicted_log = EvictedLog()
 
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
+        return None
+
+    async def cold_pins(self) -> list[PinnedBlocks] | None:
+        return None
+
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
         return None
 
     def cold_removal(self, path: str) -> Removal | None:

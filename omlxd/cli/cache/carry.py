@@ -12,16 +12,22 @@ import tarfile
 import time
 from pathlib import Path
 
+import msgspec
+
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.fs import FileSystem, put_in_place, write_all
 from ...kv.files.namespace import FILE_NAME, read_namespace
-from ...kv.files.paths import RECORD_SUFFIX, is_namespace_dir, is_stored_path
+from ...kv.files.paths import RECORD_SUFFIX, disk_bytes, is_namespace_dir, is_stored_path
+from ..daemon_client import address, fetch
+from ..owner_api import CachedFiles
 from . import inventory
 from .clear import named
 from .holder import exclusive
+from .pin import named_request
 from .verify import Verifier
+from .why_miss import ANSWER_S
 
 MOST_BYTES = 1 << 30
 """Of one file in an archive; blocks have some megabytes."""
@@ -29,16 +35,11 @@ MOST_BYTES = 1 << 30
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     """A daemon may run; a file that it evicts meanwhile is left out. Raises OmlxdError, OSError."""
-    chosen = named(inventory.namespaces(root), args.model)
-    if not chosen:
-        raise ConfigError(f"--model: nothing of {args.model!r} is cached.", param="--model")
-    before = time.time() - args.newer_than if args.newer_than else 0.0
-    files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
-    # A prefix before what goes on from it.
-    files = sorted((file for file in files if file.used >= before), key=lambda file: -file.used)
+    files = _of_session(args, settings) if args.session else _of_model(args, root)
+    folders = dict.fromkeys(path.partition("/")[0] for path in files)
     nbytes = count = 0
     with tarfile.open(args.archive, "x") as archive:
-        for path in [f"{folder}/{FILE_NAME}" for folder in chosen] + [file.path for file in files]:
+        for path in [f"{folder}/{FILE_NAME}" for folder in folders] + files:
             try:
                 archive.add(root / path, path, recursive=False)
             except FileNotFoundError:
@@ -48,22 +49,50 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
     return 0
 
 
+def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
+    chosen = named(inventory.namespaces(root), args.model)
+    if not chosen:
+        raise ConfigError(f"--model: nothing of {args.model!r} is cached.", param="--model")
+    before = time.time() - args.newer_than if args.newer_than else 0.0
+    files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
+    # A prefix before what goes on from it.
+    return [file.path for file in sorted(files, key=lambda file: -file.used) if file.used >= before]
+
+
+def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
+    asked = msgspec.json.encode(named_request(args.session))
+    found = fetch(*address(args.url, settings), "/omlxd/cache/files", CachedFiles, asked, ANSWER_S)
+    if not found.files:
+        raise ConfigError(f"--session: nothing of {args.session!r} is cached.", param="--session")
+    return found.files
+
+
 def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if a file of the archive is bad; the others are taken. Raises OmlxdError, OSError."""
+    """Exit status 1 if a file of the archive is bad or finds no room; the others are taken.
+
+    Raises OmlxdError, OSError.
+    """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    taken = there = bad = 0
+    taken = there = bad = full = 0
     with exclusive(root), _opened(args.archive) as archive:
+        folders = list(inventory.namespaces(root))
+        room = settings.cold_cache_bytes - sum(each.disk for each in inventory.walk(root, folders))
         while (member := _next(archive)) is not None:
             try:
-                if _take(archive, member, root):
+                if room < disk_bytes(member.size) and not (root / member.name).exists():
+                    full += 1
+                elif _take(archive, member, root):
                     taken += 1
+                    room -= disk_bytes(member.size)
                 else:
                     there += 1
             except _Bad as error:
                 bad += 1
                 print(f"bad: {member.name[:200]!r}: {error}")
     print(f"{taken} files imported, {there} were there, {bad} bad")
-    return 1 if bad else 0
+    if full:
+        print(f"{full} files left out: the SSD cache may take {human(settings.cold_cache_bytes)}")
+    return 1 if bad or full else 0
 
 
 class _Bad(Exception):

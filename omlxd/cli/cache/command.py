@@ -19,7 +19,7 @@ from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import is_stored_path
 from ..daemon_client import DaemonError
 from ..status import as_json
-from . import carry, holder, inventory, stats, warm, why_miss
+from . import carry, holder, inventory, pin, stats, warm, why_miss
 from .check import Outcome, check, summary
 from .clear import named, plan, remove
 from .holder import DaemonRuns, exclusive
@@ -38,7 +38,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     root = settings.paged_ssd_cache_dir
     verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
-        asks = args.run in (why_miss.run, warm.run)
+        asks = args.run in (why_miss.run, warm.run, pin.run)
         if args.url and not asks and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
         return verb(args, settings, root)
@@ -68,9 +68,15 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     cleared.add_argument("--yes", action="store_true", help="don't ask")
     warmed = verbs.add_parser("warm", help="have the daemon compute prompts while it is idle")
     warm.add_arguments(warmed)
+    pinned = verbs.add_parser("pin", help="have the daemon evict a prompt's KV last")
+    pin.add_arguments(pinned)
     exported = verbs.add_parser("export", help="write a model's blocks and records into a tar file")
     exported.add_argument("archive", type=Path, metavar="FILE.tar", help="a file that is not there yet")
-    exported.add_argument("--model", metavar="NAME", required=True, help="whose")
+    whose = exported.add_mutually_exclusive_group(required=True)
+    whose.add_argument("--model", metavar="NAME", help="all of this model")
+    whose.add_argument(
+        "--session", metavar="SESSION|FILE", help="what the daemon restores it from, as for `omlxd cache pin`"
+    )
     exported.add_argument(
         "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"
     )
@@ -82,6 +88,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     add_flags(why, *_FOLDER_OPTIONS)
     runs = (
         *((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear), (warmed, warm.run)),
+        (pinned, pin.run),
         *((exported, carry.export_files), (imported, carry.import_files)),
     )
     for verb, run in runs:

@@ -15,12 +15,31 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...common.units import available_ram, total_ram
+from ...kv.store import KVStore
 from ..mlx_adapter import cuda_driver
 
 REFRESH_S = 0.5
 RESERVE_FRACTION = 0.1
 RESERVE_BYTES = 2 << 30
 MOST_FRACTION = 0.5
+
+
+WAIT_S = 0.5
+"""How long a trim waits for writers: the engine's thread does nothing else meanwhile."""
+
+
+def evict_unused(store: KVStore, wait_s: float = WAIT_S) -> None:
+    """Evict hot blocks that no request uses. None is lost: what no writer takes in time stays in RAM."""
+    deadline = time.monotonic() + wait_s
+    flusher = store.flusher
+    largest = max((entry.nbytes for entry in flusher.unwritten.due.values()), default=0) if flusher else 0
+    while True:
+        if flusher is not None and flusher.unwritten.due:
+            room = flusher.writer.wait_for_room(2 * largest, deadline - time.monotonic())
+            if not (room and flusher.health.stores_on):
+                return
+        if not store.pool.evict(1):
+            return
 
 
 class HotBudget:

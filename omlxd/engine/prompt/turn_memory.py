@@ -136,6 +136,10 @@ class Files(Protocol):
         """Later: they are the most recently used."""
         ...
 
+    def path_of(self, place: Place) -> str:
+        """Of its file, relative to the cache dir."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class _Entry:
@@ -240,6 +244,10 @@ class TurnMemory:
         filed = [place for place, one in entry if one is not None and one.on_disk]
         if filed:
             self._files.used(filed)
+
+    def files_of(self, places: Sequence[Place]) -> list[str]:
+        """Where the turns of these places are kept, or would be."""
+        return [self._files.path_of(place) for place in places] if self._files is not None else []
 
     def count(self, spliced: int, refused: Sequence[str], unknown: int) -> None:
         """Note what became of the turns of a prompt that will be answered."""

@@ -26,6 +26,7 @@ from ...chat import FinishReason, Progress
 from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
+from ..kvio.hot_budget import evict_unused
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, Sequence, State
 from ..vision.images import Images
@@ -156,8 +157,8 @@ class Scheduler:
     def give_memory_back(self, everything: bool = False) -> None:
         """Give back what others may need more. `everything`: blocks in RAM that no sequence uses, too."""
         if self.bridge is not None:
-            pool = self.bridge.store.pool
-            pool.evict(pool.hot_bytes if everything else 0)
+            if everything:
+                evict_unused(self.bridge.store)
             self.bridge.store.trim_hot()
         dropped = self.images is not None and self.images.give_memory_back()
         mlx_adapter.give_memory_back()

@@ -92,6 +92,10 @@ class EngineProcess:
         """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Explain(id=id, request=request, reached=reached))
 
+    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+        """Which files `request` is restored from now. Raises OmlxdError."""
+        return await self._ask(lambda id: wire.Explain(id=id, request=request, files=True))
+
     async def embed(self, request: EmbedRequest) -> Vectors:
         """Vectors or scores of texts. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Embed(id=id, request=request))

@@ -24,13 +24,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from ...cli.owner_api import PinnedBlocks
 from ...common.units import human
+from ...errors import InvalidRequest
 from ...kv.files.fs import entries_of, subfolders
 from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import Ledger, LedgerBusy, LedgerStats
 from ...kv.ledger.write_budget import WriteBudget
 from ...wire import Dropped, Grant, Released, Reserve, Stored, Touched
+from .pins import SHARE, PinnedChain, Pins
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -81,6 +84,7 @@ class ColdLedger:
         self._ledger = (
             Ledger(root, cold_cache_bytes, WriteBudget(root, daily_writes)) if cold_cache_bytes else None
         )
+        self._pins = Pins(root)
         self._claim: asyncio.Future[LedgerBusy | OSError | None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cold-ledger")
         self._opening: asyncio.Future[str] | None = None
@@ -101,6 +105,7 @@ class ColdLedger:
         while True:
             try:
                 await self._call(self._ledger.lock)
+                await self._call(self._load_pins, self._ledger)
                 return None
             except LedgerBusy as error:
                 if time.monotonic() > deadline or self._closing:
@@ -173,7 +178,10 @@ class ColdLedger:
                         path = f"{namespace.name}/{fan.name}/{entry.name}"
                         used.append((entry.stat(follow_symlinks=False).st_mtime, path))
                 time.sleep(WALK_S)
-        return [path for at, path in sorted(used) if at < before and is_stored_path(path)]
+        pinned = self._pins.files()
+        return [
+            path for at, path in sorted(used) if at < before and is_stored_path(path) and path not in pinned
+        ]
 
     def _try_out(self, ledger: Ledger) -> None:
         try:
@@ -251,6 +259,46 @@ class ColdLedger:
         self.hurry()
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.forget, paths, remove)
+
+    def _load_pins(self, ledger: Ledger) -> None:
+        self._pins.load()
+        ledger.pin(self._pins.files())
+
+    async def pins(self) -> list[PinnedBlocks] | None:
+        """The newest last; None without a cold tier."""
+        ledger = self._ledger
+        return None if ledger is None else await self._call(self._pinned, ledger)
+
+    def _pinned(self, ledger: Ledger) -> list[PinnedBlocks]:
+        return [
+            PinnedBlocks(name, pin.model, len(pin.files), ledger.bytes_of(pin.files), pin.at)
+            for name, pin in self._pins.by_name.items()
+        ]
+
+    async def pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+        """Evict these files last; None: as all others. All pins then, None without a cold tier.
+
+        Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned.
+        """
+        self.hurry()
+        ledger = self._ledger
+
+        def settle(ledger: Ledger) -> list[PinnedBlocks]:
+            if chain is None:
+                self._pins.remove(name)
+            else:
+                held = ledger.bytes_of({*self._pins.files(), *chain.files})
+                most = int(ledger.cold_cache_bytes * SHARE)
+                if held > most:
+                    raise InvalidRequest(
+                        f"With it {human(held)} would be pinned, and at most half of the SSD cache's limit, "
+                        f"{human(most)}, can be; unpin something, or raise --paged-ssd-cache-max-size."
+                    )
+                self._pins.put(name, chain)
+            ledger.pin(self._pins.files())
+            return self._pinned(ledger)
+
+        return None if ledger is None else await self._call(settle, ledger)
 
     def removal(self, path: str) -> Removal | None:
         """What became of a file that is gone; None: nobody knows."""

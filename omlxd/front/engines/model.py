@@ -223,6 +223,10 @@ class ModelEngine:
         self._check()
         return await self.process.explain(with_settings(request, self.settings), reached)
 
+    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+        self._check()
+        return await self.process.cached_files(with_settings(request, self.settings))
+
     async def embed(self, request: EmbedRequest) -> Vectors:
         self._check()
         return await self.process.embed(request)

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from ...cli.owner_api import PinnedBlocks
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...kv.ledger.evicted_log import Removal
@@ -27,6 +28,7 @@ from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
 from .model import ModelEngine, for_next_load, settings_of
 from .model_book import ModelBook
+from .pins import PinnedChain
 from .protocol import basename, resolve_name
 
 log = logging.getLogger(__name__)
@@ -190,6 +192,12 @@ class EnginePool:
 
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         return await self.cold.forget_files(paths, remove)
+
+    async def cold_pins(self) -> list[PinnedBlocks] | None:
+        return await self.cold.pins()
+
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+        return await self.cold.pin(name, chain)
 
     def cold_removal(self, path: str) -> Removal | None:
         return self.cold.removal(path)

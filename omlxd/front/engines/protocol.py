@@ -20,10 +20,12 @@ from ...chat import (
     Vectors,
     media_of,
 )
+from ...cli.owner_api import PinnedBlocks
 from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...wire import Explanation, ModelInfo, Stats
+from .pins import PinnedChain
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -115,6 +117,10 @@ class Engine(Protocol):
         """Why `request` misses; `reached`: tokens of it that were restored when it ran, -1: as of now."""
         ...
 
+    async def cached_files(self, request: GenerateRequest) -> Explanation:
+        """Which files of the SSD cache `request` is restored from now. Raises OmlxdError."""
+        ...
+
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> Stats | None:
         """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""
         ...
@@ -152,6 +158,14 @@ class Engines(Protocol):
 
     def cold_removal(self, path: str) -> Removal | None:
         """What became of a file of the SSD cache that is gone; None: nobody knows."""
+        ...
+
+    async def cold_pins(self) -> list[PinnedBlocks] | None:
+        """What is evicted last, the newest last; None without an SSD cache."""
+        ...
+
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+        """Pin `chain`, or unpin `name` (None). Raises InvalidRequest, NotFound."""
         ...
 
     def cold_stats(self) -> LedgerStats | None:

@@ -38,9 +38,12 @@ from ...api.openai.scores import Classifications, ClassifyBody, PairScores, Scor
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
 from ...cli.owner_api import (
+    CachedFiles,
     DaemonStatus,
     Forget,
     Forgotten,
+    PinBlocks,
+    PinList,
     Readiness,
     RecentList,
     TidyMemory,
@@ -135,6 +138,9 @@ OPERATIONS = (
     Operation("post", "/omlxd/memory", "Give memory back, count peaks anew", TidyMemory, DaemonStatus),
     Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
     Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
+    Operation("post", "/omlxd/cache/pin", "What is evicted last, or no more", PinBlocks, PinList),
+    Operation("get", "/omlxd/cache/pins", "What is pinned", answer=PinList),
+    Operation("post", "/omlxd/cache/files", "Files that a prompt is restored from", WhyMissBody, CachedFiles),
     Operation("post", "/omlxd/why-miss", "Why a prompt's cached prefix ends", WhyMissBody, WhyMiss),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/", "Name and version; for a browser, the page", media="text/plain"),

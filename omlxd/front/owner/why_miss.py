@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ...api.body import decode
+from ...api.body import ParsedRequest, decode
+from ...chat import GenerateRequest
 from ...cli.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound
 from ...wire import Explanation
-from ..engines.protocol import Engines
+from ..engines.protocol import Engine, Engines
 from ..http.generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
 from ..http.recent_requests import RecentRequest, RecentRequests
 
@@ -42,8 +43,17 @@ class Explaining:
     async def why(self, body: bytes) -> WhyMiss:
         """Raises OmlxdError."""
         asked = decode(_WHY_MISS, body or b"{}")
+        engine, request, kept = await self.request_of(asked)
+        explanation = self._with_fate(await engine.explain(request, kept.reached if kept else -1))
+        if kept is None:
+            return WhyMiss(engine.model_id, explanation)
+        return WhyMiss(kept.model_id, explanation, kept.trace.id, kept.reached)
+
+    async def request_of(self, asked: WhyMissBody) -> tuple[Engine, GenerateRequest, RecentRequest | None]:
+        """The request that is asked about, whose it is, and where it was made. Raises OmlxdError."""
         if asked.path:
-            return await self._of_body(asked)
+            parsed = self._parsed(asked)
+            return await self._engines.find_engine(parsed.model), parsed.generate, None
         kept = self._recent.find_request(asked.request_id, asked.session)
         if kept is None:
             what = asked.request_id or (f"session {asked.session}" if asked.session else "")
@@ -52,19 +62,15 @@ class Explaining:
                 if what
                 else "No request has been made yet."
             )
-        engine = await self._engines.find_engine(kept.model_id)
-        explanation = await engine.explain(kept.request, kept.reached)
-        return WhyMiss(kept.model_id, self._with_fate(explanation), kept.trace.id, kept.reached)
+        return await self._engines.find_engine(kept.model_id), kept.request, kept
 
-    async def _of_body(self, asked: WhyMissBody) -> WhyMiss:
+    def _parsed(self, asked: WhyMissBody) -> ParsedRequest:
         path = urllib.parse.urlsplit(asked.path).path
         dialect = self._dialects.get(path)
         if dialect is None:
             raise InvalidRequest(f"path: {path[:200]} takes no prompt; one of {', '.join(self._dialects)}.")
         headers = {name.lower(): value for name, value in asked.headers.items()}
-        parsed = dialect.parse(msgspec.json.encode(asked.body), headers)
-        engine = await self._engines.find_engine(parsed.model)
-        return WhyMiss(engine.model_id, self._with_fate(await engine.explain(parsed.generate, -1)))
+        return dialect.parse(msgspec.json.encode(asked.body), headers)
 
     def _with_fate(self, explanation: Explanation) -> Explanation:
         """With the fate of the missing file, if it was there."""

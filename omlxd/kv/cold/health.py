@@ -106,8 +106,6 @@ class ColdHealth:
             self._reads_until = self._clock() + PAUSE_S
         self._fails("read", error)
 
-    # ----------------------------------------------------------------- either
-
     def _fails(self, what: str, error: OSError) -> None:
         with self._lock:
             first = not self._faults

@@ -97,8 +97,6 @@ class BlockFormat:
     def file_bytes(self) -> int:
         return self.header_bytes + self.data_bytes
 
-    # ----------------------------------------------------------------- header
-
     def _json(self, key: BlockKey, digest: bytes) -> bytes:
         # The digest stands first, so that its place is the same in every file.
         return b'{"__metadata__":{"digest":"%b","format":"%b","kind":"%b","namespace":"%b",' % (

@@ -1,4 +1,4 @@
-"""Which file of the cold tier goes next: those of orphaned namespaces first, then the least recently used.
+"""Which file of the cold tier goes next: of orphaned namespaces first, then least recently used, pinned last.
 
 Each namespace has an LRU list of its own, so that making one an orphan, or an installed model again,
 moves no file. The oldest of several lists is found through a heap of their heads. A head's age only
@@ -15,6 +15,9 @@ from collections.abc import Set as AbstractSet
 _STUCK = ""
 """The list of files that could not be removed: no namespace, and never an orphan."""
 
+_PINNED = "pinned"
+"""The list of files that go last, of whatever namespace."""
+
 _Files = OrderedDict[str, tuple[int, int]]
 """Path → (bytes, stamp), oldest first. Stamps grow with every use, over all lists."""
 
@@ -22,10 +25,11 @@ _Files = OrderedDict[str, tuple[int, int]]
 class FileOrder:
     """Paths are `<namespace>/…`, relative to the cache dir; sizes are bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, pins: AbstractSet[str] = frozenset()) -> None:
+        self.pins = pins
         self._lists: dict[str, _Files] = {}
         self._orphans: frozenset[str] = frozenset()
-        self._heaps: dict[bool, list[tuple[int, str]]] = {True: [], False: []}
+        self._heaps: list[list[tuple[int, str]]] = [[], [], []]
         self._stamp = 0
         self._count = 0
         self.nbytes = 0
@@ -42,7 +46,7 @@ class FileOrder:
     @property
     def namespaces(self) -> list[str]:
         """Those that hold files."""
-        return [namespace for namespace, files in self._lists.items() if files and namespace]
+        return [name for name, files in self._lists.items() if files and name not in (_STUCK, _PINNED)]
 
     def is_orphan(self, namespace: str) -> bool:
         return namespace in self._orphans
@@ -53,17 +57,22 @@ class FileOrder:
     def set_orphans(self, namespaces: AbstractSet[str]) -> None:
         """From now on the files of these namespaces, and of no others, go first."""
         self._orphans = frozenset(namespaces)
-        self._heaps = {True: [], False: []}
+        self._heaps = [[], [], []]
         self._lists = {namespace: files for namespace, files in self._lists.items() if files}
         for namespace, files in self._lists.items():
             self._queue(namespace, files)
 
-    # ----------------------------------------------------------------- files
+    def pin(self, paths: AbstractSet[str]) -> None:
+        """From now on these files, and no others, go last, in the order of `paths`."""
+        changed, self.pins = [*(path for path in self.pins if path not in paths), *paths], paths
+        for path in changed:
+            if nbytes := self.nbytes_of(path):
+                self.add(path, nbytes)
 
     def add(self, path: str, nbytes: int) -> None:
         """Add a file, or take it anew, as the most recently used."""
         self.remove(path)
-        self._append(path.partition("/")[0], path, nbytes)
+        self._append(_PINNED if path in self.pins else path.partition("/")[0], path, nbytes)
 
     def add_stuck(self, path: str, nbytes: int) -> None:
         """A file that could not be removed: behind all that can go, whosever it is."""
@@ -90,8 +99,7 @@ class FileOrder:
 
     def pop_oldest(self) -> tuple[str, int] | None:
         """Forget the file that goes next; returns its path and bytes, None without one."""
-        for is_orphan in (True, False):
-            heap = self._heaps[is_orphan]
+        for heap in self._heaps:
             while heap:
                 stamp, namespace = heap[0]
                 files = self._lists[namespace]
@@ -107,11 +115,9 @@ class FileOrder:
                 return path, nbytes
         return None
 
-    # ----------------------------------------------------------------- lists
-
     def _list_of(self, path: str) -> _Files | None:
         """The list that holds `path`."""
-        for namespace in (path.partition("/")[0], _STUCK):
+        for namespace in (path.partition("/")[0], _STUCK, _PINNED):
             files = self._lists.get(namespace)
             if files is not None and path in files:
                 return files
@@ -130,4 +136,5 @@ class FileOrder:
     def _queue(self, namespace: str, files: _Files) -> None:
         """A list that has no entry in a heap gets one."""
         head = next(iter(files.values()))[1]
-        heapq.heappush(self._heaps[namespace in self._orphans], (head, namespace))
+        heap = 0 if namespace in self._orphans else 2 if namespace == _PINNED else 1
+        heapq.heappush(self._heaps[heap], (head, namespace))

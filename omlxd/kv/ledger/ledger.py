@@ -28,7 +28,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,6 @@ from .eviction_order import FileOrder
 from .write_budget import WriteBudget
 
 log = logging.getLogger(__name__)
-
 
 UNDELETABLE_LIMIT = 32
 """Files that one eviction tries in vain before it gives up: more than any accident, less than a stall."""
@@ -114,8 +113,6 @@ class Ledger:
         self._leftovers_removed = 0
         self._gone: list[_Gone] = []
         """Engines that have ended and whose folders could not be read since."""
-
-    # ----------------------------------------------------------------- opening and closing
 
     def open(self) -> None:
         """Lock the folder and take stock. Raises LedgerBusy or OSError, with the lock given up."""
@@ -212,7 +209,7 @@ class Ledger:
         """
         self._has_stock = False
         removed = self._leftovers_removed + self._evicted_files
-        self._files = FileOrder()
+        self._files = FileOrder(self._files.pins)
         for _, path, size in sorted(self._walk(between)):
             self._files.add(path, size)
         # What engines that are gone wrote is counted now.
@@ -263,8 +260,6 @@ class Ledger:
                     path = f"{namespace.name}/{fan.name}/{entry.name}"
                     yield 0 if is_temp else stat.st_mtime_ns, path, disk_bytes(stat.st_size)
                 between()
-
-    # ----------------------------------------------------------------- granting space
 
     def reserve(self, nbytes: int) -> int:
         """Evict until `nbytes` more fit, then grant them. Returns the bytes granted: all, or 0."""
@@ -324,12 +319,17 @@ class Ledger:
                 self.evicted_log.note(path, "cleared")
         return files, nbytes, troubles
 
+    def pin(self, paths: Set[str]) -> None:
+        """From now on these files and no others are evicted last, in this order; some may come later."""
+        self._files.pin(paths)
+
+    def bytes_of(self, paths: Iterable[str]) -> int:
+        return sum(self._files.nbytes_of(path) or 0 for path in paths)
+
     def touched(self, paths: Iterable[str]) -> None:
         """Files that a request used, leaf first."""
         for path in paths:
             self._files.touch(path)
-
-    # ----------------------------------------------------------------- engines
 
     def engine_loaded(self, namespace: str, model_path: str) -> None:
         """An engine runs the model in folder `model_path`, and will use the folder `namespace`."""
@@ -382,8 +382,6 @@ class Ledger:
     def _judge(self) -> None:
         self._judged_at = time.monotonic()
         self._files.set_orphans(self._installed.orphans(self._files.namespaces))
-
-    # ----------------------------------------------------------------- the files
 
     def _evict(self, excess: int) -> None:
         """Remove files, in their order, until `excess` bytes are gone or too many can't be removed."""

@@ -131,8 +131,6 @@ class WriteBudget:
         if (today := self._today()) != self._day:
             self._day, self._spent, self._saved, self._refused = today, self.outstanding(), 0, False
 
-    # ----------------------------------------------------------------- the file
-
     def _load(self) -> _Day:
         buffer = bytearray(_MOST)
         fd = self._fs.open_read(self._path)

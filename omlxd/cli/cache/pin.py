@@ -1,0 +1,71 @@
+"""`omlxd cache pin`: what the daemon evicts last from the SSD cache, by session or by a prompt in a file."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import msgspec
+
+from ...common.units import human
+from ...config import Settings
+from ...errors import ConfigError
+from ..daemon_client import address, fetch
+from ..owner_api import PinBlocks, PinList, WhyMissBody
+from ..status import as_json, table
+from .stats import ago
+from .warm import read_requests
+from .why_miss import ANSWER_S
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        nargs="?",
+        metavar="SESSION|FILE",
+        help="a session, a request's id (req_…), or a file as `omlxd cache warm` takes it, of which the "
+        "last request counts; without one the pins are listed",
+    )
+    parser.add_argument("--name", default="", help="what the pin is called; default: SESSION or FILE")
+    parser.add_argument("--model", metavar="NAME", help="whose KV, for a file; default: the request's own")
+    parser.add_argument("--off", action="store_true", help="unpin what is called so")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
+    """Raises OmlxdError."""
+    url, key = address(args.url, settings)
+    if args.off and not args.what:
+        raise ConfigError("--off: say what to unpin.", param="--off")
+    if not args.what:
+        pins = fetch(url, key, "/omlxd/cache/pins", PinList)
+    else:
+        asked = PinBlocks(name=args.name or args.what, pinned=not args.off)
+        if asked.pinned:
+            named = named_request(args.what, args.model)
+            for field in WhyMissBody.__struct_fields__:
+                setattr(asked, field, getattr(named, field))
+        pins = fetch(url, key, "/omlxd/cache/pin", PinList, msgspec.json.encode(asked), ANSWER_S)
+    if args.json:
+        print(as_json(pins))
+        return 0
+    rows = [
+        (pin.name, pin.model, str(pin.files), human(pin.bytes), ago(pin.at, time.time())) for pin in pins.pins
+    ]
+    if rows:
+        print(*table([("pin", "model", "files", "bytes", "pinned"), *rows]), sep="\n")
+    print(f"{len(rows)} pinned, {human(pins.bytes)} of at most {human(pins.most_bytes)}")
+    return 0
+
+
+def named_request(what: str, model: str | None = None) -> WhyMissBody:
+    """A session, a request's id, or the last request of a file. Raises ConfigError."""
+    if what.startswith("req_"):
+        return WhyMissBody(request_id=what)
+    if not Path(what).is_file():
+        return WhyMissBody(session=what)
+    *_, (_, request) = read_requests(Path(what))
+    if model:
+        request.body["model"] = model
+    return WhyMissBody(path=request.path, body=request.body, headers=request.headers)

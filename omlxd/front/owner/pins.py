@@ -1,0 +1,60 @@
+"""`/omlxd/cache/pin`, `/pins` and `/files`: what the owner keeps of the SSD cache, and a prompt's files.
+
+A request is named as for `/omlxd/why-miss`: by its session, by its id, or by its path and body.
+"""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from ...api.body import decode
+from ...cli.owner_api import CachedFiles, PinBlocks, PinList, PinnedBlocks, WhyMissBody
+from ...errors import InvalidRequest, NotFound, Unavailable
+from ..engines.pins import SHARE, PinnedChain, in_order
+from ..engines.protocol import Engines
+from .why_miss import Explaining
+
+_PIN, _FILES = msgspec.json.Decoder(PinBlocks), msgspec.json.Decoder(WhyMissBody)
+MOST_NAME = 200
+
+
+class Pinning:
+    """Raises OmlxdError."""
+
+    def __init__(self, engines: Engines, explaining: Explaining):
+        self._engines = engines
+        self._explaining = explaining
+
+    async def pin(self, body: bytes) -> PinList:
+        asked = decode(_PIN, body)
+        name, chain = asked.name, None
+        if asked.pinned:
+            found = await self._files_of(asked)
+            if not found.files:
+                raise NotFound(
+                    "Nothing of it is cached; send it once, or `omlxd cache warm` it, then pin it."
+                )
+            name = name or asked.session or asked.request_id or f"{asked.path} {int(time.time())}"
+            chain = PinnedChain(found.model, in_order(found.files), time.time())
+        if not name or len(name) > MOST_NAME:
+            raise InvalidRequest(f"name: write 1 to {MOST_NAME} characters.", param="name")
+        return self._listed(await self._engines.cold_pin(name, chain))
+
+    async def pins(self) -> PinList:
+        return self._listed(await self._engines.cold_pins())
+
+    async def files(self, body: bytes) -> CachedFiles:
+        return await self._files_of(decode(_FILES, body))
+
+    async def _files_of(self, asked: WhyMissBody) -> CachedFiles:
+        engine, request, _ = await self._explaining.request_of(asked)
+        found = await engine.cached_files(request)
+        return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)
+
+    def _listed(self, pins: list[PinnedBlocks] | None) -> PinList:
+        stats = self._engines.cold_stats()
+        if pins is None or stats is None:
+            raise Unavailable("This daemon has no SSD cache.")
+        return PinList(pins, sum(pin.bytes for pin in pins), int(stats.cold_cache_bytes * SHARE))

@@ -1,0 +1,141 @@
+"""`omlxd cache pin`: what is pinned is evicted last, also after a restart; a session is exported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from daemon import Daemon, prose, wait_until
+
+from omlxd.cli.cache import command
+from omlxd.errors import ConfigError, InvalidRequest, NotFound, OmlxdError
+from omlxd.front.engines.cold_ledger import ColdLedger
+from omlxd.front.engines.pins import FILE_NAME, MOST_NAMES, PinnedChain, Pins
+from omlxd.kv.ledger.eviction_order import FileOrder
+
+NS = "a" * 32
+
+
+def cache(*words: object) -> int:
+    return command.main([str(word) for word in words], argparse.ArgumentParser())
+
+
+def path(number: int, namespace: str = NS) -> str:
+    name = f"{number:064x}"
+    return f"{namespace}/{name[:2]}/{name}.safetensors"
+
+
+def test_pinned_files_go_last_in_their_order_and_others_as_before():
+    order = FileOrder()
+    for number in range(6):
+        order.add(path(number), 4096)
+    order.pin(dict.fromkeys([path(9), path(1), path(0)]).keys())  # A child before its parent.
+    order.set_orphans({NS})
+    order.touch(path(2))
+    order.add(path(9), 4096)
+    gone = [order.pop_oldest() for _ in range(5)]
+    assert [each and each[0] for each in gone] == [path(3), path(4), path(5), path(2), path(1)]
+    order.pin(frozenset())
+    assert [(order.pop_oldest() or "")[0] for _ in range(2)] == [path(9), path(0)]
+    assert order.pop_oldest() is None and order.nbytes == 0
+
+
+async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_path: Path):
+    cold = ColdLedger(tmp_path, 100_000)
+    for number in range(20):
+        file = tmp_path / path(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(bytes(4096))
+    assert await cold.open()
+    chain = PinnedChain("m", [path(1), path(0)], 1.0)
+    pins = await cold.pin("mine", chain)
+    assert pins is not None and [(pin.name, pin.files, pin.bytes) for pin in pins] == [("mine", 2, 8192)]
+    with pytest.raises(InvalidRequest, match=r"81\.9 kB would be pinned, and at most half"):
+        await cold.pin("all", PinnedChain("m", [path(n) for n in range(20)], 1.0))
+    with pytest.raises(NotFound, match="Nothing is pinned as 'yours'"):
+        await cold.pin("yours", None)
+    await cold.close()
+
+    small = ColdLedger(tmp_path, 3 * 4096)
+    assert await small.open()
+    stats = await small.ledger_stats()
+    assert stats is not None and stats.files == 3
+    assert (tmp_path / path(0)).exists() and (tmp_path / path(1)).exists()
+    assert await small.pin("mine", None) == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}
+    await small.close()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": {"model": "m"}}', '{"a": {"files": 3}}'])
+def test_a_file_of_pins_that_makes_no_sense_holds_none(tmp_path: Path, text: str):
+    (tmp_path / FILE_NAME).write_text(text)
+    pins = Pins(tmp_path)
+    pins.load()
+    assert not pins.by_name and not pins.files()
+
+
+def test_names_are_bounded_and_foreign_paths_are_none_of_a_pin(tmp_path: Path):
+    pins = Pins(tmp_path)
+    pins.by_name = {str(n): PinnedChain("m", [], 1.0) for n in range(MOST_NAMES)}
+    with pytest.raises(InvalidRequest, match="are pinned"):
+        pins.put("one more", PinnedChain("m", [], 1.0))
+    pins.put("0", PinnedChain("m", ["../../etc/passwd", path(3)], 2.0))
+    again = Pins(tmp_path)
+    again.load()
+    assert list(again.files()) == [path(3)] and list(again.by_name)[-1] == "0"
+
+
+def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
+    here, archive = tmp_path / "here", tmp_path / "session.tar"
+    (tmp_path / "prompt.txt").write_text(prose(100, seed=3))
+    flags = ("--hot-cache-max-size", "0", "--paged-ssd-cache-max-size", "6MB")
+
+    def ask(daemon: Daemon, text: str, session: str) -> int:
+        headers = {"x-session-id": session}
+        body = {"model": daemon.model, "prompt": text, "max_tokens": 1}
+        answer = daemon.http.post("/v1/completions", json=body, headers=headers).json()
+        return answer["usage"]["omlxd"]["cached_cold"]
+
+    with Daemon(here, *flags) as daemon:
+        text = prose(300)
+        ask(daemon, text, "mine")
+        wait_until(lambda: ask(daemon, text, "mine") >= 640)
+        assert cache("pin", "mine", "--url", daemon.url) == 0
+        said = capsys.readouterr().out
+        assert said.splitlines()[1].startswith("mine ") and "1 pinned, " in said
+        with pytest.raises(OmlxdError, match="no request is kept"):
+            cache("pin", "nobody", "--url", daemon.url)
+        with pytest.raises(OmlxdError, match="Nothing of it is cached"):
+            cache("pin", tmp_path / "prompt.txt", "--url", daemon.url)
+        with pytest.raises(ConfigError, match="--off: say what"):
+            cache("pin", "--off", "--url", daemon.url)
+        assert cache("export", archive, "--session", "mine", "--url", daemon.url) == 0
+        for body in (
+            {"session": "mine", "name": "n" * 201},
+            {"name": "gone", "pinned": False},
+            {"pinned": 1},
+        ):
+            assert daemon.http.post("/omlxd/cache/pin", json=body).status_code in (400, 404)
+    with Daemon(here, *flags) as daemon:
+        for seed in range(1, 9):
+            ask(daemon, prose(200, seed=seed), str(seed))
+        wait_until(lambda: status(daemon.http)["evicted_files"] > 0)
+        assert ask(daemon, prose(200, seed=1), "1") < 640  # The oldest of the others: leaves go first.
+        assert ask(daemon, text, "mine") >= 640
+        assert cache("pin", "--json", "--url", daemon.url) == 0
+        pins = json.loads(capsys.readouterr().out.partition("{")[2].join(("{", "")))
+        assert pins["pins"][0]["files"] >= 10 and pins["bytes"] <= pins["most_bytes"]
+        assert cache("pin", "mine", "--off", "--url", daemon.url) == 0
+    other = tmp_path / "other"
+    assert cache("import", archive, "--base-path", other / "omlxd", "--paged-ssd-cache-max-size", "1MB") == 1
+    assert "files left out: the SSD cache may take 1 MB" in capsys.readouterr().out
+    assert sum(file.stat().st_size for file in (other / "omlxd").rglob("*.safetensors")) <= 1_000_000
+    assert cache("import", archive, "--base-path", other / "omlxd") == 0
+    with Daemon(other, "--hot-cache-max-size", "0") as daemon:
+        assert ask(daemon, text, "elsewhere") >= 640
+
+
+def status(http: httpx.Client) -> dict:
+    return http.get("/omlxd/status").json()["cold"]
