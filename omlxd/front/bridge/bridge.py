@@ -16,6 +16,7 @@ from ...api.openai import chat_request, completions, scores
 from ...chat import Failed, Finished
 from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
+from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.choices import scores_of
 from ..http.event_pump import EventPump
@@ -25,19 +26,14 @@ from .messages import (
     UNSET,
     AnyRequest,
     Cancel,
-    Cancelled,
     Chat,
     Classify,
-    Done,
     Generate,
     Id,
     Info,
-    InfoLine,
     Line,
     Load,
-    Loaded,
     Metrics,
-    MetricsLine,
     Quit,
     classified,
     decode_request,
@@ -45,6 +41,7 @@ from .messages import (
     failure,
     id_of,
     line_of,
+    line_out,
 )
 from .model_slot import Loading, ModelSlot
 from .pipes import LineWriter
@@ -122,7 +119,7 @@ class Bridge:
         except asyncio.CancelledError:
             if request.id not in self._cancelled:
                 raise
-            last = Done(request.id, "cancelled")
+            last = line_out(request.id, "done", reason="cancelled")
         except OmlxdError as error:
             last = failure(request.id, error)
         except Exception:
@@ -156,7 +153,7 @@ class Bridge:
             case Metrics():
                 return await self._metrics(request.id)
             case Cancel():
-                return Cancelled(request.id, self._cancel(request.target))
+                return line_out(request.id, "cancelled", found=self._cancel(request.target))
             case Quit():
                 raise AssertionError("it has no task")
 
@@ -200,18 +197,18 @@ class Bridge:
         task.cancel()
         return True
 
-    def _info(self, id: Id) -> InfoLine:
+    def _info(self, id: Id) -> Line:
         model, loading = self._slot.loaded, self._slot.loading
         if model is None:
             state = "loading" if loading is not None and not loading.done() else "none"
-            return InfoLine(id, __version__, state)
-        return InfoLine(id, __version__, model.state, model.info)
+            return line_out(id, "info", version=__version__, state=state)
+        return line_out(id, "info", version=__version__, state=model.state, model=model.info)
 
-    async def _metrics(self, id: Id) -> MetricsLine:
+    async def _metrics(self, id: Id) -> Line:
         status = await self._admin.daemon_status()
         model = self._slot.loaded
         own = [one for one in status.models if model is not None and one.id == model.model_id]
-        return MetricsLine(id, own[0] if own else None, status.cold)
+        return line_out(id, "metrics", model=own[0] if own else None, cold=status.cold)
 
     # ----------------------------------------------------------------- the end
 
@@ -239,6 +236,6 @@ def _check_one(parsed: ParsedRequest) -> None:
         raise InvalidRequest(f"{param}: a line has one answer; send a line for each", param=param)
 
 
-def _loaded(id: Id | None, engine) -> Loaded:
+def _loaded(id: Id | None, engine: ModelEngine) -> Line:
     assert engine.info is not None
-    return Loaded(id, engine.info)
+    return line_out(id, "loaded", model=engine.info)

@@ -24,7 +24,7 @@ from ...kv.ledger.ledger import LedgerBusy
 from ..process.logs import Logs
 from ..process.own_process import allow_many_files, leave, make_private, pool_and_stop, what_to_do
 from .bridge import LINE_BYTES, Bridge
-from .messages import PROTOCOL, Bye, Ready, failure
+from .messages import PROTOCOL, failure, line_out
 from .pipes import LineReader, LineWriter
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
     bridge = Bridge(settings, pool, out)
     if not stop.is_set():
         pool.start(first=False)
-        out.put_line(Ready(None, __version__, PROTOCOL))
+        out.put_line(line_out(None, "ready", version=__version__, protocol=PROTOCOL))
         if settings.model:
             bridge.load_first()
         await _until_the_end(bridge, LineReader(source, LINE_BYTES), out, stop)
@@ -105,7 +105,7 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
         bridge.drop()
     await pool.close()
     await bridge.finish_answers(LAST_LINES_S)
-    out.put_line(Bye(bridge.quit_id))
+    out.put_line(line_out(bridge.quit_id, "bye"))
     await out.close(LAST_LINES_S)
     if out.trouble is None or isinstance(out.trouble, BrokenPipeError):
         return 0

@@ -15,27 +15,23 @@ answers, or null where it answers none. A request is answered by any number of `
 | `cancel`   | `target`: the id of another request              | `cancelled`    |
 | `quit`     |                                                  | `bye`          |
 
-or by an `error`. Unasked for come `ready`, first of all, and `bye`, last of all.
-
-The engine's events, and errors, as lines.
+or by an `error`. Unasked for come `ready`, first of all, and `bye`, last of all. api/README.md has the fields
+of each line out.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import chat
 from ...api.body import decode
-from ...api.openai.fields import ChatLogprob, chat_logprobs
-from ...api.openai.scores import Labels, Score, Scores
-from ...api.sse import UsageExtension, usage_extension
-from ...chat import ErrorCode, FinishReason
-from ...cli.owner_api import ColdStatus, ModelStatus
+from ...api.openai.fields import chat_logprobs
+from ...api.openai.scores import Labels, Scores
+from ...api.sse import usage_extension
 from ...errors import InvalidRequest, OmlxdError
-from ...wire import ModelInfo
 
 PROTOCOL = 1
 """Counts up when a program that speaks it would have to change."""
@@ -120,121 +116,39 @@ def id_of(line: bytes) -> Id | None:
 # --------------------------------------------------------------------------- out
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type"):
-    id: Id | None
+Line = dict[str, Any]
 
 
-class Ready(Line, frozen=True, tag="ready"):
-    version: str
-    protocol: int
+def line_out(id: Id | None, type: str, **fields: Any) -> Line:
+    """A line out. A field of None, or an empty text or list, is left out."""
+    return {"type": type, "id": id, **{name: value for name, value in fields.items() if value not in _NONE}}
 
 
-class Loaded(Line, frozen=True, tag="loaded"):
-    model: ModelInfo
-
-
-class Progress(Line, frozen=True, tag="progress"):
-    """`prefilled` of `total` prompt tokens stand; the first one says what the cache had."""
-
-    prefilled: int
-    total: int
-
-
-class Delta(Line, frozen=True, tag="delta"):
-    """A piece of the answer, or of the thinking before it; token ids come in lines of their own."""
-
-    text: str = ""
-    reasoning: str = ""
-    logprobs: list[ChatLogprob] = []
-    token_ids: list[int] = []
-    prompt_token_ids: list[int] = []
-
-
-class ToolCall(Line, frozen=True, tag="tool_call"):
-    """`arguments`: JSON text of an object. `cut`: it was cut off; these are the complete ones."""
-
-    call_id: str
-    name: str
-    arguments: str
-    cut: bool = False
-
-
-class Usage(UsageExtension, frozen=True, kw_only=True):
-    """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    reasoning_tokens: int
-
-
-class Done(Line, frozen=True, tag="done"):
-    """`reason`: as `chat.FinishReason`, or `cancelled`, which has no usage."""
-
-    reason: FinishReason | str
-    usage: Usage | None = None
-    stop_sequence: str | None = None
-
-
-class Classified(Line, frozen=True, tag="classified"):
-    """`best`: the likeliest label. `scores`: in the order of the request's labels."""
-
-    best: str
-    scores: list[Score]
-    usage: Usage
-
-
-class InfoLine(Line, frozen=True, tag="info"):
-    """`state`: the model's, as in `omlxd models list`, or `none`."""
-
-    version: str
-    state: str
-    model: ModelInfo | None = None
-
-
-class MetricsLine(Line, frozen=True, tag="metrics"):
-    model: ModelStatus | None = None
-    cold: ColdStatus | None = None
-
-
-class Cancelled(Line, frozen=True, tag="cancelled", rename={"ended": "found"}):
-    """`ended` false: there was nothing to cancel, it may have ended already."""
-
-    ended: bool
-
-
-class Failure(Line, frozen=True, tag="error"):
-    """`param`: the field at fault. `retry_after`: seconds."""
-
-    code: ErrorCode
-    message: str
-    param: str | None = None
-    retry_after: int | None = None
-
-
-class Bye(Line, frozen=True, tag="bye"):
-    """All that was computed is stored."""
+_NONE: tuple[Any, ...] = (None, "", [])
 
 
 def line_of(id: Id, event: chat.Event) -> Line | None:
     """None for an event that says nothing here. Not for the last one."""
     match event:
         case chat.Progress():
-            return Progress(id, event.done, event.total)
+            return line_out(id, "progress", prefilled=event.done, total=event.total)
         case chat.TokenIds():
-            return Delta(id, token_ids=list(event.ids), prompt_token_ids=list(event.prompt))
+            return line_out(id, "delta", token_ids=list(event.ids), prompt_token_ids=list(event.prompt))
         case chat.ReasoningDelta():
-            return Delta(id, reasoning=event.text)
+            return line_out(id, "delta", reasoning=event.text)
         case chat.TextDelta():
-            return Delta(id, event.text, logprobs=chat_logprobs(event.logprobs).content)
+            return line_out(id, "delta", text=event.text, logprobs=chat_logprobs(event.logprobs).content)
         case chat.ToolCall() | chat.ToolCallCut():
-            cut = isinstance(event, chat.ToolCallCut)
-            return ToolCall(id, event.id, event.name, event.valid_arguments, cut)
+            cut = True if isinstance(event, chat.ToolCallCut) else None
+            fields = {"call_id": event.id, "name": event.name, "arguments": event.valid_arguments}
+            return line_out(id, "tool_call", **fields, cut=cut)
         case _:
             return None
 
 
-def done(id: Id, finished: chat.Finished) -> Done:
-    return Done(id, finished.reason, usage_of(finished.usage), finished.stop_sequence)
+def done(id: Id, finished: chat.Finished) -> Line:
+    usage, stop = usage_of(finished.usage), finished.stop_sequence
+    return line_out(id, "done", reason=finished.reason, usage=usage, stop_sequence=stop)
 
 
 def classified(id: Id, result: Scores) -> Line:
@@ -242,19 +156,21 @@ def classified(id: Id, result: Scores) -> Line:
     if isinstance(of_prompt, OmlxdError):
         return failure(id, of_prompt)
     best = max(of_prompt, key=lambda score: score.logprob)
-    return Classified(id, best=best.label, scores=of_prompt, usage=usage_of(result.usage))
+    return line_out(id, "classified", best=best.label, scores=of_prompt, usage=usage_of(result.usage))
 
 
-def usage_of(usage: chat.Usage) -> Usage:
-    return Usage(
-        **msgspec.structs.asdict(usage_extension(usage)),
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        reasoning_tokens=usage.reasoning_tokens,
-    )
+def usage_of(usage: chat.Usage) -> dict[str, Any]:
+    """Tokens, and seconds. prompt_tokens = cached_hot + cached_cold + computed."""
+    return {
+        **msgspec.to_builtins(usage_extension(usage)),
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+    }
 
 
-def failure(id: Id | None, error: OmlxdError) -> Failure:
+def failure(id: Id | None, error: OmlxdError) -> Line:
     """`api` speaks of a request's body, which is a line here."""
     message = error.message.replace("The request body", "The line", 1)
-    return Failure(id, error.code, message, error.param, error.retry_after)
+    wait = error.retry_after
+    return line_out(id, "error", code=error.code, message=message, param=error.param, retry_after=wait)
