@@ -165,7 +165,8 @@ class EngineHost:
         if self.loaded.blind != "":
             return None
         try:
-            images = make_images(Path(self._path), self.prompts.traits.image, self.loaded.model, self.media)
+            shown, files = self.prompts.traits.image, self._store.images
+            images = make_images(Path(self._path), shown, self.loaded.model, self.media, files)
         except ModelError as error:
             self.loaded.blind = error.message
             return None
@@ -412,6 +413,7 @@ class EngineHost:
             **self.prompts.figures(),
             **self._sessions.figures(),
             **self._traffic.metrics(),
+            **(self.images.figures() if self.images is not None else {}),
         }
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}

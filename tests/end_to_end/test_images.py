@@ -10,8 +10,9 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from daemon import BLOCK, Daemon, own_usage, prose
+from daemon import BLOCK, Daemon, own_usage, prose, wait_until
 from media_files import pdf, png
+from prometheus_client.parser import text_string_to_metric_families
 
 from omlxd.cli.main import main
 
@@ -79,6 +80,36 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
     with Daemon(tmp_path, model=model) as daemon:
         again = daemon.messages(*turns)
         assert restored(again) >= restored(second) and again["content"] == second["content"]
+
+
+def test_after_sigkill_no_picture_is_decoded_or_seen_again(model, tmp_path):
+    """The first one ends in a block that is not full, and is not cached: its features are on disk."""
+    ask = {"role": "user", "content": [{"type": "text", "text": prose(60)}, image(png(112, 84))]}
+    pages = {"type": "document", "source": source(pdf(["A kettle."]), "application/pdf")}
+    elsewhere = {"role": "user", "content": [pages, {"type": "text", "text": prose(9)}, image(png(112, 84))]}
+
+    def figures(daemon: Daemon, *names: str) -> list[float]:
+        names = names or ("image_towers", "images_remembered", "images_restored")
+        samples = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(daemon.metrics())
+            for sample in family.samples
+        }
+        return [samples[f"omlxd_{name}_total"] for name in names]
+
+    with Daemon(tmp_path, model=model) as daemon:
+        first = daemon.messages(ask)
+        daemon.messages(elsewhere)
+        assert figures(daemon) == [2, 0, 0]
+        wait_until(lambda: figures(daemon, "images_written") == [2])
+        daemon.settled()
+        daemon.kill()
+    with Daemon(tmp_path, model=model) as daemon:
+        again = daemon.messages(ask)
+        assert again["content"] == first["content"] and own_usage(again)["computed"] < BLOCK
+        assert figures(daemon) == [0, 1, 1]
+        daemon.messages({"role": "user", "content": [image(png(112, 84)), *elsewhere["content"]]})
+        assert figures(daemon) == [0, 2, 2]
 
 
 def test_the_sdks_send_images_and_pdfs(model, tmp_path):

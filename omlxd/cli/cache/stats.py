@@ -26,7 +26,8 @@ class NamespaceStats(msgspec.Struct, kw_only=True):
     """One model's KV. Bytes as the cap counts them; times in seconds since 1970, None without a file.
 
     model_id, model_type, model_path  "" where the folder has no description
-    records  answers as they were generated, for turns that clients send back in another shape
+    records  answers as they were generated, for turns that clients send back in another shape; what is known
+             of images, their features included
     """
 
     namespace: str

@@ -27,6 +27,7 @@ from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..prompt.turn_store import TurnFiles
+from ..vision.image_files import ImageFiles
 from .bridge import KVBridge
 from .checkpointer import Checkpointer
 from .fingerprint import adapter_fingerprint, file_identities, tokenizer_fingerprint, weight_fingerprints
@@ -76,6 +77,7 @@ class ModelStore:
     namespace  32 bytes: of whatever decides what stored KV means; zeros for a model without a layout
     bridge     to the store; None: not open
     turns      where remembered turns are kept; None: not open, or no cold tier
+    images     where what is known of images is kept; None: as `turns`, or a model that takes none
     """
 
     def __init__(self, load: wire.Load, loaded: LoadedModel, files: Mapping[Path, str]):
@@ -85,6 +87,7 @@ class ModelStore:
         self._clock: FlushClock | None = None
         self.bridge: KVBridge | None = None
         self.turns: TurnFiles | None = None
+        self.images: ImageFiles | None = None
         self.namespace = self._namespace(Path(load.model_path), files)
 
     def open(self, lease: Lease, post: Post) -> KVBridge:
@@ -176,12 +179,10 @@ class ModelStore:
                 write_policy(settings.admission),
                 settings.write_back,
             )
-            self.turns = TurnFiles(
-                RecordFiles(root, self.namespace, self._fs),
-                flusher.writer,
-                lease,
-                self._tokenizer,
-            )
+            records = RecordFiles(root, self.namespace, self._fs)
+            self.turns = TurnFiles(records, flusher.writer, lease, self._tokenizer)
+            if loaded.blind == "":
+                self.images = ImageFiles(records, flusher.writer, lease, write_policy(settings.admission))
         self._hot_budget = HotBudget(settings.hot_cache_bytes, lambda: pool.hot_bytes)
         store = KVStore(
             block_size=settings.block_size,

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -90,6 +91,54 @@ class Features:
     @property
     def nbytes(self) -> int:
         return self.embeds.nbytes + sum(layer.nbytes for layer in self.deepstack)
+
+    @property
+    def finite(self) -> bool:
+        return all(bool(mx.isfinite(each).all()) for each in (self.embeds, *self.deepstack))
+
+
+class _Packed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """`Features` as bytes. widths: of `embeds`, then of each layer of `deepstack`; all of one dtype."""
+
+    dtype: str
+    widths: list[int]
+    visual: bytes
+    data: bytes
+
+
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def pack_features(features: Features) -> bytes:
+    arrays = [features.embeds, *features.deepstack]
+    return msgspec.msgpack.encode(
+        _Packed(
+            str(features.embeds.dtype).rpartition(".")[2],
+            [each.shape[-1] for each in arrays],
+            features.visual.tobytes() if features.visual is not None else b"",
+            b"".join(np.array(each.view(mx.uint8)).tobytes() for each in arrays),
+        )
+    )
+
+
+def unpack_features(data: bytes, tokens: int) -> Features:
+    """Inverse of `pack_features`, for an image of so many tokens. Raises ValueError."""
+    packed = msgspec.msgpack.decode(data, type=_Packed)
+    dtype = _DTYPES.get(packed.dtype)
+    visual = np.frombuffer(packed.visual, bool) if packed.visual else None
+    rows = [tokens, *[int(visual.sum()) if visual is not None else 0] * (len(packed.widths) - 1)]
+    if dtype is None or not packed.widths or (visual is not None and len(visual) != tokens):
+        raise ValueError("these are no features of it")
+    sizes = [count * width * dtype.size for count, width in zip(rows, packed.widths, strict=True)]
+    if sum(sizes) != len(packed.data):
+        raise ValueError("these are no features of it")
+    arrays, at = [], 0
+    for count, size in zip(rows, sizes, strict=True):
+        flat = mx.array(np.frombuffer(packed.data, np.uint8, size, at))
+        arrays.append(flat.view(dtype).reshape(count, -1))
+        at += size
+    mx.eval(arrays)
+    return Features(arrays[0], visual, tuple(arrays[1:]))
 
 
 @dataclass(slots=True, frozen=True)

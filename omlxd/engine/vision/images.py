@@ -6,17 +6,16 @@
 | engine  | runs the vision tower for images that no cached block covers; embeds a pass                |
 
 An image's tokens and digest are remembered by the picture: an image that a client sends again with every
-turn is decoded once, and its pixels are not asked for where its KV is cached.
+turn is decoded once, and its pixels are not asked for where its KV is cached. Both outlive the process, and
+so do its features (image_files.py).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -30,9 +29,19 @@ from ...chat import ImagePart
 from ...common.bounded_map import BoundedMap
 from ...errors import InvalidRequest, PromptTooLong, bad_field
 from ...kv.hashing import ExtraKey
-from ..mlx_adapter.vision import Features, ImageProcessor, Piece, Pixels, VisionModel
+from ..mlx_adapter.vision import (
+    Features,
+    ImageProcessor,
+    Piece,
+    Pixels,
+    VisionModel,
+    pack_features,
+    unpack_features,
+)
 from ..prompt.pipeline import RenderedPrompt
-from .media import Identity, Media, Size
+from .image import Image, bytes_of, image_of
+from .image_files import ImageFiles
+from .media import Identity, Key, Keyed, Media, Size, keyed
 
 log = logging.getLogger(__name__)
 
@@ -51,27 +60,6 @@ MOST_KEYS = 8
 
 
 @dataclass(slots=True, frozen=True)
-class Image:
-    """An image as the model gets it.
-
-    digest  of processed pixels, their shape and the processor's settings, in hex
-    tokens  that stand for it in a prompt
-    grid    (1, 3), its patches in time, height and width; None: its family's positions don't need them
-    values  numbers that the tower gets; tiles: parts of it that don't see each other
-    """
-
-    digest: str
-    tokens: array[int]
-    grid: np.ndarray | None
-    values: int = 0
-    tiles: int = 1
-
-    @property
-    def nbytes(self) -> int:
-        return 500 + self.tokens.itemsize * len(self.tokens)
-
-
-@dataclass(slots=True, frozen=True)
 class Span:
     """Tokens `start` to `stop` of a prompt, which are an image."""
 
@@ -84,17 +72,24 @@ class Span:
 class Images:
     """One model's images. Thread-safe, but for `places_of` and `features_of`."""
 
-    def __init__(self, model: VisionModel, processor: ImageProcessor, media: Media):
+    def __init__(
+        self, model: VisionModel, processor: ImageProcessor, media: Media, files: ImageFiles | None = None
+    ):
         self.model = model
         self.processor = processor
+        self.files = files
         self._media = media
         self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._places: BoundedMap[str, np.ndarray] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
-        self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, _nbytes)
+        self._pixels: BoundedMap[str, Pixels] = BoundedMap(PIXEL_BYTES, bytes_of)
+        self._read: BoundedMap[str, bytes] = BoundedMap(FEATURE_BYTES, len)
         self._processed = 0.0
         self.towers = 0  # Images that the tower was run for.
+        if files is not None:
+            files.processor = processor.digest
+            media.recall = self._recall
 
     def place(
         self,
@@ -139,31 +134,47 @@ class Images:
         least, most  tokens of the prompt, an image counted as one, and those that it may have
         """
         _check_length(least, most)
-        sizes = list(self._media.sizes(parts))
-        firsts: dict[Size, ImagePart] = {}
-        for size, part in zip(sizes, parts, strict=True):
+        own = keyed(parts)
+        sizes = list(self._media.sizes(own))
+        firsts: dict[Size, Keyed] = {}
+        for size, each in zip(sizes, own, strict=True):
             if size is not None:
-                firsts.setdefault(size, part)
-        identities = self._media.identities([*firsts.values(), *parts])
+                firsts.setdefault(size, each)
+        identities = self._media.identities([*firsts.values(), *own])
         counts: dict[Size | None, int] = {None: 1}
-        for (size, part), identity in zip(firsts.items(), identities, strict=False):
-            counts[size] = len(self._image(part, identity).tokens)
+        for (size, each), identity in zip(firsts.items(), identities, strict=False):
+            counts[size] = len(self._image(each, identity).tokens)
             least += sizes.count(size) * (counts[size] - 1)
             _check_length(least, most)
-        for size, part, identity in zip(sizes, parts, identities, strict=True):
-            image = self._image(part, identity)
+        for size, each, identity in zip(sizes, own, identities, strict=True):
+            image = self._image(each, identity)
             least += len(image.tokens) - counts[size]
             _check_length(least, most)
             yield image
+        if self.files is not None:
+            self.files.used([key for _, key in own])
 
-    def _image(self, part: ImagePart, identity: Identity) -> Image:
+    def _recall(self, key: Key) -> Identity | None:
+        """What is on disk of a picture, which is then neither decoded nor processed."""
+        found = self.files.load_picture(key) if self.files is not None else None
+        if found is None:
+            return None
+        identity, image = found
+        with self._lock:
+            self._known.put(identity.digest, image)
+        return identity
+
+    def _image(self, each: Keyed, identity: Identity) -> Image:
+        part, key = each
         with self._lock:
             image = self._known.get(identity.digest)
         if image is None:
             image, pixels = self._process(part)
+            if self.files is not None:
+                self.files.save_picture(key, identity, image)
             with self._lock:
                 self._known.put(identity.digest, image)
-                if self._pixels.cost + _nbytes(pixels) <= PIXEL_BYTES:
+                if self._pixels.cost + bytes_of(pixels) <= PIXEL_BYTES:
                     self._pixels.put(image.digest, pixels)
         return image
 
@@ -177,6 +188,13 @@ class Images:
                 dropped += self._pixels.clear()
             dropped += self._media.drop_pictures()
         return dropped > 0
+
+    def figures(self) -> dict[str, float]:
+        counts = self.files.counts if self.files is not None else {}
+        names = ("remembered", "restored", "written")
+        return {"image_towers_total": self.towers} | {
+            f"images_{name}_total": counts.get(name, 0) for name in names
+        }
 
     def warm_up(self) -> None:
         """Have the first image find all loaded that images need. Any thread but the engine's."""
@@ -194,10 +212,16 @@ class Images:
             if self._features.peek(digest) is not None:
                 continue
             with self._lock:
-                pixels = self._pixels.get(digest)
+                pixels, read = self._pixels.get(digest), self._read.get(digest)
+            if read is None and self.files is not None:
+                read = self.files.load_features(digest)
+            if read is not None:
+                with self._lock:
+                    self._read.put(digest, read)
+                continue
             if pixels is None:
                 _, pixels = self._process(span.part)
-            room -= _nbytes(pixels)
+            room -= bytes_of(pixels)
             if room < 0:
                 return
             with self._lock:
@@ -219,14 +243,7 @@ class Images:
             size = f"{picture.width} x {picture.height}"
             why = f"the model's image processor can't take an image of {size} pixels: {error}"
             raise bad_field(part.param or "messages", why) from error
-        state = sha256(self.processor.digest)
-        state.update(repr(tokens).encode())
-        for name in sorted(pixels):
-            for each in _flat(pixels[name]):
-                state.update(f"{name} {each.dtype} {each.shape} ".encode())
-                state.update(np.ascontiguousarray(each).data)
-        grid = pixels.get("image_grid_thw")
-        return Image(state.hexdigest(), array("I", tokens), grid, *_extent(pixels["pixel_values"])), pixels
+        return image_of(tokens, pixels, self.processor.digest), pixels
 
     def places_of(self, image: Image) -> np.ndarray:
         """As `image_places`. Engine thread."""
@@ -241,10 +258,32 @@ class Images:
         """What the tower makes of `image`; runs it unless that is kept. Engine thread."""
         features = self._features.get(image.digest)
         if features is None:
+            features = self._restored(image)
+        if features is None:
             features = self.model.see_image(image.tokens.tolist(), pixels())
             self.towers += 1
-            self._features.put(image.digest, features)
+            if not features.finite:
+                return features  # Something failed: it is of no use to others.
+        self._features.put(image.digest, features)
         return features
+
+    def write_features(self, image: Image, prompt_tokens: int) -> None:
+        """Write the features of `image`, which a prompt of so many tokens uses, unless that was done."""
+        features = self._features.peek(image.digest)
+        if self.files is not None and features is not None and self.files.wants(image.digest, prompt_tokens):
+            self.files.save_features(image.digest, pack_features(features))
+
+    def has_features(self, digest: str) -> bool:
+        return self._features.peek(digest) is not None or self._read.peek(digest) is not None
+
+    def _restored(self, image: Image) -> Features | None:
+        with self._lock:
+            data = self._read.pop(image.digest)
+        try:
+            return unpack_features(data, len(image.tokens)) if data is not None else None
+        except ValueError as error:
+            log.warning("the features of an image: %s", error)
+            return None
 
 
 class PromptImages:
@@ -272,8 +311,9 @@ class PromptImages:
         return {block: own if len(own) <= MOST_KEYS else _one_key(own) for block, own in keys.items()}
 
     def seen_from(self, start: int) -> Iterator[Image]:
-        """Yield the images that end behind token `start`."""
-        return (span.image for span in self.spans if span.stop > start)
+        """Yield the images that end behind token `start`, and that the tower is to be run for."""
+        images = (span.image for span in self.spans if span.stop > start)
+        return (image for image in images if not self._images.has_features(image.digest))
 
     def beginnings(self, block_size: int) -> list[int]:
         """Blocks before each run of images: between two of one run is less text than a block."""
@@ -325,6 +365,7 @@ class PromptImages:
             self._features[name] = self._images.features_of(
                 span.image, lambda: self._images.take_pixels(span)
             )
+            self._images.write_features(span.image, len(self._tokens))
         return self._features[name]
 
     def _positions(self, start: int, stop: int) -> np.ndarray:
@@ -351,9 +392,11 @@ class PromptImages:
         return (span for span in self.spans if span.start < stop and span.stop > start)
 
 
-def make_images(folder: Path, shown: str, model: Any, media: Media) -> Images:
+def make_images(
+    folder: Path, shown: str, model: Any, media: Media, files: ImageFiles | None = None
+) -> Images:
     """`shown`: what the chat template writes for an image. Raises ModelError."""
-    return Images(model, ImageProcessor(folder, shown), media)
+    return Images(model, ImageProcessor(folder, shown), media, files)
 
 
 def prompt_with_images(
@@ -373,26 +416,3 @@ def _check_length(least: int, most: int) -> None:
 
 def _one_key(keys: list[ExtraKey]) -> list[ExtraKey]:
     return [("images", sha256(repr(keys).encode()).hexdigest())]
-
-
-def _nbytes(pixels: Pixels) -> int:
-    return sum(each.nbytes for value in pixels.values() for each in _flat(value))
-
-
-def _extent(pixels: Any) -> tuple[int, int]:
-    """(numbers, tiles) of an image's pixels: (patches, values), (tiles, patches, values), or tiles of
-    (channels, height, width).
-    """
-    arrays = _flat(pixels)
-    tiles = [
-        math.prod(each.shape[:-3]) if each.ndim > 3 else each.shape[0] if each.ndim == 3 else 1
-        for each in arrays
-    ]
-    # What has three dimensions may be one tile's channels.
-    return sum(each.size for each in arrays), max(1, sum(count for count in tiles if count != 3))
-
-
-def _flat(value: Any) -> list[np.ndarray]:
-    if isinstance(value, list):
-        return [each for item in value for each in _flat(item)]
-    return [np.asarray(value)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +35,9 @@ TEXT_CHARS = 16 << 20
 
 T = TypeVar("T")
 
-_Key = tuple[bytes, int, int]
+Key = tuple[bytes, int, int]
 """SHA-256 of the encoded bytes, a PDF's page, and the longest side."""
+Keyed = tuple[chat.ImagePart, Key]
 _Pixels = tuple[tuple[int, int, bytes] | None, str]
 Size = tuple[float, float]
 """Of a PDF's page, in points: pages of one size make pictures of one size."""
@@ -67,35 +68,46 @@ class Picture(Identity, frozen=True, kw_only=True):
 
 
 class Media:
-    """Owns the children that decode. Thread-safe."""
+    """Owns the children that decode. Thread-safe.
+
+    recall  tells of a picture not seen lately, if something is known of it
+    """
 
     def __init__(self) -> None:
         script = Path(__file__).with_name("media_child.py")
         self._children = ChildProcesses(script, MEMORY_BYTES, CPU_S)
         self._lock = threading.Lock()
-        self._identities: BoundedMap[_Key, Identity] = BoundedMap(max_items=MOST_IDENTITIES)
-        self._recent: BoundedMap[_Key, Picture] = BoundedMap(RECENT_BYTES, lambda picture: len(picture.rgb))
+        self._identities: BoundedMap[Key, Identity] = BoundedMap(max_items=MOST_IDENTITIES)
+        self._recent: BoundedMap[Key, Picture] = BoundedMap(RECENT_BYTES, lambda picture: len(picture.rgb))
         self._documents: BoundedMap[tuple[bytes, str], list[Any]] = BoundedMap(
             TEXT_CHARS, lambda pages: sum(map(len, pages))
         )
+        self.recall: Callable[[Key], Identity | None] = lambda key: None
 
-    def identities(self, parts: Iterable[chat.ImagePart], param: str = "messages") -> Iterator[Identity]:
+    def identities(self, parts: Iterable[Keyed], param: str = "messages") -> Iterator[Identity]:
         """Yield size and digest of each image; decodes those not seen lately. Raises InvalidRequest."""
-        for seen in self._seen(parts, param, self._identities):
+        for seen in self._seen(parts, param, self._identities, self.recall):
             yield seen.identity
 
     def pictures(self, parts: Iterable[chat.ImagePart], param: str = "messages") -> Iterator[Picture]:
         """Yield each image with its pixels, up to 48 MiB each. Raises InvalidRequest."""
-        return self._seen(parts, param, self._recent)
+        return self._seen(keyed(parts), param, self._recent, lambda key: None)
 
     def _seen(
-        self, parts: Iterable[chat.ImagePart], param: str, kept: BoundedMap[_Key, Any]
+        self,
+        parts: Iterable[Keyed],
+        param: str,
+        kept: BoundedMap[Key, Any],
+        recall: Callable[[Key], Identity | None],
     ) -> Iterator[Any]:
-        """Yield what is `kept` of each part, or its picture."""
+        """Yield what is `kept` of each part, or recalled, or its picture."""
         left = REQUEST_DEADLINE_S
-        for part, key in _keyed(parts):
+        for part, key in parts:
             with self._lock:
                 seen = kept.get(key)
+            if seen is None and (seen := recall(key)) is not None:
+                with self._lock:
+                    kept.put(key, seen)
             if seen is None:
                 began = time.monotonic()
                 seen = self._decode(part, key, param, left)
@@ -110,9 +122,9 @@ class Media:
         """Return the size of each page of a PDF. Raises InvalidRequest."""
         return self._ask("pages", document, tuple[list[Size] | None, str])
 
-    def sizes(self, parts: Iterable[chat.ImagePart]) -> Iterator[Size | None]:
+    def sizes(self, parts: Iterable[Keyed]) -> Iterator[Size | None]:
         """Yield the size of each page of a PDF read lately; None: an image, or it is not known."""
-        for _, (digest, page, _side) in _keyed(parts):
+        for _, (digest, page, _side) in parts:
             with self._lock:
                 pages = self._documents.get((digest, "pages")) if page else None
             yield pages[page - 1] if pages else None
@@ -130,7 +142,7 @@ class Media:
         """End the children that wait for work."""
         self._children.close()
 
-    def _decode(self, part: chat.ImagePart, key: _Key, param: str, left: float) -> Picture:
+    def _decode(self, part: chat.ImagePart, key: Key, param: str, left: float) -> Picture:
         """`left`: seconds for it and all other images of the request."""
         seconds = min(DEADLINE_S, left)
         param = part.param or param
@@ -176,11 +188,13 @@ def _pdf(name: str) -> str:
     return f"the PDF {name[:200]!r}" if name else "the PDF"
 
 
-def _keyed(parts: Iterable[chat.ImagePart]) -> Iterator[tuple[chat.ImagePart, _Key]]:
-    """Yield each part with its key. Pages share the bytes of their PDF, which are hashed once."""
+def keyed(parts: Iterable[chat.ImagePart]) -> list[Keyed]:
+    """Each part with its key. Pages share the bytes of their PDF, which are hashed once."""
     hashed: dict[int, bytes] = {}
+    pairs: list[Keyed] = []
     for part in parts:
         name = id(part.data)
         if name not in hashed:
             hashed[name] = hashlib.sha256(part.data).digest()
-        yield part, (hashed[name], part.page, part.side)
+        pairs.append((part, (hashed[name], part.page, part.side)))
+    return pairs

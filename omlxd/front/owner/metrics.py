@@ -60,7 +60,7 @@ HELP = {
     "kv_bytes_restored_total": "Payload bytes read from block files.",
     "kv_blocks_put_total": "Blocks offered to the tiers.",
     "kv_blocks_not_kept_total": "Blocks that neither tier had room for.",
-    "kv_files_written_total": "Files written: blocks, and records of answers.",
+    "kv_files_written_total": "Files written: blocks, and records of answers and images.",
     "kv_bytes_written_total": "Bytes of these.",
     "kv_stores_dropped_total": "Files that were not written: queue full, no space granted, or failed.",
     "kv_store_queue_bytes": "Bytes that wait to be written.",
@@ -79,6 +79,10 @@ HELP = {
     "prompt_turn_records_dropped_total": "Answers that were not: queue full, no space granted, or failed.",
     "prompt_turn_records_found_total": "Records of answers that were read and passed their check.",
     "prompt_turn_records_bad_total": "Records of answers that failed their check, and were removed.",
+    "image_towers_total": "Images that the vision tower was run for.",
+    "images_remembered_total": "Pictures that were known from disk, and not decoded.",
+    "images_restored_total": "Images whose features were read from disk.",
+    "images_written_total": "Images whose features were written beside the KV.",
     "requests_timed_out_total": "Requests that took longer than their time limit.",
 }
 

@@ -8,7 +8,7 @@ from media_files import locked_pdf, pdf
 from omlxd.chat import Conversation, DocumentPart, ImagePart, Message, TextPart, ToolResultPart
 from omlxd.engine.prompt.canonical import chain_of
 from omlxd.engine.vision.documents import read_documents
-from omlxd.engine.vision.media import Media
+from omlxd.engine.vision.media import Media, keyed
 from omlxd.errors import InvalidRequest
 
 pytest.importorskip("pypdfium2", reason="pypdfium2 is not installed")
@@ -56,7 +56,7 @@ def test_a_model_that_sees_gets_a_picture_of_each_page(media):
         TextPart("</document_content>\n</document>"),
         TextPart("and answer"),
     )
-    one, two = media.identities([part for part in message.parts if isinstance(part, ImagePart)])
+    one, two = media.identities(keyed([part for part in message.parts if isinstance(part, ImagePart)]))
     assert (one.width, one.height) == (two.width, two.height) and one.digest != two.digest
     assert len(media.pages(document())) == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ class FakeMedia:
     """Each part's first byte is its picture; a page's second byte is its size."""
 
     def sizes(self, parts):
-        return ((1.0, float(part.data[1])) if part.page else None for part in parts)
+        return ((1.0, float(part.data[1])) if part.page else None for part, _ in parts)
 
     def pictures(self, parts):
         for part in parts:
@@ -31,7 +33,7 @@ class FakeMedia:
 
     def identities(self, parts):
         self.decoded = 0
-        for picture in self.pictures(parts):
+        for picture in self.pictures([part for part, _ in parts]):
             self.decoded += 1
             yield picture.identity
 
@@ -52,7 +54,7 @@ class FakeModel:
     whole_images = mrope = False
 
     def see_image(self, tokens, pixels):
-        return pixels["pixel_values"]
+        return SimpleNamespace(seen=int(pixels["pixel_values"][0]), nbytes=4000, finite=True)
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_the_pixels_of_many_images_are_bounded_and_the_first_are_there(images):
     prompt.fetch(0)
     assert images._pixels.cost <= images_room.PIXEL_BYTES and len(images._pixels) == KEPT
     images.processor.processed.clear()
-    seen = [images.features_of(s.image, lambda s=s: images.take_pixels(s))[0] for s in prompt.spans]
+    seen = [images.features_of(s.image, lambda s=s: images.take_pixels(s)).seen for s in prompt.spans]
     assert seen == [*range(20)] and images.processor.processed == [*range(KEPT, 20)]
     assert not len(images._pixels)
 
@@ -83,7 +85,7 @@ def test_another_request_with_many_images_takes_no_more(images):
         assert images._pixels.cost <= images_room.PIXEL_BYTES
     images.processor.processed.clear()
     span = prompt.spans[0]
-    assert images.features_of(span.image, lambda: images.take_pixels(span))[0] == 100
+    assert images.features_of(span.image, lambda: images.take_pixels(span)).seen == 100
     assert not images.processor.processed
 
 

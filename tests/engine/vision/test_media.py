@@ -17,7 +17,7 @@ from media_files import locked_pdf, pdf, png
 from omlxd.chat import DocumentPart, ImagePart
 from omlxd.engine.vision import media as media_room
 from omlxd.engine.vision import media_child
-from omlxd.engine.vision.media import Media, Picture
+from omlxd.engine.vision.media import Media, Picture, keyed
 from omlxd.errors import InvalidRequest
 
 Image = pytest.importorskip("PIL.Image", reason="pillow is not installed")
@@ -216,7 +216,7 @@ def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch,
 def test_all_images_of_a_request_share_a_deadline(media, monkeypatch):
     monkeypatch.setattr(media_room, "REQUEST_DEADLINE_S", 0.0)
     with pytest.raises(InvalidRequest, match="send fewer"):
-        list(media.identities([part(encoded(Image.new("RGB", (7, 7))))]))
+        list(media.identities(keyed([part(encoded(Image.new("RGB", (7, 7))))])))
 
 
 def test_too_little_memory_is_an_error_of_the_image(monkeypatch):
@@ -260,9 +260,9 @@ def test_an_image_seen_lately_is_not_decoded_again(monkeypatch):
     media = Media()
     files = [encoded(Image.new("RGB", (60, 60 + n))) for n in range(100)]
     try:
-        first = list(media.identities([part(data) for data in files]))
+        first = list(media.identities(keyed([part(data) for data in files])))
         monkeypatch.setattr(Media, "_decode", None)
-        assert list(media.identities([part(data) for data in files])) == first
+        assert list(media.identities(keyed([part(data) for data in files]))) == first
         assert next(media.pictures([part(data) for data in files[-5:]])).identity == first[-5]
     finally:
         media.close()
@@ -296,7 +296,7 @@ def document(data: bytes, name: str = "kettles.pdf") -> DocumentPart:
 def test_a_pdf_has_texts_and_pictures(media):
     data = pdf(["A kettle boils.\nIt sings.", "", "The end."])
     assert media.pages(document(data)) == [(612.0, 792.0)] * 3
-    assert [*media.sizes([part(data, 2), part(b"an image"), part(b"another PDF", 1)])] == [
+    assert [*media.sizes(keyed([part(data, 2), part(b"an image"), part(b"another PDF", 1)]))] == [
         (612, 792),
         None,
         None,
