@@ -56,6 +56,7 @@ from .http.slow_reader import PacedApp
 from .http.trace import trace_of
 from .owner import page
 from .owner.engine_metrics import MetricsOf
+from .owner.live import Live
 from .owner.metrics import Metrics
 from .owner.pins import Pinning
 from .owner.status import Admin
@@ -119,6 +120,7 @@ def create_app(
             Route("/metrics", routes.metrics_page),
             Route("/omlxd/status", routes.status),
             Route("/omlxd/memory", routes.memory, methods=["POST"]),
+            Route("/omlxd/events", routes.live.events),
             Route("/omlxd/requests", routes.requests),
             Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
             Route("/omlxd/cache/pin", routes.pin, methods=["POST"]),
@@ -167,6 +169,9 @@ class _Routes:
         self._metrics = Metrics(engines, metrics)
         self._admin = Admin(engines, metrics)
         self._recent = RecentRequests()
+        self.live = Live(
+            self._admin, self._metrics.requests.last_hour, self.settings.stopping or asyncio.Event()
+        )
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self.responses_dialect)
         self._pinning = Pinning(engines, self._explaining)

@@ -14,6 +14,7 @@ from prometheus_client.metrics import disable_created_metrics
 
 from ...chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from ...errors import OmlxdError
+from .last_hour import LastHour
 
 # The three lists are vLLM's (v1/metrics/loggers.py), so that its dashboards' quantiles mean the same.
 TTFT_S = (
@@ -70,6 +71,7 @@ class Requests:
             registry=registry,
         )
         self._models: set[str] = set()
+        self.last_hour = LastHour()
 
     def show_model(self, model_id: str) -> None:
         """Show the series of a model from its start, so that a first request counts as a rise."""
@@ -99,6 +101,7 @@ class Requests:
         self._duration.labels(model).observe(now - watch.began)
         self._prompt.labels(model).observe(usage.prompt_tokens)
         self._output.labels(model).observe(usage.completion_tokens)
+        self.last_hour.add(usage, None if first is None else first - watch.began)
 
     def _ended(self, model_id: str, outcome: str, reason: str) -> None:
         self._outcomes.labels(model_id, outcome).inc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -108,6 +109,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
                      at once gets a plain HTTP error, and every other stream starts this late at most
     drain_s          most seconds between two parts of a body that was refused: it is read to its end,
                      and discarded, as long as `body_total_s` allows
+    stopping         is set once the daemon is to stop; None: never
     """
 
     host: str = "127.0.0.1"
@@ -123,3 +125,4 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s: float = 8.0
     header_grace_s: float = 1.0
     drain_s: float = 30.0
+    stopping: asyncio.Event | None = None

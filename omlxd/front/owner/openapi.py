@@ -135,6 +135,7 @@ OPERATIONS = (
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),
     Operation("get", "/metrics", "Figures for Prometheus", media="text/plain"),
     Operation("get", "/omlxd/status", "Models, memory, tiers and counters", answer=DaemonStatus),
+    Operation("get", "/omlxd/events", "The status every few seconds", media="text/event-stream"),
     Operation("post", "/omlxd/memory", "Give memory back, count peaks anew", TidyMemory, DaemonStatus),
     Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
     Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),

@@ -3,21 +3,22 @@
 import { say } from "./dom.js";
 import { hasKey, onKeyNeeded, useKey } from "./net.js";
 import * as chat from "./chat.js";
+import * as status from "./status.js";
 
-const VIEWS = { chat };
+const VIEWS = { chat, status };
 const started = new Set();
 const find = (id) => document.getElementById(id);
 let current = "";
 
 function show() {
-  const asked = location.hash.slice(1);
+  const asked = location.hash.slice(2);
   const name = asked in VIEWS ? asked : current || "chat";
   if (name === current) return;
   VIEWS[current]?.hide?.();
   current = name;
   document.title = `${name[0].toUpperCase()}${name.slice(1)} – omlxd`;
   for (const link of document.querySelectorAll("nav a")) {
-    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    if (link.hash === `#/${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.id !== name;
