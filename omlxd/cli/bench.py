@@ -23,7 +23,7 @@ import msgspec
 
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
-from .chat import Message, StreamOptions, Usage
+from .chat import Usage, ask_body
 from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
 from .launch import find_target
 from .own_daemon import own_daemon
@@ -134,20 +134,6 @@ class _Choice(msgspec.Struct):
 class _Chunk(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage | None = None
-
-
-class _Body(msgspec.Struct):
-    model: str
-    prompt: str
-    max_tokens: int = ANSWER_TOKENS
-    temperature: float = 0.0
-    stream: bool = True
-    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
-
-
-class _Counted(msgspec.Struct):
-    model: str
-    messages: list[Message]
 
 
 class _Count(msgspec.Struct):
@@ -275,13 +261,14 @@ class _Bench:
         letters = int(length * self._letters_per_token)
         head = f"{length} words and more of a story. "
         text = head + self._text * (2 * letters // len(self._text) + 1)
-        body = msgspec.json.encode(_Counted(self._model, [Message("user", text[:letters])]))
+        messages = [{"role": "user", "content": text[:letters]}]
+        body = msgspec.json.encode({"model": self._model, "messages": messages})
         counted = fetch(self._url, KEY, "/v1/messages/count_tokens", _Count, body, COUNT_S).input_tokens
         return text[: letters * length // counted]
 
     def _ask(self, prompt: str) -> _Answer:
         times, text, usage = TokenTimes(), "", Usage(0, 0)
-        body = msgspec.json.encode(_Body(self._model, prompt))
+        body = ask_body(model=self._model, prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0.0)
         with closing(stream(self._url, KEY, "/v1/completions", body, _Chunk)) as chunks:
             for chunk in chunks:
                 usage = chunk.usage or usage

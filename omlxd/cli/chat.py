@@ -14,6 +14,7 @@ import sys
 import termios
 import uuid
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -35,25 +36,13 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that would command the terminal."""
 
 
-class Message(msgspec.Struct, omit_defaults=True):
-    """`reasoning_content` lets the daemon render the turn as the model generated it."""
-
-    role: str
-    content: str
-    reasoning_content: str | None = None
+Message = dict[str, str]
+"""`role` and `content`; `reasoning_content` lets the daemon render the turn as the model generated it."""
 
 
-class StreamOptions(msgspec.Struct):
-    include_usage: bool = True
-
-
-class _Body(msgspec.Struct):
-    model: str
-    messages: list[Message]
-    max_tokens: int
-    prompt_cache_key: str
-    stream_options: StreamOptions = msgspec.field(default_factory=StreamOptions)
-    stream: bool = True
+def ask_body(**fields: Any) -> bytes:
+    """The body of a request whose answer is a stream with its usage."""
+    return msgspec.json.encode({**fields, "stream": True, "stream_options": {"include_usage": True}})
 
 
 class _Delta(msgspec.Struct):
@@ -109,7 +98,8 @@ class Answer:
         return self.times.tokens_per_s(self.usage.completion_tokens if self.usage else self.times.count)
 
     def message(self) -> Message:
-        return Message("assistant", self.text, self.thinking or None)
+        thinking = {"reasoning_content": self.thinking} if self.thinking else {}
+        return {"role": "assistant", "content": self.text, **thinking}
 
 
 class Conversation:
@@ -122,7 +112,9 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        self._messages = [Message("system", self._system)] if self._system else []
+        self._messages: list[Message] = []
+        if self._system:
+            self._messages.append({"role": "system", "content": self._system})
         self._name = f"chat-{uuid.uuid4().hex}"
         self.answers: list[Answer] = []
 
@@ -131,8 +123,9 @@ class Conversation:
 
         KeyboardInterrupt stops the answer, and what came of it is kept.
         """
-        messages = [*self._messages, Message("user", question)]
-        body = msgspec.json.encode(_Body(self.target.model, messages, self._max_tokens, self._name))
+        messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
+        limit, name = self._max_tokens, self._name
+        body = ask_body(model=self.target.model, messages=messages, max_tokens=limit, prompt_cache_key=name)
         answer = Answer()
         chunks = stream(self.target.url, self.target.key, "/v1/chat/completions", body, Chunk)
         with contextlib.closing(chunks):
