@@ -2,6 +2,7 @@
 
     python -m tools.bench.images --mlx-vlm PYTHON [--model FOLDER | --shape tiny|small|8b] [--rounds 3]
                                  [--talks 1] [--turns 8] [--size 448x280] [--peers omlxd,mlx-vlm]
+                                 [--before CHECKOUT]
 
     python3 -m tools.bench.images --mlx-vlm python3 --shape 8b --rounds 1 --talks 5 --turns 6 --size 1280x800
 
@@ -30,31 +31,26 @@ import base64
 import functools
 import json
 import math
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import httpx
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
 from omlxd.models import demo
-from tools.bench.serve import free_port, settle
+from tools.bench.serve import BEFORE, OURS, Server, free_port, settle
 
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO / "tests" / "support")]
 
-OURS, THEIRS = "omlxd", "mlx-vlm"
-START_S = 600.0
+THEIRS = "mlx-vlm"
+PROBE = [{"role": "user", "content": "hello there"}]
 QUESTIONS = ("What is in it?", "And what stands beside it?", "Which of them is larger?")
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -194,52 +190,6 @@ def words(count: int, seed: int) -> str:
     return " ".join(str(rng.choice(names)) for _ in range(count))
 
 
-class Server:
-    """`cache`: the folder that it stores in."""
-
-    def __init__(
-        self, name: str, command: list[str], env: dict[str, str], port: int, model: str, cache: Path
-    ):
-        self.name, self._command, self._env, self._model, self.cache = name, command, env, model, cache
-        self.url = f"http://127.0.0.1:{port}"
-        self.start()
-
-    def start(self) -> None:
-        with open(os.environ.get("BENCH_LOG", os.devnull), "ab") as log:
-            env = {**os.environ, **self._env}
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env, cwd=REPO)
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                self.ttft([{"role": "user", "content": "hello there"}])
-                return
-            except httpx.HTTPError:
-                if time.monotonic() > deadline or self.process.poll() is not None:
-                    raise RuntimeError(f"{self.name} did not start") from None
-                time.sleep(0.3)
-
-    def ttft(self, messages: list[dict[str, Any]]) -> float:
-        """Seconds to the first text. Raises httpx.HTTPError."""
-        body = {"model": self._model, "messages": messages, "max_tokens": 6, "temperature": 0, "stream": True}
-        began = first = time.perf_counter()
-        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=900) as response:
-            response.raise_for_status()
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(f"{self.name}: {event['error']}")
-                deltas = (choice.get("delta", {}) for choice in event.get("choices", ()))
-                if first == began and any(d.get("content") or d.get("reasoning_content") for d in deltas):
-                    first = time.perf_counter()
-        return (first if first > began else time.perf_counter()) - began
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
 def user(text: str, *images: str) -> dict[str, Any]:
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
@@ -263,6 +213,7 @@ def run_round(
         messages += [answer, user(QUESTIONS[1])]
         note("second turn, TTFT", server.name, server.ttft(messages))
         conversations.append(messages)
+    assert server.cache is not None
     settle(server.cache)
     server.kill()
     server.start()
@@ -290,9 +241,10 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--size", default="448x280")
     parser.add_argument("--peers", default=f"{OURS},{THEIRS}")
+    parser.add_argument("--before", type=Path, help="another checkout of omlxd to measure beside this one")
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
-    peers = options.peers.split(",")
+    peers = [*options.peers.split(","), *([BEFORE] if options.before else [])]
     rows: dict[str, dict[str, list[float]]] = {}
 
     def note(row: str, who: str, seconds: float) -> None:
@@ -304,7 +256,7 @@ def main() -> int:
         model = options.model or build_model(options.shape, home / "model")
         for index in range(options.rounds):
             for peer in peers:
-                server = _server(peer, options.mlx_vlm, model, home / f"{peer}-{index}")
+                server = _server(peer, options, model, home / f"{peer}-{index}")
                 try:
                     run_round(server, index, options.talks, options.turns, (width, height), note)
                 finally:
@@ -315,19 +267,21 @@ def main() -> int:
     return 0
 
 
-def _server(name: str, python: str | None, model: Path, cache: Path) -> Server:
+def _server(name: str, options: argparse.Namespace, model: Path, cache: Path) -> Server:
     port = free_port()
     cache.mkdir(parents=True)
-    if name == OURS:
+    if name != THEIRS:
         command = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
         command += ["--base-path", str(cache), "--log-level", "warning"]
-        return Server(name, command, {"OMLXD_CPU_BLAS": "off"}, port, model.name, cache)
-    if python is None:
+        checkout = options.before if name == BEFORE else None
+        env = {"OMLXD_CPU_BLAS": "off"}
+        return Server(name, command, port, model.name, cache, checkout, env, PROBE)
+    if options.mlx_vlm is None:
         sys.exit("--mlx-vlm is needed: a Python that has mlx-vlm's server.")
-    command = [python, "-m", "mlx_vlm.server", "--model", str(model)]
+    command = [options.mlx_vlm, "-m", "mlx_vlm.server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port)]
     env = {"APC_ENABLED": "1", "APC_DISK_PATH": str(cache), "HF_HUB_OFFLINE": "1"}
-    return Server(name, command, env, port, str(model), cache)
+    return Server(name, command, port, str(model), cache, env=env, probe=PROBE)
 
 
 def _cell(values: list[float]) -> str:

@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ from tools.bench.rates import Stream, total_rate
 from tools.bench.shapes import SHAPES, save
 
 DECODE_PROMPT = 64
+START_S = 600.0
+"""A large model is read from a slow disk."""
 
 PEERS = OURS, SERVER, BARE = "omlxd", "mlx_lm.server", "BatchGenerator"
 BEFORE = "before"
@@ -71,7 +73,12 @@ def settle(folder: Path, quiet_s: float = 1.0, at_most_s: float = 60.0) -> None:
 
 
 class Server:
-    """A server process and its completions endpoint. `cache`: its folder of blocks, if it is omlxd."""
+    """A server process; it is asked for completions, or for an answer to messages.
+
+    cache     its folder of blocks, if it is omlxd
+    checkout  of omlxd, if it is another than this one
+    probe     what it is asked for until it answers
+    """
 
     def __init__(
         self,
@@ -81,10 +88,12 @@ class Server:
         model: str,
         cache: Path | None = None,
         checkout: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        probe: Any = "hello there",
     ):
         self.name, self._command, self._port, self._model = name, command, port, model
-        self.cache, self._checkout = cache, checkout
-        self._env = {**os.environ, **({"PYTHONPATH": str(checkout)} if checkout else {})}
+        self.cache, self._checkout, self._probe = cache, checkout, probe
+        self._env = {**os.environ, **(env or {}), **({"PYTHONPATH": str(checkout)} if checkout else {})}
         self.url = f"http://127.0.0.1:{port}"
         self.start()
 
@@ -93,31 +102,38 @@ class Server:
         self.process = subprocess.Popen(
             self._command, stdout=log, stderr=log, env=self._env, cwd=self._checkout
         )
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + START_S
         while True:
             try:
-                asyncio.run(self.ask(["hello there"], 1))
+                asyncio.run(self.ask([self._probe], 1))
                 return
             except (httpx.HTTPError, IndexError):
                 if time.monotonic() > deadline or self.process.poll() is not None:
                     raise RuntimeError(f"{self.name} did not start") from None
                 time.sleep(0.3)
 
+    def ttft(self, prompt: Any, n: int = 6) -> float:
+        """Seconds to the first text; a few tokens are asked for, since the first may have none."""
+        return asyncio.run(self.ask([prompt], n))[0].ttft
+
     async def ask(self, prompts: list[Any], n: int) -> list[Stream]:
+        """A prompt is text, token ids, or messages."""
         async with httpx.AsyncClient(timeout=900) as client:
             return list(await asyncio.gather(*(self._stream(client, p, n) for p in prompts)))
 
     async def _stream(self, client: httpx.AsyncClient, prompt: Any, n: int) -> Stream:
+        chat = isinstance(prompt, list) and isinstance(prompt[0], dict)
         body = {
             "model": self._model,
-            "prompt": prompt,
+            "messages" if chat else "prompt": prompt,
             "max_tokens": n,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         stream = Stream(time.perf_counter())
-        async with client.stream("POST", f"{self.url}/v1/completions", json=body) as response:
+        url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
+        async with client.stream("POST", url, json=body) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if not line.startswith("data: {"):
@@ -125,7 +141,7 @@ class Server:
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(f"{self.name}: {event['error']}")
-                if any(choice.get("text") for choice in event.get("choices", ())):
+                if any(map(_text_of, event.get("choices", ()))):
                     stream.times.append(time.perf_counter())
                 if usage := event.get("usage"):
                     stream.tokens = usage["completion_tokens"]
@@ -144,6 +160,11 @@ class Server:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.kill()
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
 
 
 class Worker:
@@ -234,7 +255,6 @@ class Bench:
 
     def first(self, row: str, server: Server, text: str) -> int:
         """Note a TTFT; returns prompt tokens computed."""
-        # A few tokens, since the first may have no text of its own.
         stream = asyncio.run(server.ask([text], 6))[0]
         self.note(row, server.name, stream.ttft * 1000)
         return stream.computed
