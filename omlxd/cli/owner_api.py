@@ -199,6 +199,13 @@ class Forgotten(msgspec.Struct):
     troubles: list[str] = []
 
 
+class ClearCache(msgspec.Struct):
+    """Remove from SSD the node `id` of `/omlxd/cache/tree` and all below it; "": all of the namespace."""
+
+    namespace: str
+    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
+
+
 class WhyMissBody(msgspec.Struct):
     """A request to explain: one that was made, by its `request_id` or as the newest of a `session`
     (neither: the newest of all), or one as it would be sent: `path`, `body` and `headers`."""

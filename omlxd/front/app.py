@@ -55,6 +55,7 @@ from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
 from .http.trace import trace_of
 from .owner import page
+from .owner.cache_tree import CacheTree
 from .owner.engine_metrics import MetricsOf
 from .owner.live import Live
 from .owner.metrics import Metrics
@@ -123,6 +124,8 @@ def create_app(
             Route("/omlxd/events", routes.live.events),
             Route("/omlxd/requests", routes.requests),
             Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
+            Route("/omlxd/cache/tree", routes.tree.tree),
+            Route("/omlxd/cache/clear", routes.clear, methods=["POST"]),
             Route("/omlxd/cache/pin", routes.pin, methods=["POST"]),
             Route("/omlxd/cache/pins", routes.pins),
             Route("/omlxd/cache/files", routes.cached_files, methods=["POST"]),
@@ -169,6 +172,7 @@ class _Routes:
         self._metrics = Metrics(engines, metrics)
         self._admin = Admin(engines, metrics)
         self._recent = RecentRequests()
+        self.tree = CacheTree(engines)
         self.live = Live(
             self._admin, self._metrics.requests.last_hour, self.settings.stopping or asyncio.Event()
         )
@@ -266,6 +270,9 @@ class _Routes:
 
     async def cached_files(self, request: Request) -> Response:
         return _json(await self._pinning.files(await request.body()))
+
+    async def clear(self, request: Request) -> Response:
+        return _json(await self.tree.clear(await request.body()))
 
     async def why_miss(self, request: Request) -> Response:
         return _json(await self._explaining.why(await request.body()))

@@ -37,8 +37,10 @@ from ...api.openai.completions import Completion, CompletionsBody
 from ...api.openai.scores import Classifications, ClassifyBody, PairScores, ScoreBody
 from ...api.responses.objects import Response
 from ...api.responses.request import ResponsesBody
+from ...cli.cache.tree import Trees
 from ...cli.owner_api import (
     CachedFiles,
+    ClearCache,
     DaemonStatus,
     Forget,
     Forgotten,
@@ -139,6 +141,8 @@ OPERATIONS = (
     Operation("post", "/omlxd/memory", "Give memory back, count peaks anew", TidyMemory, DaemonStatus),
     Operation("get", "/omlxd/requests", "The last requests, without their prompts", answer=RecentList),
     Operation("post", "/omlxd/cache/forget", "Files of the SSD cache that shall go", Forget, Forgotten),
+    Operation("get", "/omlxd/cache/tree", "The prefixes of the SSD cache", answer=Trees),
+    Operation("post", "/omlxd/cache/clear", "Remove some of them", ClearCache, Forgotten),
     Operation("post", "/omlxd/cache/pin", "What is evicted last, or no more", PinBlocks, PinList),
     Operation("get", "/omlxd/cache/pins", "What is pinned", answer=PinList),
     Operation("post", "/omlxd/cache/files", "Files that a prompt is restored from", WhyMissBody, CachedFiles),

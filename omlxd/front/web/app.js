@@ -4,8 +4,9 @@ import { say } from "./dom.js";
 import { hasKey, onKeyNeeded, useKey } from "./net.js";
 import * as chat from "./chat.js";
 import * as status from "./status.js";
+import * as cache from "./cache.js";
 
-const VIEWS = { chat, status };
+const VIEWS = { chat, status, cache };
 const started = new Set();
 const find = (id) => document.getElementById(id);
 let current = "";

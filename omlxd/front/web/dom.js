@@ -19,8 +19,15 @@ function fill(element, properties, children) {
     else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...there(children));
   return element;
+}
+
+const there = (children) => children.flat().filter((child) => child !== null && child !== undefined && child !== false);
+
+/** Have `element` hold these and nothing else. */
+export function put(element, ...children) {
+  element.replaceChildren(...there(children));
 }
 
 /** Tell whoever listens to the page. */
