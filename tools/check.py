@@ -1,6 +1,6 @@
 """Check in a minute what CI checks in full: format, lint, imports, types and tests of what you changed.
 
-    python tools/check.py [--base REF] [--seconds 60]
+    python tools/check.py [--base REF] [--seconds 55]
 
 Changed files are those that differ from REF (default: where this branch left main, else HEAD), and new
 files that git does not ignore. A file of omlxd/ROOM/ runs the fast tests of tests/ROOM/, a changed test
@@ -37,7 +37,7 @@ END_S = 5.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--base", default="", help="compare with this commit; default: where main was left")
-    parser.add_argument("--seconds", type=float, default=60.0, help="time limit of all steps together")
+    parser.add_argument("--seconds", type=float, default=55.0, help="time limit of all steps together")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     changed = changed_files(args.base or base())

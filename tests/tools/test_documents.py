@@ -134,6 +134,13 @@ def test_the_rooms_of_the_picture_exist():
             assert name.rstrip("/") in every, name
 
 
+def test_every_room_is_on_the_page():
+    text = (REPO / "omlxd/README.md").read_text()
+    rooms = {file.parent for file in (REPO / "omlxd").rglob("__init__.py")} - {REPO / "omlxd"}
+    assert len(rooms) >= 25
+    assert [str(room.relative_to(REPO)) for room in rooms if not re.search(rf"\b{room.name}\b", text)] == []
+
+
 def test_each_common_change_names_four_files_at_most_and_they_exist():
     text = (REPO / "omlxd/README.md").read_text()
     changes = text.split("## Five common changes")[1].split("\n## ")[0].split("\n**")[1:]
