@@ -38,8 +38,13 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
 _MISSING = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
 """Parameter that names what is not found → OpenAI's code."""
 
-_DETAILS = {"thread": "thread_unsupported_request"}
-"""Refused parameter → Anthropic's `error_code`: its SDK's tool runner then goes on without a thread."""
+_DETAILS: dict[tuple[ErrorCode, str | None], str] = {
+    ("not_found", "thread.previous_message_id"): "thread_not_found",
+    ("invalid_request", "thread.previous_message_id"): "thread_already_continued",
+    ("invalid_request", "thread"): "thread_fingerprint_mismatch",
+    ("invalid_request", "thread.type"): "thread_unsupported_request",
+}
+"""(code, parameter) → Anthropic's `error_code`. After the first two its SDKs send the whole conversation."""
 
 
 class _Details(msgspec.Struct):
@@ -132,7 +137,7 @@ def error_body(
         return OpenAIError(openai_detail(error))
     if protocol == "ollama":
         return OllamaError(message_of(error, protocol))
-    code = _DETAILS.get(error.param or "") if error.code == "invalid_request" else None
+    code = _DETAILS.get((error.code, error.param))
     message = message_of(error, protocol)
     return AnthropicError(
         _AnthropicDetail(_TABLE[error.code][1], message, _Details(code) if code else None), request_id

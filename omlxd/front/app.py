@@ -34,7 +34,6 @@ from .http.discovery import Discovery
 from .http.discovery import as_json as _json
 from .http.embeddings import Embeddings
 from .http.generation import (
-    ANTHROPIC,
     CLASSIFY,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
@@ -45,6 +44,7 @@ from .http.generation import (
     GenerationResponse,
     InputTokens,
     Parse,
+    messages_dialect,
     responses_dialect,
 )
 from .http.guard import Guard
@@ -53,6 +53,7 @@ from .http.response_store import ResponseStore, StoredResponses
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
+from .http.thread_store import ThreadStore
 from .http.trace import trace_of
 from .owner import page
 from .owner.cache_tree import CacheTree
@@ -109,7 +110,9 @@ def create_app(
             Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
             Route("/v1/responses/{id:response}", routes.stored.get),
             Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
-            Route("/v1/messages", partial(routes.generate, dialect=ANTHROPIC), methods=["POST"]),
+            Route(
+                "/v1/messages", partial(routes.generate, dialect=routes.messages_dialect), methods=["POST"]
+            ),
             Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
             Route("/api/chat", partial(routes.generate, dialect=OLLAMA_CHAT), methods=["POST"]),
             Route("/api/generate", partial(routes.generate, dialect=OLLAMA_GENERATE), methods=["POST"]),
@@ -164,7 +167,9 @@ class _Routes:
     def __init__(self, engines: Engines, settings: HttpSettings):
         self.settings = settings
         self._engines = engines
-        store = ResponseStore()
+        store, threads = ResponseStore(), ThreadStore()
+        self.messages_dialect = messages_dialect(threads)
+        self._counted_messages = messages_dialect(threads, anthropic.parse)
         self.responses_dialect = responses_dialect(store)
         self.compact_dialect = responses_dialect(store, parse_compact)
         self.stored = StoredResponses(store)
@@ -177,7 +182,7 @@ class _Routes:
             self._admin, self._metrics.requests.last_hour, self.settings.stopping or asyncio.Event()
         )
         self._large = asyncio.Semaphore(1)
-        self._explaining = Explaining(engines, self._recent, self.responses_dialect)
+        self._explaining = Explaining(engines, self._recent, self.messages_dialect, self.responses_dialect)
         self._pinning = Pinning(engines, self._explaining)
 
     async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
@@ -219,7 +224,7 @@ class _Routes:
             return size, await asyncio.to_thread(read)
 
     async def count_tokens(self, request: Request) -> Response:
-        return _json(TokenCount(await self._count(request, anthropic.parse)))
+        return _json(TokenCount(await self._count(request, self._counted_messages.parse)))
 
     async def input_tokens(self, request: Request) -> Response:
         return _json(InputTokens(await self._count(request, self.responses_dialect.parse)))

@@ -87,8 +87,8 @@ def test_a_prompt_is_computed_before_it_is_asked(claude: anthropic.Anthropic):
         assert stream.get_final_message().usage.output_tokens == 0
 
 
-def test_the_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic):
-    """It asks for a thread first, and takes only one word for a no."""
+def test_the_tool_runner_keeps_its_conversation_in_a_thread(claude: anthropic.Anthropic):
+    """It asks for a thread by itself."""
 
     @anthropic.beta_tool
     def look(path: str) -> str:
@@ -103,6 +103,15 @@ def test_the_tool_runner_goes_on_without_a_thread(claude: anthropic.Anthropic):
         model="claude-opus-5-5", max_tokens=400, messages=USER, tools=[look], max_iterations=1
     )
     assert runner.until_done().stop_reason in ("end_turn", "tool_use")
+
+
+def test_a_thread_computes_nothing_twice(claude: anthropic.Anthropic):
+    thread = claude.beta.messages.thread(model="claude-opus-5-5", max_tokens=60, system=prose(81, 300))
+    thread.send(*USER)
+    first = thread.previous_message_id
+    answer = thread.send({"role": "user", "content": "And of spoons?"})
+    assert thread.previous_message_id == answer.id != first
+    assert answer.usage.input_tokens <= BLOCK + 40 < (answer.usage.cache_read_input_tokens or 0)
 
 
 def test_openai_chat_streamed_and_not(gpt: openai.OpenAI):

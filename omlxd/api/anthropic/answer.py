@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -100,12 +101,21 @@ class _Signature:
         return base64.b64encode(self._digest.digest()).decode()
 
 
+Keep = Callable[[str, bytes], None]
+"""(id of the message, its blocks as JSON): called once, at its end."""
+
+
+def _nowhere(id: str, content: bytes) -> None:
+    pass
+
+
 class AnthropicStream:
     """`sse.StreamEncoder` of one message. `message_start` waits for the first event, which has the cached
     tokens.
     """
 
-    def __init__(self, id: str, model: str, request_id: str):
+    def __init__(self, id: str, model: str, request_id: str, keep: Keep | None = None):
+        self._kept = None if keep is None else AnthropicCollector(id, model, keep)
         self._id = id
         self._model = model
         self._request_id = request_id
@@ -125,6 +135,8 @@ class AnthropicStream:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
 
     def event(self, event: chat.Event) -> bytes:
+        if self._kept is not None:
+            self._kept.event(event)
         return self._begun(event) + self._encoded(event)
 
     def _begun(self, event: chat.Event) -> bytes:
@@ -193,9 +205,10 @@ class AnthropicStream:
 class AnthropicCollector:
     """`sse.Collector` of one message."""
 
-    def __init__(self, id: str, model: str):
+    def __init__(self, id: str, model: str, keep: Keep = _nowhere):
         self._id = id
         self._model = model
+        self._keep = keep
         self._runs: list[tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut] = []
         self._finished: chat.Finished | None = None
 
@@ -210,8 +223,14 @@ class AnthropicCollector:
                 self._runs.append((type(event), [event.text]))
         elif isinstance(event, (chat.ToolCall, chat.ToolCallCut)):
             self._runs.append(event)
+        elif isinstance(event, chat.Restarted):
+            self._runs.clear()
         elif isinstance(event, chat.Finished):
             self._finished = event
+            self._keep(self._id, msgspec.json.encode(self._content()))
+
+    def _content(self) -> list[_Text | _Thinking | _ToolUse]:
+        return [_block(run) for run in self._runs]
 
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
@@ -219,7 +238,7 @@ class AnthropicCollector:
             MessageAnswer(
                 id=self._id,
                 model=self._model,
-                content=[_block(run) for run in self._runs],
+                content=self._content(),
                 stop_reason=_STOP_REASON[self._finished.reason],
                 stop_sequence=self._finished.stop_sequence,
                 usage=_usage(self._finished.usage),

@@ -32,6 +32,7 @@ from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
 from . import blocks
 from .documents import browser_state_text, document_parts, image_block, search_result_text
+from .threads import Continue, Create, HeldThread, ThreadRequest, conversation_of, owner_of, with_conversation
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -80,7 +81,7 @@ class MessagesBody(msgspec.Struct):
     metadata: Metadata | None = None
     output_config: _OutputConfig | None = None
     output_format: ResponseFormat | None = None
-    thread: Any = None
+    thread: Create | Continue | None = None
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
@@ -94,11 +95,31 @@ _NOTHING_BEGUN = chat.Message("assistant", ())
 # --------------------------------------------------------------------------- translation
 
 
-def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
-    """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field."""
+def parse(
+    body: bytes, headers: Mapping[str, str] | None = None, held: HeldThread = lambda *_: None
+) -> ParsedRequest:
+    """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field, and
+    NotFound for a thread.
+
+    held  the threads that are kept
+    """
     request = decode(_decoder, body)
     if not request.messages:
         raise bad_field("messages", "at least one message is required")
+    if request.thread is None:
+        return _parsed(request, headers or {})
+    owner = owner_of(headers or {})
+    fields = conversation_of(body, request.thread, owner, held)
+    parsed = _parsed(decode(_decoder, with_conversation(body, fields)), headers or {})
+    return ThreadRequest(
+        **{name: getattr(parsed, name) for name in parsed.__struct_fields__},
+        owner=owner,
+        conversation=msgspec.json.encode(fields),
+        previous=request.thread.previous_message_id if isinstance(request.thread, Continue) else "",
+    )
+
+
+def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
     _refuse_server_state(request)
     shown = list(_shown(request.messages))
     tools = Tools(request.tools or [], (change for each in shown for change in _changes(*each)))
@@ -127,16 +148,18 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
         generate=chat.GenerateRequest(
             prompt=prompt,
             sampling=_sampling(request),
-            session=session_of(headers or {}, request.metadata),
-            parent_agent=parent_agent(headers or {}),
+            session=session_of(headers, request.metadata),
+            parent_agent=parent_agent(headers),
             format=format,
         ),
     )
 
 
-def parse_to_answer(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedRequest:
+def parse_to_answer(
+    body: bytes, headers: Mapping[str, str] | None = None, held: HeldThread = lambda *_: None
+) -> ParsedRequest:
     """As `parse`, for a conversation that is to be answered, not only counted."""
-    parsed = parse(body, headers)
+    parsed = parse(body, headers, held)
     prompt = parsed.generate.prompt
     assert isinstance(prompt, chat.Conversation)
     if not prompt.continue_final and prompt.messages and prompt.messages[-1].role == "assistant":
@@ -157,10 +180,6 @@ def _refuse_server_state(request: MessagesBody) -> None:
     """A request with it can't be answered: the model would miss what the client thinks it has."""
     refuse(
         {
-            "thread": (
-                request.thread is not None,
-                "no conversation is kept here; leave it out and send all of the conversation in messages",
-            ),
             "compaction": (
                 request.compaction is not None,
                 "conversations are not summarised here; leave it out and ask for a summary in a message",

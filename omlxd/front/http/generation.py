@@ -13,13 +13,15 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...api.anthropic import request as anthropic
-from ...api.anthropic.answer import AnthropicCollector, AnthropicStream
+from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep
+from ...api.anthropic.threads import ThreadRequest
 from ...api.body import ParsedRequest
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import OllamaCollector, OllamaStream
@@ -39,6 +41,7 @@ from .event_pump import EventPump
 from .request_metrics import Requests
 from .response_store import ItemFinder, ResponseStore
 from .settings import HttpSettings
+from .thread_store import ThreadStore
 from .trace import RequestTrace, trace_of
 
 STREAM_HEADERS = [
@@ -69,11 +72,21 @@ def _now() -> int:
     return int(time.time())
 
 
-ANTHROPIC = Dialect(
-    anthropic.parse_to_answer,
-    lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id),
-    lambda parsed: AnthropicCollector(_id("msg_"), parsed.model),
-)
+def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answer) -> Dialect:
+    """Answers to requests with a thread go into `threads`."""
+
+    def keep_of(parsed: ParsedRequest) -> Keep | None:
+        return partial(threads.keep, parsed) if isinstance(parsed, ThreadRequest) else None
+
+    def collector(parsed: ParsedRequest) -> AnthropicCollector:
+        keep = keep_of(parsed)
+        return AnthropicCollector(_id("msg_"), parsed.model, *([keep] if keep else []))
+
+    return Dialect(
+        lambda body, headers: parse(body, headers, threads.find_thread),
+        lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id, keep_of(parsed)),
+        collector,
+    )
 
 
 def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:

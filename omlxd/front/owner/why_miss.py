@@ -17,12 +17,11 @@ from ...cli.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound
 from ...wire import Explanation
 from ..engines.protocol import Engine, Engines
-from ..http.generation import ANTHROPIC, OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
+from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
 from ..http.recent_requests import RecentRequest, RecentRequests
 
-RESPONSES = "/v1/responses"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 DIALECTS: Mapping[str, Dialect] = {
-    "/v1/messages": ANTHROPIC,
     "/v1/chat/completions": OPENAI_CHAT,
     "/v1/completions": OPENAI_COMPLETIONS,
 }
@@ -30,12 +29,12 @@ _WHY_MISS = msgspec.json.Decoder(WhyMissBody)
 
 
 class Explaining:
-    """`responses`: the dialect of /v1/responses, which has a memory of its own."""
+    """messages, responses: the dialects that have a memory of their own."""
 
-    def __init__(self, engines: Engines, recent: RecentRequests, responses: Dialect):
+    def __init__(self, engines: Engines, recent: RecentRequests, messages: Dialect, responses: Dialect):
         self._engines = engines
         self._recent = recent
-        self._dialects = {**DIALECTS, RESPONSES: responses}
+        self._dialects = {MESSAGES: messages, **DIALECTS, RESPONSES: responses}
 
     def recent(self) -> RecentList:
         return RecentList([_line(each) for each in self._recent.newest_first()])

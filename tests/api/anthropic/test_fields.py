@@ -60,8 +60,8 @@ FIELDS: dict[str, tuple[Fate, Any]] = {
     "tool_choice": ("read", {"type": "any"}),
     "tools": ("read", [{"name": "h", "input_schema": SCHEMA}]),
     "output_config": ("read", {"format": FORMAT}),
-    # The whole conversation would be elsewhere, or a summary is wanted and not an answer.
-    "thread": ("refused", {"type": "continue", "previous_message_id": "msg_1"}),
+    "thread": ("read", {"type": "create"}),
+    # A summary is wanted and not an answer, or something runs elsewhere.
     "compaction": ("refused", {"type": "summarize"}),
     "container": ("refused", {"id": "c", "skills": [{"type": "anthropic", "skill_id": "pptx"}]}),
     "mcp_servers": ("refused", [{"type": "url", "url": "https://a.example", "name": "n"}]),

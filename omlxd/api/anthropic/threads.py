@@ -1,0 +1,102 @@
+"""Message threads: a conversation is kept here, and a request that continues it carries only what is new.
+
+`thread: {"type": "create"}` keeps the conversation under the id of its answer; `{"type": "continue",
+"previous_message_id": …}` has it stand before the request's messages. Its JSON is kept, so that a continued
+request is read as if all of it had been sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from ...errors import InvalidRequest, NotFound
+from ..body import ParsedRequest
+
+FIXED = ("system", "tools")
+"""Fields that a thread begins with and that stay."""
+PREVIOUS = "thread.previous_message_id"
+
+HeldThread = Callable[[str, str], "bytes | None"]
+"""(owner, id of the answer) → its conversation as JSON; b"": it has been continued; None: none (any more)."""
+
+
+class Create(msgspec.Struct, tag_field="type", tag="create"):
+    pass
+
+
+class Continue(msgspec.Struct, tag_field="type", tag="continue"):
+    previous_message_id: str
+
+
+class ThreadRequest(ParsedRequest, frozen=True, kw_only=True):
+    """A parsed body whose conversation is to be kept.
+
+    owner         who alone may continue it
+    conversation  JSON of `system`, `tools` and `messages`, without the answer
+    previous      the answer that it continues; "": none
+    """
+
+    owner: str
+    conversation: bytes
+    previous: str = ""
+
+
+class _Held(msgspec.Struct):
+    messages: list[msgspec.Raw]
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_held = msgspec.json.Decoder(_Held)
+
+
+def owner_of(headers: Mapping[str, str]) -> str:
+    """A name for whoever has the keys that a request carries."""
+    keys = "\0".join(headers.get(name, "") for name in ("authorization", "x-api-key"))
+    return hashlib.blake2b(keys.encode(), digest_size=16).hexdigest()
+
+
+def conversation_of(body: bytes, thread: Create | Continue, owner: str, held: HeldThread) -> dict[str, Any]:
+    """`system`, `tools` and `messages` of the whole conversation, each as JSON.
+
+    Raises NotFound where `thread` continues what is not kept, InvalidRequest where it can't be continued.
+    """
+    given = _fields.decode(body)
+    if isinstance(thread, Create):
+        return {name: given[name] for name in (*FIXED, "messages") if name in given}
+    before = held(owner, thread.previous_message_id)
+    replay = 'send the whole conversation with thread {"type": "create"}'
+    if before is None:
+        raise NotFound(f"{PREVIOUS}: nothing is kept under this id (any more); {replay}", param=PREVIOUS)
+    if not before:
+        raise InvalidRequest(f"{PREVIOUS}: this answer has been continued already; {replay}", param=PREVIOUS)
+    kept = _fields.decode(before)
+    for name in FIXED:
+        if name in given and _value(given, name) != _value(kept, name):
+            raise InvalidRequest(
+                f"thread: {name} differs from what the thread began with; leave it out, or {replay}",
+                param="thread",
+            )
+    messages = [*_held.decode(before).messages, *_held.decode(body).messages]
+    return {**kept, "messages": messages}
+
+
+def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
+    return msgspec.json.decode(fields[name]) if name in fields else None
+
+
+def with_conversation(body: bytes, conversation: Mapping[str, Any]) -> bytes:
+    """`body` as it would be without a thread."""
+    fields = {name: value for name, value in _fields.decode(body).items() if name != "thread"}
+    return msgspec.json.encode({**fields, **conversation})
+
+
+def with_answer(conversation: bytes, content: bytes) -> bytes:
+    """`conversation` with an answer of these blocks at its end, all as JSON."""
+    fields: dict[str, Any] = {**_fields.decode(conversation)}
+    answer = {"role": "assistant", "content": msgspec.Raw(content)}
+    fields["messages"] = [*_held.decode(conversation).messages, answer]
+    return msgspec.json.encode(fields)
