@@ -7,6 +7,7 @@ which installs them; here is what needs no npm.
 import asyncio
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,7 @@ from tools.clients.run import start_client
 from tools.clients.script import THOUGHT, answer_to, written
 from tools.clients.script_model import build_script_model
 from tools.clients.turns import BLOCK, Session
+from tools.clients_matrix import PARTS, Row, play_library
 
 PROGRAMS = Path(__file__).resolve().parents[2] / "tools" / "clients"
 
@@ -49,6 +51,19 @@ def test_an_sdk_plays_a_session(daemon, tmp_path, sdk, cancelled):
     # An abandoned stream freed its slot, and what it had computed was of use to the turn after it.
     assert sum(reuse.played.cancelled for reuse in row.reuses) == cancelled
     assert row.worst <= BLOCK and sum(reuse.played.cached for reuse in row.reuses) > 5000
+
+
+def test_the_matrix_plays_a_library(daemon, tmp_path):
+    """The others are installed by tools/clients_matrix.py."""
+    command = [sys.executable, "-P", str(PROGRAMS / "library_players.py"), "anthropic"]
+    row = Row("anthropic")
+    with Recorder(daemon.url) as recorder:
+        play_library(row, command, recorder.url, tmp_path)
+        assert not [request.error for request in recorder.requests if request.error]
+    assert row.problems == dict.fromkeys(PARTS, "") and row.version == metadata.version("anthropic")
+    failed = Row("none")
+    play_library(failed, [sys.executable, "-c", "raise SystemExit('no such library')"], daemon.url, tmp_path)
+    assert failed.problems == dict.fromkeys(PARTS, "it ended before: no such library")
 
 
 # --------------------------------------------------------------------------- many at once

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -17,20 +18,30 @@ class InstallError(Exception):
 
 def npm_program(home: Path, package: str, version: str, program: str) -> Path:
     """The path of `program` of an npm package at exactly `version`. Raises InstallError."""
-    folder = home / f"{package.replace('/', '-').lstrip('@')}-{version}"
-    path = folder / "node_modules" / ".bin" / program
-    if path.exists():
-        return path
+    path = npm_folder(home, {package: version}) / ".bin" / program
+    if not path.exists():
+        raise InstallError(f"{package}@{version} has no program {program}")
+    return path
+
+
+def npm_folder(home: Path, packages: dict[str, str]) -> Path:
+    """The `node_modules` that holds `packages` (name → exact version). Raises InstallError."""
+    names = [f"{name.replace('/', '-').lstrip('@')}-{version}" for name, version in packages.items()]
+    folder = home / ("-and-".join(names[:2]) + (f"-and-{len(names) - 2}-more" if names[2:] else ""))
+    modules = folder / "node_modules"
+    wanted = [f"{name}@{version}" for name, version in packages.items()]
+    done = folder / ".done"
+    if done.exists() and done.read_text().split() == wanted:
+        return modules
     npm = shutil.which("npm")
     if npm is None:
         raise InstallError("npm is needed (Node.js 20 or later)")
     folder.mkdir(parents=True, exist_ok=True)
     # A version, never a range: npm silently steps back to an older release whose `engines` fit.
     flags = ["--no-fund", "--no-audit", "--loglevel=error", "--prefix", str(folder)]
-    _run([npm, "install", *flags, f"{package}@{version}"])
-    if not path.exists():
-        raise InstallError(f"{package}@{version} has no program {program}")
-    return path
+    _run([npm, "install", *flags, *wanted])
+    done.write_text("\n".join(wanted))
+    return modules
 
 
 def python_with(home: Path, packages: dict[str, str]) -> Path:
@@ -40,12 +51,16 @@ def python_with(home: Path, packages: dict[str, str]) -> Path:
     """
     if all(_version(name) == version for name, version in packages.items()):
         return Path(sys.executable)
-    folder = home / "-".join(["python", *(f"{name}{version}" for name, version in packages.items())])
+    names = [re.sub(r"\W+", "-", name) + version for name, version in packages.items()]
+    folder = home / "-".join(["python", *names])
     python = folder / "bin" / "python"
     done = folder / ".done"
     if not done.exists():
         _run([sys.executable, "-m", "venv", "--clear", str(folder)])
         wanted = [f"{name}=={version}" for name, version in packages.items()]
+        _run(
+            [str(python), "-m", "pip", "install", "--quiet", "--upgrade", "pip"]
+        )  # An old one searches long.
         _run([str(python), "-m", "pip", "install", "--quiet", *wanted])
         done.touch()
     return python
@@ -64,5 +79,7 @@ def _run(command: list[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InstallError(f"{command[0]}: {error}") from error
     if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
-        raise InstallError(f"{' '.join(command[:4])} … failed: {last[0]}")
+        said = (done.stderr or done.stdout).strip().splitlines()
+        # The last line names a log or a version; the reason stands somewhere above.
+        why = [line for line in said if re.search(r"Error: |ERROR: |notarget No ", line)] or said or ["?"]
+        raise InstallError(f"{' '.join(command[:4])} … failed: {why[-1][:300]}")

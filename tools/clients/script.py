@@ -47,7 +47,14 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-Step = Say | Read | Delegate | Call
+@dataclass(slots=True, frozen=True)
+class Fill:
+    """An object: as arguments of the first tool, or as JSON if there are no tools."""
+
+    fields: dict[str, Any]
+
+
+Step = Say | Read | Delegate | Call | Fill
 
 LONG = " ".join(f"Line {n} of a long answer." for n in range(1500))
 
@@ -73,6 +80,7 @@ SCENARIOS: dict[str, list[Step]] = {
         Call("get_weather", {"city": "Røros", "days": 1}),
         Say("Snow in both."),
     ],
+    "person": [Fill({"name": "Ada", "age": 36}), Say("That is Ada.")],
 }
 
 SUMMARY = (
@@ -132,14 +140,30 @@ def _played(step: Step, folder: str, tools: Sequence[Tool]) -> Answer:
             return Answer("", (_delegate_call(f"Scenario {scenario} in {folder}.", tools),))
         case Call(name, arguments):
             return Answer("", ((name, arguments),))
+        case Fill(fields) if tools:
+            # In the schema's order, which a grammar holds the model to.
+            names = sorted(fields, key=list(tools[0].parameters["properties"]).index)
+            return Answer("", ((tools[0].name, {name: fields[name] for name in names}),))
+        case Fill(fields):
+            return Answer(json.dumps(fields))
+
+
+_READERS = {
+    "Read": ("file_path",),
+    "read": ("filePath", "path"),
+    "read_file": ("path", "file_path"),
+    "view": ("path",),
+}
+"""Tool → names that its argument may have."""
 
 
 def _read_call(path: str, tools: Sequence[Tool]) -> tuple[str, dict[str, Any]]:
     """A call that reads `path` with the tools that there are."""
     names = {tool.name: tool for tool in tools}
-    for name, argument in (("Read", "file_path"), ("read", "filePath"), ("read_file", "path")):
+    for name, arguments in _READERS.items():
         if name in names:
-            return name, {argument: path}
+            known = names[name].parameters.get("properties", {})
+            return name, {next((one for one in arguments if one in known), arguments[0]): path}
     if path.endswith(".png") and "view_image" in names:
         return "view_image", {"path": path}
     for name, argument in (("exec_command", "cmd"), ("shell_command", "command"), ("shell", "command")):
