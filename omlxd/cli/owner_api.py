@@ -77,6 +77,10 @@ class UnloadModel(msgspec.Struct):
     model: Name
 
 
+class PullModel(msgspec.Struct):
+    model: Name
+
+
 class PinModel(msgspec.Struct):
     model: Name
     pinned: bool = True

@@ -1,16 +1,21 @@
-"""`python -m omlxd.models.hub ORG/NAME`: fetches a model from the hub into its client's own cache.
+"""`python -m omlxd.models.hub ORG/NAME [--progress]`: fetches a model from the hub into its client's cache.
 
-Prints the folder, or with status 1 why not; progress goes to standard error. A download goes on where it
-stopped. It is a program of its own so that the front never imports the hub's client.
+Prints the folder, or with status 1 why not. Progress goes to standard error, or with `--progress` before it
+as lines of JSON. A download goes on where it stopped. It is a program of its own so that the front never
+imports the hub's client.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import sys
+from typing import Any
 
 import httpx
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from tqdm import tqdm
 
 from .builder import end_with_parent
 
@@ -18,10 +23,26 @@ PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model", "*.tiktoke
 """What a model is loaded from. Code (`*.py`) is neither fetched nor run."""
 
 
+class _Lines(tqdm):
+    """A progress bar of the hub's client that prints lines (`resolve.Progress`) instead."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options | {"file": io.StringIO(), "mininterval": 0.5})
+
+    def close(self) -> None:
+        """Else it prints at the end, behind the folder."""
+        self.disable = True
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if self.unit == "B":
+            print(json.dumps({"done": int(self.n), "total": int(self.total or 0)}), flush=True)
+
+
 def main(argv: list[str]) -> int:
     repo = argv[0]
     try:
-        print(snapshot_download(repo, allow_patterns=PATTERNS))
+        bar: Any = _Lines if "--progress" in argv else None
+        print(snapshot_download(repo, allow_patterns=PATTERNS, tqdm_class=bar))
     except GatedRepoError:
         return _fail(f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN.")
     except RepositoryNotFoundError:
@@ -43,7 +64,7 @@ def _fail(sentence: str) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m omlxd.models.hub ORG/NAME")
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m omlxd.models.hub ORG/NAME [--progress]")
     end_with_parent()
     sys.exit(main(sys.argv[1:]))

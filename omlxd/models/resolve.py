@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -100,11 +101,20 @@ async def fetch_default_model(base_path: Path) -> Path:
     return folder
 
 
-async def fetch_from_hub(repo: str) -> Path:
-    """The folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError."""
+async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = None) -> Path:
+    """The folder of hub model `repo` (ORG/NAME), downloaded if need be. Raises ModelError.
+
+    note  is told how far it is, in bytes of bytes; without it the terminal is
+    """
     if not _HUB_ID.fullmatch(repo):
         raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
-    folder = await _run_builder("omlxd.models.hub", repo)
+
+    def said(line: str) -> None:
+        if note is not None and line.startswith("{"):
+            far = _progress.decode(line)
+            note(far.done, far.total)
+
+    folder = await _run_builder("omlxd.models.hub", repo, *(["--progress"] if note else []), said=said)
     await asyncio.to_thread(check_folder, folder)
     return folder
 
@@ -126,7 +136,17 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
     return folder
 
 
-async def _run_builder(module: str, *arguments: str) -> Path:
+class Progress(msgspec.Struct):
+    """A line of a builder that says how far it is. Bytes."""
+
+    done: int
+    total: int
+
+
+_progress = msgspec.json.Decoder(Progress)
+
+
+async def _run_builder(module: str, *arguments: str, said: Callable[[str], None] = lambda line: None) -> Path:
     """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
 
     Its standard error is ours, for progress bars. Its standard input closes when we die, which ends it.
@@ -139,18 +159,21 @@ async def _run_builder(module: str, *arguments: str) -> Path:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,
+        limit=1 << 20,
     )
     assert process.stdout is not None
+    last = ""
     try:
-        output = await process.stdout.read()
+        async for line in process.stdout:
+            if text := line.decode(errors="replace").strip():
+                last = text
+                said(text)
         await process.wait()
     finally:
         if process.returncode is None:  # Cancelled: omlxd is shutting down.
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    lines = output.decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if process.returncode:
         raise ModelError(
             last or f"{module} failed with status {process.returncode}; its reason is in the log."

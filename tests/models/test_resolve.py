@@ -16,7 +16,7 @@ from omlxd.config import load_settings
 from omlxd.errors import ModelError
 from omlxd.models import resolve
 from omlxd.models.catalog import Catalog, default_model
-from omlxd.models.resolve import DEFAULT_ID, DEMO_ID, check_folder, model_id, resolve_model
+from omlxd.models.resolve import DEFAULT_ID, DEMO_ID, check_folder, fetch_from_hub, model_id, resolve_model
 
 REPO = str(Path(__file__).resolve().parents[2])
 
@@ -245,6 +245,15 @@ async def test_a_hub_id_is_downloaded_without_code(
     hub.asked.clear()
     assert await resolve_model("org/tiny", tmp_path) == folder  # Once here, no network is needed.
     assert hub.asked == []
+
+
+async def test_a_download_says_how_far_it_is(hub: type[Hub], tmp_path: Path):
+    far: list[tuple[int, int]] = []
+    folder = await fetch_from_hub("org/tiny", lambda done, total: far.append((done, total)))
+    assert {path.name for path in folder.iterdir()} == set(hub.files) - {"code.py"}
+    size = sum(len(data) for name, data in hub.files.items() if name != "code.py")
+    assert far and all(0 <= done <= total <= size for done, total in far)
+    assert far[-1][0] > 0, "a line is left out where another was written just before"
 
 
 async def test_an_unknown_hub_id_is_told(hub: type[Hub], tmp_path: Path):

@@ -7,6 +7,7 @@
 | POST /omlxd/models/load {model, keep_alive}           | answers once it is loaded                      |
 | POST /omlxd/models/unload {model}                     | answers once it is gone, or says that it waits |
 | POST /omlxd/models/pin {model, pinned}                | never unloaded for others or for being idle    |
+| POST /omlxd/models/pull {model}                       | downloads it, and says how far it is (pull.py) |
 | POST /omlxd/models/alias {alias, model}               | another name for it; model null takes it away  |
 | POST /omlxd/inspect {model, prompt or messages, values} | writes a prompt's keys into a file           |
 """
@@ -44,6 +45,7 @@ from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.discovery import as_json as _json
+from .pull import Pulling
 
 
 def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
@@ -144,6 +146,7 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         Route("/omlxd/models/load", load, methods=["POST"]),
         Route("/omlxd/models/unload", unload, methods=["POST"]),
         Route("/omlxd/models/pin", pin, methods=["POST"]),
+        Route("/omlxd/models/pull", Pulling(pool).pull, methods=["POST"]),
         Route("/omlxd/models/alias", alias, methods=["POST"]),
         Route("/omlxd/models/{id:path}", model),
     ]

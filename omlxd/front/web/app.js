@@ -5,8 +5,9 @@ import { hasKey, onKeyNeeded, useKey } from "./net.js";
 import * as chat from "./chat.js";
 import * as status from "./status.js";
 import * as cache from "./cache.js";
+import * as models from "./models.js";
 
-const VIEWS = { chat, status, cache };
+const VIEWS = { chat, status, cache, models };
 const started = new Set();
 const find = (id) => document.getElementById(id);
 let current = "";

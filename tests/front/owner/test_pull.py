@@ -1,0 +1,114 @@
+"""`POST /omlxd/models/pull`: how far it is, its end, and that it ends with whoever asked."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fake_engine import FakeEngine, FakeEngines, served
+from starlette.routing import Route
+
+from omlxd.errors import ModelError
+from omlxd.front.app import create_app
+from omlxd.front.http.settings import HttpSettings
+from omlxd.front.owner import pull
+
+PULL = "/omlxd/models/pull"
+
+
+class Hub:
+    """Stands in for the download: it ends when `end` is set, with `error` if there is one."""
+
+    def __init__(self) -> None:
+        self.end, self.ended = asyncio.Event(), asyncio.Event()
+        self.error = ""
+        self.begun = 0
+
+    async def fetch(self, model: str, note: Callable[[int, int], None]) -> Path:
+        self.begun += 1
+        try:
+            note(10, 100)
+            note(0, 100)  # Another bar, which does not move.
+            await self.end.wait()
+            if self.error:
+                raise ModelError(self.error)
+            return Path("/models") / model
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+async def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    made = Hub()
+    monkeypatch.setattr(pull, "fetch_from_hub", made.fetch)
+    monkeypatch.setattr(pull, "TELL_S", 0.05)
+    return made
+
+
+def app(**settings: Any):
+    looks: list[bool] = []
+
+    async def look_for_models(afresh: bool) -> None:
+        looks.append(afresh)
+
+    pool: Any = SimpleNamespace(look_for_models=look_for_models, looks=looks)
+    route = Route(PULL, pull.Pulling(pool).pull, methods=["POST"])
+    return create_app(FakeEngines(FakeEngine()), HttpSettings(**settings), [route]), looks
+
+
+async def told(answer: httpx.Response):
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/event-stream"
+    async for line in answer.aiter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line[6:])
+
+
+async def test_it_says_how_far_it_is_and_where_the_model_lies(hub: Hub):
+    made, looks = app()
+    async with (
+        served(made) as url,
+        httpx.AsyncClient(base_url=url) as http,
+        http.stream("POST", PULL, json={"model": "org/tiny"}) as answer,
+    ):
+        events = told(answer)
+        assert await anext(events) == {"done": 10, "total": 100}
+        again = await http.post(PULL, json={"model": "org/tiny"})
+        assert again.status_code == 503 and hub.begun == 1
+        hub.end.set()
+        rest = [event async for event in events]
+        assert rest[-1] == {"id": "org/tiny", "folder": "/models/org/tiny"} and looks == [True]
+
+
+async def test_what_fails_is_told_and_can_be_tried_again(hub: Hub):
+    hub.error = "the hub can't be reached"
+    hub.end.set()
+    async with served(app()[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        for _ in range(2):
+            async with http.stream("POST", PULL, json={"model": "org/tiny"}) as answer:
+                assert [event async for event in told(answer)][-1] == {"error": {"message": hub.error}}
+
+
+async def test_whoever_goes_away_ends_it(hub: Hub):
+    async with served(app()[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        async with http.stream("POST", PULL, json={"model": "org/tiny"}) as answer:
+            await anext(told(answer))
+        async with asyncio.timeout(60):
+            await hub.ended.wait()
+
+
+async def test_who_may_not_and_what_is_no_hub_id(hub: Hub):
+    async with served(app(api_key="k")[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post(PULL, json={"model": "org/tiny"})).status_code == 401
+    async with served(app(max_body_bytes=100)[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        site = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
+        assert (await http.post(PULL, json={"model": "org/tiny"}, headers=site)).status_code == 400
+        plain = {"origin": url, "content-type": "text/plain"}
+        assert (await http.post(PULL, content='{"model": "org/tiny"}', headers=plain)).status_code == 400
+        assert (await http.post(PULL, json={"model": "x" * 100})).status_code == 413
+        for model in ("", "tiny", "../x", "/etc", "org/tiny/x"):
+            assert (await http.post(PULL, json={"model": model})).status_code == 400
+    assert hub.begun == 0
