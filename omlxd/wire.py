@@ -116,6 +116,7 @@ class Load(Struct, frozen=True, tag="load"):
     speculate  passes may check guessed tokens
     adapter  folder of a LoRA adapter of the model; "": none
     kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
+    weights_mmap  whether weights are views of their files (engine/mlx_adapter/mapped.py)
     """
 
     model_path: str
@@ -130,6 +131,7 @@ class Load(Struct, frozen=True, tag="load"):
     speculate: bool = True
     adapter: str = ""
     kv_reserve: int = KV_RESERVE
+    weights_mmap: str = "off"
 
 
 class Generate(Struct, frozen=True, tag="generate"):

@@ -18,6 +18,7 @@ BlockSize = Literal[16, 32, 64, 128, 256, 512, 1024]
 KvBits = Literal[0, 4, 8]
 KvGroup = Literal[32, 64, 128]
 CpuWeights = Literal["auto", "as-stored"]
+WeightsMmap = Literal["auto", "on", "off"]
 Hoist = Literal["auto", "always", "never"]
 """What becomes of system messages before the first assistant's turn."""
 Slots = Annotated[int, Meta(ge=1, le=1024)]
@@ -63,6 +64,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: KvBits | None = None
     kv_group_size: KvGroup | None = None
     cpu_weights: CpuWeights | None = None
+    weights_mmap: WeightsMmap | None = None
     no_cache: bool | None = None
     max_concurrent_requests: Slots | None = None
     healing: bool | None = None
@@ -125,6 +127,8 @@ _HELP = {
     "kv_group_size": "numbers that share a scale with --kv-bits; must divide the width of the model's heads",
     "cpu_weights": "on a CPU: auto makes weights float32, which is many times faster, when they take "
     "at most half of the free memory; as-stored: never",
+    "weights_mmap": "weights as views of their files, which engines of one model share: auto where it was "
+    "tried (Linux, CPU) and weights stay as stored; on: wherever it can be; off: they are read",
     "cpu_blas": "on a Linux CPU: auto has OpenBLAS compute matrix products, if it is installed; "
     "off: MLX's own BLAS, which is slow",
     "no_cache": "compute every prompt from its first token: no RAM cache, no SSD cache",
@@ -214,6 +218,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: Annotated[KvBits, _option("kv_bits", "N=0")]
     kv_group_size: Annotated[KvGroup, _option("kv_group_size", "N=64")]
     cpu_weights: Annotated[CpuWeights, _option("cpu_weights", "WHAT=auto")]
+    weights_mmap: Annotated[WeightsMmap, _option("weights_mmap", "WHAT=auto")]
     cpu_blas: Annotated[Literal["auto", "off"], _option("cpu_blas", "WHAT=auto")]
     no_cache: Annotated[bool, _option("no_cache", "")]
     max_concurrent_requests: Annotated[int, Meta(ge=1, le=1024), _option("max_concurrent_requests", "N=8")]

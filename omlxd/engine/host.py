@@ -84,6 +84,7 @@ class EngineHost:
             _quantisation(load.cache),
             load.budget.float32 and mlx_adapter.backend() == "cpu",
             load.adapter,
+            load.weights_mmap,
         )
         self.scheduler = Scheduler(
             self.loaded,
@@ -109,6 +110,7 @@ class EngineHost:
             self.scheduler.memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
+            self.scheduler.bridge.weights_changed = self.loaded.mapped.changed
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
         self.media = Media()
@@ -190,6 +192,10 @@ class EngineHost:
 
         `end()` runs on the output thread after the last event.
         """
+        if changed := self.loaded.mapped.changed():
+            raise ModelError(
+                f"{changed} was written to under its mapping; unload the model and load it again"
+            )
         context = self._context(request)
         rendered = self._render(request, context)
         if rendered.tool_calls and self._warns_of_tools:

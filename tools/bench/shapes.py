@@ -77,6 +77,8 @@ SHAPES = {
         Shape("cpu", 4, 1024, 16, 4, 64, 2048, 4096, "float32"),
         # SmolLM2's smallest: as many layers as models have that people run on CPUs.
         Shape("smollm2", 30, 576, 9, 3, 64, 1536, 49152, "float32"),
+        # 1.5 GB in float32: weights that a CPU maps as they are stored.
+        Shape("wide", 10, 1536, 16, 4, 96, 6144, 8192, "float32"),
         Shape("tiny", 2, 128, 4, 2, 32, 256, 4096, "float32"),
     )
 }

@@ -110,6 +110,7 @@ class KVBridge:
         self._model = model
         self._layout = layout
         self.states = states
+        self.weights_changed: Callable[[], str] = lambda: ""
         self.store = store
         self._post = post
         self._block = store.block_size
@@ -189,7 +190,7 @@ class KVBridge:
         looked at the logits. Without memory for copies the blocks are not kept, and the answer goes on.
         """
         table = sequence.table
-        if table is None or not self._layout.groups:
+        if table is None or not self._layout.groups or self.weights_changed():
             return
         full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
         table.append(full - len(table.blocks))

@@ -38,6 +38,7 @@ from .cache_kinds import (
     state_arrays,
     states_of,
 )
+from .mapped import MappedWeights
 from .quantised import Quantisation
 
 
@@ -81,6 +82,7 @@ class LoadedModel:
     states   its state that exists only at a position; without tensors when it keeps none
     Both None: its KV can't be reused, and `kv_reuse` says why.
     blind    why a vision model takes no images; None: it is a text model; "": it takes them
+    mapped   weights that are views of their files
     """
 
     model: Any
@@ -96,18 +98,26 @@ class LoadedModel:
     hook: LayerHook = field(default_factory=LayerHook)
     float32: bool = False
     blind: str | None = None
+    mapped: MappedWeights = field(default_factory=lambda: MappedWeights("off", False))
 
     @property
     def model_type(self) -> str:
         return str(self.config.get("model_type", "unknown"))
 
 
-def load(path: Path, kv: Quantisation | None = None, float32: bool = False, adapter: str = "") -> LoadedModel:
+def load(
+    path: Path,
+    kv: Quantisation | None = None,
+    float32: bool = False,
+    adapter: str = "",
+    weights_mmap: str = "off",
+) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
     kv       keep per-token KV so; None: in the model's own type
     float32  make the weights float32
     adapter  folder of a LoRA adapter; "": none
+    weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` or `adapter` is
     not possible, and what mlx-lm raises.
@@ -115,7 +125,9 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False, adap
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
     blind = vision.blindness(path)
-    model, tokenizer, config, converted = read_model(path, float32, blind)
+    mapped = MappedWeights(weights_mmap, float32)
+    with mapped.reading():
+        model, tokenizer, config, converted = read_model(path, float32, blind)
     if adapter:
         _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
@@ -141,6 +153,7 @@ def load(path: Path, kv: Quantisation | None = None, float32: bool = False, adap
         hook=LayerHook(model),
         float32=converted,
         blind=blind,
+        mapped=mapped,
     )
 
 

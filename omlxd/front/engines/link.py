@@ -146,6 +146,8 @@ class EngineLink:
             return "it closed its socket"
         if status == -signal.SIGKILL:
             return "it was killed, perhaps because memory ran out"
+        if status == -signal.SIGBUS:
+            return "it was ended by SIGBUS: a mapped file of its weights was cut, or its disk failed"
         if status < 0:
             return f"it was ended by {signal.Signals(-status).name}"
         return f"it exited with status {status}"

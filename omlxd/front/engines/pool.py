@@ -395,6 +395,7 @@ class EnginePool:
             seed=settings.seed,
             kv_reserve=KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
             adapter=str(own.adapter or engine.installed.adapter or ""),
+            weights_mmap=own.weights_mmap or settings.weights_mmap,
             speculate=(own.speculation or settings.speculation) == "auto",
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,

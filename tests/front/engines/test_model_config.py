@@ -40,6 +40,7 @@ no-cache = true
 max-concurrent-requests = 2
 starts-in-thinking = true
 kv-reserve = 8192
+weights-mmap = "off"
 """
 
 
@@ -69,6 +70,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         max_concurrent_requests=2,
         starts_in_thinking=True,
         kv_reserve=8192,
+        weights_mmap="off",
     )
     assert models(tmp_path, "[models.x]\nttl = 0\n")["x"].ttl == math.inf
 
@@ -87,6 +89,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         ("template-args = 3", "no table"),
         ("block-size = 48", "48 is none of 16, 32, 64, 128, 256, 512, 1024"),
         ("tempreature = 1", "did you mean temperature?"),
+        ('weights-mmap = "yes"', "'yes' is none of auto, off, on"),
         ("kv-reserve = -1", "-1 is no whole number from 0"),
         ("repetition-context-size = -1", "-1 is no whole number from 0"),
         ("max-tokens = 1\nmax_tokens = 2", "given twice"),
