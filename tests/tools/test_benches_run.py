@@ -20,6 +20,7 @@ RUNS = {
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
     "images": ("--shape tiny --peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
+    "tower_gap": ("--size 224x112", "| parts |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 
@@ -45,7 +46,7 @@ def test_every_script_starts():
 @pytest.mark.slow
 @pytest.mark.parametrize("bench", RUNS)
 def test_it_runs(bench: str):
-    if bench == "images":
+    if bench in ("images", "tower_gap"):
         pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
     arguments, shown = RUNS[bench]
     arguments = arguments.replace("{llama}", str(family_model("llama")))

@@ -53,6 +53,7 @@ THEIRS = "mlx-vlm"
 PROBE = [{"role": "user", "content": "hello there"}]
 QUESTIONS = ("What is in it?", "And what stands beside it?", "Which of them is larger?")
 
+TOWER = {"hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420}
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
@@ -86,10 +87,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "vocab_size": 152064,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-        "vision": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420},
+        "vision": {"depth": 32, **TOWER},
         "dtype": "bfloat16",
     },
 }
+SHAPES["tower"] = {**SHAPES["small"], "vision": {"depth": 4, **TOWER}}
 
 
 NOISE = 1_000_003

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ...common.files import read_small
 from ...errors import ModelError
 from ...kv.layout import KVLayout
-from . import attention, vision
+from . import attention, tower, vision
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -46,8 +46,8 @@ class LayerHook:
     """Runs `call` after every layer of a forward pass but the last, once the layer's output is evaluated;
     None: off.
 
-    A vision tower's layers are layers too. The last layer's output is not needed but at a prompt's end: KV
-    is all that other passes keep.
+    A vision tower's layers are layers too, and on a CPU so are the parts of one (tower.py). The last layer's
+    output is not needed but at a prompt's end: KV is all that other passes keep.
 
     What `call` raises ends the pass: the cache is then half written. `call` may run other passes, with
     other caches: mlx-lm's models keep nothing of a pass outside of its cache. Evaluating between layers
@@ -60,13 +60,19 @@ class LayerHook:
         for layer in {id(one): one for one in layers}.values():
             if isinstance(layer, nn.Module):
                 layer.__class__ = self._hooked(type(layer))
+        if isinstance(model, vision.VisionModel):
+            tower.cut_products(model.vlm)
+            model.pause = self._pause
+
+    def _pause(self, result: Any) -> None:
+        if self.call is not None:
+            mx.eval(arrays_of(result))
+            self.call()
 
     def _hooked(self, kind: Any) -> Any:
         def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
             out = kind.__call__(layer, *args, **kwargs)
-            if self.call is not None:
-                mx.eval(arrays_of(out))
-                self.call()
+            self._pause(out)
             return out
 
         return type(kind.__name__, (kind,), {"__call__": __call__})

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from ...common.files import read_small
 from ...errors import ModelError
 from ...models.footprint import PROCESSOR_FILES, VLM_VERSION, read_config, vision_obstacle
-from . import attention
+from . import attention, tower
 from .cache_kinds import Cache, add_arrays_kind, leaves
 
 _FEATURES = ("inputs_embeds", "per_layer_inputs", "visual_pos_masks", "deepstack_visual_embeds")
@@ -155,6 +155,7 @@ class VisionModel(nn.Module):
     """An mlx-vlm model that is called as mlx-lm's are: model(tokens, cache=…) gives logits.
 
     whole_images  an image's tokens see each other, so that no pass may end within one
+    pause         gets the result of each part of a tower (tower.py)
 
     A pass over an image's tokens also takes `pass_inputs`. Nothing of a request stays in it.
     """
@@ -165,6 +166,7 @@ class VisionModel(nn.Module):
         self._mrope = hasattr(vlm.language_model, "get_rope_index")
         names = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
         self.whole_images = _let_images_see_themselves(vlm.language_model)
+        self.pause: tower.Pause = lambda result: None
         self._visual_ids = [id for name in names if isinstance(id := getattr(vlm.config, name, None), int)]
 
     @property
@@ -207,7 +209,8 @@ class VisionModel(nn.Module):
 
     def see_image(self, tokens: Sequence[int], pixels: Pixels) -> Features:
         """Run the tower. `tokens`: those that stand for the image in a prompt, all of them."""
-        out = self._embed(tokens, **{name: _arrays(value) for name, value in pixels.items()})
+        with tower.in_parts(self.pause):
+            out = self._embed(tokens, **{name: _arrays(value) for name, value in pixels.items()})
         # Some towers keep the pixels' float32, and KV must have the type that text gives it.
         dtype = self._embed(tokens[:1])["inputs_embeds"].dtype
         layers = out["deepstack_visual_embeds"]
@@ -305,20 +308,6 @@ def _let_images_see_themselves(language: Any) -> bool:
     return True
 
 
-def _attend_to_no_empty_windows() -> None:
-    """Let attention of no tokens give none: cuDNN ends the process with SIGFPE there.
-
-    The towers of Qwen2.5-VL and GLM-4V ask for it, for most sizes of images.
-    """
-    if (attend := mx.fast.scaled_dot_product_attention).__module__ == __name__:
-        return
-
-    def scaled_dot_product_attention(q: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        return attend(q, *args, **kwargs) if q.shape[2] else q
-
-    mx.fast.scaled_dot_product_attention = scaled_dot_product_attention
-
-
 def _positions(cache: Any, shape: tuple[int, ...], deltas: Sequence[int] | None) -> mx.array:
     """(3, rows, tokens): the places after what `cache` holds, all three dimensions alike."""
     offset = next(leaf.offset for _, leaf in leaves(cache) if hasattr(leaf, "offset"))
@@ -349,7 +338,7 @@ def _arrays(value: Any) -> Any:
 def load_vision_model(folder: Path) -> tuple[VisionModel, dict[str, Any]]:
     """The model, its weights not read yet, and its config. Raises what mlx-vlm raises."""
     utils = import_vlm("utils")
-    _attend_to_no_empty_windows()
+    tower.cut_attention()
     return VisionModel(utils.load_model(folder, lazy=True)), utils.load_config(folder)
 
 

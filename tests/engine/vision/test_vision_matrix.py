@@ -27,18 +27,6 @@ CLOSE = 1e-3
 """Largest difference of logits of about 6, for families whose kernels look at a chunk's bounds."""
 
 
-def test_attention_of_no_tokens_gives_none(monkeypatch: pytest.MonkeyPatch):
-    lengths: list[int] = []
-    monkeypatch.setattr(
-        mx.fast, "scaled_dot_product_attention", lambda q, *_, **__: lengths.append(q.shape[2]) or q
-    )
-    vision._attend_to_no_empty_windows()
-    for length in (0, 3):
-        q = mx.zeros((1, 2, length, 8))
-        assert mx.fast.scaled_dot_product_attention(q, q, q, scale=1.0).shape == q.shape
-    assert lengths == [3]
-
-
 @pytest.fixture(scope="module", params=ALL)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
