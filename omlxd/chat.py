@@ -215,6 +215,7 @@ class GenerateRequest(Struct, frozen=True):
                 with `Restarted`; for the front alone
     return_token_ids  `TokenIds` come with the answer
     keys_file, values  a safetensors file that the prompt's keys are written to, its values too; "": none
+    query       position in the prompt whose attention is written there too; negative: from the end
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -230,6 +231,7 @@ class GenerateRequest(Struct, frozen=True):
     return_token_ids: bool = False
     keys_file: str = ""
     values: bool = False
+    query: int | None = None
 
 
 class EmbedRequest(Struct, frozen=True):

@@ -156,11 +156,15 @@ class InspectedKeys(msgspec.Struct):
 
 
 class InspectedLayer(msgspec.Struct):
-    """`cache`: its class; `keys` null: it keeps none that can be read."""
+    """`cache`: its class; `keys` null: it keeps none that can be read.
+
+    entropy  in nats, of each query head's attention at the `query` asked for; null: not asked, no plain KV
+    """
 
     layer: str
     cache: str
     keys: InspectedKeys | None
+    entropy: list[float] | None = None
 
 
 class Inspected(msgspec.Struct):

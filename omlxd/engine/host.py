@@ -209,6 +209,8 @@ class EngineHost:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         if request.keys_file and len(tokens) > INSPECTED:
             raise bad_field("prompt", f"at most {INSPECTED} tokens are inspected, and it has {len(tokens)}")
+        if request.query is not None and not -len(tokens) <= request.query < len(tokens):
+            raise bad_field("query", f"the prompt has {len(tokens)} tokens, and none at {request.query}")
         stops = request.sampling.stop_token_ids
         for param, ids in (("prompt", tokens), ("stop_token_ids", stops)):
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
@@ -248,6 +250,7 @@ class EngineHost:
             max_new=room if wanted is None else max(1, min(wanted, room)),
             reserve=self._kv_reserve,
             keys_file=request.keys_file,
+            query=request.query,
             values=request.values,
             eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
             sampler=self._sampler(request, tokens, constraint),

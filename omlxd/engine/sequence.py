@@ -81,7 +81,7 @@ class Sequence:
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
     images         those of its prompt; None: it has none
-    keys_file, values  as the request has them (chat.py)
+    keys_file, values, query  as the request has them (chat.py)
     extra_keys     of blocks, by index, beside their tokens
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
@@ -115,6 +115,7 @@ class Sequence:
     sink: Any = None
     reserve: int = KV_RESERVE
     keys_file: str = ""
+    query: int | None = None
     values: bool = False
     images: PromptImages | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)

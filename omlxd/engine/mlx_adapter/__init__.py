@@ -47,7 +47,7 @@ from .cache_kinds import (
     trim,
 )
 from .device import backend, compute_dtype, storage_dtype, versions
-from .inspection import write_keys
+from .inspection import attention_from, write_keys
 from .loading import (
     LayerHook,
     LoadedModel,

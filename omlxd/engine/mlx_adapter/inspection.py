@@ -7,16 +7,53 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from .cache_kinds import Cache, leaves, state_tensors, tensors
 
 
-def write_keys(file: Path, cache: Cache, tokens: int, values: bool) -> None:
+def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.array] | None:
+    """How the `token` at position `at` attends, a layer each: (query heads, at + 1) float32, of sum 1.
+
+    Its pass is done again, behind what `cache` holds before it. None where a layer keeps anything but plain
+    KV, or attends by a function of its own.
+    """
+    if any(type(leaf) is not KVCache for _, leaf in leaves(cache)):
+        return None
+    before = [KVCache() for _ in cache]
+    for fresh, held in zip(before, cache, strict=True):
+        if at:
+            fresh.keys, fresh.values = (array[..., :at, :] for array in (held.keys, held.values))
+            fresh.offset = at
+    weights: list[mx.array] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def noting(queries: mx.array, keys: mx.array, values: mx.array, **kwargs: Any) -> mx.array:
+        if kwargs.get("mask") is None and kwargs.get("sinks") is None and queries.shape[:3:2] == (1, 1):
+            heads, kv_heads = queries.shape[1], keys.shape[1]
+            grouped = queries.astype(mx.float32).reshape(kv_heads, heads // kv_heads, -1)
+            scores = grouped @ keys[0].astype(mx.float32).swapaxes(-1, -2) * kwargs["scale"]
+            weights.append(mx.softmax(scores, axis=-1).reshape(heads, -1))
+        return real(queries, keys, values, **kwargs)
+
+    mx.fast.scaled_dot_product_attention = noting
+    try:
+        mx.eval(model(mx.array([[token]]), cache=before), weights)
+    finally:
+        mx.fast.scaled_dot_product_attention = real
+    return weights if len(weights) == len(before) else None
+
+
+def write_keys(
+    file: Path, cache: Cache, tokens: int, values: bool, attention: list[mx.array] | None = None
+) -> None:
     """Write the keys, after RoPE, of the `tokens` in `cache` as a safetensors file of float32 arrays.
 
     An array a layer, `<layer>.keys` (KV heads, tokens, dim), and `<layer>.values` if `values`: of a window
     its last tokens alone. Metadata `omlxd` is a JSON list, a layer each: its cache's class, `keys` null where
     it keeps none (recurrent layers, packed KV), else heads, first token, and each head's mean norm of keys.
+    `attention`, of `attention_from`, is `<layer>.attention`, and each query head's `entropy`, in nats, in the
+    metadata.
     """
     held = {**tensors(cache), **state_tensors(cache)}
     arrays: dict[str, mx.array] = {}
@@ -31,5 +68,9 @@ def write_keys(file: Path, cache: Cache, tokens: int, values: bool) -> None:
         kept = arrays[f"{name}.keys"]
         norms = mx.linalg.norm(kept, axis=-1).mean(axis=-1).tolist()
         heads, count, dim = kept.shape
+        if attention:
+            weights = arrays[f"{name}.attention"] = attention[len(layers) - 1]
+            entropy = -(weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1)
+            layers[-1]["entropy"] = entropy.tolist()
         layers[-1]["keys"] = {"kv_heads": heads, "dim": dim, "first_token": tokens - count, "norms": norms}
     mx.save_safetensors(str(file), arrays, {"omlxd": json.dumps(layers)})

@@ -361,8 +361,12 @@ class Scheduler:
     def _first_token(self, sequence: Sequence, logits: mx.array) -> None:
         assert sequence.cache is not None
         if sequence.keys_file:
+            attention: list[mx.array] | None = None
+            if sequence.query is not None:
+                at = sequence.query % sequence.prompt_length
+                attention = mlx_adapter.attention_from(self._model, sequence.cache, sequence.tokens[at], at)
             mlx_adapter.write_keys(
-                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values
+                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
             )
         token, likelihood = sample_one(sequence.sampler, logits)
         self.decoded_tokens += 1

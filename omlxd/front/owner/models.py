@@ -9,7 +9,7 @@
 | POST /omlxd/models/pin {model, pinned}                | never unloaded for others or for being idle    |
 | POST /omlxd/models/pull {model}                       | downloads it, and says how far it is (pull.py) |
 | POST /omlxd/models/alias {alias, model}               | another name for it; model null takes it away  |
-| POST /omlxd/inspect {model, prompt or messages, values} | writes a prompt's keys into a file           |
+| POST /omlxd/inspect {prompt or messages, query, …}    | writes a prompt's keys into a file             |
 """
 
 from __future__ import annotations
@@ -129,7 +129,12 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         file.touch(mode=0o600)
         one = msgspec.structs.replace(parsed.generate.sampling, max_tokens=0)
         generate = msgspec.structs.replace(
-            parsed.generate, sampling=one, keys_file=str(file), values=asked.values, collected=True
+            parsed.generate,
+            sampling=one,
+            keys_file=str(file),
+            values=asked.values,
+            collected=True,
+            query=asked.query,
         )
         async with contextlib.aclosing(engine.generate(generate)) as events:
             async for event in events:
@@ -156,6 +161,7 @@ class _Inspect(msgspec.Struct):
     """Beside the fields of /v1/completions, or of /v1/chat/completions where there are `messages`."""
 
     values: bool = False
+    query: int | None = None
     messages: msgspec.Raw | UnsetType = UNSET
 
 

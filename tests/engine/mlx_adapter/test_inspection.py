@@ -13,6 +13,7 @@ from daemon import Daemon, family_model, prose
 from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
+from tools.heat_map import rows_of, svg
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3", "qwen3_next"])
@@ -38,6 +39,57 @@ def test_layers_of_each_sort(family: str, tmp_path: Path):
         assert layer["keys"]["norms"] == pytest.approx(norms.tolist(), rel=1e-4)
 
 
+@pytest.mark.parametrize("at", [0, 40, 88])
+def test_attention_of_a_token_is_what_the_whole_pass_gives_it(tmp_path: Path, monkeypatch, at: int):
+    loaded = mlx_adapter.load(family_model("qwen3"))
+    tokens = list(range(1, 90))
+    cache = mlx_adapter.new_cache(loaded.model, 100)
+    outputs: list[mx.array] = []
+    real = mx.fast.scaled_dot_product_attention
+
+    def noting(*args, **kwargs):
+        outputs.append(real(*args, **kwargs))
+        return outputs[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx.fast, "scaled_dot_product_attention", noting)
+        mx.eval(loaded.model(mx.array([tokens]), cache=cache))
+    attention = mlx_adapter.attention_from(loaded.model, cache, tokens[at], at)
+    assert mx.fast.scaled_dot_product_attention is real and attention is not None
+    file = tmp_path / "keys.safetensors"
+    mlx_adapter.write_keys(file, cache, 89, values=True, attention=attention)
+    arrays, metadata = mx.load(str(file), return_metadata=True)
+    for output, layer in zip(outputs, json.loads(metadata["omlxd"]), strict=True):
+        weights, values = (arrays[f"{layer['layer']}.{part}"] for part in ("attention", "values"))
+        heads = weights.shape[0]
+        assert weights.shape == (heads, at + 1) and mx.allclose(
+            weights.sum(axis=-1), mx.ones(heads), atol=1e-5
+        )
+        seen = mx.repeat(values, heads // values.shape[0], axis=0)[:, : at + 1]
+        assert mx.allclose((weights[:, None] @ seen)[:, 0], output[0, :, at], atol=1e-3)
+        entropy = -(np.array(weights) * np.log(np.maximum(np.array(weights), 1e-30))).sum(axis=-1)
+        assert layer["entropy"] == pytest.approx(entropy.tolist(), abs=1e-4)
+        assert min(layer["entropy"]) >= 0 and max(layer["entropy"]) <= np.log(at + 1) + 1e-4
+    picture = svg(rows_of(file, None))
+    assert picture.count("<rect") == len(outputs) * (at + 1) and picture.endswith("</svg>")
+    assert len(rows_of(file, 0)) == heads
+    with pytest.raises(ValueError, match="--layer: there are"):
+        rows_of(file, 99)
+
+
+def test_attention_is_told_of_plain_kv_alone(tmp_path: Path):
+    for family in ("gemma3_text", "deepseek_v3", "qwen3_next"):
+        loaded = mlx_adapter.load(family_model(family))
+        cache = mlx_adapter.new_cache(loaded.model, 100)
+        mx.eval(loaded.model(mx.arange(1, 9)[None], cache=cache))
+        attention = mlx_adapter.attention_from(loaded.model, cache, 8, 7)
+        assert attention is None or family == "deepseek_v3"
+    file = tmp_path / "keys.safetensors"
+    mlx_adapter.write_keys(file, cache, 8, values=False)
+    with pytest.raises(ValueError, match="holds no attention"):
+        rows_of(file, None)
+
+
 def test_a_daemon_writes_what_the_model_computes_and_refuses_what_it_can_not(tmp_path: Path):
     text = prose(60)
     with Daemon(tmp_path) as daemon:
@@ -56,6 +108,13 @@ def test_a_daemon_writes_what_the_model_computes_and_refuses_what_it_can_not(tmp
         ):
             answer = http.post("/omlxd/inspect", json=wrong)
             assert answer.status_code == status, answer.text
+        queried = http.post("/omlxd/inspect", json={"prompt": text, "query": -1}).json()
+        entropies = [layer["entropy"] for layer in queried["layers"]]
+        assert all(entropies) and first["layers"][0]["entropy"] is None
+        Path(queried["file"]).unlink()
+        for at in (-9000, 9000):
+            answer = http.post("/omlxd/inspect", json={"prompt": text, "query": at})
+            assert answer.status_code == 400 and "query: the prompt has" in answer.text
         assert len(list((tmp_path / "omlxd" / "inspect").iterdir())) == 3
         model, tokenizer = mlx_load(str(daemon.model_folder))[:2]
     cache = mlx_adapter.new_cache(model, 1000)
