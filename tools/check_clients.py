@@ -8,7 +8,8 @@ with no key, against 127.0.0.1 alone. Only the model's logits follow the script 
 tokenizer, template, KV and parsers are real.
 
 Each client plays a tool loop with file reads, a second turn, an interrupted turn and what follows it, a PDF,
-a turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent and a compaction.
+a turn after the daemon was killed (-9), and a new session; Claude Code also a sub-agent, it and Codex a
+compaction.
 With --vision the model sees, and each agent reads a picture too.
 
 A row tells, in tokens of the model: prompts, cached, recomputed, the ideal (what a prompt shares with

@@ -155,6 +155,15 @@ class Codex(Agent):
         path.write_text("\n".join(lines) + "\n")
 
     def ask(self, prompt: str, *, go_on: bool = False) -> Running:
-        command = [str(self.program), "exec", "--skip-git-repo-check"]
+        return self._ask([], prompt, go_on)
+
+    def ask_compacting(self, prompt: str, limit: int, provider: str) -> Running:
+        """Go on with a conversation of more than `limit` tokens, which is summarised first: by the server if
+        `provider` is OpenAI, else by a prompt of Codex's own."""
+        name = f"model_providers.omlxd.name={json.dumps(provider)}"
+        return self._ask(["-c", f"model_auto_compact_token_limit={limit}", "-c", name], prompt, True)
+
+    def _ask(self, flags: list[str], prompt: str, go_on: bool) -> Running:
+        command = [str(self.program), "exec", "--skip-git-repo-check", *flags]
         command += ["resume", "--last", prompt] if go_on else [prompt]
         return start_client(command, {"HOME": str(self.home)}, self.project)

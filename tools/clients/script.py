@@ -90,6 +90,9 @@ SUMMARY = (
 _SCENARIO = re.compile(r"Scenario ([a-z-]+) in (\S+?)\.(?:\s|$|<|\")")
 _ORDERS = (
     ("create a detailed summary", SUMMARY),
+    # Codex asks for it in a message of its own, or the daemon does for it.
+    ("context checkpoint compaction", SUMMARY),
+    ("summarise this conversation", SUMMARY),
     ("title", '{"title": "A scenario"}'),
 )
 """Words of a request that has no scenario of its own, and the answer to it."""
@@ -107,10 +110,9 @@ def answer_to(conversation: Conversation) -> Answer:
     """The answer that the table gives."""
     at, name, folder = _last_scenario(conversation.messages)
     last = _text(conversation.messages[-1]).lower()
-    if at < 0 or not conversation.tools or "create a detailed summary" in last:
-        for words, said in _ORDERS:
-            if words in last:
-                return Answer(said)
+    orders = [said for words, said in _ORDERS if words in last]
+    if orders and (at < 0 or not conversation.tools or orders[0] is SUMMARY):
+        return Answer(orders[0])
     if at < 0:
         return Answer("I know no such scenario.")
     turn = sum(message.role == "assistant" for message in conversation.messages[at + 1 :])

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 from .agents import Agent, ClaudeCode, Codex
@@ -152,7 +153,15 @@ def agent_turns(client: str, agent: Agent, recorder: Recorder, daemon: OwnDaemon
         yield session.turn("sub-agent", play("sub-agent"), "The sub-agent read gamma")
         yield session.turn("compaction", lambda: agent.ask("/compact", go_on=True))
         yield _shorter(session.turn("after compaction", play("two-files"), "beta of saucers"))
-    if not isinstance(agent, Codex):  # It reads no PDFs.
+    if isinstance(agent, Codex):
+        for provider in ("OpenAI", "omlxd"):
+            # Less than what was said, more than what is left of it.
+            limit = max(request.prompt for request in recorder.requests) - 300
+            asked = f"Scenario both-at-once in {agent.project}."
+            ask = partial(agent.ask_compacting, asked, limit, provider)
+            yield _shorter(session.turn(f"compacted by {provider}", ask, "Both are read"))
+            yield session.turn("after compaction", play("two-files"), "beta of saucers")
+    else:  # Codex reads no PDFs.
         yield session.turn("PDF", play("pdf"), "tell of a kettle")
     if agent.sees:
         yield session.turn("picture", play("picture"), "red and blue")
