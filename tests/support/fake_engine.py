@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from msgspec.structs import replace
+from starlette.routing import Route
 
 from omlxd import wire
 from omlxd.chat import (
@@ -33,6 +34,7 @@ from omlxd.front.app import create_app
 from omlxd.front.engines.pins import PinnedChain
 from omlxd.front.engines.protocol import Card, resolve_name
 from omlxd.front.http.settings import HttpSettings
+from omlxd.front.owner.pull import Pulling
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal
 from omlxd.kv.ledger.ledger import LedgerStats
 from omlxd.wire import ModelInfo
@@ -191,7 +193,7 @@ class FakeEngines:
     def __init__(self, *engines: FakeEngine):
         self._engines = {engine.model_id: engine for engine in engines}
 
-    async def look_for_models(self) -> None: ...
+    async def look_for_models(self, *, afresh: bool = False) -> None: ...
 
     async def find_engine(self, model_name: str) -> FakeEngine:
         known = list(self._engines)
@@ -233,7 +235,12 @@ class FakeEngines:
 
 
 def app_of(*engines: FakeEngine, **settings: Any):
-    return create_app(FakeEngines(*engines), HttpSettings(**settings))
+    made: Any = FakeEngines(*engines)
+    return create_app(made, HttpSettings(**settings), [ollama_pull(made)])
+
+
+def ollama_pull(engines: Any) -> Route:
+    return Route("/api/pull", Pulling(engines).ollama, methods=["POST"])
 
 
 @contextlib.asynccontextmanager

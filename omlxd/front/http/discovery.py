@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.body import decode
-from ...errors import InvalidRequest, NotFound, OmlxdError, bad_field
+from ...errors import InvalidRequest, OmlxdError, bad_field
 from ..engines.link import in_background
 from ..engines.protocol import Card, Engine, Engines
 from . import model_list as cards
@@ -68,7 +68,6 @@ class Discovery:
             Route("/api/tags", partial(listed, write=cards.ollama_tags)),
             Route("/api/ps", partial(listed, write=cards.ollama_processes)),
             Route("/api/show", self._show, methods=["POST"]),
-            Route("/api/pull", self._pull, methods=["POST"]),
             Route("/api/delete", self._delete, methods=["DELETE"]),
             Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
             Route("/api/v0/models", partial(listed, write=cards.lmstudio_v0_models)),
@@ -109,19 +108,6 @@ class Discovery:
     async def _show(self, request: Request) -> Response:
         engine = await self._engines.find_engine(_name(decode(_ollama, await request.body())))
         return as_json(cards.ollama_show(engine.card))
-
-    async def _pull(self, request: Request) -> Response:
-        """Nothing is downloaded because a client asks for it: a model that is here has been pulled."""
-        asked = decode(_ollama, await request.body())
-        try:
-            await self._engines.find_engine(_name(asked))
-        except NotFound as error:
-            name = _name(asked)[:200]
-            raise InvalidRequest(f"{error.message} `omlxd models pull {name}` downloads one.") from None
-        done = msgspec.json.encode(OllamaStatus("success"))
-        if asked.stream is False:
-            return Response(done, media_type="application/json")
-        return Response(done + b"\n", media_type="application/x-ndjson")
 
     async def _delete(self, request: Request) -> Response:
         raise InvalidRequest("No client deletes a model here: remove its folder yourself.")

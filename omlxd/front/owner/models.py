@@ -84,6 +84,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
 def admin_routes(pool: EnginePool) -> list[Route]:
     """Routes over `pool`."""
 
+    pulling = Pulling(pool)
+
     def status(engine: ModelEngine) -> Response:
         return _json(model_status(pool, engine))
 
@@ -151,7 +153,8 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         Route("/omlxd/models/load", load, methods=["POST"]),
         Route("/omlxd/models/unload", unload, methods=["POST"]),
         Route("/omlxd/models/pin", pin, methods=["POST"]),
-        Route("/omlxd/models/pull", Pulling(pool).pull, methods=["POST"]),
+        Route("/omlxd/models/pull", pulling.pull, methods=["POST"]),
+        Route("/api/pull", pulling.ollama, methods=["POST"]),
         Route("/omlxd/models/alias", alias, methods=["POST"]),
         Route("/omlxd/models/{id:path}", model),
     ]

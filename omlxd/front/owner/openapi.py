@@ -129,7 +129,7 @@ OPERATIONS = (
     Operation("get", "/api/tags", "Ollama: the models", answer=OllamaTags),
     Operation("get", "/api/ps", "Ollama: the models that are loaded", answer=OllamaProcesses),
     Operation("post", "/api/show", "Ollama: one model", OllamaModelBody, OllamaShow),
-    Operation("post", "/api/pull", "Ollama: a model that is here", OllamaModelBody, OllamaStatus, LINES),
+    Operation("post", "/api/pull", "Ollama: download a model", OllamaModelBody, OllamaStatus, LINES),
     Operation("delete", "/api/delete", "Ollama: refused"),
     Operation("get", "/api/v1/models", "LM Studio: the models", answer=LMStudioModels),
     Operation("get", "/api/v0/models", "LM Studio: the models", answer=LMStudioV0Models),

@@ -1,31 +1,43 @@
-"""`POST /omlxd/models/pull`: the owner has a model downloaded, and sees how far it is.
+"""`POST /omlxd/models/pull` and Ollama's `POST /api/pull`: a model is downloaded, and is said how far it is.
 
-The answer is a stream of events: `{"done", "total"}` in bytes (0: not known), at last `{"id", "folder"}` or
-`{"error"}`. Whoever goes away ends the download; the next one goes on where it stopped.
+The first answers with a stream of events: `{"done", "total"}` in bytes (0: not known), at last `{"id",
+"folder"}` or `{"error"}`; the second with Ollama's lines. Whoever goes away ends the download; the next one
+goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...api.body import decode
+from ...api.errors import OllamaError
 from ...cli.owner_api import PullModel
-from ...errors import InvalidRequest, OmlxdError, Overloaded
+from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded, bad_field
 from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local
 from ..engines.pool import EnginePool
+from ..http.discovery import OllamaModelBody, OllamaStatus, as_json
 from ..http.generation import STREAM_HEADERS, unless_disconnected
 
 TELL_S = 1.0
 MOST_AT_ONCE = 2
 
 _PULL = msgspec.json.Decoder(PullModel)
+_OLLAMA = msgspec.json.Decoder(OllamaModelBody)
+_PULLED = OllamaStatus("success")
+_LINES = b"application/x-ndjson"
+_HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
+"""What Ollama's users write before a hub id."""
 
 
 class Pulling:
@@ -36,36 +48,47 @@ class Pulling:
     async def pull(self, request: Request) -> _Stream:
         """Raises OmlxdError."""
         model = decode(_PULL, await request.body()).model
+        return _Stream(self._begin(model), _event, b"text/event-stream")
+
+    async def ollama(self, request: Request) -> Response | _Stream | _Whole:
+        """Raises OmlxdError. A model that is here has been pulled."""
+        asked = decode(_OLLAMA, await request.body())
+        name = asked.model or asked.name
+        if not name:
+            raise bad_field("model", "this field is required")
+        name = _HUB.sub("", name).removesuffix(":latest")
+        with contextlib.suppress(NotFound):
+            await self._pool.find_engine(name)
+            done = msgspec.json.encode(_PULLED)
+            return Response(done + b"\n" * (asked.stream is not False), media_type=_LINES.decode())
+        events = self._begin(name)
+        return _Whole(events) if asked.stream is False else _Stream(events, partial(_line, name), _LINES)
+
+    def _begin(self, model: str) -> AsyncGenerator[dict[str, Any], None]:
         if model != DEFAULT_ID and is_local(model):
             raise InvalidRequest(
                 f"{model[:200]!r} is no hub id: write ORG/NAME, or {DEFAULT_ID}.", param="model"
             )
         if model in self._under_way or len(self._under_way) >= MOST_AT_ONCE:
             raise Overloaded("A download is under way already; wait for its end.", retry_after=10)
-        return _Stream(self, model)
+        return self._events(model)
 
-    async def write(self, model: str, send: Send) -> None:
-        """Write events until the download has ended; cancelled, it ends the download."""
-        headers = [(b"content-type", b"text/event-stream"), *STREAM_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _events(self, model: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Until the download has ended; closed before, it ends the download. Raises OmlxdError."""
         far = [0, 0]
         work = asyncio.create_task(self._fetch(model, far), name=f"pull {model}")
         self._under_way.add(model)
         try:
             while not (await asyncio.wait({work}, timeout=TELL_S))[0]:
-                await _tell(send, {"done": far[0], "total": far[1]})
-            try:
-                folder = work.result()
-                await self._pool.look_for_models(afresh=True)
-                await _tell(send, {"id": model, "folder": str(folder)})
-            except OmlxdError as error:
-                await _tell(send, {"error": {"message": error.message}})
+                yield {"done": far[0], "total": far[1]}
+            folder = work.result()
+            await self._pool.look_for_models(afresh=True)
+            yield {"id": model, "folder": str(folder)}
         finally:
             self._under_way.discard(model)
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError, OmlxdError):
                 await work
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _fetch(self, model: str, far: list[int]) -> Path:
         if model == DEFAULT_ID:
@@ -77,17 +100,62 @@ class Pulling:
         return await fetch_from_hub(model, note)
 
 
-async def _tell(send: Send, event: dict[str, Any]) -> None:
-    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
-    await send({"type": "http.response.body", "body": data, "more_body": True})
+def _event(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _line(model: str, event: dict[str, Any]) -> bytes:
+    """A line of Ollama's. Its clients show a bar for each `digest`, named by what follows `sha256:`."""
+    if "error" in event:
+        told: Any = OllamaError(event["error"]["message"])
+    elif event.get("total"):
+        bar = {"digest": f"models:{model}", "total": event["total"], "completed": event["done"]}
+        told = {"status": f"pulling {model}", **bar}
+    else:
+        told = _PULLED if "id" in event else OllamaStatus(f"pulling {model}")
+    return msgspec.json.encode(told) + b"\n"
 
 
 class _Stream:
     """An ASGI response."""
 
-    def __init__(self, pulling: Pulling, model: str):
-        self._pulling = pulling
-        self._model = model
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        written: Callable[[dict[str, Any]], bytes],
+        content_type: bytes,
+    ):
+        self._events, self._written, self._content_type = events, written, content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._pulling.write(self._model, send))
+        await unless_disconnected(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        async def tell(event: dict[str, Any]) -> None:
+            await send({"type": "http.response.body", "body": self._written(event), "more_body": True})
+
+        headers = [(b"content-type", self._content_type), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                async for event in events:
+                    await tell(event)
+            except OmlxdError as error:
+                await tell({"error": {"message": error.message}})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Whole:
+    """An ASGI response that comes once the download has ended. Raises OmlxdError."""
+
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]):
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if await unless_disconnected(receive, self._wait()):
+            await as_json(_PULLED)(scope, receive, send)
+
+    async def _wait(self) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            async for _ in events:
+                pass

@@ -242,10 +242,10 @@ async def test_the_lists_and_what_is_shown():
         assert [int(part) for part in version.split(".")] > [0, 6, 4]
 
 
-async def test_nothing_is_pulled_or_deleted():
+async def test_nothing_is_deleted_and_what_is_here_needs_no_download():
     async with client(app_of(FakeEngine())) as http:
         assert (await http.post("/api/pull", json={"model": "tiny"})).text == '{"status":"success"}\n'
-        missing = await http.post("/api/pull", json={"model": "org/absent", "stream": False})
-        assert missing.status_code == 400 and "omlxd models pull org/absent" in missing.json()["error"]
+        missing = await http.post("/api/pull", json={"model": "absent", "stream": False})
+        assert missing.status_code == 400 and "write ORG/NAME" in missing.json()["error"]
         gone = await http.request("DELETE", "/api/delete", json={"model": "tiny"})
         assert gone.status_code == 400 and "remove its folder" in gone.json()["error"]

@@ -1,4 +1,4 @@
-"""`POST /omlxd/models/pull`: how far it is, its end, and that it ends with whoever asked."""
+"""`POST /omlxd/models/pull` and `/api/pull`: how far it is, its end, and that it ends with whoever asked."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_engine import FakeEngine, FakeEngines, served
+from fake_engine import FakeEngine, FakeEngines, ollama_pull, served
 from starlette.routing import Route
 
 from omlxd.errors import ModelError
@@ -55,9 +55,10 @@ def app(**settings: Any):
     async def look_for_models(afresh: bool) -> None:
         looks.append(afresh)
 
-    pool: Any = SimpleNamespace(look_for_models=look_for_models, looks=looks)
+    engines = FakeEngines(FakeEngine())
+    pool: Any = SimpleNamespace(look_for_models=look_for_models, find_engine=engines.find_engine)
     route = Route(PULL, pull.Pulling(pool).pull, methods=["POST"])
-    return create_app(FakeEngines(FakeEngine()), HttpSettings(**settings), [route]), looks
+    return create_app(engines, HttpSettings(**settings), [route, ollama_pull(pool)]), looks
 
 
 async def told(answer: httpx.Response):
@@ -112,3 +113,38 @@ async def test_who_may_not_and_what_is_no_hub_id(hub: Hub):
         for model in ("", "tiny", "../x", "/etc", "org/tiny/x"):
             assert (await http.post(PULL, json={"model": model})).status_code == 400
     assert hub.begun == 0
+
+
+async def lines(answer: httpx.Response) -> list[Any]:
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) async for line in answer.aiter_lines()]
+
+
+@pytest.mark.parametrize("name", ["org/new", "hf.co/org/new", "https://huggingface.co/org/new:latest"])
+async def test_ollamas_clients_see_a_bar(hub: Hub, name: str):
+    hub.end.set()
+    made, looks = app()
+    async with served(made) as url, httpx.AsyncClient(base_url=url) as http:
+        async with http.stream("POST", "/api/pull", json={"model": name}) as answer:
+            told = await lines(answer)
+        whole = await http.post("/api/pull", json={"name": name, "stream": False})
+    assert told[-1] == whole.json() == {"status": "success"} and looks == [True, True]
+
+
+async def test_ollamas_clients_see_how_far_it_is_and_what_fails(hub: Hub):
+    hub.error = "the hub can't be reached"
+    async with served(app()[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        async with http.stream("POST", "/api/pull", json={"model": "org/new"}) as answer:
+            asyncio.get_running_loop().call_later(0.2, hub.end.set)
+            first, *_, last = await lines(answer)
+        whole = await http.post("/api/pull", json={"model": "org/new", "stream": False})
+    bar = {"digest": "models:org/new", "total": 100, "completed": 10}
+    assert first == {"status": "pulling org/new", **bar} and last == {"error": hub.error}
+    assert whole.status_code == 503 and whole.json() == {"error": hub.error}
+
+
+async def test_a_page_of_another_site_downloads_nothing(hub: Hub):
+    async with served(app()[0]) as url, httpx.AsyncClient(base_url=url) as http:
+        site = {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"}
+        refused = await http.post("/api/pull", json={"model": "org/new"}, headers=site)
+    assert refused.status_code == 400 and hub.begun == 0
