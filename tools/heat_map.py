@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -26,10 +27,10 @@ def rows_of(file: Path, layer: int | None) -> list[tuple[str, list[float]]]:
         raise ValueError(f"{file} holds no attention; ask /omlxd/inspect with a query")
     order = sorted(named, key=lambda name: int(name.split(".")[1]))
     if layer is None:
-        return [(name, named[name].mean(axis=0).tolist()) for name in order]
+        return [(name, cast(Any, named[name].mean(axis=0).tolist())) for name in order]
     if not 0 <= layer < len(order):
         raise ValueError(f"--layer: there are {len(order)} layers, from 0 on")
-    return [(f"head {head}", row) for head, row in enumerate(named[order[layer]].tolist())]
+    return [(f"head {head}", row) for head, row in enumerate(cast(Any, named[order[layer]].tolist()))]
 
 
 def svg(rows: Sequence[tuple[str, list[float]]]) -> str:
