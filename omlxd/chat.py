@@ -292,6 +292,7 @@ class Usage(Struct, frozen=True):
     decode_s           seconds from the first token to the end
     peak_bytes         most that MLX held in its passes, all that was in memory beside it included
     drafted, accepted  tokens that were guessed, and guesses that held
+    model_drafted, model_accepted  of these, the draft model's
     """
 
     prompt_tokens: int = 0
@@ -307,6 +308,8 @@ class Usage(Struct, frozen=True):
     peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
 
     @property
     def cached_tokens(self) -> int:

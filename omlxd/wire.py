@@ -115,6 +115,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
     adapter  folder of a LoRA adapter of the model; "": none
+    draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/mapped.py)
     """
@@ -130,6 +131,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed: int | None = None
     speculate: bool = True
     adapter: str = ""
+    draft_path: str = ""
     kv_reserve: int = KV_RESERVE
     weights_mmap: str = "off"
 

@@ -78,6 +78,8 @@ class UsageExtension(Struct, frozen=True):
     peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
@@ -94,4 +96,6 @@ def usage_extension(usage: Usage) -> UsageExtension:
         peak_bytes=usage.peak_bytes,
         drafted=usage.drafted,
         accepted=usage.accepted,
+        model_drafted=usage.model_drafted,
+        model_accepted=usage.model_accepted,
     )

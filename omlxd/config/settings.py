@@ -43,6 +43,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout seconds that a request may take; 0: no limit
     starts_in_thinking  answers begin inside a thinking block that the template does not open
     adapter         folder of a LoRA adapter that it is loaded with
+    draft_model     a small model of the same tokenizer, which guesses what it says next
     kv_reserve      tokens of an answer that its KV has room for at once
     pin             never unloaded to make room, nor for being idle
     """
@@ -73,6 +74,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: Limit | None = None
     starts_in_thinking: bool | None = None
     adapter: Path | None = None
+    draft_model: Annotated[str, Meta(pattern=r"\S")] | None = None
     kv_reserve: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 

@@ -39,6 +39,7 @@ from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
+from .schedule.draft_model import DraftModel
 from .schedule.memory_admission import MemoryAdmission
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
@@ -86,12 +87,15 @@ class EngineHost:
             load.adapter,
             load.weights_mmap,
         )
+        speculation = Speculation(repeatable=load.seed is not None) if load.speculate else None
+        if speculation is not None and load.draft_path:
+            speculation.draft_model = self._draft_model(load)
         self.scheduler = Scheduler(
             self.loaded,
             None,
             slots=load.max_concurrent,
             block_size=load.cache.block_size,
-            speculation=Speculation(repeatable=load.seed is not None) if load.speculate else None,
+            speculation=speculation,
         )
         self._store = ModelStore(load, self.loaded, files)
         self.namespace = self._store.namespace
@@ -107,6 +111,7 @@ class EngineHost:
                 chunk=self.scheduler.prefill_budget.largest,
                 tower=prints.tower,
             )
+            self.scheduler.memory.draft_model = speculation and speculation.draft_model
             self.scheduler.memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
             self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
@@ -134,6 +139,13 @@ class EngineHost:
         self._warns_of_tools = not self.prompts.traits.tools
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
+
+    def _draft_model(self, load: wire.Load) -> DraftModel:
+        """Its weights count as the model's own. Raises ModelError."""
+        folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
+        draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, self.loaded, load.model_id)
+        self.loaded.weight_bytes += draft.loaded.weight_bytes
+        return draft
 
     def _info(self, load: wire.Load) -> wire.ModelInfo:
         loaded = self.loaded

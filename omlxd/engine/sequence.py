@@ -101,6 +101,7 @@ class Sequence:
     restore_s, first_token_s  seconds spent on its cached prefix; from receipt to its first token
     peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
+    model_drafted, model_accepted  of these, the draft model's
     sink           where output goes (engine/output/sink.py); opaque to the scheduler
     """
 
@@ -149,6 +150,8 @@ class Sequence:
     peak_bytes: int = 0
     drafted: int = 0
     accepted: int = 0
+    model_drafted: int = 0
+    model_accepted: int = 0
 
     @property
     def generated(self) -> int:

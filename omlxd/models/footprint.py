@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..common.files import check_small, read_small, safetensors_header
-from ..common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK, available_ram
+from ..common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT, PREFILL_CHUNK, available_ram
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
@@ -97,6 +97,14 @@ class Footprint(msgspec.Struct, frozen=True):
         chunk = CPU_PREFILL_CHUNK if backend == "cpu" else PREFILL_CHUNK
         working = self.working * chunk // PREFILL_CHUNK
         return PROCESS_BYTES + self.weights + working + self.sequence(PREFILL_CHUNK)
+
+    def with_draft(self, draft: Footprint) -> Footprint:
+        """Of the model with a draft model beside it."""
+        return msgspec.structs.replace(
+            self,
+            weights=self.weights + draft.weights,
+            kv_fixed=self.kv_fixed + draft.sequence(DRAFT_CONTEXT),
+        )
 
     def sequence(self, tokens: int) -> int:
         """One sequence of so many tokens, without what all share."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from omlxd.engine.schedule.speculation import RowSpeculator, Speculation
@@ -39,3 +42,22 @@ def half_right(rights: Collection[list[int]], seed: int) -> Guesser:
         return following[:cut] + [rng.randrange(500) for _ in following[cut:]]
 
     return guesser
+
+
+def draft_always(monkeypatch: pytest.MonkeyPatch, width: int = 4) -> None:
+    """The draft model guesses `width` tokens for every row that has no other guess."""
+    monkeypatch.setattr(Speculation, "draft_width", lambda self, offers, rates: width)
+    monkeypatch.setattr(Speculation, "best_width", lambda self, offers: max(count for _, count in offers))
+    monkeypatch.setattr(RowSpeculator, "draft_rate", 0.01)
+
+
+def like_it(model: Path, folder: Path, noise: float) -> Path:
+    """In `folder`, `model` with noise on its weights, as a part of their own spread."""
+    shutil.copytree(model, folder)
+    file = folder / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    mx.random.seed(1)
+    for name, array in weights.items():
+        weights[name] = array + noise * mx.std(array) * mx.random.normal(array.shape)
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    return folder

@@ -28,7 +28,7 @@ from omlxd.engine.output.sink import OutputThread
 class Host:
     """`model`: a folder; `seed`: as Load has it. `ask` waits for a request's events, `send` doesn't."""
 
-    def __init__(self, model: Path, slots: int = 8, seed: int | None = 0):
+    def __init__(self, model: Path, slots: int = 8, seed: int | None = 0, draft: str = ""):
         self._ids = itertools.count(1)
         self._events: dict[int, queue.SimpleQueue[Event]] = {}
         self._ready = threading.Event()
@@ -38,6 +38,7 @@ class Host:
             cache=wire.CacheSettings(),
             max_concurrent=slots,
             seed=seed,
+            draft_path=draft,
         )
 
         def run() -> None:

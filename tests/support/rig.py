@@ -19,6 +19,7 @@ from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.checkpointer import Checkpointer
+from omlxd.engine.schedule.draft_model import DraftModel
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.schedule.speculation import Speculation
@@ -118,7 +119,9 @@ class Rig:
         kv_bits: int = 0,
         kv_group: int = 64,
         speculate: bool = False,
+        draft: Path | None = None,
     ):
+        self._draft = draft
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
         self._slots, self._cap, self._record, self._speculate = slots, cap, record, speculate
@@ -146,13 +149,11 @@ class Rig:
         self.recorder = Recorder(loaded.model)
         if self._record:
             loaded.model = self.recorder
-        self.scheduler = Scheduler(
-            loaded,
-            None,
-            slots=self._slots,
-            block_size=BLOCK,
-            speculation=Speculation() if self._speculate else None,
-        )
+        speculation = Speculation() if self._speculate else None
+        if speculation is not None and self._draft is not None:
+            draft = mlx_adapter.load(self._draft)
+            speculation.draft_model = DraftModel(draft, self._draft.name, loaded, self.model_path.name)
+        self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK, speculation=speculation)
         self.namespace = namespace_of({"model": str(self.model_path), "kv": repr(self.kv)})
         self.ledger: Ledger | None = None
         if not self.reuse or loaded.layout is None:

@@ -225,4 +225,6 @@ def usage_of(sequence: Sequence) -> Usage:
         peak_bytes=sequence.peak_bytes,
         drafted=sequence.drafted,
         accepted=sequence.accepted,
+        model_drafted=sequence.model_drafted,
+        model_accepted=sequence.model_accepted,
     )

@@ -23,6 +23,7 @@ import mlx.core as mx
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, SamplerRow, Sequence
+from .draft_model import DraftRows, Wanted, drafting, seeded
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from .speculation import RowSpeculator, Speculation
 
@@ -44,6 +45,7 @@ class DecodeBatch:
         self._speculation = speculation
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
+        self._drafts: DraftRows | None = None
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
@@ -94,9 +96,20 @@ class DecodeBatch:
         self._sampler = None
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
-            row: kept.get(row) or RowSpeculator(row.tokens, row.sampler.constraint)
-            for row in (self.rows if self._speculates else ())
+            row: kept.get(row) or self._speculator(row) for row in (self.rows if self._speculates else ())
         }
+        if self._drafts is not None:
+            self._drafts.keep(self._speculators)
+
+    def _speculator(self, row: Sequence) -> RowSpeculator:
+        shared = self._speculation
+        if shared is None or shared.draft_model is None:
+            return RowSpeculator(row.tokens, row.sampler.constraint)
+        self._drafts = self._drafts or DraftRows(shared.draft_model)
+        if not shared.repeatable:
+            row.sampler.params = seeded(row.sampler.params)
+        shared.draft_rate.forget()
+        return RowSpeculator(row.tokens, row.sampler.constraint, shared.draft_rate.value)
 
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
@@ -144,7 +157,8 @@ class DecodeBatch:
         assert self._speculation is not None
         waited, self._waited = self._waited, False
         read: list[Draw] = []
-        if self._speculation.best_width([self._speculators[row].offer() for row in self.rows]):
+        offers = [self._speculators[row].offer() for row in self.rows]
+        if self._speculation.best_width(offers) or self._draft_width(offers):
             read = self._read(self._inputs, self._unread)
             self._unread = [False] * len(self.rows)
         rooms = {row: row.max_new - row.generated - 1 for row in self.rows}
@@ -173,6 +187,7 @@ class DecodeBatch:
                 row: min(room, self._grid - 1 - row.kv_length % self._grid) for row, room in rooms.items()
             }
         speculators = [self._speculators[row] for row in self.rows]
+        self._draft(rooms)
         width = self._speculation.best_width(
             [speculator.offer(rooms[row]) for speculator, row in zip(speculators, self.rows, strict=True)]
         )
@@ -184,6 +199,31 @@ class DecodeBatch:
                 guess = guess[: len(masks) - 1]
             plan.append((guess, masks))
         return plan if any(guess for guess, _ in plan) else []
+
+    def _draft_rates(self) -> list[float]:
+        """Of each row, the share of the draft model's guesses that hold. It sees no images."""
+        return [self._speculators[row].draft_rate if row.images is None else 0.0 for row in self.rows]
+
+    def _draft_width(self, offers: Seq[tuple[float, int]]) -> int:
+        if self._drafts is None or self._speculation is None:
+            return 0
+        return self._speculation.draft_width(offers, self._draft_rates())
+
+    def _draft(self, rooms: Mapping[Sequence, int]) -> None:
+        """Have the draft model guess for the rows where that is better, if the next pass gains by it."""
+        offers = [self._speculators[row].offer(rooms[row]) for row in self.rows]
+        width = self._draft_width(offers)
+        if not width or self._drafts is None or self._speculation is None:
+            return
+        wanted = [
+            Wanted(row, self._speculators[row].tokens, drafting(row.sampler))
+            for row, rate, (share, count) in zip(self.rows, self._draft_rates(), offers, strict=True)
+            if rate > (share if count else 0.0) and rooms[row] > 0
+        ]
+        for row, guess in self._drafts.guess(wanted, width).items():
+            self._speculators[row].take_draft(guess)
+        if self._drafts.seconds:
+            self._speculation.draft_times.record_pass(len(self.rows), width, self._drafts.seconds)
 
     def _check(self, plan: Seq[tuple[list[int], list[Any]]]) -> list[Draw]:
         """Compute each row's newest token and its guesses in one pass.
@@ -228,8 +268,12 @@ class DecodeBatch:
         for row, tokens, (guess, _) in zip(self.rows, kept, plan, strict=True):
             for token in tokens:
                 _advance(row, token)
-            self._speculators[row].add_tokens(tokens, len(guess))
-            self._speculation.record_guesses(len(guess), len(tokens) - 1)
+            speculator = self._speculators[row]
+            if speculator.of_model:
+                row.model_drafted += len(guess)
+                row.model_accepted += len(tokens) - 1
+            self._speculation.record_guesses(len(guess), len(tokens) - 1, of_model=speculator.of_model)
+            speculator.add_tokens(tokens, len(guess))
         self._speculation.times.record_pass(len(self.rows), width, time.perf_counter() - began)
         return draws
 

@@ -25,6 +25,7 @@ from .. import mlx_adapter
 from ..kvio.hot_budget import memory
 from ..mlx_adapter import LoadedModel
 from ..sequence import Sequence, State
+from .draft_model import DraftModel
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
@@ -46,6 +47,7 @@ class MemoryAdmission:
     `chunk`: tokens that are computed in one pass at most. `tower`: what an image takes.
 
     store  whose hot tier gives way to prompts; None: there is none
+    draft_model  which keeps KV of each sequence too; None: there is none
     want   asks the front for memory; answered by `take_budget`
     """
 
@@ -74,6 +76,7 @@ class MemoryAdmission:
         self._fused = mlx_adapter.backend() != "cpu"
         self._pair = float(pair)
         self.store: KVStore | None = None
+        self.draft_model: DraftModel | None = None
         self.live: int | None = None
         self.most: int | None = None
         self.peak = 0
@@ -167,7 +170,8 @@ class MemoryAdmission:
         tokens = mlx_adapter.round_up(sequence.capacity)
         per_token = self._loaded.layout.nbytes(tokens) if self._loaded.layout else 0
         states = self._loaded.states
-        return per_token + (states.nbytes(tokens) if states and states.tensors else 0)
+        draft = self.draft_model.kv_bytes(sequence) if self.draft_model is not None else 0
+        return per_token + draft + (states.nbytes(tokens) if states and states.tensors else 0)
 
     def _room(self, running: list[Sequence]) -> tuple[int, int]:
         """(all memory, bytes that a prompt may take now, the hot tier giving way)."""

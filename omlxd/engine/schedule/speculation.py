@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..constrain.constraint import Constraint, ForcedAnswer
+from .draft_model import DraftModel
 
 MIN_MATCH = 3
 """Tokens that must have stood together before, for what followed them to be a guess."""
@@ -51,6 +52,9 @@ DECAY = 0.9
 AGEING = 0.999
 """Of a measured time, with every plain step: passes that once were too slow are tried again, rarely."""
 
+DRAFT = "draft"
+"""The kind of a draft model's guesses."""
+
 UNKNOWN = 0.5
 """Share of guesses thought to hold before any was made."""
 
@@ -65,6 +69,11 @@ class NgramProposer:
         self._count = len(tokens)
         self._ids = np.empty(max(1024, 2 * self._count), np.int32)
         self._ids[: self._count] = tokens
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All so far; a view."""
+        return self._ids[: self._count]
 
     def add_token(self, token: int) -> None:
         if self._count == len(self._ids):
@@ -134,6 +143,11 @@ class PassTimes:
             measured = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
         return max(measured / plain, 1.0)
 
+    def seconds(self, rows: int, guesses: int) -> float:
+        """Of such a pass, else of the slowest with no more of either; 0: none was measured."""
+        smaller = (s for (r, g), s in self._seconds.items() if r <= rows and g <= guesses)
+        return self._seconds.get((rows, guesses)) or max(smaller, default=0.0)
+
 
 @dataclass(slots=True)
 class Speculation:
@@ -142,20 +156,31 @@ class Speculation:
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
     times       of passes
+    draft_model  whose guesses are checked where a row has none as good; None: there is none
+    draft_times  of its guesses, by rows and guesses a row
+    draft_rate  the share of its guesses that hold, of all rows
     drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
+    of_model    likewise, of the draft model alone
     """
 
     repeatable: bool = False
     times: PassTimes = field(default_factory=PassTimes)
+    draft_model: DraftModel | None = None
+    draft_times: PassTimes = field(default_factory=PassTimes)
+    draft_rate: _HoldRate = field(default_factory=lambda: _HoldRate())
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    of_model: list[int] = field(default_factory=lambda: [0, 0, 0])
 
-    def record_guesses(self, guesses: int, held: int) -> None:
+    def record_guesses(self, guesses: int, held: int, *, of_model: bool = False) -> None:
         """Count what a pass checked for one row."""
         self.drafts += guesses > 0
         self.drafted += guesses
         self.accepted += held
+        if of_model and guesses:
+            self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
+            self.draft_rate.record(held, min(held + 1, guesses))
 
     def best_width(self, offers: Seq[tuple[float, int]]) -> int:
         """Guesses a row for the next pass of a batch; 0: a plain step is faster.
@@ -164,17 +189,39 @@ class Speculation:
 
         A wider pass is tried once the narrower ones have run.
         """
+        return self._best(offers, 0.0, self.times)[0]
+
+    def draft_width(self, offers: Seq[tuple[float, int]], rates: Seq[float]) -> int:
+        """Guesses a row that the draft model is to make for the next pass; 0: a pass without them is faster.
+
+        rates  the share of its guesses that holds, of each row; 0: a row that it guesses nothing for
+        """
+        rows = [
+            (rate, WIDTHS[-1]) if rate > (share if count else 0.0) else (share, count)
+            for (share, count), rate in zip(offers, rates, strict=True)
+        ]
+        width, gain = self._best(rows, self.times.seconds(len(rows), 0), self.draft_times)
+        return width if gain > self._best(offers, 0.0, self.times)[1] else 0
+
+    def _best(self, offers: Seq[tuple[float, int]], plain: float, tried: PassTimes) -> tuple[int, float]:
+        """(guesses a row, tokens a second as a multiple of plain decoding).
+
+        plain  seconds of a plain step, where the draft model's count as well; 0: there are none
+        """
         rows, best, best_gain = len(offers), 0, GAIN
         most = max((count for _, count in offers), default=0)
         for width in WIDTHS:
             if width > most or rows * (width + 1) > MOST_TOKENS:
                 break
             tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
-            if (gain := tokens / rows / self.times.cost(rows, width)) > best_gain:
+            cost = self.times.cost(rows, width)
+            if plain:
+                cost += self.draft_times.seconds(rows, width) / plain
+            if (gain := tokens / rows / cost) > best_gain:
                 best, best_gain = width, gain
-            if not self.times.has_run(rows, width):
+            if not tried.has_run(rows, width):
                 break
-        return best
+        return best, best_gain
 
 
 def expected_tokens(rate: float, guesses: int) -> float:
@@ -185,18 +232,24 @@ def expected_tokens(rate: float, guesses: int) -> float:
 class _HoldRate:
     """The share of guesses that hold, newest first in weight."""
 
-    __slots__ = ("_held", "_tried")
+    __slots__ = ("_begin", "_held", "_tried")
 
-    def __init__(self) -> None:
+    def __init__(self, begin: float = UNKNOWN) -> None:
+        """`begin`: what is thought before any was made."""
+        self._begin = begin
         self._held = self._tried = 0.0
 
     def record(self, held: int, tried: int) -> None:
         weight = DECAY**tried
         self._held, self._tried = self._held * weight + held, self._tried * weight + tried
 
+    def forget(self) -> None:
+        """Come nearer to what was thought before: what failed is tried again, rarely."""
+        self._held, self._tried = self._held * DECAY, self._tried * DECAY
+
     @property
     def value(self) -> float:
-        return (self._held + UNKNOWN) / (self._tried + 1.0)
+        return (self._held + self._begin) / (self._tried + 1.0)
 
 
 class RowSpeculator:
@@ -207,13 +260,39 @@ class RowSpeculator:
 
     guess       tokens that may come next; empty: no idea
     constraint  of the sequence; its tokens so far are taken by it first
+    drafts_hold the share of the draft model's guesses that is thought to hold, before it made any
     """
 
-    def __init__(self, tokens: Seq[int], constraint: Constraint | ForcedAnswer | None = None):
+    def __init__(
+        self,
+        tokens: Seq[int],
+        constraint: Constraint | ForcedAnswer | None = None,
+        drafts_hold: float = UNKNOWN,
+    ):
         self._proposer = NgramProposer(tokens)
         self._constraint = constraint
         self._rates: dict[str, _HoldRate] = {kind: _HoldRate() for kind in ("short", "long", "forced")}
+        self._rates[DRAFT] = _HoldRate(drafts_hold)
         self._propose()
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """All so far; a view."""
+        return self._proposer.tokens
+
+    @property
+    def draft_rate(self) -> float:
+        """The share of the draft model's guesses that hold."""
+        return self._rates[DRAFT].value
+
+    @property
+    def of_model(self) -> bool:
+        """Whether the draft model made the guess."""
+        return self._kind == DRAFT
+
+    def take_draft(self, guess: list[int]) -> None:
+        """The draft model's in place of its own guess."""
+        self.guess, self._kind = guess, DRAFT
 
     def offer(self, most: int = WIDTHS[-1]) -> tuple[float, int]:
         """(share of its guesses that hold, how many there are, at most `most`)."""

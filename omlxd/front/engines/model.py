@@ -77,6 +77,7 @@ class ModelEngine:
     broken      its own files are why it can't be loaded
     cpu_weights `auto`, or `as-stored`: never made float32
     described   what its folder says of it
+    draft_folder  of its draft model; None: it has none, or was never loaded
     float32     its weights are made float32, where MLX computes on a CPU
     """
 
@@ -98,7 +99,9 @@ class ModelEngine:
         self.cpu_weights = "auto"
         self.float32 = False
         self.described = Description()
+        self.draft_folder: Path | None = None
         self._footprints: tuple[Footprint, Footprint] | None = None
+        self._drafts: tuple[Footprint, Footprint] | None = None
 
     @property
     def model_id(self) -> str:
@@ -169,7 +172,13 @@ class ModelEngine:
     @property
     def footprint(self) -> Footprint | None:
         """What its files say that it takes; None while they are not there, or were not read."""
-        return self._footprints[self.float32] if self._footprints else None
+        return self._footprint(self.float32)
+
+    def _footprint(self, float32: bool) -> Footprint | None:
+        """With its draft model's, whose process is the same."""
+        if self._footprints is None or self._drafts is None:
+            return self._footprints and self._footprints[float32]
+        return self._footprints[float32].with_draft(self._drafts[float32])
 
     @property
     def disk_bytes(self) -> int | None:
@@ -179,13 +188,15 @@ class ModelEngine:
     @property
     def float32_footprint(self) -> Footprint | None:
         """As `footprint`, if its weights are made float32; None also where the owner wants them as stored."""
-        return self._footprints[True] if self._footprints and self.cpu_weights == "auto" else None
+        return self._footprint(True) if self.cpu_weights == "auto" else None
 
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
         if self.folder is not None:
             self.described = describe(self.folder)
             self._footprints = footprint(self.folder), footprint(self.folder, float32=True)
+            draft = self.draft_folder
+            self._drafts = (footprint(draft), footprint(draft, float32=True)) if draft else None
 
     @property
     def memory_bytes(self) -> int | None:

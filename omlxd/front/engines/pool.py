@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...cli.owner_api import PinnedBlocks
 from ...config import Settings
@@ -369,6 +370,7 @@ class EnginePool:
         # (`Supervisor._admit`).
         in_background(self._open_cold())
         folder = await self._folder(engine)
+        engine.draft_folder = await self._draft_folder(engine)
         await asyncio.to_thread(engine.measure)
         self._guard.check_ever(engine)
         await self._make_room(engine)
@@ -396,6 +398,7 @@ class EnginePool:
             kv_reserve=KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
             adapter=str(own.adapter or engine.installed.adapter or ""),
             weights_mmap=own.weights_mmap or settings.weights_mmap,
+            draft_path=str(engine.draft_folder or ""),
             speculate=(own.speculation or settings.speculation) == "auto",
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,
@@ -428,6 +431,21 @@ class EnginePool:
                 raise
             raise ModelError(error.message.removeprefix("--model: ")) from error  # No flag named this one.
         return engine.folder
+
+    async def _draft_folder(self, engine: ModelEngine) -> Path | None:
+        """That of its `draft-model`: an installed one of that name, else as `--model` takes it."""
+        name = engine.settings.draft_model
+        if not name or (engine.settings.speculation or self._settings.speculation) != "auto":
+            return None
+        installed = (
+            each for each in self._engines.values() if name in (each.model_id, basename(each.model_id))
+        )
+        found = next(installed, None)
+        try:
+            return await resolve_model(found.installed.spec if found else name, self._settings.base_path)
+        except ModelError as error:
+            reason = error.message.removeprefix("--model: ")
+            raise ModelError(f"draft-model of {engine.model_id}: {reason}") from error
 
     async def _make_room(self, engine: ModelEngine) -> None:
         """Return once `engine` may load beside the others. Raises NotNow."""

@@ -31,7 +31,15 @@ from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
 MODEL = "model_name"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,99}")
 
-RENAMED = {"generation_tokens_total": "vllm:generation_tokens_total"}
+RENAMED = {
+    name: f"vllm:{name}"
+    for name in (
+        "generation_tokens_total",
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+    )
+}
 """Engine values that vLLM has under another name."""
 
 DERIVED = {
@@ -44,6 +52,12 @@ DERIVED = {
 
 HELP = {
     "generation_tokens_total": "Generated tokens.",
+    "spec_decode_num_drafts_total": "How often a pass checked guesses of a request.",
+    "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked.",
+    "spec_decode_num_accepted_tokens_total": "Guessed tokens that held.",
+    "spec_decode_num_drafts_of_draft_model_total": "Of the checks, those of the draft model's guesses.",
+    "spec_decode_num_draft_tokens_of_draft_model_total": "Of the guesses, the draft model's.",
+    "spec_decode_num_accepted_tokens_of_draft_model_total": "Of these, those that held.",
     "prefill_tokens_per_s": "Prompt tokens that prefill computes a second, as last measured.",
     "mlx_active_bytes": "Memory that MLX's arrays take, weights and live KV among it.",
     "mlx_peak_bytes": "The most that MLX's arrays took.",

@@ -19,7 +19,7 @@ from engine_processes import alive, until, words
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
-from omlxd.errors import InvalidRequest, NotFound
+from omlxd.errors import InvalidRequest, ModelError, NotFound
 from omlxd.front.app import create_app
 from omlxd.front.engines import client
 from omlxd.front.engines import pool as pool_module
@@ -27,6 +27,7 @@ from omlxd.front.engines.model import with_settings
 from omlxd.front.engines.pool import EnginePool
 from omlxd.front.owner.models import admin_routes
 from omlxd.models.catalog import REST_S
+from omlxd.models.footprint import footprint
 from tests.models.test_resolve import make
 
 STUB = Path(__file__).parents[2] / "support" / "stub_engine.py"
@@ -99,6 +100,22 @@ async def test_the_model_of_the_flag_is_loaded_at_start_and_is_the_default(tmp_p
         assert [engine.model_id for engine in made.models()] == ["org/b", "a"]
         await ask(made, "a")
         assert made.resolve("claude-haiku-4-5-20251001").model_id == "org/b"
+
+
+async def test_a_draft_model_is_found_by_its_name_and_counts_as_the_models_memory(tmp_path: Path):
+    text = '[models.big]\ndraft-model = "small"\n[models.other]\ndraft-model = "./nowhere"\n'
+    async with pool(tmp_path, "big", "org/small", "other", text=text) as made:
+        big = made.resolve("big")
+        await asyncio.to_thread(big.measure)
+        alone = big.footprint
+        load = await made._prepare(big)
+        small = tmp_path / "models" / "org" / "small"
+        assert load.draft_path == str(small)
+        assert alone is not None and big.footprint is not None
+        assert big.footprint.weights == alone.weights + footprint(small).weights
+        assert big.disk_bytes == alone.weights
+        with pytest.raises(ModelError, match=r"draft-model of other: .*nowhere"):
+            await made._prepare(made.resolve("other"))
 
 
 async def test_without_a_default_claude_means_the_model_used_last(tmp_path: Path):
