@@ -47,13 +47,13 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
             "spec_decode_num_drafts_total": speculation.drafts,
             "spec_decode_num_draft_tokens_total": speculation.drafted,
             "spec_decode_num_accepted_tokens_total": speculation.accepted,
+            **{
+                f"spec_decode_num_{name}_of_draft_model_total": count
+                for name, count in zip(
+                    ("drafts", "draft_tokens", "accepted_tokens"), speculation.of_model, strict=True
+                )
+            },
         }
-        names = ("drafts", "draft_tokens", "accepted_tokens")
-        if speculation.draft_model is not None:
-            values |= {
-                f"spec_decode_num_{name}_of_draft_model_total": float(count)
-                for name, count in zip(names, speculation.of_model, strict=True)
-            }
     if scheduler.bridge is not None:
         values |= _store_metrics(scheduler.bridge.store)
     return values
