@@ -353,7 +353,8 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
     position      of the first token that differs, else of the first missing block
     missing       path of that block's file, relative to the cache dir
-    other_image   at `position`, whatever the cause: another image stands stored there
+    other_image   at `position`, whatever the cause: another image stands stored there than `image`, which
+                  names that of the prompt
     before, prompt  text around `position`; `stored`: what stands stored instead of `prompt`
     stored_used, gone_at  seconds since 1970
     looked, complete  files whose headers were read for `stored`, and whether these were all
@@ -379,6 +380,7 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     looked: int = 0
     complete: bool = True
     other_image: bool = False
+    image: str = ""
     files: tuple[str, ...] = ()
 
 

@@ -244,6 +244,7 @@ MOST_IMAGE_BYTES = 20 << 20
 PDF = "application/pdf"
 
 
+_SENT_AS = "send a PNG, JPEG, WebP or GIF, and a PDF as a document or file"
 LOW_SIDE = 512
 """Pixels of the longer side of an image whose `detail` is `low`. OpenAI's."""
 DETAILS = ("auto", "low", "high", "original")
@@ -254,7 +255,7 @@ def image(data: str, media_type: str, param: str, detail: str | None = None) -> 
     if detail is not None and detail not in DETAILS:
         raise bad_field(param, f"its detail is one of {', '.join(DETAILS)}, not {detail[:80]!r}")
     if not media_type.startswith("image/"):
-        raise bad_field(param, f"media type {media_type!r} is no image")
+        raise bad_field(param, f"media type {media_type[:80]!r} is no image; {_SENT_AS}")
     raw = from_base64(data, "image", param)
     if not raw:
         raise bad_field(param, "the image is empty")
@@ -291,7 +292,7 @@ def from_base64(data: str, what: str, param: str) -> bytes:
     try:
         return binascii.a2b_base64(plain + "=" * (-len(plain) % 4), strict_mode=True)
     except ValueError:
-        raise bad_field(param, f"the {what} is not valid base64") from None
+        raise bad_field(param, f"the {what} is not valid base64; {NOT_FETCHED}") from None
 
 
 NOT_FETCHED = "URLs are not fetched and files are not read"
@@ -305,7 +306,9 @@ def unsupported(kind: str, param: str) -> InvalidRequest:
 def misplaced(what: str, role: str, param: str) -> InvalidRequest:
     """A message of `role` does not hold `what`."""
     article = "an" if role.startswith(("a", "e", "i", "o", "u")) else "a"
-    return bad_field(param, f"{what} can't stand in {article} {role} message")
+    shown = role != "user" and any(word in what for word in ("image", "document", "PDF"))
+    advice = "; put it into a user message" if shown else ""
+    return bad_field(param, f"{what} can't stand in {article} {role} message{advice}")
 
 
 def not_contacted(param: str) -> InvalidRequest:

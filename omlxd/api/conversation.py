@@ -13,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..chat import (
+    MOST_IMAGES,
     AnswerFormat,
     Conversation,
     DocumentPart,
@@ -26,8 +27,6 @@ from ..chat import (
 )
 from ..errors import bad_field
 
-MOST_IMAGES = 100
-"""Of a request. Anthropic's limit; Claude Code leaves out older ones itself."""
 _BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
 """Its suffix changes with every conversation and compaction."""
 

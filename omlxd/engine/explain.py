@@ -36,6 +36,9 @@ MOST_NAMESPACES = 64
 
 ExtraKeys = Mapping[int, Sequence[ExtraKey]]
 
+Placed = tuple[int, int, str]
+"""(first token, end, name) of an image."""
+
 Where = Callable[[BlockHash], str]
 """Which tier has a block: `hot`, `cold`, or "" for neither."""
 
@@ -44,13 +47,13 @@ Where = Callable[[BlockHash], str]
 class Explainer:
     """What is asked of a model. `where` and `stands`: of its tiers, callable from any thread.
 
-    prompt_of  the prompt as the model gets it, and the extra keys of its blocks
+    prompt_of  the prompt as the model gets it, the extra keys of its blocks, and its images
     text_of    token ids as text
     stands     whether a checkpoint stands after that block; None: the model needs none
     root       the cache dir; None without a cold tier
     """
 
-    prompt_of: Callable[[GenerateRequest], tuple[list[int], ExtraKeys]]
+    prompt_of: Callable[[GenerateRequest], tuple[list[int], ExtraKeys, Sequence[Placed]]]
     text_of: Callable[[Sequence[int]], str]
     namespace: BlockHash
     block_size: int
@@ -66,7 +69,7 @@ class Explainer:
 
         Raises OmlxdError for a prompt that can't be rendered.
         """
-        tokens, keys = self.prompt_of(request)
+        tokens, keys, images = self.prompt_of(request)
         size = self.block_size
         root = chain_root(self.namespace, request.cache_salt)
         # A hit always leaves a token to compute.
@@ -97,9 +100,13 @@ class Explainer:
         # All that is left of the past is what was restored; where checkpoints are needed, the chain of blocks
         # may have reached further than it.
         further = reached >= 0 and self.stands is not None
-        return self._beside(
+        explanation = self._beside(
             explanation, tokens, keys, [root, *hashes], chain, len(hashes) if further else chain + 1
         )
+        if not explanation.other_image:
+            return explanation
+        which = (name for start, stop, name in images if start <= explanation.position < stop)
+        return replace(explanation, image=next(which, ""))
 
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
         tiers: list[str] = []
@@ -112,7 +119,7 @@ class Explainer:
 
     def files_of(self, request: GenerateRequest) -> wire.Explanation:
         """The files that `request` is restored from now; nothing of why it misses. Raises OmlxdError."""
-        tokens, keys = self.prompt_of(request)
+        tokens, keys, _ = self.prompt_of(request)
         hashes = hash_blocks(chain_root(self.namespace, request.cache_salt), tokens, self.block_size, keys)
         chain = hashes[: len(self._chain(hashes))]
         stands = self.stands

@@ -28,7 +28,7 @@ from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
 from . import blas, mlx_adapter
 from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
-from .explain import Explainer, ExtraKeys
+from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
 from .metrics import TrafficCounters, metrics_of
@@ -373,7 +373,7 @@ class EngineHost:
     def _explainer(self, note: Callable[[RenderedPrompt], None]) -> Explainer:
         """`note` is given each prompt that it renders."""
 
-        def prompt_of(request: GenerateRequest) -> tuple[list[int], ExtraKeys]:
+        def prompt_of(request: GenerateRequest) -> tuple[list[int], ExtraKeys, list[Placed]]:
             rendered = self._render(request, self._context(request))
             note(rendered)
             return prompt_with_images(rendered, self.images, settings.block_size)

@@ -17,6 +17,7 @@ from omlxd import chat
 from omlxd.api.anthropic import request as anthropic_request
 from omlxd.api.body import MOST_IMAGE_BYTES, from_base64, image_url
 from omlxd.api.conversation import MOST_IMAGES
+from omlxd.api.ollama import request as ollama_request
 from omlxd.api.openai import chat_request
 from omlxd.api.responses import request as responses_request
 from omlxd.errors import InvalidRequest
@@ -101,6 +102,14 @@ class Responses:
 
     parse = staticmethod(responses_request.parse)
     user_at, result_at = "input.0.content.1.image_url", "input.2.output.0.image_url"
+
+
+class Ollama:
+    parse = staticmethod(ollama_request.parse_chat)
+
+    @staticmethod
+    def messages(image: str) -> dict:
+        return {"messages": [{"role": "user", "content": "look", "images": [image]}]}
 
 
 PROTOCOLS = pytest.mark.parametrize("protocol", [Anthropic, Chat, Responses])
@@ -236,3 +245,29 @@ def test_base64_as_people_write_it_is_read(text: str):
 def test_what_is_no_base64_is_an_error_of_its_field(text: str):
     with pytest.raises(InvalidRequest, match="not valid base64"):
         from_base64(text, "image", "data")
+
+
+def test_an_error_says_where_an_image_belongs():
+    image, text = Anthropic.image(PNG), {"role": "user", "content": "look"}
+    file = {"type": "file", "file": {"filename": "a.png", "file_data": data_url(PNG)}}
+    wrong = {"type": "image", "source": source(PNG, "text/plain")}
+    at, in_chat = "messages.0.content.0", Ollama.messages
+    for parse, body, param, words in (
+        (Anthropic.parse, {"messages": [{"role": "system", "content": [image]}, text]}, at, "a user"),
+        (Anthropic.parse, {"messages": [{"role": "user", "content": [wrong]}]}, f"{at}.source", "a PNG"),
+        (Chat.parse, {"messages": [{"role": "system", "content": [Chat.image(PNG)]}]}, at, "a user"),
+        (
+            Chat.parse,
+            {"messages": [{"role": "user", "content": [file]}]},
+            f"{at}.file.file_data",
+            "image_url",
+        ),
+        (Ollama.parse, in_chat("http://127.0.0.1:1/a.png"), "messages.0.images.0", "URLs are not fetched"),
+        (Ollama.parse, in_chat("./a.png"), "messages.0.images.0", "files are not read"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            parse(json.dumps({"model": "tiny", "max_tokens": 9, **body}).encode())
+        assert caught.value.param == param and words in caught.value.message
+    body = json.dumps({"model": "tiny", **in_chat(data_url(PNG))}).encode()
+    [shown] = chat.media_of(Ollama.parse(body).generate.prompt.messages)
+    assert shown.data == PNG

@@ -74,7 +74,8 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
         assert tokens(other.json()) == tokens(first) and 0 < restored(other.json()) < restored(second)
         daemon.settled()
         assert main(["cache", "why-miss", other.headers["request-id"], "--url", daemon.url]) == 0
-        assert "another image stands stored there, from token" in capsys.readouterr().out
+        which = "another image than image 3 of 3 (messages.2.content.0.content.0.source) stands stored there"
+        assert which in capsys.readouterr().out
         daemon.settled()
         daemon.kill()
     with Daemon(tmp_path, model=model) as daemon:

@@ -22,6 +22,7 @@ from ..body import (
     decode,
     free_json,
     image,
+    image_url,
     lenient_arguments,
     misplaced,
     nucleus,
@@ -200,7 +201,13 @@ def _format(value: str | dict[str, Any] | None) -> chat.AnswerFormat | None:
 
 
 def _images(images: list[str] | None, param: str) -> list[chat.ImagePart]:
-    return [image(data, "image/*", f"{param}.{index}") for index, data in enumerate(images or [])]
+    """From base64, or `data:` URLs, which Ollama's clients pass on."""
+    return [
+        image_url(data, f"{param}.{index}")
+        if data[:5].lower() == "data:"
+        else image(data, "image/*", f"{param}.{index}")
+        for index, data in enumerate(images or [])
+    ]
 
 
 def _messages(items: list[_Message]) -> tuple[chat.Message, ...]:

@@ -10,6 +10,7 @@ from ..body import DATA_URL, NOT_FETCHED, PDF, from_base64, misplaced, pdf
 
 MAX_BYTES = 8 * 1024 * 1024
 """Of one text; a PDF may be as large as a request."""
+_IMAGES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
 _NO_NAME = re.compile(r'[\x00-\x1f\x7f"<>]')
 
 
@@ -55,6 +56,8 @@ def _text_of(raw: bytes, media_type: str, name: str, param: str) -> str:
         text = "\0"
     if "\0" in text:
         kind = name[:100] or media_type or "this file"
+        if media_type.startswith("image/") or raw.startswith(_IMAGES):
+            raise bad_field(param, f"{kind!r} is an image; send it as image_url or input_image")
         raise bad_field(
             param, f"only PDFs and text in UTF-8 are read, and {kind!r} is neither; send its text"
         )

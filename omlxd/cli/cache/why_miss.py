@@ -211,10 +211,10 @@ def _because(why: Explanation, now: float) -> str:
         return (
             f"the blocks reach token {why.chain_tokens}, but the model's state can be restored only where "
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
-            + (f"; another image stands stored from token {why.position} on" if why.other_image else "")
+            + (f"; {_image(why)} stands stored from token {why.position} on" if why.other_image else "")
         )
     return f"{here}: " + {
-        "other_image": f"another image stands stored there, from token {why.position} on "
+        "other_image": f"{_image(why)} stands stored there, from token {why.position} on "
         f"(last used {ago(why.stored_used, now)})",
         "differs": f"another text stands stored there (last used {ago(why.stored_used, now)})",
         "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
@@ -223,6 +223,10 @@ def _because(why: Explanation, now: float) -> str:
         "cleared": f"it was stored, and cleared {ago(why.gone_at, now)}",
         "damaged": f"its file was damaged, and removed {ago(why.gone_at, now)}",
     }.get(why.cause, why.cause)
+
+
+def _image(why: Explanation) -> str:
+    return f"another image than {why.image}" if why.image else "another image"
 
 
 def _other(other: Any) -> str:

@@ -16,12 +16,21 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from ... import chat
+from ...errors import bad_field
 from .media import Media
 
 
 def read_documents(conversation: chat.Conversation, media: Media, *, sees: bool) -> chat.Conversation:
     """Return `conversation` without a DocumentPart. Raises InvalidRequest, which names the PDF."""
     messages = tuple(_read_message(message, media, sees) for message in conversation.messages)
+    images = [part for part in chat.media_of(messages) if isinstance(part, chat.ImagePart)]
+    if len(images) > chat.MOST_IMAGES:
+        last = images[chat.MOST_IMAGES]
+        raise bad_field(
+            last.param or "messages",
+            f"a request may hold {chat.MOST_IMAGES} images, the pages of PDFs among them, and has "
+            f"{len(images)}; leave out earlier ones, or send a part of a PDF",
+        )
     return replace(conversation, messages=messages)
 
 

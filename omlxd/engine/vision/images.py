@@ -315,6 +315,13 @@ class PromptImages:
         images = (span.image for span in self.spans if span.stop > start)
         return (image for image in images if not self._images.has_features(image.digest))
 
+    def names(self) -> Iterator[tuple[int, int, str]]:
+        """Yield start, stop and name of each image: which of how many, and where in the request."""
+        for number, span in enumerate(self.spans, 1):
+            page = f", page {span.part.page}" if span.part.page else ""
+            place = f" ({span.part.param}{page})" if span.part.param else ""
+            yield span.start, span.stop, f"image {number} of {len(self.spans)}{place}"
+
     def beginnings(self, block_size: int) -> list[int]:
         """Blocks before each run of images: between two of one run is less text than a block."""
         before = [0, *(span.stop for span in self.spans)]
@@ -401,12 +408,17 @@ def make_images(
 
 def prompt_with_images(
     rendered: RenderedPrompt, images: Images | None, block_size: int
-) -> tuple[list[int], dict[int, list[ExtraKey]]]:
-    """A rendered prompt's tokens, and the extra keys of its blocks. Raises InvalidRequest."""
+) -> tuple[list[int], dict[int, list[ExtraKey]], list[tuple[int, int, str]]]:
+    """A rendered prompt's tokens, the extra keys of its blocks, and (start, stop, name) of each image.
+
+    Raises InvalidRequest.
+    """
     if images is None:
-        return rendered.tokens, {}
+        return rendered.tokens, {}, []
     tokens, placed = images.place(rendered.tokens, rendered.images, rendered.generated)
-    return tokens, placed.extra_keys(block_size) if placed is not None else {}
+    if placed is None:
+        return tokens, {}, []
+    return tokens, placed.extra_keys(block_size), [*placed.names()]
 
 
 def _check_length(least: int, most: int) -> None:

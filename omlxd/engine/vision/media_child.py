@@ -60,7 +60,7 @@ def _image(data: bytes) -> Any:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
-        raise _Refused("is no PNG, JPEG, WebP or GIF, or it is damaged") from None
+        raise _Refused("is no PNG, JPEG, WebP or GIF, or it is damaged; send one of these") from None
     _check_size(*image.size)
     image.load()
     return _turned(_rgb(image), _orientation(image))

@@ -95,3 +95,13 @@ def test_conversations_with_another_document_are_other_conversations():
         for each in (document(), other)
     ]
     assert chain_of(results[0]) != chain_of(results[1])
+
+
+def test_pages_count_as_images_where_they_are_pictures(media):
+    data = pdf([""] * 60)
+    pages = [DocumentPart(data, PDF, "k.pdf", "", f"messages.0.content.{i}.source") for i in range(2)]
+    conversation = Conversation(messages=(Message("user", tuple(pages)),))
+    assert len(read_documents(conversation, media, sees=False).messages) == 1
+    with pytest.raises(InvalidRequest, match="the pages of PDFs among them, and has 120") as caught:
+        read_documents(conversation, media, sees=True)
+    assert caught.value.param == "messages.0.content.1.source"

@@ -19,7 +19,7 @@ from omlxd.chat import GenerateRequest, RawPrompt
 from omlxd.cli import main
 from omlxd.cli.cache.why_miss import as_text, read_request
 from omlxd.cli.owner_api import WhyMiss
-from omlxd.engine.explain import Explainer
+from omlxd.engine.explain import Explainer, Placed
 from omlxd.errors import ConfigError
 from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
@@ -62,8 +62,9 @@ class Files:
             FileSystem(),
         )
         self.keys: dict[int, list[ExtraKey]] = {}  # Of the prompt that is asked about, and of what is stored.
+        self.images: list[Placed] = []
         self.explainer = Explainer(
-            prompt_of=lambda request: (list(request.prompt.tokens), self.keys),
+            prompt_of=lambda request: (list(request.prompt.tokens), self.keys, self.images),
             text_of=lambda tokens: " ".join(map(str, tokens)),
             namespace=self.namespace,
             block_size=self.size,
@@ -132,6 +133,9 @@ def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
     why = files.why(tokens)
     assert (why.cause, why.position, why.before) == ("other_image", 2, "1 2")
     assert "another image stands stored there, from token 2" in as_text(WhyMiss("org/m", why))
+    files.images = [(0, 2, "image 1 of 2"), (2, 5, "image 2 of 2 (messages.0.content.3.source)")]
+    told = as_text(WhyMiss("org/m", files.why(tokens)))
+    assert "another image than image 2 of 2 (messages.0.content.3.source) stands stored there, from" in told
     no_state = as_text(WhyMiss("org/m", msgspec.structs.replace(why, cause="no_checkpoint")))
     assert "can be restored only where" in no_state and "another image stands stored from token 2" in no_state
     other_text = [1, 9, 7, 7, 7, 3, 4, 5, 6]
