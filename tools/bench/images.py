@@ -2,7 +2,7 @@
 
     python -m tools.bench.images --mlx-vlm PYTHON [--model FOLDER | --shape tiny|small|8b] [--rounds 3]
                                  [--talks 1] [--turns 8] [--size 448x280] [--peers omlxd,mlx-vlm]
-                                 [--before CHECKOUT]
+                                 [--before CHECKOUT] [--blas off|auto]
 
     python3 -m tools.bench.images --mlx-vlm python3 --shape 8b --rounds 1 --talks 5 --turns 6 --size 1280x800
 
@@ -19,7 +19,8 @@ are made up. Rows:
 
 A round starts each server twice, and has `--talks` conversations of the first three rows: a GPU's first ones
 compile kernels. The aim: a second turn at least 5 times faster than mlx-vlm's, after kill -9 too; a first
-image no slower. On a CPU both compute with the BLAS of MLX's wheel. Without --model a Qwen2.5-VL of random
+image no slower. On a CPU both compute with the BLAS of MLX's wheel, unless --blas auto gives omlxd the one
+that it uses by default. Without --model a Qwen2.5-VL of random
 weights is built: `small` for a laptop's CPU; `8b` of the 7B's shape in bfloat16, 15 GB on disk, for a GPU, as
 in the second command; `tiny` to try that one.
 """
@@ -243,6 +244,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--size", default="448x280")
     parser.add_argument("--peers", default=f"{OURS},{THEIRS}")
+    parser.add_argument("--blas", choices=["off", "auto"], default="off", help="OMLXD_CPU_BLAS of omlxd")
     parser.add_argument("--before", type=Path, help="another checkout of omlxd to measure beside this one")
     options = parser.parse_args()
     width, height = map(int, options.size.split("x"))
@@ -276,7 +278,7 @@ def _server(name: str, options: argparse.Namespace, model: Path, cache: Path) ->
         command = [sys.executable, "-m", "omlxd", "serve", "--model", str(model), "--port", str(port)]
         command += ["--base-path", str(cache), "--log-level", "warning"]
         checkout = options.before if name == BEFORE else None
-        env = {"OMLXD_CPU_BLAS": "off"}
+        env = {"OMLXD_CPU_BLAS": options.blas}
         return Server(name, command, port, model.name, cache, checkout, env, PROBE)
     if options.mlx_vlm is None:
         sys.exit("--mlx-vlm is needed: a Python that has mlx-vlm's server.")

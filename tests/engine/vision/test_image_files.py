@@ -14,6 +14,7 @@ if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
 
 import mlx.core as mx
 import numpy as np
+from rig import BLOCK
 from vision_families import build_vision_family
 from vision_rig import Segments, VisionRig, image
 
@@ -190,3 +191,25 @@ def test_a_disk_that_cannot_be_read_is_left_alone(family, model, uncached, tmp_p
         assert rig.files.load_features("00" * 32) is None
         assert rig.files.load_picture((b"", 0, 0)) is None
         assert len(reads) == 1
+
+
+def test_what_was_seen_before_an_abort_is_not_seen_again(family, model, uncached, tmp_path):
+    """In the tower of the second image: the first one's features and the blocks before it stay."""
+    talk = [(150, 1), image(1), image(2, 168), (20, 2)]
+    with VisionRig(family, model, tmp_path) as rig:
+        looked_up = rig.scheduler._between_layers
+
+        def cancel_in_the_second_tower():
+            if rig.images.towers == 1:
+                for sequence in rig.scheduler._computing:
+                    rig.scheduler.cancel(sequence)
+            looked_up()
+
+        rig.scheduler._between_layers = cancel_in_the_second_tower
+        broken = rig.begin(talk)
+        rig.settle()
+        rig.scheduler._between_layers = looked_up
+        assert broken.sequence.cancelled and rig.images.towers == 1
+        output, _ = rig.ask(talk)
+        assert rig.images.towers == 2 and output.hot >= 2 * BLOCK
+        assert output.got == uncached.ask(talk)[0].got
