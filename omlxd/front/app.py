@@ -50,6 +50,7 @@ from .http.generation import (
 from .http.guard import Guard
 from .http.recent_requests import RecentRequests
 from .http.response_store import ResponseStore, StoredResponses
+from .http.router_events import RouterEvents
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
@@ -117,6 +118,7 @@ def create_app(
             Route("/api/chat", partial(routes.generate, dialect=OLLAMA_CHAT), methods=["POST"]),
             Route("/api/generate", partial(routes.generate, dialect=OLLAMA_GENERATE), methods=["POST"]),
             *Discovery(engines).routes(),
+            Route("/models/sse", routes.router_events.listen),
             *Embeddings(engines).routes(),
             Route("/health", routes.health),
             Route("/openapi.json", routes.openapi),
@@ -178,9 +180,9 @@ class _Routes:
         self._admin = Admin(engines, metrics)
         self._recent = RecentRequests()
         self.tree = CacheTree(engines)
-        self.live = Live(
-            self._admin, self._metrics.requests.last_hour, self.settings.stopping or asyncio.Event()
-        )
+        stopping = self.settings.stopping or asyncio.Event()
+        self.live = Live(self._admin, self._metrics.requests.last_hour, stopping)
+        self.router_events = RouterEvents(engines, stopping)
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self.messages_dialect, self.responses_dialect)
         self._pinning = Pinning(engines, self._explaining)

@@ -110,6 +110,11 @@ _ROUTER_STATES = {"ready": "loaded", "unloading": "loaded", "loading": "loading"
 """State of an engine → status of llama.cpp's router; others are `unloaded`."""
 
 
+def router_status(state: str) -> str:
+    """What llama.cpp's router says of an engine in `state`."""
+    return _ROUTER_STATES.get(state, "unloaded")
+
+
 def model_entry(card: Card) -> ModelEntry:
     info, context = card.info, card.context_length
     return ModelEntry(
@@ -127,7 +132,7 @@ def model_entry(card: Card) -> ModelEntry:
             input_modalities=_inputs(card),
             kind=card.kind,
         ),
-        status=RouterStatus(_ROUTER_STATES.get(card.state, "unloaded"), failed=card.state == "failed"),
+        status=RouterStatus(router_status(card.state), failed=card.state == "failed"),
         meta=RouterMeta(context, context, card.nbytes) if context else None,
         architecture=Architecture(_inputs(card), (_OUTPUTS[card.kind],)),
     )

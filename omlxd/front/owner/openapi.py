@@ -118,6 +118,7 @@ OPERATIONS = (
     Operation("get", "/v1/models", "The models", answer=ModelList),
     Operation("get", "/v1/models/{id}", "One model; its id may hold slashes", answer=ModelEntry),
     Operation("get", "/models", "llama.cpp's router: the models", answer=ModelList),
+    Operation("get", "/models/sse", "llama.cpp's router: states as they change", media="text/event-stream"),
     Operation("post", "/models/load", "llama.cpp's router: load a model", NamedModel, Success),
     Operation("post", "/models/unload", "llama.cpp's router: unload a model", NamedModel, Success),
     Operation("get", "/props", "llama.cpp: what a model can do", answer=Props),
