@@ -1,6 +1,6 @@
 // What is cached: sessions and their requests, the prefixes on SSD, why a prompt missed, pins.
 
-import { ago, button, bytes, h, number, put, say } from "./dom.js";
+import { ago, button, bytes, h, number, put, redraw, say } from "./dom.js";
 import { json } from "./net.js";
 import { VirtualTree } from "./virtual.js";
 
@@ -15,7 +15,7 @@ export function start(section) {
   els.why = h("section", { class: "why", "aria-labelledby": "why-title", tabindex: -1, hidden: true });
   els.pins = h("div", {});
   els.sums = h("p", { class: "hint", role: "status" });
-  els.tree = new VirtualTree("Prefixes on SSD", { cells, label: spoken, chosen });
+  els.tree = new VirtualTree("Prefixes on SSD", { cells, chosen });
   els.node = h("div", { class: "node", "aria-live": "polite" }, h("p", { class: "hint" }, "Choose a prefix to see it, or to clear it."));
   section.append(
     h("div", { class: "row" }, h("h2", {}, "Sessions"), h("span", { class: "gap" }), button("Look again", load, { failed })),
@@ -69,7 +69,10 @@ function grouped(requests) {
   return [...found.values()];
 }
 
-function drawSessions() {
+const drawSessions = () => redraw(els.sessions, sessionList);
+const drawPins = () => redraw(els.pins, pinList);
+
+function sessionList() {
   const open = new Set([...els.sessions.querySelectorAll("details[open]")].map((each) => each.dataset.name));
   els.sessions.replaceChildren(...sessions.map((session, at) => {
     const known = session.requests.filter((request) => request.cached_tokens >= 0);
@@ -80,7 +83,7 @@ function drawSessions() {
       h("summary", {}, h("b", {}, session.name), h("span", { class: "hint" }, ` ${number(session.requests.length)} ${session.requests.length === 1 ? "request" : "requests"}, ${ago(session.requests[0].began)}${part}`)),
       session.named ? pinButton(session.name, { session: session.name }) : null,
       h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": `Requests of ${session.name}` }, h("table", {},
-        h("thead", {}, h("tr", {}, ...["When", "Prompt", "Restored", "Outcome", "Model", ""].map((name) => h("th", { scope: "col" }, name)))),
+        h("thead", {}, h("tr", {}, ...["When", "Prompt", "Restored", "Outcome", "Model"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
         h("tbody", {}, ...session.requests.map(line)))));
   }));
   if (!sessions.length) els.sessions.append(h("p", { class: "empty" }, "No request has been made since the daemon began."));
@@ -102,10 +105,10 @@ function pinButton(name, asked) {
     say(pinned ? `${name} is unpinned` : `${name} is pinned`);
     drawPins();
     drawSessions();
-  }, { "aria-label": `${pinned ? "Unpin" : "Pin"} ${name}`, failed });
+  }, { "data-act": `pin ${name}`, "aria-label": `${pinned ? "Unpin" : "Pin"} ${name}`, failed });
 }
 
-function drawPins() {
+function pinList() {
   if (!pins) {
     els.pins.replaceChildren(h("p", { class: "hint" }, "There is no SSD cache."));
     return;
@@ -215,8 +218,6 @@ const cells = (node) => [
   h("span", { class: "tree-size" }, bytes(node.allBytes)),
   h("span", { class: "tree-size" }, ago(node.newest)),
 ];
-
-const spoken = (node) => `${node.text || node.id.slice(0, 12)}, ${tokens(node, node.allBlocks)} tokens, ${bytes(node.allBytes)}, ${ago(node.newest)}`;
 
 function chosen(node) {
   const what = node.depth ? "this prefix and all that goes on from it" : `all of ${node.text}`;

@@ -30,6 +30,15 @@ export function put(element, ...children) {
   element.replaceChildren(...there(children));
 }
 
+/** Have `draw` make the insides of `container` anew; whoever stands on a button of it (`data-act`) stays there. */
+export function redraw(container, draw) {
+  const act = container.contains(document.activeElement) ? document.activeElement.dataset.act : undefined;
+  draw();
+  if (act === undefined) return;
+  container.tabIndex = -1; // The button may be gone.
+  (container.querySelector(`[data-act="${CSS.escape(act)}"]`) ?? container).focus({ preventScroll: true });
+}
+
 /** Tell whoever listens to the page. */
 export function say(sentence) {
   document.getElementById("say").textContent = sentence;

@@ -1,6 +1,6 @@
 // The models of this machine: what is loaded, and orders to load, unload, pin and pull.
 
-import { button, bytes, h, number, put, s, say, seconds } from "./dom.js";
+import { button, bytes, h, number, put, redraw, s, say, seconds } from "./dom.js";
 import { events, json, send } from "./net.js";
 
 const LOOK_MS = 3000;
@@ -56,9 +56,7 @@ async function look() {
 }
 
 function draw(models) {
-  const before = document.activeElement?.dataset?.act; // The list is made anew: whoever stands on a button stays there.
-  put(els.list, ...models.map(card));
-  if (before) els.list.querySelector(`[data-act="${CSS.escape(before)}"]`)?.focus();
+  redraw(els.list, () => put(els.list, ...models.map(card)));
   if (!models.length) put(els.list, h("li", { class: "empty" }, "No model is on this machine yet."));
 }
 
@@ -81,7 +79,7 @@ function card(model) {
     } finally {
       await look();
     }
-  }, { failed, "data-act": `${verb} ${model.id}`, "aria-label": `${verb} ${model.id}` });
+  }, { failed, "data-act": `${verb.replace(/^Un/, "").toLowerCase()} ${model.id}`, "aria-label": `${verb} ${model.id}` });
   return h("li", {},
     h("div", { class: "row" }, h("b", { class: "name" }, model.id),
       h("span", { class: `state ${model.state}` }, model.state),

@@ -6,13 +6,12 @@ const ROW = 32;
 const SPARE = 6;
 
 /**
- * `cells(node)` gives a row's elements, `label(node)` its text for who does not see it; `chosen(node)` is called
- * with the node that is chosen. Nodes, each before its children: {depth, open, children, index in `nodes`}.
+ * `cells(node)` gives a row's elements; `chosen(node)` is called with the node that is chosen. Nodes stand before
+ * their children: {depth, open, index, end: index behind the last one below it, above, place and beside: of its like}.
  */
 export class VirtualTree {
-  constructor(name, { cells, label, chosen }) {
+  constructor(name, { cells, chosen }) {
     this.cells = cells;
-    this.label = label;
     this.chosen = chosen;
     this.nodes = [];
     this.rows = [];
@@ -67,7 +66,7 @@ export class VirtualTree {
     const row = h("div", {
       class: `tree-row${active ? " active" : ""}`, id: `node-${node.index}`, role: "treeitem", "aria-level": node.depth + 1,
       "aria-setsize": node.beside, "aria-posinset": node.place, "aria-selected": String(active),
-      "aria-expanded": inner ? String(node.open) : null, "aria-label": this.label(node),
+      "aria-expanded": inner ? String(node.open) : null,
       onclick: (event) => {
         this.at = at;
         if (inner && event.target.closest(".twist")) this.toggle(node);

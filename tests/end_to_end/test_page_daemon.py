@@ -1,0 +1,266 @@
+"""The page before a real daemon; long conversations and large caches; and what axe finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser, needs_chromium, tab
+from daemon import Daemon, prose
+from fake_engine import FakeEngine, app_of, served
+
+from omlxd.front.app import create_app
+from omlxd.kv.hashing import hash_blocks
+from tests.end_to_end.test_page import until
+from tests.front.owner.test_cache_tree import CachedEngines
+
+pytestmark = [pytest.mark.slow, needs_chromium]
+
+AXE = "axe-core@4.14.1"
+MESSAGES, BLOCKS, BLOCK = 10_000, 100_000, 64
+PATIENT_S = 30.0
+"""Far more than it takes: a busy machine must not fail, one that got slow by the square must."""
+
+
+async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        for word, seed in (("one", 3), ("two", 5)):
+            daemon.chat(f"{prose(100)} {word} {prose(100, seed)}", max_tokens=4)
+            daemon.settled()
+        async with browser() as chromium, tab(chromium, daemon.url) as one:
+            page = await one.open()
+            await page.wait_for_selector("#chat-model option", state="attached")
+            await page.click("text=Options")
+            await page.fill("#chat-max_tokens", "8")
+            await one.ask(prose(60, 9))
+            await page.click("nav >> text=Cache")
+            await page.wait_for_selector(".sessions details >> nth=1")
+            assert (await page.inner_text(".sessions summary b >> nth=0")).startswith("page-")
+            await page.click(".sessions details >> nth=1 >> summary")
+            await page.click("[aria-label^='Why did'] >> nth=1")
+            await page.wait_for_selector(".sides mark")
+            sides = [each.replace("\n", "") for each in await page.locator(".sides mark").all_inner_texts()]
+            assert len(sides) == 2 and sides[0] != sides[1], sides
+            assert sides[0].startswith("two") and sides[1].startswith("one"), sides
+            daemon.settled()
+            await page.click("text=Look again")
+            await page.click("[aria-label^='Show request'] >> nth=1")
+            await page.wait_for_selector(".tree-row.active >> nth=0")
+            assert await page.evaluate("document.activeElement.getAttribute('role')") == "tree"
+            await pin(page)
+            before = await sums(page)
+            await page.focus(".tree")
+            await page.keyboard.press("Home")
+            await page.click("text=Clear all of")
+            await page.click("text=Remove")
+            await page.wait_for_selector("text=are gone from SSD")
+            assert before > 0 and await sums(page) == 0
+            await page.click("nav >> text=Models")
+            await page.click("button:has-text('Unload')")
+            await page.wait_for_selector(".state:text('unloaded')")
+            await page.click("[data-act^='load ']")
+            await page.wait_for_selector(".state.ready")
+            await page.click("[data-act^='pin '] >> visible=true")
+            await page.wait_for_selector(".state:text('pinned')")
+            one.expected = ("400",)
+            await page.fill("#pull-name", "nonsense")
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector(".pull [role=alert] >> text=is no hub id")
+
+
+async def pin(page: Any) -> None:
+    await page.click(".sessions details >> nth=0 >> button:has-text('Pin')")
+    await page.wait_for_selector(".pins li")
+    focused = "document.activeElement.textContent"
+    assert await page.evaluate(focused) == "Unpin", "who pressed the button stands on it still"
+    await page.click(".pins button:has-text('Unpin')")
+    await page.wait_for_selector("text=Nothing is.")
+
+
+async def sums(page: Any) -> int:
+    """Blocks that the tree has, once it was read."""
+    await page.wait_for_selector("#cache [role=status] >> text=blocks in")
+    return int((await page.inner_text("#cache [role=status]")).split()[0].replace(",", ""))
+
+
+# --------------------------------------------------------------------------- size
+
+
+async def test_ten_thousand_messages(capsys: pytest.CaptureFixture[str]):
+    text = "Some **bold** text with `code`, and\n\n- a list\n- of two\n\n```python\nprint(1)\n```\n"
+    turns = [{"role": ("user", "assistant")[at % 2], "content": f"{at}. {text}"} for at in range(MESSAGES)]
+    chat = json.dumps({"session": "long", "messages": turns, "options": {}})
+    async with served(app_of(FakeEngine())) as url, browser() as chromium, tab(chromium, url) as one:
+        await one.context.add_init_script(f"sessionStorage.setItem('omlxd.chat', {json.dumps(chat)})")
+        began = time.monotonic()
+        page = await one.open()
+        await page.wait_for_selector("article")
+        loaded = time.monotonic() - began
+        worst = await page.evaluate(TYPING)
+        began = time.monotonic()
+        for _ in range(20):
+            await page.click(".earlier")
+        earlier = (time.monotonic() - began) / 20
+        scrolled = await page.evaluate(SCROLLING, "#chat .scroll")
+        began = time.monotonic()
+        await one.ask("one more")
+        answered = time.monotonic() - began
+        assert await page.locator("article").count() > 1200
+        with capsys.disabled():
+            print(
+                f"\n{MESSAGES} messages: loaded in {loaded:.2f} s, a letter typed in {worst:.0f} ms, "
+                f"60 earlier ones shown in {1000 * earlier:.0f} ms, longest frame of a scroll "
+                f"{scrolled:.0f} ms, asked and answered in {answered:.2f} s"
+            )
+        assert max(loaded, worst / 1000, earlier, scrolled / 1000, answered) < PATIENT_S
+
+
+TYPING = """async () => {
+    const field = document.getElementById("chat-text");
+    let worst = 0;
+    for (const letter of "a quick brown fox") {
+        const began = performance.now();
+        field.focus();
+        document.execCommand("insertText", false, letter);
+        await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+        worst = Math.max(worst, performance.now() - began);
+    }
+    field.value = "";
+    return worst;
+}"""
+"""Milliseconds from a letter to the frame that shows it, the worst of some."""
+
+SCROLLING = """async (name) => {
+    const box = document.querySelector(name);
+    let worst = 0;
+    for (let at = 0; at < 60; at += 1) {
+        const began = performance.now();
+        box.scrollTop = (box.scrollHeight * ((at * 37) % 60)) / 60;
+        await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+        worst = Math.max(worst, performance.now() - began);
+    }
+    return worst;
+}"""
+
+
+def large_cache(root: Path) -> None:
+    """100,000 block files without payload, in 2,000 chains that branch off 20 others."""
+    namespace = "ab" * 16
+    (root / namespace).mkdir(parents=True)
+    for fan in range(256):
+        (root / namespace / f"{fan:02x}").mkdir()
+    made = 0
+    for trunk in range(20):
+        parents = [(bytes(32), 0)]
+        for branch in range(101):
+            parent, start = parents[0] if branch == 0 else parents[-1]
+            parents.append((parent, start))
+            for block in range(50 if branch else 0):
+                tokens = [(trunk * 1009 + branch * 31 + block * 7 + at) % 50_000 for at in range(BLOCK)]
+                (name,) = hash_blocks(parent, tokens, BLOCK)
+                head = {
+                    "__metadata__": {
+                        "digest": "0" * 32,
+                        "format": "omlxd-kv-1",
+                        "kind": "tokens",
+                        "namespace": namespace,
+                        "hash": name.hex(),
+                        "parent": parent.hex(),
+                        "tokens": ",".join(map(str, tokens)),
+                    }
+                }
+                text = json.dumps(head, separators=(",", ":")).encode()
+                path = f"{root}/{namespace}/{name.hex()[:2]}/{name.hex()}.safetensors"
+                with open(path, "wb", buffering=0) as file:
+                    file.write(len(text).to_bytes(8, "little") + text)
+                made += 1
+                parent = name
+                if branch == 1 and block == 9:
+                    parents[:] = [(parent, 0)] * 2
+    assert made == BLOCKS
+
+
+async def test_a_hundred_thousand_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    large_cache(tmp_path / "cache")
+    app = create_app(CachedEngines(tmp_path / "cache"))
+    async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
+        one.expected = ("503",)  # These engines pin nothing.
+        began = time.monotonic()
+        page = await one.open("cache")
+        await page.wait_for_selector(".tree-row >> nth=5")
+        loaded = time.monotonic() - began
+        assert await sums(page) == BLOCKS
+        rows = await page.locator(".tree-row").count()
+        await page.focus(".tree")
+        opened = await page.evaluate(OPENING)
+        scrolled = await page.evaluate(SCROLLING, ".tree")
+        await page.keyboard.press("End")
+        await until(page, "document.querySelector('.tree-row.active') !== null")
+        with capsys.disabled():
+            print(
+                f"\n{BLOCKS} blocks: the tree stands after {loaded:.2f} s "
+                f"({await page.inner_text('#cache [role=status]')}), {rows} rows are elements; 100 "
+                f"of them gone through in {opened:.0f} ms, longest frame of a scroll {scrolled:.0f} ms"
+            )
+        assert rows < 60 and max(loaded, opened / 1000, scrolled / 1000) < PATIENT_S
+
+
+OPENING = """async () => {
+    const tree = document.querySelector(".tree");
+    const began = performance.now();
+    tree.dispatchEvent(new KeyboardEvent("keydown", { key: "Home", bubbles: true }));
+    for (let at = 0; at < 200; at += 1) {
+        const key = at % 2 ? "ArrowDown" : "ArrowRight";
+        tree.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    }
+    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    return performance.now() - began;
+}"""
+
+
+# --------------------------------------------------------------------------- axe
+
+
+@pytest.fixture(scope="module")
+def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    npm, folder = shutil.which("npm"), tmp_path_factory.mktemp("axe")
+    if not npm:
+        pytest.skip("install npm: axe-core comes from there")
+    done = subprocess.run([npm, "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"npm has no {AXE} for us: {done.stderr.strip()[-200:]}")
+    with tarfile.open(next(folder.glob("*.tgz"))) as archive:
+        file = archive.extractfile("package/axe.min.js")
+        assert file is not None
+        return file.read().decode()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing(axe: str, scheme: str, tmp_path: Path):
+    with Daemon(tmp_path) as daemon:
+        daemon.chat(prose(200), max_tokens=4)
+        options = {"color_scheme": scheme, "bypass_csp": False}
+        async with browser() as chromium, tab(chromium, daemon.url, **options) as one:
+            page = await one.open()
+            await page.wait_for_selector("#chat-model option", state="attached")
+            await page.click("text=Options")
+            await page.fill("#chat-max_tokens", "8")
+            await one.ask("hello")
+            await page.evaluate(axe)
+            for view, ready in (
+                ("Chat", ".figures .legend"),
+                ("Status", ".tiles dd"),
+                ("Cache", ".tree-row >> nth=0"),
+                ("Models", ".cards li"),
+            ):
+                await page.click(f"nav >> text={view}")
+                await page.wait_for_selector(ready)
+                found = await page.evaluate("async () => (await axe.run()).violations")
+                told = [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]
+                assert told == [], f"{view}: {told}"
