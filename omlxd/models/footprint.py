@@ -199,7 +199,7 @@ def _holds_tower(folder: Path) -> bool:
     """Whether a weight is named as one of a vision tower."""
     try:
         index = msgspec.json.decode(
-            read_small(folder / "model.safetensors.index.json", sys.maxsize), type=_Index
+            read_small(folder / "model.safetensors.index.json", sys.maxsize), type=WeightIndex
         )
         names = iter(index.weight_map)
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -285,23 +285,23 @@ def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
     return total
 
 
-class _Tensor(msgspec.Struct):
+class Tensor(msgspec.Struct):
     dtype: str = ""
     shape: tuple[int, ...] = ()
     data_offsets: tuple[int, int] = (0, 0)
 
 
-class _Index(msgspec.Struct):
+class WeightIndex(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def _header(file: Path) -> dict[str, _Tensor]:
+def _header(file: Path) -> dict[str, Tensor]:
     """A weight file's tensors by name; empty when it can't be read."""
     try:
         check_small(file.stat(), file, sys.maxsize)
         with file.open("rb") as opened:
             header = safetensors_header(opened, file.stat().st_size) or b""
-        tensors = msgspec.json.decode(header, type=dict[str, _Tensor | None])
+        tensors = msgspec.json.decode(header, type=dict[str, Tensor | None])
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
     except (OSError, msgspec.MsgspecError):
         return {}

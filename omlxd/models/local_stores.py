@@ -22,6 +22,7 @@ import msgspec
 
 from ..common.files import read_small
 from ..errors import ModelError
+from .catalog import describe
 from .resolve import check_folder
 
 Store = Literal["ollama", "lmstudio", "llama.cpp"]
@@ -122,26 +123,15 @@ def check_models(models: Sequence[LocalModel]) -> None:
             model.command = ""
 
 
-class _Quantization(msgspec.Struct):
-    bits: int = 0
-
-
-class _Config(msgspec.Struct):
-    model_type: str
-    quantization: _Quantization | None = None
-
-
 def _check_folder(folder: Path) -> tuple[str, str]:
     """(type, trouble) of an MLX folder."""
     try:
         check_folder(folder)
-        config = msgspec.json.decode(read_small(folder / "config.json"), type=_Config)
     except ModelError as error:
         return "", error.message.removeprefix("--model: ").removesuffix(".")
-    except (OSError, msgspec.MsgspecError, RecursionError):
-        return "", "its config.json is damaged"
-    bits = f" {config.quantization.bits}-bit" if config.quantization else ""
-    return _printable(config.model_type[:40]) + bits, ""
+    described = describe(folder)
+    bits = f" {described.bits}-bit" if described.bits else ""
+    return _printable(described.family[:40]) + bits, ""
 
 
 def check_gguf(file: Path) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
+from .footprint import Tensor, WeightIndex
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
 """The default model, once it was fetched (models/smollm.py)."""
@@ -32,14 +33,6 @@ _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _LARGE = ("added_tokens", "merges", "tekken", "tokenizer", "vocab")
 _MAX_TOKENIZER = 256 << 20
 """Bytes; the largest tokenizer.json of today has 35 MB."""
-
-
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-class _Tensor(msgspec.Struct):
-    data_offsets: tuple[int, int]
 
 
 def model_id(spec: str) -> str:
@@ -225,7 +218,7 @@ def _check_config(folder: Path) -> None:
         raise ModelError(f"--model: {folder} is no model folder: config.json is missing.")
     try:
         config = msgspec.json.decode(read_small(path), type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ModelError(f"--model: {path} is no JSON object ({error}).") from error
     if "model_type" not in config:
         raise ModelError(f"--model: {path} does not say its model_type.")
@@ -240,7 +233,7 @@ def _weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"--model: {folder} has no weights: there is no *.safetensors file in it.")
         return result
     try:
-        names = sorted(set(msgspec.json.decode(read_small(index), type=_Index).weight_map.values()))
+        names = sorted(set(msgspec.json.decode(read_small(index), type=WeightIndex).weight_map.values()))
     except msgspec.DecodeError as error:
         raise ModelError(f"--model: {index} is no index of weights ({error}).") from error
     missing = [name for name in names if not (folder / name).is_file()]
@@ -266,12 +259,8 @@ def _check_weights(path: Path) -> None:
             f"--model: {path} is truncated or no safetensors file ({size} bytes). Copy or download it again."
         )
     try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        ends = [
-            msgspec.json.decode(entry, type=_Tensor).data_offsets[1]
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        ]
+        entries = msgspec.json.decode(header, type=dict[str, Tensor | None])
+        ends = [tensor.data_offsets[1] for tensor in entries.values() if tensor is not None]
     except msgspec.DecodeError as error:
         raise ModelError(f"--model: {path} is no safetensors file ({error}).") from error
     promised = 8 + len(header) + max(ends, default=0)
