@@ -40,9 +40,18 @@ SHARED = 4
 LINES = "lines of omlxd/"
 
 ADDED = {
-    "images and PDFs": ("engine/vision/*", "engine/mlx_adapter/vision.py"),
+    "images and PDFs": ("engine/vision/*", "engine/mlx_adapter/vision.py", "engine/mlx_adapter/tower.py"),
     "Ollama's API": ("api/ollama/*",),
-    "discovery by clients": ("front/http/discovery.py", "front/http/model_list.py"),
+    "discovery by clients": (
+        *("front/http/discovery.py", "front/http/model_list.py", "front/http/router_events.py"),
+    ),
+    "message threads": ("api/anthropic/threads.py", "front/http/thread_store.py"),
+    "the page": (
+        *("front/owner/page.py", "front/owner/live.py", "front/owner/pull.py", "front/owner/cache_tree.py"),
+        *("front/http/last_hour.py", "cli/cache/tree.py"),
+    ),
+    "pinned prefixes": ("cli/cache/pin.py", "front/engines/pins.py", "front/owner/pins.py"),
+    "weights by mmap": ("engine/mlx_adapter/mapped.py",),
     "embeddings, rerank, scores": (
         *("api/embeddings.py", "front/http/embeddings.py", "engine/embedding.py"),
         *("engine/mlx_adapter/embedder.py", "api/openai/scores.py"),
@@ -55,8 +64,8 @@ ADDED = {
     "LoRA training": ("cli/tune.py", "engine/tune.py", "engine/mlx_adapter/tuning.py", "models/tuning.py"),
     "cache export, import, warm": ("cli/cache/carry.py", "cli/cache/warm.py"),
     "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/inspection.py"),
-    "guessed tokens": ("engine/schedule/speculation.py",),
-    "attention kernels": ("engine/mlx_adapter/attention.py",),
+    "guessed tokens": ("engine/schedule/speculation.py", "engine/schedule/draft_model.py"),
+    "attention kernels": ("engine/mlx_adapter/attention*.py",),
     "OpenBLAS on CPUs": ("engine/blas.py",),
     "hostile model folders": (
         *("common/child_process.py", "common/child_loop.py", "engine/prompt/template_process.py"),
