@@ -92,6 +92,8 @@ def cut_attention() -> None:
         size = _rows_of(q.shape[0] * q.shape[1] * k.shape[2] * (q.shape[3] + v.shape[3]))
         if rows <= size:
             return attend(q, k, v, **kwargs)
+        for each in (q, k, v):  # Else the first part would compute all that leads to them.
+            _run(pause, each)
         parts: list[mx.array] = []
         for start in range(0, rows, size):
             if mask is not None and mask.shape[-2] == rows:
