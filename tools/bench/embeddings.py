@@ -11,7 +11,8 @@ to `--tokens` tokens, so that padding counts. On a CPU both compute with the BLA
 is omlxd with the BLAS that it finds by itself. The aim: no row slower than mlx-vlm's.
 
 --cosine: a tiny model of each family; the least cosine between a text's vector here and by transformers
-(torch, float32). The aim: 0.9999. Exit status 1 below it.
+(torch, float32). The aim: 0.9999. Exit status 1 below it. EmbeddingGemma's texts are shorter than its window:
+mlx-vlm leaves the window out.
 """
 
 from __future__ import annotations
@@ -40,20 +41,29 @@ THEIRS, AUTO = "mlx-vlm", "omlxd auto"
 AIM = 0.9999
 POOLING = {"qwen3": "lasttoken", "gemma3_text": "mean_tokens", "bert": "mean_tokens"}
 """What `1_Pooling` of a family says; `cls_token` of the others."""
+AS_RELEASED = {
+    "gemma3_text": {"use_bidirectional_attention": True, "rope_theta": 1e6, "sliding_window": 512},
+}
+"""What EmbeddingGemma's own config says, and mlx-vlm assumes."""
 WORDS = ("kettle", "saucer", "spoon", "cup", "table", "lamp", "river", "stone", "window", "garden", "paper")
 
 BY_TRANSFORMERS = """
 import json, sys, torch
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 folder, pooling = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+weights = load_file(folder + "/model.safetensors")
+dense = [weights[name] for name in sorted(weights) if name.startswith("dense.")]
 vectors = []
 for text in json.load(sys.stdin):
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     with torch.no_grad():
         hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
     one = {"mean_tokens": hidden.mean(0), "cls_token": hidden[0], "lasttoken": hidden[-1]}[pooling]
+    for matrix in dense:  # EmbeddingGemma's, which stand behind the pooling.
+        one = matrix @ one
     vectors.append((one / one.norm()).tolist())
 print(json.dumps(vectors))
 """
@@ -157,8 +167,17 @@ def cosines(options: argparse.Namespace, home: Path) -> int:
     import embedders
 
     least = 1.0
-    for family in embedders.EMBEDDERS:
+    for family in list(embedders.EMBEDDERS):
         pooling = POOLING.get(family, "cls_token")
+        # Tokens that some of transformers' models count on, outside of a tiny vocabulary by default.
+        named = {
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            "cls_token_id": 0,
+            "sep_token_id": 0,
+        }
+        embedders.EMBEDDERS[family] = {**named, **embedders.EMBEDDERS[family], **AS_RELEASED.get(family, {})}
         model = embedders.build_embedder(family, home / family, pooling)
         texts = texts_of(model, 20, 60, spread=True)
         server = start(OURS, options.mlx_vlm, model, home / f"{family}-home")
