@@ -49,10 +49,12 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             assert len(sides) == 2 and sides[0] != sides[1], sides
             assert sides[0].startswith("two") and sides[1].startswith("one"), sides
             daemon.settled()
+            await sums(page)
             await page.click("text=Look again")
+            await sums(page)
             await page.click("[aria-label^='Show request'] >> nth=1")
-            await page.wait_for_selector(".tree-row.active >> nth=0")
-            assert await page.evaluate("document.activeElement.getAttribute('role')") == "tree"
+            await until(page, "document.activeElement.getAttribute('role') === 'tree'")
+            assert await page.locator(".tree-row.active").count() == 1
             await pin(page)
             before = await sums(page)
             await page.focus(".tree")

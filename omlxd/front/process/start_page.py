@@ -55,6 +55,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
     rows.append(("cache", _cache(pool.cold_dir, stats, complete)))
     if stats is not None and settings.hot_cache_bytes == 0:
         rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache, auto means no limit"))
+    rows.append(("page", f"{url}/"))
     if engine is not None and not trouble:
         rows += _commands(engine, url, settings, key_required)
     # A terminal that is stopped with ^S holds up whoever writes to it.

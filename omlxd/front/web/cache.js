@@ -8,6 +8,7 @@ let els = {};
 let trees = [];
 let sessions = [];
 let pins = null;
+let loading = null;
 
 export function start(section) {
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
@@ -39,7 +40,10 @@ function failed(error) {
   els.problem.hidden = false;
 }
 
-async function load() {
+/** Looks at the same time are one. */
+const load = () => (loading ??= look().finally(() => { loading = null; }));
+
+async function look() {
   els.problem.hidden = true;
   const { requests } = await json("/omlxd/requests");
   sessions = grouped(requests);

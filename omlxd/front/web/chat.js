@@ -64,13 +64,17 @@ export function start(section) {
     section.classList.remove("dropping");
     addFiles(event.dataTransfer.files);
   });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) stop(); });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running && !section.hidden) stop(); });
   draw();
 }
 
 export async function show() {
   els.text.focus({ preventScroll: true });
   toEnd();
+  await lookAtModels();
+}
+
+async function lookAtModels() {
   try {
     const { data } = await json("/v1/models");
     models = data.filter((model) => model.omlxd.kind === "chat");
@@ -451,6 +455,7 @@ async function answerNow() {
     say(message.problem || (message.stopped ? "Stopped." : "The answer is complete."));
     save();
   }
+  if (model()?.omlxd.state !== "ready") lookAtModels(); // It was loaded meanwhile.
 }
 
 function waits(view, began) {

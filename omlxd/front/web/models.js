@@ -3,7 +3,7 @@
 import { button, bytes, h, number, put, redraw, s, say, seconds } from "./dom.js";
 import { events, json, send } from "./net.js";
 
-const LOOK_MS = 3000;
+const LOOK_MS = 5000;
 
 let els = {};
 let timer = 0;

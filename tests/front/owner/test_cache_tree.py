@@ -1,11 +1,13 @@
 """`/omlxd/cache/tree` and `/omlxd/cache/clear`: the program's answer, handed on; files that go, in order."""
 
+import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 from app_client import client
 from cache_folder import KEYS, Cache
-from fake_engine import FakeEngine, FakeEngines
+from fake_engine import FakeEngine, FakeEngines, served
 
 from omlxd.front.app import create_app
 from omlxd.front.owner import cache_tree
@@ -69,3 +71,18 @@ async def test_a_program_that_fails_is_an_error_and_the_next_look_goes(
             broken.setattr(cache_tree, "COMMAND", ("false",))
             assert (await http.get(TREE)).status_code == 500
         assert (await http.get(TREE)).status_code == 200
+
+
+async def test_whoever_goes_away_leaves_nothing_behind(
+    engines: CachedEngines, monkeypatch: pytest.MonkeyPatch
+):
+    async with served(create_app(engines)) as url, httpx.AsyncClient(base_url=url) as http:
+        with monkeypatch.context() as slow:
+            slow.setattr(cache_tree, "COMMAND", ("sh", "-c", "echo begun; exec sleep 600", "sh"))
+            async with http.stream("GET", TREE) as answer:
+                async for _ in answer.aiter_bytes():
+                    assert (await http.get(TREE)).status_code == 503, "one at a time"
+                    break
+        async with asyncio.timeout(60):
+            while (await http.get(TREE)).status_code == 503:
+                await asyncio.sleep(0.05)
