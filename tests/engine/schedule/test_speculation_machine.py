@@ -14,7 +14,7 @@ import pytest
 from cold_run import Reference, prompt
 from daemon import wait_until
 from families import build_family
-from guesses import guess_by, half_right
+from guesses import draft_always, guess_by, half_right, like_it
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -27,9 +27,13 @@ SAMPLED = Sampling(temperature=0.8, top_k=30, seed=4)
 
 
 class GuessMachine(RuleBasedStateMachine):
-    """`folder`, `plain`, `kv`: the model, an engine without guesses, the bits of its KV."""
+    """`folder`, `plain`, `kv`: the model, an engine without guesses, the bits of its KV.
+
+    draft  a model that guesses where nobody else does; None: there is none
+    """
 
     folder: Path
+    draft: Path | None
     plain: Reference
     kv: dict[str, Any]
     rights: list[list[int]]
@@ -43,7 +47,7 @@ class GuessMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.rig = Rig(self.folder, Path(self.home.name), speculate=True, **self.kv)
+        self.rig = Rig(self.folder, Path(self.home.name), speculate=True, draft=self.draft, **self.kv)
 
     @rule(talk=st.integers(0, 2), more=st.integers(0, 40), n=st.integers(1, 90), sampled=st.booleans())
     def ask(self, talk: int, more: int, n: int, sampled: bool) -> None:
@@ -71,6 +75,15 @@ class GuessMachine(RuleBasedStateMachine):
         assert got == want[: len(got)]
 
     @precondition(lambda self: self.running)
+    @rule()
+    def settle(self) -> None:
+        """All that runs ends; the store has what they offered."""
+        while self.running:
+            self.finish(0)
+        self.rig.settle()
+        self.rig.on_engine(lambda: check_pool(self.rig.pool))
+
+    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 5))
     def finish(self, which: int) -> None:
         """The talk goes on behind this answer."""
@@ -86,10 +99,7 @@ class GuessMachine(RuleBasedStateMachine):
         self.open()
 
     def close(self) -> None:
-        while self.running:
-            self.finish(0)
-        self.rig.settle()
-        self.rig.on_engine(lambda: check_pool(self.rig.pool))
+        self.settle()
         self.rig.close()
 
     def teardown(self) -> None:
@@ -98,23 +108,30 @@ class GuessMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("family", "kv_bits", "examples"),
+    ("family", "kv_bits", "drafts", "examples"),
     [
-        ("qwen3", 0, 4),
-        pytest.param("qwen3", 0, 30, marks=pytest.mark.slow),
-        pytest.param("qwen3", 8, 15, marks=pytest.mark.slow),
-        pytest.param("gemma3_text", 0, 15, marks=pytest.mark.slow),
-        pytest.param("qwen3_5", 0, 15, marks=pytest.mark.slow),
+        ("qwen3", 0, True, 4),
+        pytest.param("qwen3", 0, False, 30, marks=pytest.mark.slow),
+        pytest.param("qwen3", 0, True, 30, marks=pytest.mark.slow),
+        pytest.param("qwen3", 8, True, 15, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", 0, True, 15, marks=pytest.mark.slow),
+        pytest.param("qwen3_5", 0, True, 15, marks=pytest.mark.slow),
     ],
 )
 def test_guesses_cancels_and_restarts_change_no_token(
-    family: str, kv_bits: int, examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    family: str, kv_bits: int, drafts: bool, examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     kv, rights = {"kv_bits": kv_bits}, list[list[int]]()
     guess_by(monkeypatch, half_right(rights, 6))
     folder = build_family(family, tmp_path / family, changes={"head_dim": 64} if kv_bits else {})
+    draft = None
+    if drafts:  # One that is often right, or one that seldom is.
+        draft_always(monkeypatch, width=3)
+        like = folder if family == "qwen3" else build_family("qwen3", tmp_path / "other")
+        draft = like_it(like, tmp_path / "draft", 0.02)
     plain = Reference(folder, **kv)
-    machine = type("Machine", (GuessMachine,), {"folder": folder, "plain": plain, "kv": kv, "rights": rights})
+    own = {"folder": folder, "draft": draft, "plain": plain, "kv": kv, "rights": rights}
+    machine = type("Machine", (GuessMachine,), own)
     how = settings(max_examples=examples, stateful_step_count=12, deadline=None)
     run_state_machine_as_test(machine, settings=how)
     plain.rig.close()
