@@ -12,7 +12,6 @@ A step may also check guesses (speculation.py); such a pass is read before the n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Seq
 from itertools import islice
@@ -23,7 +22,7 @@ import mlx.core as mx
 from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, SamplerRow, Sequence
-from .draft_model import DraftRows, Wanted, drafting, seeded
+from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from .speculation import RowSpeculator, Speculation
 
@@ -168,10 +167,10 @@ class DecodeBatch:
                 return read  # The row has ended.
         if plan := self._plan(rooms):
             return read + self._check(plan)
-        began = time.perf_counter()
+        began = clock()
         drawn = self._step()
         if drawn and not waited:
-            self._speculation.times.record_pass(len(self.rows), 0, time.perf_counter() - began)
+            self._speculation.times.record_pass(len(self.rows), 0, clock() - began)
         return read + drawn
 
     def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
@@ -230,7 +229,7 @@ class DecodeBatch:
 
         Returns the tokens drawn, of each row up to the first that was not guessed.
         """
-        began = time.perf_counter()
+        began = clock()
         assert self._inputs is not None and self._speculation is not None
         width = max(len(guess) for guess, _ in plan)
         padded = mx.array([[*guess, *[0] * (width - len(guess))] for guess, _ in plan], self._inputs.dtype)
@@ -274,7 +273,7 @@ class DecodeBatch:
                 row.model_accepted += len(tokens) - 1
             self._speculation.record_guesses(len(guess), len(tokens) - 1, of_model=speculator.of_model)
             speculator.add_tokens(tokens, len(guess))
-        self._speculation.times.record_pass(len(self.rows), width, time.perf_counter() - began)
+        self._speculation.times.record_pass(len(self.rows), width, clock() - began)
         return draws
 
     def _step(self) -> list[Draw]:

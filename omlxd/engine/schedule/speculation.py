@@ -46,6 +46,10 @@ MOST_TOKENS = 256
 GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
+UNTRIED = 1.5
+"""Least cost of a pass that was never made, as a multiple of a plain step: one row's chance match among
+others is no reason to try one."""
+
 DECAY = 0.9
 """Weight of earlier guesses in the share that holds, and of earlier passes in their time."""
 
@@ -138,10 +142,11 @@ class PassTimes:
         plain, measured = self._seconds.get((rows, 0)), self._seconds.get((rows, guesses))
         if plain is None:
             return float("inf")
-        if measured is None:
-            tokens = rows * (guesses + 1)
-            measured = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
-        return max(measured / plain, 1.0)
+        if measured is not None:
+            return max(measured / plain, 1.0)
+        tokens = rows * (guesses + 1)
+        slowest = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
+        return max(slowest / plain, UNTRIED)
 
     def seconds(self, rows: int, guesses: int) -> float:
         """Of such a pass, else of the slowest with no more of either; 0: none was measured."""

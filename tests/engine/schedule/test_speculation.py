@@ -19,6 +19,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.speculation import (
     LONGEST_MATCH,
     MIN_MATCH,
+    UNTRIED,
     NgramProposer,
     PassTimes,
     RowSpeculator,
@@ -258,6 +259,13 @@ def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
     assert not shared.best_width([sure_row().offer()] * 2)
 
 
+def test_a_chance_match_of_one_row_among_others_is_no_reason_to_try_a_pass():
+    unsure, none = (0.5, 15), (0.5, 0)
+    shared = measured({0: 1.0}, rows=4)
+    assert not shared.best_width([unsure, none, none, none])
+    assert shared.best_width([unsure] * 4) == 2
+
+
 def test_no_more_is_guessed_than_may_be_generated():
     row = RowSpeculator(LOOP)
     assert [row.offer(most)[1] for most in (-1, 0, 1, 2, 3, 99)] == [0, 0, 1, 2, 3, 15]
@@ -269,7 +277,7 @@ def test_one_slow_pass_does_not_end_it():
         times.record_pass(1, 4, seconds)
     for _ in range(2):
         times.record_pass(1, 0, 1.0)
-    assert times.cost(1, 4) <= 2.0 and times.cost(1, 2) == 1.0 and times.cost(1, 8) == times.cost(1, 4)
+    assert times.cost(1, 4) <= 2.0 and times.cost(1, 2) == UNTRIED and times.cost(1, 8) == times.cost(1, 4)
 
 
 def test_what_was_too_slow_is_tried_again():
