@@ -56,11 +56,11 @@ LOG = "\n".join(
 )
 CALL = '{"name": "read_file", "arguments": {"path": "src/account.py", "offset": 0, "limit": 200}}'
 
-BEGUN = {"edit": "class Wallet:\n    def __init__(self, owner, balance=0):\n        self.owner = owner\n"}
-"""Beginnings of answers."""
+BEGUN = {"edit": "class Wallet:\n    def __init__(self, owner, balance=0):\n        self.owner = owner"}
+"""Beginnings of answers; one that ends in a new line would cut a token in two."""
 
 WORK = {
-    "edit": f"Return this Python file unchanged but for the name Account, which becomes Wallet:\n\n{FILE}",
+    "edit": f"{FILE}\nReturn this file, but with the class named Wallet.",
     "log": f"Repeat this log line by line, with no other word:\n\n{LOG}",
     "call": f"Tools are called as JSON, such as {CALL}\nCall read_file for src/wallet.py, lines 0 to 200.",
     "prose": "Tell a short story about a fisherman who finds a letter in a bottle.",
@@ -139,7 +139,7 @@ def main() -> int:
             print("| --- | --- | --- | --- | --- | --- | --- | --- |")
             for streams in map(int, options.streams.split(",")):
                 for work in options.work.split(","):
-                    row(servers, work, [f"{WORK[work]} ({n})" for n in range(streams)], options)
+                    row(servers, work, [f"Task {n}. {WORK[work]}" for n in range(streams)], options)
         finally:
             for server in servers:
                 server.stop()
