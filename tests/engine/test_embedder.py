@@ -50,6 +50,18 @@ def test_a_row_is_the_same_alone_and_in_a_batch(family: str, tmp_path: Path):
     assert np.abs(together[0] - together[1]).max() > 0.01
 
 
+def test_embedding_gemmas_windows_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`tools/bench/embeddings.py --cosine` holds them against transformers'."""
+    plain = Embedder(build_embedder("gemma3_text", tmp_path / "narrow"), float32=False)
+    monkeypatch.setitem(EMBEDDERS, "gemma3_text", {**EMBEDDERS["gemma3_text"], "sliding_window": 96})
+    wide = Embedder(build_embedder("gemma3_text", tmp_path / "wide"), float32=False)
+    short, long = plain.tokens("a")[0], plain.tokens("saucers and spoons " * 8)[0]
+    assert len(short) <= 8 and len(long) > 16
+    for ids, same in ((short, True), (long, False)):
+        one, two = (embedder.compute([ids], [[0] * len(ids)])[0] for embedder in (plain, wide))
+        assert (np.abs(one - two).max() < 1e-6) == same
+
+
 @pytest.mark.parametrize("family", ["bert", "modernbert", "xlm-roberta"])
 def test_a_reranker_scores_pairs(family: str, tmp_path: Path):
     embedder = Embedder(build_embedder(family, tmp_path / "m", scores=True), float32=False)

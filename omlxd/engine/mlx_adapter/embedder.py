@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ...errors import ModelError
@@ -59,6 +60,10 @@ class Embedder:
         model = import_vlm("embedding_loader").load_embedding_model(path, lazy=True)
         if (pooling := import_vlm("models.pooling").read_pooling_config(path)) is not None:
             model.pooling_config = pooling
+        if self.model_type == "gemma3_text":
+            for layer in model.layers:
+                if layer.self_attn.is_sliding:
+                    layer.self_attn = _Windowed(layer.self_attn, model.config.sliding_window)
         return model
 
     def tokens(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
@@ -77,6 +82,24 @@ class Embedder:
         out = self._model(padded(rows), **inputs)
         values = mx.sigmoid(out.logits.astype(mx.float32)) if self.kind == "rerank" else out.text_embeds
         return np.array(values.astype(mx.float32))
+
+
+class _Windowed(nn.Module):
+    """Attention of EmbeddingGemma's sliding layers: half the window to either side.
+
+    mlx-vlm's lets every layer see the whole text.
+    """
+
+    def __init__(self, attention: Any, window: int):
+        super().__init__()
+        self.attention, self._half = attention, window // 2
+
+    def __call__(self, x: mx.array, mask: mx.array, cache: Any = None) -> mx.array:
+        at = mx.arange(x.shape[1])
+        near = mx.abs(at[:, None] - at[None]) <= self._half
+        # Not -inf: a row of padding has nothing near, and would become NaN.
+        far = mx.minimum(mask, mx.array(-1e9, mask.dtype))
+        return self.attention(x, mx.where(near, mask, far), cache)
 
 
 def _tokenizer(path: Path) -> Any:
