@@ -139,6 +139,7 @@ class EngineHost:
         self._warns_of_tools = not self.prompts.traits.tools
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
+        self._store.read_newest(self.scheduler.post)
 
     def _draft_model(self, load: wire.Load) -> DraftModel:
         """Its weights count as the model's own. Raises ModelError."""

@@ -227,3 +227,16 @@ def test_two_daemons_on_one_cache_dir(serving: Daemon, home: Path):
         assert own_usage(answers[1])["cached_hot"] > 0
         assert text_of(answers[0]) == text_of(answers[1]) == text_of(told)
     assert own_usage(serving.messages(LONG))["cached_hot"] > 0
+
+
+@pytest.mark.slow  # It waits until the engine has been idle.
+def test_after_an_idle_restart_the_first_turn_comes_from_ram(home: Path):
+    with Daemon(home) as daemon:
+        first = daemon.messages(LONG)
+        daemon.stop()
+    with Daemon(home) as daemon:
+        wait_until(lambda: "blocks used last" in daemon.logged(), why=daemon.logged)
+        again = daemon.messages(LONG)
+        usage = own_usage(again)
+        assert usage["cached_cold"] == 0 and usage["cached_hot"] >= prompt_tokens(first) - BLOCK
+        assert text_of(again) == text_of(first)

@@ -111,6 +111,8 @@ class KVBridge:
         self._layout = layout
         self.states = states
         self.weights_changed: Callable[[], str] = lambda: ""
+        self.on_match: Callable[[], None] = lambda: None
+        """Called before a sequence is matched for the first time."""
         self.store = store
         self._post = post
         self._block = store.block_size
@@ -268,6 +270,7 @@ class KVBridge:
         """
         admitted = sequence.table is None
         if admitted:
+            self.on_match()
             sequence.table = self.store.new_table()
             self._pin(sequence)
         if sequence.kv_length == 0 and self._needs_disk(sequence):

@@ -193,12 +193,15 @@ class Checkpointer:
         block_hash, position = sequence.hashes[sequence.resume_at - 1], sequence.resume_at * self._block
         if (hot := self.hot(sequence)) is not None:
             return hot, False
-        payload = read_payload(
+        return self.read_file(block_hash, position), True
+
+    def read_file(self, block_hash: BlockHash, position: int) -> MLXPayload | None:
+        """The checkpoint after that block, `position` tokens, from its file. Any thread."""
+        return read_payload(
             self._layout.at(position),
             1,
             lambda views: self.checkpoints.load_into(block_hash, position, views),
         )
-        return payload, True
 
     def is_finite(self, sequence: Sequence) -> bool:
         """Whether the checkpoint that the sequence resumed from holds no NaN or infinity. Reads the disk."""

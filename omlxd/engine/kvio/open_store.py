@@ -32,6 +32,7 @@ from .bridge import KVBridge
 from .checkpointer import Checkpointer
 from .fingerprint import adapter_fingerprint, file_identities, tokenizer_fingerprint, weight_fingerprints
 from .hot_budget import HotBudget
+from .newest import Newest
 from .transport import transport
 
 TICK_S = 2.0
@@ -85,6 +86,7 @@ class ModelStore:
         self._loaded = loaded
         self._settings = load.cache
         self._clock: FlushClock | None = None
+        self._newest: Newest | None = None
         self.bridge: KVBridge | None = None
         self.turns: TurnFiles | None = None
         self.images: ImageFiles | None = None
@@ -98,6 +100,12 @@ class ModelStore:
             self._clock = FlushClock(flusher, post)
         return bridge
 
+    def read_newest(self, post: Post) -> None:
+        """Begin to read the blocks that were used last into RAM, until the first request comes."""
+        if self.bridge is not None and self.bridge.store.cold is not None:
+            self._newest = Newest(self.bridge, post)
+            self._newest.start()
+
     def share_hot(self, nbytes: int | None) -> None:
         """What the hot tier may hold from now on; None: no limit but its own. Engine thread."""
         if self.bridge is not None:
@@ -109,6 +117,8 @@ class ModelStore:
         """Write what is not on disk yet. Nothing may use the store any more."""
         if self._clock is not None:
             self._clock.stop_clock()
+        if self._newest is not None:
+            self._newest.close()
         if self.bridge is not None and not self.bridge.close(deadline_s):
             log.warning("not every block was stored before the deadline")
 

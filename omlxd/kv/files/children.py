@@ -64,13 +64,13 @@ def children(namespace: Path, parents: Iterable[BlockHash], seconds: float) -> S
     search = Search({})
     wanted = {parent.hex().encode() for parent in parents}
     deadline = time.monotonic() + seconds
-    for path in _block_files(namespace):
+    for path in block_files(namespace):
         if search.looked % 64 == 0 and time.monotonic() > deadline:
             search.complete = False
             break
         search.looked += 1
         try:
-            read = _read(path, wanted)
+            read = read_claims(path, wanted)
         except (OSError, ValueError):
             continue
         if read is not None:
@@ -79,20 +79,20 @@ def children(namespace: Path, parents: Iterable[BlockHash], seconds: float) -> S
     return search
 
 
-def _block_files(namespace: Path) -> Iterator[str]:
+def block_files(namespace: Path) -> Iterator[str]:
     with contextlib.suppress(OSError):
         for fan in subfolders(namespace, is_fan_dir):
             with contextlib.suppress(OSError):
                 yield from (entry.path for entry in entries_of(fan.path) if file_kind(entry.name) == "block")
 
 
-def _read(path: str, wanted: Set[bytes]) -> tuple[BlockHash, Child] | None:
-    """A token block and its parent, if that is wanted. Raises OSError, or ValueError for nonsense."""
+def read_claims(path: str, wanted: Set[bytes] | None = None) -> tuple[BlockHash, Child] | None:
+    """A token block and its parent, if `wanted` (None: any file's). Raises OSError; ValueError: nonsense."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(fd, "rb", buffering=0) as file:
         head = file.read(_HEAD)
         parent = head.partition(b'"parent":"')[2][:64]
-        if parent not in wanted or b'"kind":"tokens"' not in head:
+        if wanted is not None and (parent not in wanted or b'"kind":"tokens"' not in head):
             return None
         file.seek(0)
         facts = os.fstat(fd)
