@@ -20,7 +20,7 @@ import psutil
 from daemon import PATIENCE_S, REPO
 
 STUB = Path(__file__).with_name("stub_engine.py")
-LAST = {"loaded", "done", "classified", "info", "metrics", "cancelled", "bye", "error"}
+LAST = {"loaded", "done", "classified", "inspected", "info", "metrics", "cancelled", "bye", "error"}
 
 Line = dict[str, Any]
 

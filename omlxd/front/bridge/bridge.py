@@ -21,6 +21,7 @@ from ..engines.pool import EnginePool
 from ..http.choices import scores_of
 from ..http.event_pump import EventPump
 from ..owner.engine_metrics import MetricsOf
+from ..owner.inspect import inspect_prompt, parse_inspect
 from ..owner.status import Admin
 from .messages import (
     UNSET,
@@ -31,6 +32,7 @@ from .messages import (
     Generate,
     Id,
     Info,
+    Inspect,
     Line,
     Load,
     Metrics,
@@ -62,6 +64,7 @@ class Bridge:
 
     def __init__(self, settings: Settings, pool: EnginePool, out: LineWriter):
         self._out = out
+        self._pool = pool
         self._slot = ModelSlot(settings, pool)
         self._admin = Admin(pool, MetricsOf(pool))
         self._tasks: dict[Id, asyncio.Task[None]] = {}
@@ -109,7 +112,7 @@ class Bridge:
             loading = self._slot.loading
         task = asyncio.create_task(self._answer(request, line, loading))
         self._tasks[request.id] = task
-        if isinstance(request, (Generate, Chat, Classify)):
+        if isinstance(request, (Generate, Chat, Classify, Inspect)):
             self._answers[request.id] = task
 
     async def _answer(self, request: AnyRequest, line: bytes, loading: Loading | None) -> None:
@@ -148,6 +151,8 @@ class Bridge:
                 _check_one(parsed)
                 labelled = scores.labelled(parsed, request.labels)
                 return await self._classify(request.id, labelled, loading)
+            case Inspect():
+                return await self._inspect(request.id, parse_inspect(line), loading)
             case Info():
                 return self._info(request.id)
             case Metrics():
@@ -187,6 +192,12 @@ class Bridge:
                         return classified(id, result)
         finally:
             await pump.close()
+
+    async def _inspect(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
+        _check_one(parsed)
+        engine = await self._slot.engine(loading, parsed.model)
+        found = await inspect_prompt(self._pool, engine, parsed)
+        return line_out(id, "inspected", file=found.file, tokens=found.tokens, layers=found.layers)
 
     def _cancel(self, target: Id) -> bool:
         """Whether there was an answer to end."""

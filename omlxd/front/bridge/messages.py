@@ -10,6 +10,7 @@ answers, or null where it answers none. A request is answered by any number of `
 | `generate` | those of POST /v1/completions: `prompt`, …       | `done`         |
 | `chat`     | those of POST /v1/chat/completions: `messages`, … | `done`         |
 | `classify` | `labels`, and `prompt` or `messages`             | `classified`   |
+| `inspect`  | `prompt` or `messages`, `values`, `query`        | `inspected`    |
 | `info`     |                                                  | `info`         |
 | `metrics`  |                                                  | `metrics`      |
 | `cancel`   | `target`: the id of another request              | `cancelled`    |
@@ -70,6 +71,10 @@ class Classify(Request, frozen=True, tag="classify"):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
+class Inspect(Request, frozen=True, tag="inspect"):
+    """The rest of the line is read by `front.owner.inspect`."""
+
+
 class Info(Request, frozen=True, tag="info"): ...
 
 
@@ -83,8 +88,8 @@ class Cancel(Request, frozen=True, tag="cancel"):
 class Quit(Request, frozen=True, tag="quit"): ...
 
 
-AnyRequest = Union[Load, Generate, Chat, Classify, Info, Metrics, Cancel, Quit]
-OPS = ("load", "generate", "chat", "classify", "info", "metrics", "cancel", "quit")
+AnyRequest = Union[Load, Generate, Chat, Classify, Inspect, Info, Metrics, Cancel, Quit]
+OPS = ("load", "generate", "chat", "classify", "inspect", "info", "metrics", "cancel", "quit")
 
 
 class _Named(msgspec.Struct):

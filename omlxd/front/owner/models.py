@@ -14,23 +14,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import time
-from pathlib import Path
-
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...api.body import decode
-from ...api.openai import chat_request, completions
-from ...chat import Failed, Finished
 from ...cli.owner_api import (
-    Inspected,
-    InspectedLayer,
     InstalledStatus,
     InstalledStatuses,
     LoadModel,
@@ -39,12 +29,12 @@ from ...cli.owner_api import (
     Unloaded,
     UnloadModel,
 )
-from ...common.files import safetensors_header
 from ...common.units import duration
-from ...errors import InvalidRequest, OmlxdError, Unavailable
+from ...errors import InvalidRequest
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.discovery import as_json as _json
+from .inspect import inspect_prompt, parse_inspect
 from .pull import Pulling
 
 
@@ -121,31 +111,8 @@ def admin_routes(pool: EnginePool) -> list[Route]:
         return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
 
     async def inspect(request: Request) -> Response:
-        body = await request.body()
-        asked = decode(_INSPECT, body)
-        parsed = (completions if asked.messages is UNSET else chat_request).parse(body)
-        engine = await pool.find_engine(parsed.model)
-        folder = pool.catalog.settings.base_path / "inspect"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = folder / f"{time.time_ns()}.safetensors"
-        file.touch(mode=0o600)
-        one = msgspec.structs.replace(parsed.generate.sampling, max_tokens=0)
-        generate = msgspec.structs.replace(
-            parsed.generate,
-            sampling=one,
-            keys_file=str(file),
-            values=asked.values,
-            collected=True,
-            query=asked.query,
-        )
-        async with contextlib.aclosing(engine.generate(generate)) as events:
-            async for event in events:
-                if isinstance(event, Failed):
-                    file.unlink(missing_ok=True)
-                    raise OmlxdError.from_event(event)
-                if isinstance(event, Finished):
-                    return _json(await asyncio.to_thread(_inspected, file, event.usage.prompt_tokens))
-        raise Unavailable("The engine stopped in the middle of it; try again.")
+        parsed = parse_inspect(await request.body())
+        return _json(await inspect_prompt(pool, await pool.find_engine(parsed.model), parsed))
 
     return [
         Route("/omlxd/inspect", inspect, methods=["POST"]),
@@ -160,29 +127,5 @@ def admin_routes(pool: EnginePool) -> list[Route]:
     ]
 
 
-class _Inspect(msgspec.Struct):
-    """Beside the fields of /v1/completions, or of /v1/chat/completions where there are `messages`."""
-
-    values: bool = False
-    query: int | None = None
-    messages: msgspec.Raw | UnsetType = UNSET
-
-
-class _Metadata(msgspec.Struct):
-    omlxd: str
-
-
-class _Header(msgspec.Struct):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
-
-
-def _inspected(file: Path, tokens: int) -> Inspected:
-    with file.open("rb") as opened:
-        header = safetensors_header(opened, file.stat().st_size) or b""
-    layers = msgspec.json.decode(header, type=_Header).metadata.omlxd
-    return Inspected(str(file), tokens, msgspec.json.decode(layers, type=list[InspectedLayer]))
-
-
-_INSPECT = msgspec.json.Decoder(_Inspect)
 _LOAD, _UNLOAD = msgspec.json.Decoder(LoadModel), msgspec.json.Decoder(UnloadModel)
 _PIN, _ALIAS = msgspec.json.Decoder(PinModel), msgspec.json.Decoder(NameModel)

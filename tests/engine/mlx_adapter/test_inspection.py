@@ -116,6 +116,11 @@ def test_a_daemon_writes_what_the_model_computes_and_refuses_what_it_can_not(tmp
             answer = http.post("/omlxd/inspect", json={"prompt": text, "query": at})
             assert answer.status_code == 400 and "query: the prompt has" in answer.text
         assert len(list((tmp_path / "omlxd" / "inspect").iterdir())) == 3
+        # A model that is installed and not loaded is loaded for it.
+        assert http.post("/omlxd/models/unload", json={"model": daemon.model}).status_code == 200
+        loaded = http.post("/omlxd/inspect", json={"prompt": text, "model": daemon.model}).json()
+        assert loaded["layers"] == again["layers"]
+        Path(loaded["file"]).unlink()
         model, tokenizer = mlx_load(str(daemon.model_folder))[:2]
     cache = mlx_adapter.new_cache(model, 1000)
     ids = tokenizer.encode(text)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from daemon import BLOCK, demo_model, prose, wait_until
 from engine_lines import EngineLines, Line
@@ -120,6 +121,27 @@ def test_labels_are_as_likely_as_the_answer_s_own_tokens_say(shared: EngineLines
     assert bad["code"] == "invalid_request" and "<|im_end|>" in bad["message"]
     thinks = lines.ask("classify", messages=messages, labels=["yes"], enable_thinking=True)
     assert thinks["code"] == "invalid_request" and "thinking" in thinks["message"]
+
+
+def test_a_prompt_is_inspected_as_over_http(shared: EngineLines):
+    found = shared.ask("inspect", prompt=LONG, values=True, query=-1)
+    assert found["type"] == "inspected" and found["tokens"] > BLOCK
+    arrays = mx.load(found["file"])
+    for layer in found["layers"]:
+        keys = arrays[f"{layer['layer']}.keys"]
+        assert keys.shape == (layer["keys"]["kv_heads"], found["tokens"], layer["keys"]["dim"])
+        assert arrays[f"{layer['layer']}.values"].shape[1] == found["tokens"] and all(layer["entropy"])
+    for wrong, param in (
+        ({"prompt": LONG, "query": 9000}, "query"),
+        ({}, "prompt"),
+        ({"prompt": [1], "values": 5}, "values"),
+    ):
+        bad = shared.ask("inspect", **wrong)
+        assert bad["code"] == "invalid_request" and bad["param"] == param, bad
+    several = shared.ask("inspect", prompt=["one", "two"])
+    assert several["code"] == "invalid_request" and "one answer" in several["message"]
+    assert shared.ask("inspect", prompt=LONG, model="nobody")["code"] == "not_found"
+    assert list(Path(found["file"]).parent.iterdir()) == [Path(found["file"])]
 
 
 def test_thinking_is_told_apart_and_a_call_is_whole(shared: EngineLines):

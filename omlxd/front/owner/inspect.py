@@ -1,0 +1,82 @@
+"""A prompt's keys as a file: what `POST /omlxd/inspect` and op `inspect` of `omlxd engine` answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...api.body import ParsedRequest, decode
+from ...api.openai import chat_request, completions
+from ...chat import Failed, Finished
+from ...cli.owner_api import Inspected, InspectedLayer
+from ...common.files import safetensors_header
+from ...errors import OmlxdError, Unavailable
+from ..engines.model import ModelEngine
+from ..engines.pool import EnginePool
+
+
+class _Inspect(msgspec.Struct):
+    """Beside the fields of /v1/completions, or of /v1/chat/completions where there are `messages`."""
+
+    values: bool = False
+    query: int | None = None
+    messages: msgspec.Raw | UnsetType = UNSET
+
+
+class _Metadata(msgspec.Struct):
+    omlxd: str
+
+
+class _Header(msgspec.Struct):
+    metadata: _Metadata = msgspec.field(name="__metadata__")
+
+
+def parse_inspect(body: bytes) -> ParsedRequest:
+    """Raises InvalidRequest."""
+    asked = decode(_INSPECT, body)
+    parsed = (completions if asked.messages is UNSET else chat_request).parse(body)
+    generate = msgspec.structs.replace(
+        parsed.generate,
+        sampling=msgspec.structs.replace(parsed.generate.sampling, max_tokens=0),
+        values=asked.values,
+        collected=True,
+        query=asked.query,
+    )
+    return msgspec.structs.replace(parsed, generate=generate)
+
+
+async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRequest) -> Inspected:
+    """Compute the prompt, from cached blocks where they are, and write its keys. Raises OmlxdError."""
+    folder = pool.catalog.settings.base_path / "inspect"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    file = folder / f"{time.time_ns()}.safetensors"
+    file.touch(mode=0o600)
+    generate = msgspec.structs.replace(parsed.generate, keys_file=str(file))
+    inspected = False
+    try:
+        async with contextlib.aclosing(engine.generate(generate)) as events:
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise OmlxdError.from_event(event)
+                if isinstance(event, Finished):
+                    inspected = True
+                    return await asyncio.to_thread(_inspected, file, event.usage.prompt_tokens)
+    finally:
+        if not inspected:
+            file.unlink(missing_ok=True)
+    raise Unavailable("The engine stopped in the middle of it; try again.")
+
+
+def _inspected(file: Path, tokens: int) -> Inspected:
+    with file.open("rb") as opened:
+        header = safetensors_header(opened, file.stat().st_size) or b""
+    layers = msgspec.json.decode(header, type=_Header).metadata.omlxd
+    return Inspected(str(file), tokens, msgspec.json.decode(layers, type=list[InspectedLayer]))
+
+
+_INSPECT = msgspec.json.Decoder(_Inspect)
