@@ -114,6 +114,7 @@ class Load(Struct, frozen=True, tag="load"):
     budget  what it may hold at first
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
+    max_concurrent  requests that decode at once; None: as many as suit the device
     adapter  folder of a LoRA adapter of the model; "": none
     draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
@@ -123,7 +124,7 @@ class Load(Struct, frozen=True, tag="load"):
     model_path: str
     model_id: str
     cache: CacheSettings
-    max_concurrent: int = 8
+    max_concurrent: int | None = None
     log_level: str = "info"
     guard: bool = True
     budget: Budget = Budget()

@@ -223,7 +223,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     weights_mmap: Annotated[WeightsMmap, _option("weights_mmap", "WHAT=auto")]
     cpu_blas: Annotated[Literal["auto", "off"], _option("cpu_blas", "WHAT=auto")]
     no_cache: Annotated[bool, _option("no_cache", "")]
-    max_concurrent_requests: Annotated[int, Meta(ge=1, le=1024), _option("max_concurrent_requests", "N=8")]
+    max_concurrent_requests: Annotated[
+        Slots | None, _option("max_concurrent_requests", "N=auto", none="auto")
+    ]
     request_timeout: Annotated[Limit, _option("request_timeout", "TIME=1h")]
     seed: Annotated[
         Annotated[int, Meta(ge=0, lt=10**18)] | None,

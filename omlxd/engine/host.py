@@ -21,6 +21,7 @@ import msgspec
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt
 from ..common.files import read_small
+from ..common.units import CPU_SLOTS, SLOTS
 from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
 from ..kv.cold.writer import Lease
 from ..kv.files.paths import namespace_dir
@@ -93,7 +94,7 @@ class EngineHost:
         self.scheduler = Scheduler(
             self.loaded,
             None,
-            slots=load.max_concurrent,
+            slots=load.max_concurrent or (CPU_SLOTS if mlx_adapter.backend() == "cpu" else SLOTS),
             block_size=load.cache.block_size,
             speculation=speculation,
         )

@@ -55,7 +55,7 @@ def test_defaults(tmp_path: Path):
     assert got.paged_ssd_cache_dir == tmp_path / "cache"
     assert got.cold_cache_bytes == 100 * 10**9
     assert got.hot_cache_bytes is None
-    assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, 8)
+    assert (got.initial_cache_blocks, got.block_size, got.max_concurrent_requests) == (256, 64, None)
     assert got.no_cache is False and got.seed is None and got.log_level == "info"
     assert got.sources["port"] == "default" and got.sources["base_path"] == "--base-path"
 

@@ -29,7 +29,7 @@ from omlxd.engine.__main__ import set_backend_defaults
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import DirectBuffers, MLXPayload, append_blocks, copy_blocks, read_payload
 from omlxd.engine.kvio.transport import transport
-from omlxd.engine.mlx_adapter.attention import Kernel
+from omlxd.engine.mlx_adapter.attention_kernel import Kernel
 from omlxd.engine.schedule.decode_batch import DecodeBatch, best_batch
 from omlxd.engine.schedule.speculation import WIDTHS
 from omlxd.kv.cold.tier import ColdTier
@@ -427,13 +427,13 @@ class GPUBench(Bench):
                 cold = ColdTier(root, self.cold(tokens, block)[0].format)
                 computed: tuple[list[int], mx.array] | None = None
                 bridge = self._bridge(block, cold, ledger)
-                for run in ("computed", "hot hit", "cold hit"):
+                for run in ("computed", "computed again", "hot hit", "cold hit"):
                     if run == "cold hit":
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
                     watch = Watch(self.model)
                     self.loaded.model = bridge._model = watch
-                    sequence = self._run(tokens, block, 64, bridge)
+                    sequence = self._run(tokens, 0 if run == "computed again" else block, 64, bridge)
                     self.loaded.model = self.model
                     got, first = sequence.tokens[length:], watch.first[-1]
                     computed = computed or (got, first)

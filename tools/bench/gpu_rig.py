@@ -16,6 +16,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import MLXPayload, copy_blocks
 from omlxd.engine.kvio.transport import transport
+from omlxd.engine.mlx_adapter import attention
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
@@ -50,6 +51,7 @@ class Bench:
 
     def __init__(self, shape: str, folder: Path, tokens: int, blocks: Seq[int]):
         mx.set_cache_limit(2 << 30)  # as the engine does
+        attention.install()
         self.loaded = build(SHAPES[shape])
         assert self.loaded.layout is not None
         self.layout = self.loaded.layout

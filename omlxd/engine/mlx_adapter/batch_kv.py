@@ -35,6 +35,10 @@ bfloat16 on an H100 (medians of a noisy host's, up to three runs):
 cuDNN's sums come in another order from run to run, so that bits differ even between two cold runs.
 """
 
+MOST_ROOM = 2048
+"""Tokens that a batch grows by at most: to copy it so often costs a token 12 microseconds (8 rows of 32,000,
+an 8B shape), and a quarter of them all would be 9 GB."""
+
 SHORT = 1024
 """Tokens up to which a batch on CUDA stays with MLX's own kernel."""
 
@@ -93,6 +97,11 @@ class EvenBatchKVCache(BatchKVCache):
     def ends(self) -> list[int]:
         return self._ends or [self._idx] * self.left_padding.shape[0]
 
+    @property
+    def is_even(self) -> bool:
+        """Whether each column is every row's."""
+        return self._ends is None and not any(self.starts)
+
     def _set_ends(self, ends: list[int]) -> None:
         self._idx = max(ends)
         self._ends = ends if min(ends) < self._idx else None
@@ -100,7 +109,8 @@ class EvenBatchKVCache(BatchKVCache):
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         more, ends = keys.shape[2], self._ends
         if self.keys is None or self._idx + more > self.keys.shape[2]:
-            self.step = _batch_capacity(self._idx + max(more, self._idx // 4)) - self._idx
+            room = max(more, min(self._idx // 4, MOST_ROOM))
+            self.step = _batch_capacity(self._idx + room) - self._idx
         super().update_and_fetch(keys, values)
         if ends is not None:
             self.keys, self.values = put_tokens(self.keys, keys, ends), put_tokens(self.values, values, ends)
@@ -114,10 +124,10 @@ class EvenBatchKVCache(BatchKVCache):
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
         even = self._ends is None
-        if N == 1 and even and not any(self.starts) and not return_array and not kwargs.get("window_size"):
+        if N == 1 and self.is_even and not return_array and not kwargs.get("window_size"):
             return None
         mask = super().make_mask(N, return_array, **kwargs) if even else self._uneven_mask(N, **kwargs)
-        if N == 1 and not kwargs.get("window_size"):
+        if not kwargs.get("window_size"):
             attention.note_plain_mask(mask)
         return mask
 

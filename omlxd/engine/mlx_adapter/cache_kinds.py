@@ -416,15 +416,28 @@ def _merge_leaves(*rows: Any) -> Any:
     return (kind.batch if kind is not None else type(rows[0])).merge(list(rows))
 
 
+LARGE = 1 << 30
+"""Bytes of a batch from which on a layer is copied once the one before has been: originals go before other
+copies come. An H100 ran out of memory where rows of 4.8 GB joined lazily."""
+
+
 def extend(batch: Cache, single: Cache) -> None:
-    """Add a row to a batch cache. Copies the batch."""
-    extend_batch(batch, merge([single]))
+    """Add a row to a batch cache. Copies the batch; takes the layers out of `single`."""
+    _extend(batch, single, lambda layer: _map_leaves(_merge_leaves, layer))
 
 
 def extend_batch(batch: Cache, other: Cache) -> None:
-    """Add the rows of another batch cache to one. Copies both."""
-    for into, layer in zip(batch, other, strict=True):
-        into.extend(layer)
+    """Add the rows of another batch cache to one. Copies both; takes the layers out of `other`."""
+    _extend(batch, other, lambda layer: layer)
+
+
+def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
+    large = sum(array.nbytes for array in state_arrays(batch)) >= LARGE
+    for index, into in enumerate(batch):
+        into.extend(as_batch(other[index]))
+        other[index] = None
+        if large:
+            mx.eval(state_arrays([into]))
 
 
 def keep_rows(batch: Cache, rows: Sequence[int]) -> None:

@@ -37,8 +37,8 @@ is fused: a prompt that is much longer is tried, and measured, rather than refus
 refused 103,431 tokens, which it computes in 8 s, for what chunks of 4,000 had taken."""
 LOOK_S = 0.2
 """Between two looks at what the tiers have of a prompt that waits."""
-RESERVE_FRACTION = 0.02
-"""Of the memory, left free."""
+RESERVE_FRACTION, CUDA_RESERVE_FRACTION = 0.02, 0.06
+"""Of the memory, left free; on CUDA also for copies of a layer while rows join a batch."""
 
 
 class MemoryAdmission:
@@ -178,7 +178,8 @@ class MemoryAdmission:
         total, available = self._measure()
         hot = self._hot()
         promised = sum(self._kv(s) for s in running if s.cache is None and s.state is not State.DECODING)
-        room = available + hot - int(total * RESERVE_FRACTION)
+        reserve = CUDA_RESERVE_FRACTION if mlx_adapter.backend() == "cuda" else RESERVE_FRACTION
+        room = available + hot - int(total * reserve)
         if self.live is not None:
             room = min(room, self.live - (mx.get_active_memory() - hot))
         return total, max(0, room - promised)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from .draft_model import DraftModel
 
 MIN_MATCH = 3
 """Tokens that must have stood together before, for what followed them to be a guess."""
+
+MARKS = 1 << 20
+"""Marks of triples of tokens that stood together: a megabyte a sequence."""
 
 LONGEST_MATCH = 16
 """Tokens of a match that are compared; among the longest, the most recent one counts."""
@@ -66,13 +70,17 @@ UNKNOWN = 0.5
 class NgramProposer:
     """Guesses the continuation of one sequence from its own tokens.
 
-    A search reads the tokens once: 0.1 ms for 100,000 of them, with no index to build or keep.
+    A search reads the tokens once: 0.1 ms for 100,000 of them. It is made only where the newest tokens may
+    have stood together before; 1 of 16 such marks is wrong at 65,000 tokens, and no token is guessed for it.
     """
 
     def __init__(self, tokens: Seq[int]):
         self._count = len(tokens)
         self._ids = np.empty(max(1024, 2 * self._count), np.int32)
         self._ids[: self._count] = tokens
+        self._marks = bytearray(MARKS)
+        ids = self._ids[: self._count].astype(np.int64)
+        np.frombuffer(self._marks, np.uint8)[_mark(ids[:-3], ids[1:-2], ids[2:-1])] = 1
 
     @property
     def tokens(self) -> np.ndarray:
@@ -80,10 +88,16 @@ class NgramProposer:
         return self._ids[: self._count]
 
     def add_token(self, token: int) -> None:
+        if self._count >= MIN_MATCH:
+            self._marks[self._newest()] = 1
         if self._count == len(self._ids):
             self._ids = np.resize(self._ids, 2 * self._count)
         self._ids[self._count] = token
         self._count += 1
+
+    def _newest(self) -> int:
+        first, second, third = self._ids[self._count - MIN_MATCH : self._count].tolist()
+        return _mark(first, second, third)
 
     def propose(self, most: int) -> tuple[list[int], int]:
         """(`most` tokens that may come next, tokens of the match); nothing where there is no match.
@@ -91,7 +105,7 @@ class NgramProposer:
         What followed a match that overlaps the newest tokens is repeated: the text is in a loop.
         """
         ids, last = self._ids[: self._count], self._count - 1
-        if last < MIN_MATCH or most < 1:
+        if last < MIN_MATCH or most < 1 or not self._marks[self._newest()]:
             return [], 0
         ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + (MIN_MATCH - 1)
         for back in range(1, MIN_MATCH):
@@ -107,6 +121,11 @@ class NgramProposer:
             ends, match = longer, match + 1
         following = ids[ends[-1] + 1 : ends[-1] + 1 + most]
         return np.resize(following, most).tolist(), match
+
+
+def _mark(first: Any, second: Any, third: Any) -> Any:
+    """The place of a triple's mark; of arrays those of theirs."""
+    return (first * 1_000_003 + second * 8_191 + third) % MARKS
 
 
 @dataclass(slots=True)

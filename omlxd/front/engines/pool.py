@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...cli.owner_api import PinnedBlocks
+from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...kv.ledger.evicted_log import Removal
@@ -124,7 +125,7 @@ class EnginePool:
         process = EngineProcess(
             installed.id,
             lambda: self._spawn(self._engines[installed.id]),
-            max_concurrent=self._settings.max_concurrent_requests,
+            max_concurrent=self._settings.max_concurrent_requests or SLOTS,
             cold=self.cold,
             stall_s=self._settings.stall_timeout,
             stands_back=lambda: self._others_answer(installed.id),

@@ -10,30 +10,33 @@ import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS
-from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import attention
+from omlxd.engine.mlx_adapter import attention, attention_kernel
 
 LENGTHS = (5, 40, 17)
 STEPS = 3
 
 
 class Reference:
-    """Attends row by row over each row's own columns. Counts its calls."""
+    """Attends row by row over each row's own columns. Counts its calls, and those of several new tokens."""
 
-    calls = 0
+    calls = several = 0
+    most_new = attention_kernel.MOST_NEW
 
     def __call__(
         self, queries: Any, keys: Any, values: Any, places: tuple[list[int], list[int]], scale: float
     ) -> mx.array:
         Reference.calls += 1
+        Reference.several += queries.shape[2] > 1
         rows = [
             mx.fast.scaled_dot_product_attention(
                 queries[row : row + 1],
                 keys[row : row + 1, :, start:end],
                 values[row : row + 1, :, start:end],
                 scale=scale,
+                mask="causal",
             )
             for row, (start, end) in enumerate(zip(*places, strict=True))
         ]
@@ -44,11 +47,12 @@ class Reference:
 def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test."""
     monkeypatch.setattr(BatchKVCache, "keys_and_values", BatchKVCache.keys_and_values)
+    monkeypatch.setattr(KVCache, "update_and_fetch", KVCache.update_and_fetch)
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
     kernel = Reference()
-    Reference.calls = 0
+    Reference.calls = Reference.several = 0
 
     def install() -> None:
         monkeypatch.setattr(attention, "backend", lambda: "cuda")
@@ -88,7 +92,7 @@ def test_it_computes_what_mlx_does(family: str, lengths: tuple[int, ...], tmp_pa
     got = decode(loaded, lengths)
     np.testing.assert_allclose(got, want, atol=2e-4)
     plain = "KVCache" in CONFIGS[family].classes
-    takes = lengths == LENGTHS and plain and family not in NOT_TAKEN
+    takes = plain and family not in NOT_TAKEN
     assert (Reference.calls > 0) == takes, "taken where it may be, and nowhere else"
 
 
@@ -183,10 +187,28 @@ def test_rows_that_took_different_numbers_of_guesses(tmp_path, reference):
     reference()
     for got, expected in zip(run(), want, strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-4)
-    assert Reference.calls > 0
+    assert Reference.several > 0
 
 
-def test_several_tokens_windows_and_other_arrays_go_on_to_mlx(reference):
+def test_ends_of_prompts_and_guesses_of_one_row(tmp_path, reference):
+    loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
+
+    def run() -> np.ndarray:
+        cache = mlx_adapter.new_cache(loaded.model, 256)
+        for start, stop in ((0, 100), (100, 137), (137, 138), (138, 143)):
+            tokens = mx.random.randint(5, 200, (1, stop - start), key=mx.random.key(start))
+            out = loaded.model(tokens, cache=cache)
+            mx.eval(out)
+        return np.array(out)
+
+    want = run()
+    reference()
+    np.testing.assert_allclose(run(), want, atol=2e-4)
+    layers = len(loaded.model.layers)
+    assert (Reference.calls, Reference.several) == (3 * layers, 2 * layers)
+
+
+def test_padding_windows_and_other_arrays_go_on_to_mlx(reference):
     reference()
     cache = mlx_adapter.EvenBatchKVCache([0, 2])
     part, one = mx.ones((2, 1, 4, 8)), mx.ones((2, 1, 1, 8))

@@ -19,7 +19,7 @@ from mlx_lm.utils import load as mlx_load
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.payload import DirectBuffers, copy_blocks, join_blocks, read_payload
-from omlxd.engine.mlx_adapter import batch_kv
+from omlxd.engine.mlx_adapter import batch_kv, cache_kinds
 from omlxd.errors import ModelError
 from omlxd.kv.layout import Group, KVLayout
 
@@ -210,3 +210,27 @@ def test_a_tokenizer_that_cannot_be_read_is_told(folders, tmp_path: Path):
     (broken / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         mlx_adapter.load(broken)
+
+
+def test_a_row_that_joins_a_large_batch_needs_room_for_one_layer_more(monkeypatch: pytest.MonkeyPatch):
+    layers, shape = 24, (1, 2, 1024, 64)
+
+    def single() -> mlx_adapter.Cache:
+        made = [KVCache() for _ in range(layers)]
+        for cache in made:
+            mx.eval(cache.update_and_fetch(mx.ones(shape), mx.ones(shape)))
+        return made
+
+    monkeypatch.setattr(cache_kinds, "LARGE", 0)
+    batch = mlx_adapter.merge([single()])
+    for _ in range(3):
+        mlx_adapter.extend(batch, single())
+    row = single()
+    mx.eval(mlx_adapter.state_arrays(batch))
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mlx_adapter.extend(batch, row)
+    mx.eval(mlx_adapter.state_arrays(batch))
+    of_a_row = 2 * 2 * 1024 * 64 * 4
+    assert mx.get_peak_memory() - before <= 8 * of_a_row
+    assert batch[0].keys.shape[0] == 5

@@ -1,0 +1,449 @@
+"""CUDA kernels of attention: `omlxd_decode_spans` for one new token a row, `omlxd_decode_tiles` for several.
+
+Both read a row's own KV alone, in spans cut at fixed places, with sums in a fixed order;
+`omlxd_decode_merge` puts the spans together by log-sum-exp. MLX compiles them at their first call.
+attention.py says when they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import mlx.core as mx
+
+SPAN = 512
+"""Tokens of a row that one block of threads reads. Cut at fixed places, not by how many rows there are.
+
+Milliseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H100 (tools/bench/gpu.py --only attention):
+
+| rows                | MLX, no mask | 256  | 512  | 1024 | bytes at 3.35 TB/s |
+|---------------------|--------------|------|------|------|--------------------|
+| 4: 16,000 to 20,500 | 0.13         | 0.14 | 0.12 | 0.13 | 0.09               |
+| 4: 2,000 to 32,000  | 0.19         | 0.12 | 0.11 | 0.11 | 0.07               |
+| 8: 32,000           | 0.36         | 0.39 | 0.39 | 0.38 | 0.31               |
+| 32: 500 to 1,647    | 0.10         | 0.08 | 0.08 | 0.07 | 0.04               |
+| 1: 16,000           | 0.05         | 0.06 | 0.07 | 0.05 | 0.02               |
+| 1: 500              | 0.02         | 0.03 | 0.03 | 0.05 | 0.00               |
+
+With a mask MLX's own takes 0.77, 1.22, 2.12, 0.59, 0.24 and 0.09. A kernel that went by shared memory took
+0.14, 0.13, 0.45, 0.10, 0.07 and 0.03.
+"""
+
+MOST_NEW = 64
+"""New tokens a row, at most: the end of a prompt has fewer than a block of the usual size."""
+
+TILE_SPAN = 1024
+"""As `SPAN`, for several new tokens. Milliseconds a layer as above (20 calls, by a script that is not kept),
+MLX's own with a mask and this kernel:
+
+| rows                | 3          | 5          | 9          | 16         | 64         |
+|---------------------|------------|------------|------------|------------|------------|
+| 4: 16,000 to 20,500 | 0.60, 0.15 | 0.66, 0.21 | 0.80, 0.27 | 0.96, 0.39 | 2.12, 1.28 |
+| 8: 32,000           | 1.59, 0.45 | 1.76, 0.62 | 2.19, 0.88 | 2.67, 1.09 | -          |
+| 32: 500 to 1,647    | 0.48, 0.09 | 0.53, 0.12 | -          | -          | -          |
+| 1: 16,000           | 0.25, 0.07 | 0.18, 0.09 | 0.22, 0.09 | 0.38, 0.13 | 0.53, 0.35 |
+| 1: 500              | 0.07, 0.06 | 0.07, 0.11 | 0.18, 0.09 | 0.06, 0.04 | 0.10, 0.05 |
+
+Besides, MLX's first call of each shape takes 60 to 120 ms, while cuDNN plans it, and each length of the KV is
+a shape. With spans of 512 the first rows take 0.18 to 0.47 and 1.67.
+"""
+
+WARPS = 4
+"""Of a block of threads. 8 took as long."""
+
+UNROLL = 4
+"""Tokens that a lane has on their way from memory. 2 took a tenth longer for long rows, 8 as long."""
+
+TILE_WIDTHS = (64, 128)
+"""A wider head's sums of 16 queries have no room in registers."""
+
+_HEADER = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+template <typename T> struct PairOf;
+template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
+template <> struct PairOf<__half> { using type = __half2; };
+__device__ inline float2 omlxd_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
+__device__ inline float2 omlxd_floats(__half2 x) { return __half22float2(x); }
+__device__ inline float omlxd_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+template <typename Pair> __device__ inline void omlxd_eight(uint4 bits, float* out) {
+  const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
+  #pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const float2 x = omlxd_floats(pairs[e]);
+    out[2 * e] = x.x;
+    out[2 * e + 1] = x.y;
+  }
+}
+#define OMLXD_MMA(T, NAME) \\
+  template <> __device__ inline void omlxd_mma<T>( \\
+      float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) { \\
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 " \\
+        "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};" \\
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) \\
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); \\
+  }
+template <typename T> __device__ void omlxd_mma(
+    float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
+OMLXD_MMA(__nv_bfloat16, "bf16")
+OMLXD_MMA(__half, "f16")
+__device__ inline void omlxd_pair(__nv_bfloat162* x, float a, float b) { *x = __floats2bfloat162_rn(a, b); }
+__device__ inline void omlxd_pair(__half2* x, float a, float b) { *x = __floats2half2_rn(a, b); }
+"""
+
+_SPANS = """
+  // grid (spans, KV heads x parts of a group, rows); a warp reads EACH tokens at once, LANES lanes a token
+  using Pair = typename PairOf<T>::type;
+  constexpr int LANES = D / 8, EACH = 32 / LANES;
+  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / (GROUP / H);
+  const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
+  if (from >= end) return;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slot = lane / LANES, part = lane % LANES;
+  const long query = ((long)row * KV_HEADS * GROUP + (long)blockIdx.y * H);
+  const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2];
+  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * LANES + part;
+  const uint4* V = reinterpret_cast<const uint4*>(values) + head * LANES + part;
+  float qs[H][8], best[H], total[H], sum[H][8];
+  #pragma unroll
+  for (int h = 0; h < H; h++) {
+    omlxd_eight<Pair>(reinterpret_cast<const uint4*>(q)[(query + h) * LANES + part], qs[h]);
+    best[h] = -1e30f; total[h] = 0.f;
+    #pragma unroll
+    for (int e = 0; e < 8; e++) { qs[h][e] *= scale[0] * 1.44269504f; sum[h][e] = 0.f; }
+  }
+  for (int base = from + warp * EACH + slot; base - slot < to; base += WARPS * EACH * UNROLL) {
+    uint4 k[UNROLL], v[UNROLL];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      const int token = base + u * WARPS * EACH;
+      k[u] = token < to ? K[(long)token * LANES] : make_uint4(0, 0, 0, 0);
+      v[u] = token < to ? V[(long)token * LANES] : make_uint4(0, 0, 0, 0);
+    }
+    float score[UNROLL][H];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      float x[8];
+      omlxd_eight<Pair>(k[u], x);
+      #pragma unroll
+      for (int h = 0; h < H; h++) {
+        float dot = 0.f;
+        #pragma unroll
+        for (int e = 0; e < 8; e++) dot += x[e] * qs[h][e];
+        #pragma unroll
+        for (int o = LANES / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
+        score[u][h] = base + u * WARPS * EACH < to ? dot : -INFINITY;
+      }
+    }
+    #pragma unroll
+    for (int h = 0; h < H; h++) {
+      float now = best[h];
+      #pragma unroll
+      for (int u = 0; u < UNROLL; u++) now = fmaxf(now, score[u][h]);
+      const float shrink = omlxd_exp2(best[h] - now);
+      best[h] = now;
+      total[h] *= shrink;
+      #pragma unroll
+      for (int e = 0; e < 8; e++) sum[h][e] *= shrink;
+      #pragma unroll
+      for (int u = 0; u < UNROLL; u++) {
+        score[u][h] = omlxd_exp2(score[u][h] - now);
+        total[h] += score[u][h];
+      }
+    }
+    #pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+      float x[8];
+      omlxd_eight<Pair>(v[u], x);
+      #pragma unroll
+      for (int h = 0; h < H; h++)
+        #pragma unroll
+        for (int e = 0; e < 8; e++) sum[h][e] += score[u][h] * x[e];
+    }
+  }
+  __shared__ float tops[WARPS][H], masses[WARPS][H], vectors[WARPS][H][D];
+  #pragma unroll
+  for (int h = 0; h < H; h++) {
+    float top = best[h];
+    #pragma unroll
+    for (int o = LANES; o < 32; o <<= 1) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
+    const float shrink = omlxd_exp2(best[h] - top);
+    float mass = total[h] * shrink;
+    #pragma unroll
+    for (int o = LANES; o < 32; o <<= 1) mass += __shfl_xor_sync(~0u, mass, o);
+    #pragma unroll
+    for (int e = 0; e < 8; e++) {
+      float x = sum[h][e] * shrink;
+      #pragma unroll
+      for (int o = LANES; o < 32; o <<= 1) x += __shfl_xor_sync(~0u, x, o);
+      if (slot == 0) vectors[warp][h][part * 8 + e] = x;
+    }
+    if (lane == 0) { tops[warp][h] = top; masses[warp][h] = mass; }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {
+    const int h = i / D, d = i % D;
+    float top = -1e30f, mass = 0.f, x = 0.f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][h]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float weight = omlxd_exp2(tops[w][h] - top);
+      mass += weight * masses[w][h];
+      x += weight * vectors[w][h][d];
+    }
+    const long place = (query + h) * gridDim.x + span;
+    sums[place * D + d] = x;
+    if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
+  }
+"""
+
+_TILES = """
+  // grid (spans, KV heads x tiles of 16 queries, rows). A warp reads 16 tokens at once for all 16 queries:
+  // fragments of mma.m16n8k16, whose k and n are dealt out so that a lane reads 16 bytes at a time.
+  using Pair = typename PairOf<T>::type;
+  constexpr int TILES = D / 64;
+  const int fresh = q_shape[2], queries = GROUP * fresh, tiles = (queries + 15) / 16;
+  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
+  const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
+  if (from >= end) return;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
+  const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2] * D;
+  const uint4* K = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(keys) + head);
+  const uint4* V = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(values) + head);
+  // Query m of a head's group: new token m / GROUP, head m % GROUP.
+  long place[2];
+  int limit[2];
+  uint4 qs[2][2 * TILES];
+  #pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int m = tile * 16 + group + 8 * i, token = m / GROUP;
+    place[i] = m < queries ? (((long)row * KV_HEADS + kv_head) * GROUP + m % GROUP) * fresh + token : -1;
+    limit[i] = m < queries ? min(to, end - fresh + token + 1) : 0;
+    #pragma unroll
+    for (int c = 0; c < 2 * TILES; c++)
+      qs[i][c] = place[i] < 0 ? make_uint4(0, 0, 0, 0)
+                              : reinterpret_cast<const uint4*>(q)[place[i] * (D / 8) + c * 4 + quad];
+  }
+  const float factor = scale[0] * 1.44269504f;
+  float best[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f}, sum[8 * TILES][4];
+  #pragma unroll
+  for (int t = 0; t < 8 * TILES; t++)
+    #pragma unroll
+    for (int e = 0; e < 4; e++) sum[t][e] = 0.f;
+  for (int base = from + warp * 16; base < to; base += 16 * WARPS) {
+    uint4 k[2][2 * TILES], v[4][TILES];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int token = base + 8 * i + group;
+      #pragma unroll
+      for (int c = 0; c < 2 * TILES; c++)
+        k[i][c] = token < to ? K[(long)token * (D / 8) + c * 4 + quad] : make_uint4(0, 0, 0, 0);
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = base + quad * 2 + (i & 1) + (i >> 1) * 8;
+      #pragma unroll
+      for (int c = 0; c < TILES; c++)
+        v[i][c] = token < to ? V[(long)token * (D / 8) + c * 8 + group] : make_uint4(0, 0, 0, 0);
+    }
+    float score[2][4];
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+      #pragma unroll
+      for (int e = 0; e < 4; e++) score[i][e] = 0.f;
+      #pragma unroll
+      for (int c = 0; c < 2 * TILES; c++) {
+        omlxd_mma<T>(score[i], qs[0][c].x, qs[1][c].x, qs[0][c].y, qs[1][c].y, k[i][c].x, k[i][c].y);
+        omlxd_mma<T>(score[i], qs[0][c].z, qs[1][c].z, qs[0][c].w, qs[1][c].w, k[i][c].z, k[i][c].w);
+      }
+    }
+    unsigned weight[2][2];
+    float shrink[2];
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float now = best[h];
+      #pragma unroll
+      for (int i = 0; i < 2; i++)
+        #pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const int token = base + 8 * i + quad * 2 + e;
+          float& x = score[i][2 * h + e];
+          x = token < limit[h] ? x * factor : -INFINITY;
+          now = fmaxf(now, x);
+        }
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
+      now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
+      shrink[h] = omlxd_exp2(best[h] - now);
+      best[h] = now;
+      total[h] *= shrink[h];
+      #pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float a = omlxd_exp2(score[i][2 * h] - now), b = omlxd_exp2(score[i][2 * h + 1] - now);
+        total[h] += a + b;
+        omlxd_pair(reinterpret_cast<Pair*>(&weight[h][i]), a, b);
+      }
+    }
+    #pragma unroll
+    for (int c = 0; c < TILES; c++) {
+      const unsigned* rows[4];
+      #pragma unroll
+      for (int i = 0; i < 4; i++) rows[i] = reinterpret_cast<const unsigned*>(&v[i][c]);
+      #pragma unroll
+      for (int w = 0; w < 4; w++)
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float* x = sum[c * 8 + w * 2 + half];
+          x[0] *= shrink[0]; x[1] *= shrink[0]; x[2] *= shrink[1]; x[3] *= shrink[1];
+          const unsigned pick = half ? 0x7632 : 0x5410;
+          omlxd_mma<T>(x, weight[0][0], weight[1][0], weight[0][1], weight[1][1],
+                       __byte_perm(rows[0][w], rows[1][w], pick), __byte_perm(rows[2][w], rows[3][w], pick));
+        }
+    }
+  }
+  __shared__ float tops[WARPS][16], masses[WARPS][16], vectors[WARPS][16][D];
+  #pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float mass = total[h];
+    mass += __shfl_xor_sync(~0u, mass, 1);
+    mass += __shfl_xor_sync(~0u, mass, 2);
+    if (quad == 0) { tops[warp][group + 8 * h] = best[h]; masses[warp][group + 8 * h] = mass; }
+    #pragma unroll
+    for (int t = 0; t < 8 * TILES; t++)
+      #pragma unroll
+      for (int e = 0; e < 2; e++)  // column quad * 2 + e of tile t
+        vectors[warp][group + 8 * h][(t >> 3) * 64 + (quad * 2 + e) * 8 + (t & 7)] = sum[t][2 * h + e];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < 16 * D; i += 32 * WARPS) {
+    const int h = i / D, d = i % D, m = tile * 16 + h;
+    if (m >= queries) break;
+    float top = -1e30f, mass = 0.f, x = 0.f;
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][h]);
+    #pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float part = omlxd_exp2(tops[w][h] - top);
+      mass += part * masses[w][h];
+      x += part * vectors[w][h][d];
+    }
+    const long at = (((long)row * KV_HEADS + kv_head) * GROUP + m % GROUP) * fresh + m / GROUP;
+    const long to_place = at * gridDim.x + span;
+    sums[to_place * D + d] = x;
+    if (d == 0) { weights[to_place * 2] = top; weights[to_place * 2 + 1] = mass; }
+  }
+"""
+
+_MERGE = """
+  // grid (queries of all rows); a thread for each dimension
+  const long head = blockIdx.x;
+  const int most = sums_shape[2], row = head / sums_shape[1];
+  const int spans = (ends[row] - starts[row] + SPAN - 1) / SPAN;
+  const float* pairs = weights + head * most * 2;
+  float best = -1e30f, total = 0.f, x = 0.f;
+  for (int s = 0; s < spans; s++) best = fmaxf(best, pairs[s * 2]);
+  #pragma unroll 4
+  for (int s = 0; s < spans; s++) {
+    const float weight = omlxd_exp2(pairs[s * 2] - best);
+    total += weight * pairs[s * 2 + 1];
+    x += weight * sums[(head * most + s) * D + threadIdx.x];
+  }
+  out[head * D + threadIdx.x] = static_cast<T>(x / total);
+"""
+
+
+class Kernel:
+    """The kernels for one width, group and type. They compile at their first calls. Raises what MLX raises.
+
+    Its calls are compiled too: a call then costs the host 28 microseconds, and 51 if MLX puts the source
+    together each time.
+    """
+
+    def __init__(self, width: int, group: int, dtype: Any, span: int = SPAN):
+        self._width, self._group, self._dtype, self._span = width, group, dtype, span
+        self.most_new = MOST_NEW if width in TILE_WIDTHS else 1
+        """New tokens a row that it takes."""
+        self._heads = max(heads for heads in range(1, 9) if group % heads == 0)
+        inputs, outputs = ["q", "keys", "values", "starts", "ends", "scale"], ["sums", "weights"]
+        self._spans: Any = mx.fast.cuda_kernel("omlxd_decode_spans", inputs, outputs, _SPANS, _HEADER)
+        self._tiles: Any = mx.fast.cuda_kernel("omlxd_decode_tiles", inputs, outputs, _TILES, _HEADER)
+        self._merge: Any = mx.fast.cuda_kernel(
+            "omlxd_decode_merge", ["sums", "weights", "starts", "ends"], ["out"], _MERGE, _HEADER
+        )
+        # Each shape by itself: MLX looks through all shapes of a function one by one.
+        self._compiled = lru_cache(64)(lambda queries, keys: mx.compile(partial(self._attend)))
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        places: tuple[Sequence[int], Sequence[int]],
+        scale: float,
+    ) -> mx.array:
+        """(rows, heads, new tokens, width). `keys`, `values`: (rows, KV heads, capacity, width); row r's KV
+        lies in columns `starts[r]` to `ends[r]` of `places`, its new tokens last."""
+        starts, ends = (
+            _constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
+        )
+        call = self._compiled(queries.shape, keys.shape)
+        return call(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32))
+
+    def _attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        scale: mx.array,
+    ) -> mx.array:
+        rows, heads, new = queries.shape[:3]
+        kv_heads, capacity = keys.shape[1:3]
+        if new == 1:
+            kernel, span, parts = self._spans, self._span, heads // self._heads
+            extra = [("H", self._heads), ("UNROLL", UNROLL)]
+        else:
+            kernel, span, parts = self._tiles, TILE_SPAN, kv_heads * -(-self._group * new // 16)
+            extra = []
+        spans = -(-capacity // span)
+        sums, weights = kernel(
+            inputs=[queries, keys, values, starts, ends, scale],
+            template=[
+                ("T", self._dtype),
+                ("D", self._width),
+                ("GROUP", self._group),
+                ("KV_HEADS", kv_heads),
+                ("SPAN", span),
+                ("WARPS", WARPS),
+                *extra,
+            ],
+            grid=(spans * 32 * WARPS, parts, rows),
+            threadgroup=(32 * WARPS, 1, 1),
+            output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],
+            output_dtypes=[mx.float32, mx.float32],
+        )
+        return self._merge(
+            inputs=[sums, weights, starts, ends],
+            template=[("T", self._dtype), ("D", self._width), ("SPAN", span)],
+            grid=(rows * heads * new * self._width, 1, 1),
+            threadgroup=(self._width, 1, 1),
+            output_shapes=[queries.shape],
+            output_dtypes=[self._dtype],
+        )[0]
+
+
+_constants: dict[str, tuple[Any, mx.array]] = {}
+
+
+def _constant(name: str, values: tuple[float, ...], dtype: Any) -> mx.array:
+    """An array of these numbers; all layers of a step share it."""
+    cached = _constants.get(name)
+    if cached is None or cached[0] != values:
+        cached = _constants[name] = values, mx.array(values, dtype)
+    return cached[1]
