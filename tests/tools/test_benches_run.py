@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from daemon import family_model
 
+from tools.bench.wear import superseded
+
 REPO = Path(__file__).resolve().parents[2]
 
 RUNS = {
@@ -63,3 +65,11 @@ def test_it_runs(bench: str):
     if bench == "gpu":  # Equal tokens and logits, computed and restored.
         rows = [line.split(" | ") for line in done.stdout.splitlines() if " hit | " in line]
         assert [(row[-2], row[-1]) for row in rows] == [("True", "0 |")] * len(rows)
+
+
+def test_a_tail_is_superseded_where_a_later_prompt_has_another_in_its_place():
+    begins, tail, other = list(range(256)), list(range(1000, 1128)), list(range(2000, 2128))
+    assert superseded([begins + tail, begins + tail + other]) == 0
+    assert superseded([begins + tail, begins + other]) == 128
+    assert superseded([begins + tail, begins]) == superseded([begins + tail]) == 0
+    assert superseded([begins + tail, begins + other, begins + tail]) == 128

@@ -10,6 +10,8 @@ system that keeps sizes instead of bytes. Between two sessions of a file everyth
 
 amplification  bytes written / payload of the distinct full blocks (and one checkpoint a request)
 recomputed     prompt tokens computed, less those that `always` computes
+superseded     blocks that no later request of the session has, while one has others in their place: what
+               writing tails late would save
 """
 
 from __future__ import annotations
@@ -221,6 +223,19 @@ class Simulation:
                 self._checkpoints.put(hashes[index], position, self._state_payload, write=True)
 
 
+def superseded(session: Sequence[Sequence[int]]) -> int:
+    """Tokens of full blocks that a later prompt of the session has others in place of."""
+    chains = [hash_blocks(NAMESPACE, tokens, BLOCK) for tokens in session]
+    lost: set[bytes] = set()
+    for index, chain in enumerate(chains):
+        later = {name for other in chains[index + 1 :] for name in other}
+        followed = {name for other in chains[index + 1 :] for name in other[:-1]}
+        kept = sum(name in later for name in chain)
+        if kept and chain[kept - 1] in followed:
+            lost.update(chain[kept:])
+    return len(lost) * BLOCK
+
+
 def _layout(nbytes: int) -> KVLayout:
     return KVLayout((Group(("k", "v"), 1, nbytes // 4, "BF16"),))
 
@@ -265,6 +280,8 @@ def main() -> None:
         f"({min(map(len, requests)):,} to {max(map(len, requests)):,}); "
         f"{args.bytes_per_token:,} bytes a token, checkpoints of {args.state_bytes:,}"
     )
+    lost = sum(map(superseded, recorded)) * args.bytes_per_token
+    print(f"superseded: {lost / 1e6:,.1f} MB")
     print(f"{'policy':<26}{'MB written':>11}{'amplif.':>9}{'hot':>10}{'cold':>10}{'recomputed':>12}")
     always = 0
     for admission, write_back in POLICIES:
