@@ -49,7 +49,9 @@ OTHERS_FLAGS = {
     "--no-deps": "pip's",
     "--svg": "tools/bench/session_ttft.py's",
     "--synthetic": "tools/replay.py's",
-    **dict.fromkeys(("--rounds", "--shape", "--size", "--talks", "--turns"), "tools/bench's"),
+    **dict.fromkeys(
+        ("--contexts", "--rounds", "--server", "--shape", "--size", "--talks", "--turns"), "tools/bench's"
+    ),
 }
 
 
