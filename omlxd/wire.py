@@ -115,6 +115,7 @@ class Load(Struct, frozen=True, tag="load"):
     seed    where its random numbers begin; None: anywhere
     speculate  passes may check guessed tokens
     max_concurrent  requests that decode at once; None: as many as suit the device
+    share_prefix  running requests hold what they share once: auto: on a CPU; on; off
     adapter  folder of a LoRA adapter of the model; "": none
     draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
@@ -131,6 +132,7 @@ class Load(Struct, frozen=True, tag="load"):
     prompts: PromptSettings = PromptSettings()
     seed: int | None = None
     speculate: bool = True
+    share_prefix: str = "auto"
     adapter: str = ""
     draft_path: str = ""
     kv_reserve: int = KV_RESERVE

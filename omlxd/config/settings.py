@@ -21,6 +21,7 @@ CpuWeights = Literal["auto", "as-stored"]
 WeightsMmap = Literal["auto", "on", "off"]
 Hoist = Literal["auto", "always", "never"]
 """What becomes of system messages before the first assistant's turn."""
+SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
@@ -70,6 +71,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_concurrent_requests: Slots | None = None
     healing: bool | None = None
     speculation: Literal["auto", "off"] | None = None
+    share_prefix: SharePrefix | None = None
     hoist_system: Hoist | None = None
     request_timeout: Limit | None = None
     starts_in_thinking: bool | None = None
@@ -142,6 +144,8 @@ _HELP = {
     "answers; random: anywhere",
     "speculation": "auto: while one request decodes alone, several guessed tokens are checked in a pass "
     "where that is faster, and answers stay the same; off: one token a pass",
+    "share_prefix": "auto: on a CPU, running requests that begin alike hold the KV of that once; "
+    "on: on a GPU too, where it has not been tried; off: each holds its own",
     "hoist_system": "put system messages that stand before the first answer at the head of the "
     "prompt: always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
@@ -232,6 +236,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         _option("seed", "N=random", wrong="neither a whole number nor `random`", none="random"),
     ]
     speculation: Annotated[Literal["auto", "off"], _option("speculation", "WHAT=auto")]
+    share_prefix: Annotated[SharePrefix, _option("share_prefix", "WHAT=auto")]
     hoist_system: Annotated[Hoist, _option("hoist_system", "WHEN=auto")]
     no_healing: Annotated[bool, _option("no_healing", "")]
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("log_level", "LEVEL=info")]

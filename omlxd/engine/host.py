@@ -87,6 +87,7 @@ class EngineHost:
             load.budget.float32 and mlx_adapter.backend() == "cpu",
             load.adapter,
             load.weights_mmap,
+            _segment(load),
         )
         speculation = Speculation(repeatable=load.seed is not None) if load.speculate else None
         if speculation is not None and load.draft_path:
@@ -450,6 +451,12 @@ def _speed(float32: bool) -> str:
     """What computes matrix products on a CPU, and how fast."""
     weights = ", weights made float32" if float32 else ""
     return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
+
+
+def _segment(load: wire.Load) -> int:
+    """Tokens of a segment that running requests share; 0: they share none."""
+    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and mlx_adapter.backend() == "cpu")
+    return mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % load.cache.block_size == 0 else 0
 
 
 def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:

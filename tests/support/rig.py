@@ -120,8 +120,9 @@ class Rig:
         kv_group: int = 64,
         speculate: bool = False,
         draft: Path | None = None,
+        segment: int = 0,
     ):
-        self._draft = draft
+        self._draft, self.segment = draft, segment
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
         self._slots, self._cap, self._record, self._speculate = slots, cap, record, speculate
@@ -145,7 +146,7 @@ class Rig:
 
     def _build(self) -> None:
         mx.random.seed(0)
-        self.loaded = loaded = mlx_adapter.load(self.model_path, self.kv)
+        self.loaded = loaded = mlx_adapter.load(self.model_path, self.kv, segment=self.segment)
         self.recorder = Recorder(loaded.model)
         if self._record:
             loaded.model = self.recorder
@@ -186,7 +187,12 @@ class Rig:
                 loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK
             )
         self.scheduler.bridge = KVBridge(
-            loaded.model, loaded.layout, self.store, self.scheduler.post, self.checkpointer
+            loaded.model,
+            loaded.layout,
+            self.store,
+            self.scheduler.post,
+            self.checkpointer,
+            segments=loaded.segments,
         )
 
     def use_grid(self, tokens: int) -> None:

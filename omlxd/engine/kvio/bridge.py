@@ -29,6 +29,7 @@ from ...kv.hashing import BlockHash
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
+from ..mlx_adapter import LiveSegments
 from ..sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
 from .payload import MLXPayload, append_blocks, copy_blocks
@@ -74,7 +75,7 @@ class _OwnCache:
 
     def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         assert sequence.cache is not None
-        return {n: a[:, :, start:stop] for n, a in mlx_adapter.tensors(sequence.cache).items()}
+        return mlx_adapter.token_range(sequence.cache, start, stop)
 
     def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
         assert sequence.cache is not None
@@ -95,7 +96,8 @@ class _Shared:
 class KVBridge:
     """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
 
-    states  for a model that also keeps state which exists only at a position; else None
+    states    for a model that also keeps state which exists only at a position; else None
+    segments  of the model's running sequences; None: they share none
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class KVBridge:
         post: Callable[[Callable[[], None]], None],
         states: Checkpointer | None = None,
         readers: int | None = None,
+        segments: LiveSegments | None = None,
     ):
         self._model = model
+        self.segments = LiveSegments() if segments is None else segments
         self._layout = layout
         self.states = states
         self.weights_changed: Callable[[], str] = lambda: ""
@@ -233,6 +237,7 @@ class KVBridge:
         Before the first token also what it was restored from, as far as that is not finite: a process that
         was killed may have left it.
         """
+        self.segments.forget(sequence.hashes)
         names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.stored}
         sequence.stored = {}
         if names:
@@ -247,9 +252,10 @@ class KVBridge:
             return list(sequence.hashes[: (sequence.restored_hot + sequence.restored_cold) // self._block])
         full = sequence.kv_length // self._block
         good = mx.full((full,), True)
-        for array in mlx_adapter.tensors(sequence.cache).values() if full else ():
+        held = mlx_adapter.token_range(sequence.cache, 0, full * self._block) if full else {}
+        for array in held.values():
             if mx.issubdtype(array.dtype, mx.floating):
-                finite = mx.isfinite(array[0, :, : full * self._block]).all(axis=(0, 2))
+                finite = mx.isfinite(array[0]).all(axis=(0, 2))
                 good = good & finite.reshape(full, self._block).all(axis=1)
         names = [
             name
@@ -338,7 +344,15 @@ class KVBridge:
                     start()
 
         restore = Restore(
-            self._model, self._layout, self.store, self.states, self._readers, self._post, sequence, settled
+            self._model,
+            self._layout,
+            self.store,
+            self.states,
+            self._readers,
+            self._post,
+            sequence,
+            settled,
+            self.segments,
         )
         restore.start()
         self._restores.append(shared)  # Not if that raised: nobody would settle it.
@@ -388,10 +402,33 @@ class KVBridge:
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, capacity)
         start, count = sequence.kv_length, len(payloads) * self._block
-        append_blocks(self._layout, sequence.cache, payloads, start, self._block, capacity)
-        sequence.kv_length += count
+        while payloads:
+            payloads = payloads[self._append_some(sequence, payloads) :]
+        assert sequence.kv_length == start + count
         sequence.restored_hot += count
         sequence.offered = max(sequence.offered, sequence.kv_length // self._block)
+
+    def _append_some(self, sequence: Sequence, payloads: list[MLXPayload]) -> int:
+        """Append the first blocks: at most up to where a segment ends, and by a live one if there is one.
+
+        Returns their number.
+        """
+        assert sequence.cache is not None
+        segments, start, most = self.segments, sequence.kv_length, len(payloads)
+        capacity = sequence.capacity
+        if segments.tokens:
+            segments.cut(sequence.cache, sequence.hashes, self._block, capacity, last=False)
+            most = min(most, (segments.tokens - start % segments.tokens) // self._block)
+            if start % segments.tokens == 0 and most * self._block == segments.tokens:
+                names = segments.names(sequence.hashes, self._block)
+                if live := segments.find(names[start // segments.tokens :][:1]):
+                    mlx_adapter.add_segment(sequence.cache, live[0], segments.tokens)
+                    sequence.kv_length += segments.tokens
+                    return most
+                capacity = start + segments.tokens
+        append_blocks(self._layout, sequence.cache, payloads[:most], start, self._block, capacity)
+        sequence.kv_length += most * self._block
+        return most
 
     def _catch_up_to_checkpoint(self, sequence: Sequence) -> None:
         """As `_catch_up`, for a sequence that has nothing yet and whose match is hot, state and all."""
@@ -426,7 +463,7 @@ class KVBridge:
             while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
                 cold = cold[most:]
                 first, last = run[0] * self._block, (run[-1] + 1) * self._block
-                tensors = {n: a[:, :, first:last] for n, a in mlx_adapter.tensors(cache).items()}
+                tensors = mlx_adapter.token_range(cache, first, last)
                 starts = [(index - run[0]) * self._block for index in run]
                 for index, payload in zip(
                     run, copy_blocks(self._layout, tensors, starts, self._block), strict=True

@@ -203,7 +203,8 @@ class ModelStore:
             flusher=flusher,
             lease=lease if cold else None,
         )
-        return KVBridge(loaded.model, loaded.layout, store, post, self._checkpointer(store))
+        states = self._checkpointer(store)
+        return KVBridge(loaded.model, loaded.layout, store, post, states, segments=loaded.segments)
 
     def _checkpointer(self, store: KVStore) -> Checkpointer | None:
         """For a model with state that exists only at a position."""

@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
 from .. import mlx_adapter
-from ..mlx_adapter import Cache
+from ..mlx_adapter import Cache, LiveSegments, Segment
 from ..sequence import Sequence as Request
 from .checkpointer import Checkpointer
 from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
@@ -48,40 +49,52 @@ class Arrival(Protocol):
         """Block `index` is what `load` fills in. False: it could not."""
         ...
 
-    def make_cache(self, model: Any, blocks: int) -> Cache:
-        """A cache of the first `blocks` blocks; the arrival is over."""
+    def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
+        """A cache of `live`, and of the first `blocks` blocks behind; the arrival is over."""
         ...
 
-    def payloads(self) -> Sequence[MLXPayload | None]:
+    def payloads(self) -> Seq[MLXPayload | None]:
         """What the hot tier may keep of the blocks. Before `make_cache`."""
         ...
 
 
 class DirectArrival:
-    """In arrays of their final size. `capacity`: tokens."""
+    """In arrays of their final size: one set a segment, if KV is cut into those. `capacity`: tokens."""
 
-    def __init__(self, layout: KVLayout, capacity: int, block_size: int):
-        self._buffers = DirectBuffers(layout, capacity, block_size)
-        self._block = block_size
+    def __init__(self, layout: KVLayout, segments: LiveSegments, capacity: int, block_size: int, blocks: int):
+        self._segments, self._block = segments, block_size
+        self._each = segments.tokens // block_size or blocks + 1
+        full, room = blocks // self._each, mlx_adapter.round_up(capacity)
+        if segments.tokens:
+            room = mlx_adapter.round_up(max(1, capacity - full * segments.tokens))
+        sizes = [segments.tokens] * full + [room]
+        self._buffers = [DirectBuffers(layout, size, block_size) for size in sizes]
 
     def put_block(self, index: int, payload: MLXPayload) -> None:
-        self._buffers.put_block(index, payload)
+        self._buffers[index // self._each].put_block(index % self._each, payload)
 
     def load_block(self, index: int, load: Load) -> bool:
-        return load(self._buffers.pieces(index))
+        return load(self._buffers[index // self._each].pieces(index % self._each))
 
-    def make_cache(self, model: Any, blocks: int) -> Cache:
-        return mlx_adapter.filled_cache(model, self._buffers.take_arrays(), blocks * self._block)
+    def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
+        segments, size, full = [*live], self._segments.tokens, blocks // self._each
+        names = self._segments.names(sequence.hashes, self._block)
+        for index in range(full):
+            made = Segment(self._buffers[index].take_arrays())
+            segments.append(self._segments.hold(made, names[len(segments)]))
+        tail = self._buffers[full].take_arrays() if blocks % self._each else {}
+        tokens = len(live) * size + blocks * self._block
+        return mlx_adapter.filled_cache(model, tail, tokens, segments, len(segments) * size)
 
-    def payloads(self) -> Sequence[MLXPayload | None]:
+    def payloads(self) -> Seq[MLXPayload | None]:
         return ()
 
 
 class StagedArrival:
     """In payloads, joined at the end: the KV's bytes twice until the pool has taken or dropped them."""
 
-    def __init__(self, layout: KVLayout, capacity: int, block_size: int, blocks: int):
-        self._layout, self._capacity, self._block = layout, capacity, block_size
+    def __init__(self, layout: KVLayout, segments: LiveSegments, block_size: int, blocks: int):
+        self._layout, self._segments, self._block = layout, segments, block_size
         self._payloads: list[MLXPayload | None] = [None] * blocks
 
     def put_block(self, index: int, payload: MLXPayload) -> None:
@@ -91,14 +104,22 @@ class StagedArrival:
         self._payloads[index] = payload = read_payload(self._layout, self._block, load)
         return payload is not None
 
-    def make_cache(self, model: Any, blocks: int) -> Cache:
-        cache = mlx_adapter.new_cache(model, self._capacity)
+    def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
+        segments, size = self._segments, self._segments.tokens
+        capacity, at = sequence.capacity, len(live) * size
+        cache = mlx_adapter.filled_cache(model, {}, at, live, at)
         payloads = [payload for payload in self._payloads[:blocks] if payload is not None]
         self._payloads = []
-        append_blocks(self._layout, cache, payloads, 0, self._block, self._capacity)
+        each = size // self._block or len(payloads) or 1
+        for first in range(0, len(payloads), each):
+            run = payloads[first : first + each]
+            room = at + size if size and len(run) == each else capacity
+            append_blocks(self._layout, cache, run, at, self._block, room)
+            at += len(run) * self._block
+            segments.cut(cache, sequence.hashes, self._block, capacity, last=False)
         return cache
 
-    def payloads(self) -> Sequence[MLXPayload | None]:
+    def payloads(self) -> Seq[MLXPayload | None]:
         return list(self._payloads)
 
 
@@ -115,6 +136,7 @@ class Restore:
         post: Callable[[Callable[[], None]], None],
         sequence: Request,
         ready: Callable[[], None],
+        segments: LiveSegments,
     ):
         self._model, self._layout, self._store = model, layout, store
         self._states, self._readers, self._post = states, readers, post
@@ -125,9 +147,13 @@ class Restore:
         self._block = store.block_size
         self._state: MLXPayload | None = None
         self._state_cold = False
-        self._blocks = list(sequence.table.blocks)
+        # What others hold already is not read: blocks are those behind.
+        self._segments = segments
+        self._live = segments.find(segments.names(sequence.hashes[: len(sequence.table.blocks)], self._block))
+        self._first = len(self._live) * segments.tokens // self._block
+        self._blocks = sequence.table.blocks[self._first :]
         self._cold = [block.payload is None for block in self._blocks]
-        self._keys = [sequence.key(i, self._block) for i in range(len(self._blocks))]
+        self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]
         self._good = [False] * len(self._blocks)
         self._left = len(self._blocks) + 1
         self._lock = threading.Lock()
@@ -138,11 +164,13 @@ class Restore:
 
     def _allocate(self) -> None:
         try:
-            capacity = self._sequence.capacity
+            capacity = self._sequence.capacity - self._first * self._block
             if transport().direct:
-                self._arrival = DirectArrival(self._layout, mlx_adapter.round_up(capacity), self._block)
+                self._arrival = DirectArrival(
+                    self._layout, self._segments, capacity, self._block, len(self._blocks)
+                )
             else:
-                self._arrival = StagedArrival(self._layout, capacity, self._block, len(self._blocks))
+                self._arrival = StagedArrival(self._layout, self._segments, self._block, len(self._blocks))
         except Exception:
             log.exception("restore: can't allocate")
             self._post(self._settle)
@@ -207,8 +235,8 @@ class Restore:
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
             sequence.resume_at = 0
-        table.truncate(good)
-        if arrival is not None and (good or sequence.resume_at):
+        table.truncate(self._first + good)
+        if arrival is not None and (self._first + good or sequence.resume_at):
             self._take_arrival(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
@@ -222,9 +250,9 @@ class Restore:
     def _take_arrival(self, arrival: Arrival, good: int) -> None:
         """The first `good` blocks, and the state that stands behind them."""
         sequence, states = self._sequence, self._states
-        blocks = sequence.resume_at or good
+        blocks = sequence.resume_at or self._first + good
         tokens = blocks * self._block
-        sequence.cache = arrival.make_cache(self._model, good)
+        sequence.cache = arrival.make_cache(self._model, self._live, sequence, good)
         sequence.kv_length, sequence.offered = tokens, blocks
         cold = sum(self._cold[:good])
         if states is not None and self._state is not None:
@@ -234,4 +262,4 @@ class Restore:
             if not good:  # no per-token KV: the state is all that there is
                 good, cold = blocks, blocks * self._state_cold
         sequence.restored_cold += cold * self._block
-        sequence.restored_hot += (good - cold) * self._block
+        sequence.restored_hot += (self._first + good - cold) * self._block

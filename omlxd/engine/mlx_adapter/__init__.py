@@ -44,6 +44,7 @@ from .cache_kinds import (
     state_tensors,
     states_of,
     tensors,
+    token_range,
     trim,
 )
 from .device import backend, compute_dtype, storage_dtype, versions
@@ -55,7 +56,9 @@ from .loading import (
     last_positions,
     load,
     load_tokenizer,
+    share_prefixes,
     tree_bytes,
 )
 from .quantised import Quantisation
+from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

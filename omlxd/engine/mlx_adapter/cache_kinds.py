@@ -26,6 +26,7 @@ from ...kv.layout import Group, KVLayout
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
 from .device import SAFETENSORS_DTYPE
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
+from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache
 
 Cache = list[Any]
 """One cache object a layer, of one sequence or of a batch."""
@@ -152,6 +153,7 @@ def _put_numbered(cache: Any, arrays: Mapping[str, mx.array], tokens: int) -> No
 
 _ROWS = (
     CacheKind(KVCache, True, _pair, _put_pair, EvenBatchKVCache, KVCache.trim, QuantisedKVCache),
+    CacheKind(SegmentedKVCache, True, _pair, _put_pair, SegmentedBatchKVCache, KVCache.trim),
     CacheKind(QuantisedKVCache, True, _packed, _put_packed, QuantisedBatchKVCache, QuantisedKVCache.trim),
     CacheKind(RotatingKVCache, False, _window, _put_window, WindowBatchKVCache, _trim_window),
     CacheKind(ArraysCache, False, _numbered, _put_numbered, ArraysCache, None),
@@ -254,6 +256,13 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
     return [_map_leaves(replaced, layer) for layer in cache]
 
 
+def segmented(cache: Cache) -> Cache:
+    """`cache`, empty and of `KVCache`s alone, as one that can hold segments; empty if it has others."""
+    if any(type(leaf) is not KVCache for leaf in cache):
+        return []
+    return [SegmentedKVCache(name) for name, _ in leaves(cache)]
+
+
 def is_batchable(cache: Cache) -> bool:
     """Whether mlx-lm can decode several such caches as one."""
     return all(
@@ -297,11 +306,19 @@ def new_cache(model: Any, capacity: int) -> Cache:
     return cache
 
 
-def filled_cache(model: Any, arrays: dict[str, mx.array], length: int) -> Cache:
-    """A cache over `arrays` (by layout name, each (1, heads, capacity, dim)) holding `length` tokens."""
+def filled_cache(
+    model: Any, arrays: dict[str, mx.array], length: int, segments: Sequence[Segment] = (), base: int = 0
+) -> Cache:
+    """A cache over `arrays` (by layout name, each (1, heads, capacity, dim)) holding `length` tokens.
+
+    segments  hold the first `base` of these, and `arrays` the others; without `arrays` there are none
+    """
     cache = make_prompt_cache(model)
     for name, leaf, kind in _of_kind(cache, per_token=True):
-        _restore(name, leaf, kind, arrays, length)
+        if segments:
+            leaf.segments, leaf.base, leaf.offset = list(segments), base, base
+        if arrays:
+            _restore(name, leaf, kind, arrays, length)
     after_prefill(cache, length)
     return cache
 
@@ -309,7 +326,12 @@ def filled_cache(model: Any, arrays: dict[str, mx.array], length: int) -> Cache:
 def after_prefill(cache: Cache, length: int) -> None:
     """Grow geometrically from here on, not by the size of the first allocation."""
     for _, leaf, _ in _of_kind(cache, per_token=True):
-        leaf.step = next_step(length)
+        leaf.step = next_step(length - _base(leaf))
+
+
+def _base(leaf: Any) -> int:
+    """Tokens before those that the leaf's own arrays hold."""
+    return leaf.base if isinstance(leaf, SegmentedKVCache) else 0
 
 
 def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: int, capacity: int) -> None:
@@ -320,16 +342,17 @@ def append_tokens(cache: Cache, arrays: dict[str, mx.array], start: int, count: 
     """
     for name, leaf, kind in _of_kind(cache, per_token=True):
         held = _named(name, kind.state_of(leaf))
+        first, most = start - _base(leaf), capacity - _base(leaf)
         for tensor, have in held.items():
             new = arrays[tensor]
-            if have is None or have.shape[2] < start + count:
-                room = round_up(max(capacity, start + count))
+            if have is None or have.shape[2] < first + count:
+                room = round_up(max(most, first + count))
                 _, heads, _, dim = new.shape
                 grown = mx.zeros((1, heads, room, dim), dtype=new.dtype)
-                if have is not None and start:
-                    grown[..., :start, :] = have[..., :start, :]
+                if have is not None and first:
+                    grown[..., :first, :] = have[..., :first, :]
                 have = grown
-            have[..., start : start + count, :] = new
+            have[..., first : first + count, :] = new
             held[tensor] = have
         _restore(name, leaf, kind, held, start + count)
 
@@ -373,6 +396,32 @@ def tensors(cache: Cache) -> dict[str, mx.array]:
     A live reference or view makes MLX copy the whole array at the next append.
     """
     return _arrays(cache, per_token=True)
+
+
+def token_range(cache: Cache, start: int, stop: int) -> dict[str, mx.array]:
+    """Per-token KV of tokens `start` to `stop` by the layout's names; lazy, evaluate it soon."""
+    return {
+        tensor: _span(tensor, array, 0, getattr(leaf, "segments", ()), start, stop)
+        for name, leaf, kind in _of_kind(cache, per_token=True)
+        for tensor, array in _named(name, kind.state_of(leaf)).items()
+    }
+
+
+def _span(
+    tensor: str, tail: mx.array, column: int, segments: Sequence[Segment], start: int, stop: int
+) -> mx.array:
+    """Tokens `start` to `stop`: of `segments`, and of `tail`, which goes on behind them in `column`."""
+    parts: list[mx.array] = []
+    at = 0
+    for segment in segments:
+        array = segment.tensors[tensor]
+        end = at + array.shape[2]
+        if start < end and at < stop:
+            parts.append(array[:, :, max(start - at, 0) : stop - at])
+        at = end
+    if stop > at or not parts:
+        parts.append(tail[:, :, column + max(start - at, 0) : column + stop - at])
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
 
 
 def state_tensors(cache: Cache) -> dict[str, mx.array]:
@@ -449,11 +498,15 @@ def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:
     """Per-token KV of tokens `start` to `stop` of one row of a batch; lazy slices, evaluate them soon."""
     return {
-        tensor: array[row : row + 1, :, leaf.starts[row] + start : leaf.starts[row] + stop]
+        tensor: _span(tensor, array[row : row + 1], leaf.starts[row], _row_segments(leaf, row), start, stop)
         for name, leaf in leaves(batch)
         if (kind := _BATCHED.get(type(leaf))) is not None and kind.per_token
         for tensor, array in _named(name, kind.state_of(leaf)).items()
     }
+
+
+def _row_segments(leaf: Any, row: int) -> Sequence[Segment]:
+    return leaf.segments[row] if isinstance(leaf, SegmentedBatchKVCache) else ()
 
 
 def row_states(batch: Cache, row: int) -> dict[str, mx.array]:

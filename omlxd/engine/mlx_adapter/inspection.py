@@ -9,7 +9,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from .cache_kinds import Cache, leaves, state_tensors, tensors
+from .cache_kinds import Cache, leaves, state_tensors, token_range
+from .segments import SegmentedKVCache
 
 
 def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.array] | None:
@@ -18,13 +19,13 @@ def attention_from(model: Any, cache: Cache, token: int, at: int) -> list[mx.arr
     Its pass is done again, behind what `cache` holds before it. None where a layer keeps anything but plain
     KV, or attends by a function of its own.
     """
-    if any(type(leaf) is not KVCache for _, leaf in leaves(cache)):
+    if any(type(leaf) not in (KVCache, SegmentedKVCache) for leaf in cache):
         return None
     before = [KVCache() for _ in cache]
-    for fresh, held in zip(before, cache, strict=True):
-        if at:
-            fresh.keys, fresh.values = (array[..., :at, :] for array in (held.keys, held.values))
-            fresh.offset = at
+    held = token_range(cache, 0, at) if at else {}
+    for index, fresh in enumerate(before if at else ()):
+        fresh.keys, fresh.values = (held[f"layers.{index}.{name}"] for name in ("keys", "values"))
+        fresh.offset = at
     weights: list[mx.array] = []
     real = mx.fast.scaled_dot_product_attention
 
@@ -55,12 +56,12 @@ def write_keys(
     `attention`, of `attention_from`, is `<layer>.attention`, and each query head's `entropy`, in nats, in the
     metadata.
     """
-    held = {**tensors(cache), **state_tensors(cache)}
+    held = {**token_range(cache, 0, tokens), **state_tensors(cache)}
     arrays: dict[str, mx.array] = {}
     layers: list[dict[str, Any]] = []
     for name, leaf in leaves(cache):
         keys = held.get(f"{name}.keys")
-        layers.append({"layer": name, "cache": type(leaf).__name__, "keys": None})
+        layers.append({"layer": name, "cache": type(leaf).__name__.removeprefix("Segmented"), "keys": None})
         if keys is None or keys.ndim != 4:
             continue
         for part in ("keys", "values") if values else ("keys",):

@@ -23,7 +23,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ...common.files import read_small
 from ...errors import ModelError
 from ...kv.layout import KVLayout
-from . import attention, tower, vision
+from . import attention, segments, tower, vision
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -36,12 +36,15 @@ from .cache_kinds import (
     quantise_obstacle,
     quantised,
     reuse_obstacle,
+    segmented,
     state_arrays,
     states_of,
     trim,
 )
+from .device import backend
 from .mapped import MappedWeights
 from .quantised import Quantisation
+from .segments import LiveSegments
 
 
 class LayerHook:
@@ -91,6 +94,7 @@ class LoadedModel:
     Both None: its KV can't be reused, and `kv_reuse` says why.
     blind    why a vision model takes no images; None: it is a text model; "": it takes them
     mapped   weights that are views of their files
+    segments  of its sequences, where those share them
     """
 
     model: Any
@@ -107,6 +111,7 @@ class LoadedModel:
     float32: bool = False
     blind: str | None = None
     mapped: MappedWeights = field(default_factory=lambda: MappedWeights("off", False))
+    segments: LiveSegments = field(default_factory=LiveSegments)
 
     @property
     def model_type(self) -> str:
@@ -119,6 +124,7 @@ def load(
     float32: bool = False,
     adapter: str = "",
     weights_mmap: str = "off",
+    segment: int = 0,
 ) -> LoadedModel:
     """Load weights and tokenizer, and learn the KV layout from a forward pass of one token.
 
@@ -126,6 +132,8 @@ def load(
     float32  make the weights float32
     adapter  folder of a LoRA adapter; "": none
     weights_mmap  `on`, `auto` or `off`, as `MappedWeights` has it
+    segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU
+             only in float32: products of 16 bits would be rounded where segments meet
 
     Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` or `adapter` is
     not possible, and what mlx-lm raises.
@@ -147,6 +155,9 @@ def load(
     batchable = is_batchable(cache)
     if batchable and attention.installed():
         _attend_unequal(model)
+    layout = None if obstacle else layout_of(cache)
+    exact = layout is not None and (backend() != "cpu" or all(g.dtype == "F32" for g in layout.groups))
+    shares = batchable and exact and blind is None
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -154,7 +165,7 @@ def load(
         context_length=context_length(config),
         vocab_size=int(logits.shape[-1]),
         weight_bytes=weight_bytes,
-        layout=None if obstacle else layout_of(cache),
+        layout=layout,
         states=None if obstacle else states_of(cache),
         kv_reuse=obstacle,
         batchable=batchable,
@@ -162,6 +173,7 @@ def load(
         float32=converted,
         blind=blind,
         mapped=mapped,
+        segments=share_prefixes(model, segment if shares else 0),
     )
 
 
@@ -274,6 +286,21 @@ def _attend_unequal(model: Any) -> None:
     if can_take_back(batch, 2):
         trim(batch, [1, 0])
         mx.eval(model(mx.array([[0], [0]]), cache=batch))
+
+
+def share_prefixes(model: Any, tokens: int) -> LiveSegments:
+    """From now on `model`'s caches can hold segments of so many tokens.
+
+    Where the model can't, or `tokens` is 0, nothing changes and its KV is not cut.
+    """
+    fresh = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
+    if not tokens or not segmented(fresh()):
+        return LiveSegments()
+    segments.install()
+    if not segments.can_share(model, lambda: segmented(fresh())):
+        return LiveSegments()
+    model.make_cache = lambda: segmented(fresh())
+    return LiveSegments(tokens)
 
 
 def _quantise(model: Any, plain: Cache, kv: Quantisation, model_type: str) -> Cache:

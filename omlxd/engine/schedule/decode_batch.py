@@ -133,8 +133,7 @@ class DecodeBatch:
     def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
         """KV of tokens `start` to `stop` of a row; lazy slices. Evaluate and drop them before `step`."""
         if not self._merged:
-            tensors = mlx_adapter.tensors(self._cache)
-            return {name: array[:, :, start:stop] for name, array in tensors.items()}
+            return mlx_adapter.token_range(self._cache, start, stop)
         index = self.rows.index(sequence)
         return mlx_adapter.row_tensors(self._cache, index, start, stop)
 

@@ -99,12 +99,13 @@ class MemoryAdmission:
 
         stuck  the one that waits for memory before it: then it is not refused, nor is the front asked for it
         """
-        need = self.need(sequence)
+        shared = self._shared(sequence, running)
+        need = self.need(sequence) - shared
         total, room = self._room(running)
         hot: list[Block] = []
         if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
-            through, hot = self._through_cache(sequence, room)
-            need = min(need, through)
+            through, hot = self._through_cache(sequence, room + shared)
+            need = min(need, through - shared)
         if need <= room:
             if self._asked is sequence:
                 self._asked = None
@@ -166,6 +167,22 @@ class MemoryAdmission:
         self._looked[sequence.arrival] = now + LOOK_S, through
         return through, hot
 
+    def _shared(self, sequence: Sequence, others: list[Sequence]) -> int:
+        """Bytes of KV, in segments, that `sequence` begins with and one of `others` holds, or will."""
+        live, layout = self._loaded.segments, self._loaded.layout
+        if not live.tokens or layout is None or self.store is None:
+            return 0
+        block, most = self.store.block_size, 0
+        mine = live.names(sequence.hashes, block)
+        for other in others:
+            length = min(sequence.prompt_length, other.prompt_length) - 1
+            theirs = live.names(other.hashes[: length // block], block)
+            same = 0
+            while same < min(len(mine), len(theirs)) and mine[same] == theirs[same]:
+                same += 1
+            most = max(most, same)
+        return layout.nbytes(most * live.tokens) if most else 0
+
     def _kv(self, sequence: Sequence) -> int:
         tokens = mlx_adapter.round_up(sequence.capacity)
         per_token = self._loaded.layout.nbytes(tokens) if self._loaded.layout else 0
@@ -177,7 +194,11 @@ class MemoryAdmission:
         """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
         total, available = self._measure()
         hot = self._hot()
-        promised = sum(self._kv(s) for s in running if s.cache is None and s.state is not State.DECODING)
+        promised = sum(
+            self._kv(s) - self._shared(s, running[:index])
+            for index, s in enumerate(running)
+            if s.cache is None and s.state is not State.DECODING
+        )
         reserve = CUDA_RESERVE_FRACTION if mlx_adapter.backend() == "cuda" else RESERVE_FRACTION
         room = available + hot - int(total * reserve)
         if self.live is not None:

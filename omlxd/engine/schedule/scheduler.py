@@ -257,6 +257,13 @@ class Scheduler:
                 self._fail(sequence, _internal(error))
         return True
 
+    def _cut(self, sequence: Sequence) -> None:
+        """Before the prompt's last pass, whatever was restored and whoever shares: bits follow the cuts."""
+        if sequence.cache is not None and sequence.kv_length >= sequence.last_boundary(self._block):
+            self._loaded.segments.cut(
+                sequence.cache, sequence.hashes, self._block, sequence.capacity, last=True
+            )
+
     def _begin(self, sequence: Sequence) -> None:
         """Report what was restored, before the first pass of a sequence."""
         if not sequence.begun:
@@ -265,7 +272,11 @@ class Scheduler:
 
     def _prefill_ends(self, sequences: list[Sequence]) -> None:
         """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
-        if any([self._match(sequence) for sequence in sequences]):
+        waits = False
+        for sequence in sequences:  # What one cuts the next one shares, before it has its own.
+            waits |= self._match(sequence)
+            self._cut(sequence)
+        if waits:
             return  # As in `_prefill`; the others' turn comes again.
         if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
             self._prefill(sequences[0])  # Blocks have gone meanwhile.
@@ -296,6 +307,7 @@ class Scheduler:
         if sequence.cache is None:
             sequence.cache = mlx_adapter.new_cache(self._model, sequence.capacity)
         self._begin(sequence)
+        self._cut(sequence)
         stop = self.prefill_budget.next_stop(sequence)
         if sequence.images is not None:
             # A CPU may take minutes.

@@ -401,6 +401,7 @@ class EnginePool:
             weights_mmap=own.weights_mmap or settings.weights_mmap,
             draft_path=str(engine.draft_folder or ""),
             speculate=(own.speculation or settings.speculation) == "auto",
+            share_prefix=own.share_prefix or settings.share_prefix,
             prompts=PromptSettings(
                 healing=not settings.no_healing if own.healing is None else own.healing,
                 hoist_system=own.hoist_system or settings.hoist_system,

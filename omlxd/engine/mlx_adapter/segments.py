@@ -1,0 +1,364 @@
+"""Per-token KV in segments: sequences that begin alike hold what they share once.
+
+The KV of a prompt is cut at multiples of `SEGMENT` tokens, as far as its last pass begins behind them. What
+lies before is in `Segment`s: immutable, so any number of sequences may hold the same one. The rest is the
+sequence's own tail, which decoding extends without another cut.
+
+| pass                     | attention reads                         | bits                               |
+|--------------------------|-----------------------------------------|------------------------------------|
+| not cut (yet)            | the tail                                | MLX's own                          |
+| before a prompt's last   | a joint copy of all, a layer at a time  | MLX's own                          |
+| the last, and decoding,  | segments and tail by products of their  | MLX's own with its wheel's BLAS;   |
+| up to `FEW` tokens a row | own, with one softmax over all          | with others sums follow the cuts   |
+| the same, more tokens    | a joint copy of all; in batches as above| MLX's own; as above                |
+
+Of a batch each row is read by itself. So bits depend on the prompt alone: not on who shares a segment, nor
+on who else is in the batch.
+
+`attend` is put in place of mlx-lm's `scaled_dot_product_attention`; `can_share` says whether all attention of
+a model goes through it.
+
+SmolLM2's shape in float32, 20,000 tokens that rows share and 500 of each's own, 2 CPUs with a load of 6,
+OpenBLAS, fastest step (tools/bench/shared_prefix.py): one row 714 ms and 552 in segments; four rows 1,544
+and 927, with 3,779 and 1,231 MB of KV. 64 tokens of a prompt, whose bits are equal, 7.8 s and 8.1.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache
+
+from .batch_kv import EvenBatchKVCache, round_up
+
+SEGMENT = 2048
+"""Tokens. With 4,096, four rows of the bench took as long and held 283 MB more."""
+
+FEW = 16
+"""Tokens of a pass. More would make scores that take longer to join than the KV takes to copy."""
+
+Pair = tuple[mx.array, mx.array]
+
+
+class Segment:
+    """KV of some tokens, by layout name, each (1, heads, tokens, dim). Nobody may change it."""
+
+    __slots__ = ("__weakref__", "tensors")
+
+    def __init__(self, tensors: dict[str, mx.array]):
+        self.tensors = tensors
+
+    def pair(self, layer: str) -> Pair:
+        """K and V of the layer that is named so."""
+        return self.tensors[f"{layer}.keys"], self.tensors[f"{layer}.values"]
+
+
+class SegmentedKVCache(KVCache):
+    """Of one sequence. `keys` and `values` are its tail; `offset` counts all tokens, `base` those before it.
+
+    layer   its name in the layout
+    joint   attention reads a joint copy of segments and tail
+    unread  what `update_and_fetch` gave, until `attend` gets it
+    """
+
+    def __init__(self, layer: str = ""):
+        super().__init__()
+        self.layer = layer
+        self.joint = True
+        self.segments: list[Segment] = []
+        self.base = 0
+        self.unread: Pair | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        if not self.segments:
+            return super().update_and_fetch(keys, values)
+        _check_read(self)
+        self.offset -= self.base
+        super().update_and_fetch(keys, values)
+        self.offset += self.base
+        self.unread = cast(Pair, (self.keys, self.values))
+        return self.unread
+
+    def keys_and_values(self) -> Any:
+        length = self.offset - self.base
+        tail = cast(Pair, (self.keys, self.values))
+        return tail[0][..., :length, :], tail[1][..., :length, :]
+
+    def whole(self) -> Pair:
+        """K and V of all tokens, joined; lazy."""
+        pairs = [*(segment.pair(self.layer) for segment in self.segments), self.keys_and_values()]
+        keys, values = (mx.concatenate(list(parts), axis=2) for parts in zip(*pairs, strict=True))
+        return keys, values
+
+    def add_segment(self, segment: Segment, tokens: int) -> None:
+        """The next `tokens` tokens are in `segment`, and no longer in the tail."""
+        self.segments.append(segment)
+        self.base += tokens
+        self.offset = max(self.offset, self.base)
+
+    def cut(self, count: int, tokens: int, room: int) -> list[Pair]:
+        """Take `count` times `tokens` tokens off the tail's beginning, evaluated; `add_segment` must follow.
+
+        room  tokens that what is left has room for
+        """
+        cuts: list[list[mx.array]] = []
+        for name in ("keys", "values"):
+            array = getattr(self, name)
+            setattr(self, name, None)
+            if array.shape[2] == count * tokens == tokens:
+                cuts.append([array])
+                continue
+            cuts.append([mx.contiguous(array[..., i * tokens : (i + 1) * tokens, :]) for i in range(count)])
+            left = array[..., count * tokens : self.offset - self.base, :]
+            mx.eval(cuts[-1])
+            if left.shape[2]:
+                rest = mx.zeros((*left.shape[:2], max(room, left.shape[2]), left.shape[3]), left.dtype)
+                rest[..., : left.shape[2], :] = left
+                mx.eval(rest)
+                setattr(self, name, rest)
+        return list(zip(*cuts, strict=True))
+
+
+class SegmentedBatchKVCache(EvenBatchKVCache):
+    """Of a batch: rows' tails, padded on the left, and each row's own list of segments.
+
+    `offset` counts all tokens of a row; columns, `starts` and `ends` are of the tails.
+    """
+
+    def __init__(self, left_padding: list[int]):
+        super().__init__(left_padding)
+        self.layer = ""
+        self.segments: list[list[Segment]] = [[] for _ in left_padding]
+        self.unread: Pair | None = None
+
+    @classmethod
+    def merge(cls, caches: Sequence[SegmentedKVCache]) -> SegmentedBatchKVCache:
+        tails: list[KVCache] = []
+        for cache in caches:
+            tails.append(tail := KVCache())
+            tail.keys, tail.values, tail.offset = cache.keys, cache.values, cache.offset - cache.base
+        merged = super().merge(tails)
+        batch = merged if isinstance(merged, cls) else cls([0] * len(caches))  # Where nobody has a tail.
+        batch.layer = caches[0].layer
+        batch.segments = [list(cache.segments) for cache in caches]
+        if any(batch.segments):
+            batch.offset = batch.offset + mx.array([cache.base for cache in caches])
+        return batch
+
+    def update_and_fetch(self, keys: Any, values: Any) -> Any:
+        if not any(self.segments):
+            return super().update_and_fetch(keys, values)
+        _check_read(self)
+        super().update_and_fetch(keys, values)
+        self.unread = self.keys, self.values
+        return self.unread
+
+    def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> Any:
+        return OWN_MASK if any(self.segments) else super().make_mask(N, return_array, **kwargs)
+
+    def extend(self, other: Any) -> None:
+        super().extend(other)
+        self.segments += other.segments
+
+    def filter(self, batch_indices: Any) -> None:
+        super().filter(batch_indices)
+        self.segments = [self.segments[row] for row in batch_indices]
+
+
+OWN_MASK = "a row sees its own tokens"
+"""In place of a mask, which `attend` does without. A model that looks into it fails in `can_share`."""
+
+
+def _check_read(cache: Any) -> None:
+    """What the pass before was given went to `attend`: any other attention has missed the segments."""
+    if cache.unread is not None:
+        raise RuntimeError(
+            "this model's attention does not read KV in segments: serve it with --share-prefix off"
+        )
+
+
+# --------------------------------------------------------------------------- attention
+
+
+def install() -> None:
+    """Let every model of mlx-lm attend by `attend` from now on. Does nothing the second time."""
+    global _next
+    if base.scaled_dot_product_attention is attend:
+        return
+    _next = base.scaled_dot_product_attention
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
+            cast(Any, module).scaled_dot_product_attention = attend
+
+
+_next: Any = None
+
+
+def attend(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """mlx-lm's `scaled_dot_product_attention`, which reads segments too. Raises RuntimeError."""
+    unread = getattr(cache, "unread", None)
+    if unread is None:
+        return _next(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if unread[0] is keys and unread[1] is values:
+        cache.unread = None
+    _check_read(cache)
+    if isinstance(cache, SegmentedKVCache):
+        plain = sinks is None and (mask is None or isinstance(mask, str))
+        if not cache.joint and plain and queries.shape[2] <= FEW:
+            return _over_segments(queries, cache.segments, cache.layer, cache.keys_and_values(), scale)
+        return _next(queries, *cache.whole(), cache=cache, scale=scale, mask=mask, sinks=sinks)
+    if sinks is not None or mask is not OWN_MASK:
+        raise RuntimeError("rows of this model can't share a prefix: serve it with --share-prefix off")
+    rows: list[mx.array] = []
+    for row, (segments, start, end) in enumerate(zip(cache.segments, cache.starts, cache.ends, strict=True)):
+        tail = cache.keys[row : row + 1, :, start:end], cache.values[row : row + 1, :, start:end]
+        own = queries[row : row + 1]
+        if segments:
+            rows.append(_over_segments(own, segments, cache.layer, tail, scale))
+        else:
+            causal = "causal" if own.shape[2] > 1 else None
+            rows.append(mx.fast.scaled_dot_product_attention(own, *tail, scale=scale, mask=causal))
+    return mx.concatenate(rows)
+
+
+def _over_segments(
+    queries: mx.array, segments: Sequence[Segment], layer: str, tail: Pair, scale: float
+) -> mx.array:
+    """(1, heads, new, dim) of one row, whose `new` tokens are the last of `tail`.
+
+    The query heads of a KV head are rows of one product; MLX's own reads KV once a query head. Products of
+    weights and values go on from each other's sums, so that a BLAS which adds in order adds as over all at
+    once.
+    """
+    _, heads, new, width = queries.shape
+    pairs = [*(segment.pair(layer) for segment in segments), tail]
+    groups = pairs[0][0].shape[1]
+    folded = (queries * scale).reshape(1, groups, heads // groups * new, width)
+    scores = [folded @ keys.swapaxes(-1, -2) for keys, _ in pairs]
+    if new > 1:
+        length = tail[0].shape[2]
+        seen = mx.arange(length) <= mx.arange(length - new, length)[:, None]
+        last = scores[-1].reshape(1, groups, heads // groups, new, length)
+        scores[-1] = mx.where(seen, last, -mx.inf).reshape(1, groups, -1, length)
+    weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
+    at = pairs[0][0].shape[2]
+    out = weights[..., :at] @ pairs[0][1]
+    for _, values in pairs[1:]:
+        length = values.shape[2]
+        out = mx.addmm(out, weights[..., at : at + length], values)
+        at += length
+    return out.reshape(1, heads, new, -1)
+
+
+def can_share(model: Any, make_cache: Any) -> bool:
+    """Whether a model whose `make_cache()` gives `SegmentedKVCache`s attends by `attend` alone.
+
+    Passes behind a segment are put together, and none is computed.
+    """
+    try:
+        for new in (1, 2, FEW + 1):
+            single = _behind_a_segment(model, make_cache())
+            model(mx.zeros((1, new), mx.int32), cache=single)
+            batch: Any = [SegmentedBatchKVCache.merge([leaf, leaf]) for leaf in single]
+            model(mx.zeros((2, new), mx.int32), cache=batch)
+            if any(leaf.unread is not None for leaf in (*single, *batch)):
+                return False
+    except Exception:
+        return False
+    return True
+
+
+def _behind_a_segment(model: Any, cache: Any, tokens: int = 4) -> Any:
+    model(mx.zeros((1, tokens), mx.int32), cache=cache)
+    for leaf in cache:
+        held = {"keys": leaf.keys[..., :tokens, :], "values": leaf.values[..., :tokens, :]}
+        leaf.add_segment(Segment({f"{leaf.layer}.{name}": array for name, array in held.items()}), tokens)
+        leaf.keys, leaf.values, leaf.joint = None, None, False
+    return cache
+
+
+# --------------------------------------------------------------------------- segments of a whole cache
+
+
+def add_segment(cache: Sequence[SegmentedKVCache], segment: Segment, tokens: int) -> None:
+    """The next `tokens` tokens of `cache` are in `segment`."""
+    for leaf in cache:
+        leaf.add_segment(segment, tokens)
+
+
+class LiveSegments:
+    """The segments of running sequences, by the name of their last block. They go with the last holder.
+
+    tokens  of a segment; 0: this model's KV is not cut
+    """
+
+    def __init__(self, tokens: int = 0):
+        self.tokens = tokens
+        self._by_name: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def names(self, hashes: Sequence[bytes], block: int) -> Sequence[bytes]:
+        """Of the segments that blocks with these hashes fill. `block`: tokens, a divisor of a segment's."""
+        return hashes[self.tokens // block - 1 :: self.tokens // block] if self.tokens else ()
+
+    def find(self, names: Sequence[bytes]) -> list[Segment]:
+        """Of these names' segments the first ones, as far as they live."""
+        found: list[Segment] = []
+        for name in names:
+            if (segment := self._by_name.get(name)) is None:
+                break
+            found.append(segment)
+        return found
+
+    def hold(self, segment: Segment, name: bytes) -> Segment:
+        """The one that is known by `name`: `segment`, unless there was one."""
+        return self._by_name.setdefault(name, segment)
+
+    def forget(self, names: Iterable[bytes]) -> None:
+        """Nobody gets these any more; who has them keeps them."""
+        for name in names:
+            self._by_name.pop(name, None)
+
+    def cut(
+        self, cache: Sequence[Any], hashes: Sequence[bytes], block: int, capacity: int, *, last: bool
+    ) -> None:
+        """Cut the full segments off the tails. Copies one layer's at a time.
+
+        hashes    of the blocks, as far as known
+        capacity  tokens to have room for in the end
+        last      the prompt's last pass comes next
+        """
+        if not self.tokens or not cache:
+            return
+        first, base = cache[0].base // self.tokens, cache[0].base
+        if count := (cache[0].offset - base) // self.tokens:
+            held: list[dict[str, mx.array]] = [{} for _ in range(count)]
+            room = round_up(capacity - base - count * self.tokens)
+            for leaf in cache:
+                for tensors, pair in zip(held, leaf.cut(count, self.tokens, room), strict=True):
+                    tensors[f"{leaf.layer}.keys"], tensors[f"{leaf.layer}.values"] = pair
+            names = self.names(hashes, block)
+            for index, tensors in enumerate(held, first):
+                segment = Segment(tensors)
+                if index < len(names):
+                    segment = self.hold(segment, names[index])
+                add_segment(cache, segment, self.tokens)
+        for leaf in cache:
+            leaf.joint = not last
+            if leaf.keys is None:
+                leaf.step = round_up(max(1, capacity - leaf.base))

@@ -1,0 +1,132 @@
+"""Decoding rows that share a prefix, with its KV held once and held by each.
+
+    python -m tools.bench.shared_prefix [--shape smollm2] [--tokens 20000] [--rows 1,4] [--new 1]
+
+Random KV stands for the prompts, so nothing is prefilled: `--tokens` are shared, and each row has `--own`
+tokens behind. Passes of both kinds take turns, so that a load on the machine slows both. A row of output for
+each number of rows: milliseconds a pass (median, fastest), bytes of live KV, the logits' largest difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from omlxd.engine import blas
+
+blas.put_first()  # As an engine does, before anything imports MLX.
+
+import mlx.core as mx  # noqa: E402
+
+from omlxd.engine import mlx_adapter  # noqa: E402
+from omlxd.engine.mlx_adapter import Cache, Segment  # noqa: E402
+from tools.bench.gpu_rig import row  # noqa: E402
+from tools.bench.shapes import SHAPES, build  # noqa: E402
+
+
+def random_kv(names: dict[str, tuple[int, int]], tokens: int, dtype: Any, seed: int) -> dict[str, mx.array]:
+    """By tensor, (1, heads, tokens, dim). `names`: heads and dim of each."""
+    keys = mx.random.split(mx.random.key(seed), len(names))
+    made = {
+        name: mx.random.normal((1, heads, tokens, dim), dtype=dtype, key=keys[i])
+        for i, (name, (heads, dim)) in enumerate(names.items())
+    }
+    mx.eval(made)
+    return made
+
+
+def private(model: Any, prefix: list[dict[str, mx.array]], own: dict[str, mx.array]) -> Cache:
+    """A row that holds all its KV itself."""
+    room = mlx_adapter.round_up(1) * 2
+    parts = [*prefix, own]
+    arrays = {
+        name: mx.concatenate([*(p[name] for p in parts), mx.zeros_like(own[name])[:, :, :room]], axis=2)
+        for name in own
+    }
+    mx.eval(arrays)
+    length = sum(next(iter(part.values())).shape[2] for part in parts)
+    return mlx_adapter.filled_cache(model, arrays, length)
+
+
+def shared(model: Any, segments: list[Segment], base: int, own: dict[str, mx.array]) -> Cache:
+    """A row that holds `own`, and shares `segments`."""
+    arrays = {name: array + 0 for name, array in own.items()}
+    mx.eval(arrays)
+    length = base + next(iter(own.values())).shape[2]
+    cache = mlx_adapter.filled_cache(model, arrays, length, segments, base)
+    for leaf in cache:
+        leaf.joint = False
+    return cache
+
+
+def held(make: Callable[[], Cache]) -> tuple[Cache, int]:
+    """A cache and the bytes that it added."""
+    before = mx.get_active_memory()
+    cache = make()
+    mx.eval([array for array in mlx_adapter.state_arrays(cache)])
+    mlx_adapter.give_memory_back()
+    return cache, mx.get_active_memory() - before
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", default="smollm2", choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=20000)
+    parser.add_argument("--own", type=int, default=500)
+    parser.add_argument("--rows", default="1,4")
+    parser.add_argument("--passes", type=int, default=12)
+    parser.add_argument("--new", type=int, default=1, help="tokens of a row in a pass: 64 as in a prompt")
+    parser.add_argument("--segment", type=int, default=mlx_adapter.SEGMENT)
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    loaded = build(shape)
+    assert loaded.layout is not None
+    names = {name: (g.heads, g.dim) for g in loaded.layout.groups for name in g.names}
+    dtype, size = getattr(mx, shape.dtype), options.segment
+    count = options.tokens // size
+    prefix = [random_kv(names, size, dtype, i) for i in range(count)]
+    prefix_bytes = count * loaded.layout.nbytes(size)
+    row("rows", "private ms", "shared ms", "private MB", "shared MB", "difference")
+    row(*["---"] * 6)
+    for rows in map(int, options.rows.split(",")):
+        owns = [random_kv(names, options.own + options.tokens % size, dtype, 100 + i) for i in range(rows)]
+        vars(loaded.model).pop("make_cache", None)
+
+        def joined(caches: list[Cache], rows: int = rows) -> Cache:
+            return caches[0] if rows == 1 else mlx_adapter.merge(caches)
+
+        private_cache, private_bytes = held(
+            lambda owns=owns: joined([private(loaded.model, prefix, own) for own in owns])
+        )
+        live = mlx_adapter.share_prefixes(loaded.model, size)
+        assert live.tokens, "this model shares nothing"
+        segments = [Segment(kv) for kv in prefix]
+        shared_cache, shared_bytes = held(
+            lambda owns=owns, segments=segments: joined(
+                [shared(loaded.model, segments, count * size, own) for own in owns]
+            )
+        )
+        tokens = mx.zeros((rows, options.new), mx.int32)
+        times: dict[str, list[float]] = {"private": [], "shared": []}
+        logits: dict[str, mx.array] = {}
+        for _ in range(options.passes):
+            for kind, cache in (("private", private_cache), ("shared", shared_cache)):
+                began = time.perf_counter()
+                logits[kind] = loaded.model(tokens, cache=cache)
+                mx.eval(logits[kind], mlx_adapter.state_arrays(cache))
+                times[kind].append((time.perf_counter() - began) * 1e3)
+                if options.new > 1:
+                    mlx_adapter.trim(cache, [options.new] * rows)
+        spoken = [f"{statistics.median(times[k]):.0f}, {min(times[k]):.0f}" for k in times]
+        far = mx.abs(logits["private"] - logits["shared"]).max().item()
+        row(rows, *spoken, private_bytes / 1e6, (shared_bytes + prefix_bytes) / 1e6, f"{far:.1e}")
+        del private_cache, shared_cache, segments
+        mlx_adapter.give_memory_back()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
