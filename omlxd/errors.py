@@ -77,6 +77,19 @@ class NotFound(OmlxdError):
     code = "not_found"
 
 
+class ThreadError(OmlxdError):
+    """A message thread can't be begun or continued. `detail`: Anthropic's `error_code`.
+
+    After `thread_not_found`, `_already_continued` and `_continue_in_flight` its SDKs send the whole
+    conversation, after `_unsupported_request` without a thread.
+    """
+
+    def __init__(self, param: str, why: str, detail: str):
+        code: ErrorCode = "not_found" if detail == "thread_not_found" else "invalid_request"
+        super().__init__(f"{param}: {why}", code=code, param=param)
+        self.detail = detail
+
+
 class Unauthorized(OmlxdError):
     code = "authentication"
 

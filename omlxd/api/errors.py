@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from ..chat import ErrorCode
-from ..errors import OmlxdError
+from ..errors import OmlxdError, ThreadError
 
 Protocol = Literal["anthropic", "openai", "ollama"]
 
@@ -37,14 +37,6 @@ _TABLE: dict[ErrorCode, tuple[int, str, str, str | None]] = {
 
 _MISSING = {"model": "model_not_found", "previous_response_id": "previous_response_not_found"}
 """Parameter that names what is not found → OpenAI's code."""
-
-_DETAILS: dict[tuple[ErrorCode, str | None], str] = {
-    ("not_found", "thread.previous_message_id"): "thread_not_found",
-    ("invalid_request", "thread.previous_message_id"): "thread_already_continued",
-    ("invalid_request", "thread"): "thread_fingerprint_mismatch",
-    ("invalid_request", "thread.type"): "thread_unsupported_request",
-}
-"""(code, parameter) → Anthropic's `error_code`. After the first two its SDKs send the whole conversation."""
 
 
 class _Details(msgspec.Struct):
@@ -137,10 +129,9 @@ def error_body(
         return OpenAIError(openai_detail(error))
     if protocol == "ollama":
         return OllamaError(message_of(error, protocol))
-    code = _DETAILS.get((error.code, error.param))
-    message = message_of(error, protocol)
+    details = _Details(error.detail) if isinstance(error, ThreadError) else None
     return AnthropicError(
-        _AnthropicDetail(_TABLE[error.code][1], message, _Details(code) if code else None), request_id
+        _AnthropicDetail(_TABLE[error.code][1], message_of(error, protocol), details), request_id
     )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union
 import msgspec
 
 from ... import chat
-from ...errors import bad_field
+from ...errors import InvalidRequest, bad_field
 from ..answer_format import ResponseFormat, format_of, only
 from ..body import (
     MAX_INT64,
@@ -32,7 +32,16 @@ from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
 from . import blocks
 from .documents import browser_state_text, document_parts, image_block, search_result_text
-from .threads import Continue, Create, HeldThread, ThreadRequest, conversation_of, owner_of, with_conversation
+from .threads import (
+    Continue,
+    Create,
+    HeldThread,
+    ThreadRequest,
+    conversation_of,
+    in_threads_words,
+    owner_of,
+    with_conversation,
+)
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -99,11 +108,14 @@ def parse(
     body: bytes, headers: Mapping[str, str] | None = None, held: HeldThread = lambda *_: None
 ) -> ParsedRequest:
     """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field, and
-    NotFound for a thread.
+    ThreadError for a thread.
 
     held  the threads that are kept
     """
-    request = decode(_decoder, body)
+    try:
+        request = decode(_decoder, body)
+    except InvalidRequest as error:
+        raise in_threads_words(error) from None
     if not request.messages:
         raise bad_field("messages", "at least one message is required")
     if request.thread is None:

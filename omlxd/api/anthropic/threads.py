@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from ...errors import InvalidRequest, NotFound
+from ...errors import InvalidRequest, OmlxdError, ThreadError
 from ..body import ParsedRequest
 
 FIXED = ("system", "tools")
@@ -24,11 +24,14 @@ HeldThread = Callable[[str, str], "bytes | None"]
 """(owner, id of the answer) → its conversation as JSON; b"": it has been continued; None: none (any more)."""
 
 
-class Create(msgspec.Struct, tag_field="type", tag="create"):
+REPLAY = 'send the whole conversation with thread {"type": "create"}'
+
+
+class Create(msgspec.Struct, tag_field="type", tag="create", forbid_unknown_fields=True):
     pass
 
 
-class Continue(msgspec.Struct, tag_field="type", tag="continue"):
+class Continue(msgspec.Struct, tag_field="type", tag="continue", forbid_unknown_fields=True):
     previous_message_id: str
 
 
@@ -62,26 +65,36 @@ def owner_of(headers: Mapping[str, str]) -> str:
 def conversation_of(body: bytes, thread: Create | Continue, owner: str, held: HeldThread) -> dict[str, Any]:
     """`system`, `tools` and `messages` of the whole conversation, each as JSON.
 
-    Raises NotFound where `thread` continues what is not kept, InvalidRequest where it can't be continued.
+    Raises ThreadError where `thread` continues what is not kept, or can't be continued.
     """
     given = _fields.decode(body)
     if isinstance(thread, Create):
         return {name: given[name] for name in (*FIXED, "messages") if name in given}
     before = held(owner, thread.previous_message_id)
-    replay = 'send the whole conversation with thread {"type": "create"}'
     if before is None:
-        raise NotFound(f"{PREVIOUS}: nothing is kept under this id (any more); {replay}", param=PREVIOUS)
+        raise ThreadError(PREVIOUS, f"nothing is kept under this id (any more); {REPLAY}", "thread_not_found")
     if not before:
-        raise InvalidRequest(f"{PREVIOUS}: this answer has been continued already; {replay}", param=PREVIOUS)
+        raise already_continued()
     kept = _fields.decode(before)
     for name in FIXED:
         if name in given and _value(given, name) != _value(kept, name):
-            raise InvalidRequest(
-                f"thread: {name} differs from what the thread began with; leave it out, or {replay}",
-                param="thread",
-            )
+            why = f"{name} differs from what the thread began with; leave it out, or {REPLAY}"
+            raise ThreadError("thread", why, "thread_fingerprint_mismatch")
     messages = [*_held.decode(before).messages, *_held.decode(body).messages]
     return {**kept, "messages": messages}
+
+
+def already_continued() -> ThreadError:
+    return ThreadError(
+        PREVIOUS, f"this answer has been continued already; {REPLAY}", "thread_already_continued"
+    )
+
+
+def in_threads_words(error: InvalidRequest) -> OmlxdError:
+    """What is wrong with a body, where it is its kind of thread."""
+    if error.param != "thread.type":
+        return error
+    return ThreadError("thread.type", 'it is "create" or "continue"', "thread_unsupported_request")
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:

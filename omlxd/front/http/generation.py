@@ -12,6 +12,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,13 +56,18 @@ Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One protocol: how to read a body, and how to write events. `stream_type`: of streams."""
+    """One protocol: how to read a body, and how to write events.
+
+    stream_type  of streams
+    held         what is held while a request is answered. Raises OmlxdError
+    """
 
     parse: Parse
     encoder: Callable[[ParsedRequest, str], StreamEncoder]
     """(request, request id)"""
     collector: Callable[[ParsedRequest], Collector]
     stream_type: bytes = b"text/event-stream; charset=utf-8"
+    held: Callable[[ParsedRequest], AbstractContextManager[None]] = lambda parsed: nullcontext()
 
 
 def _id(prefix: str) -> str:
@@ -86,6 +92,7 @@ def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answe
         lambda body, headers: parse(body, headers, threads.find_thread),
         lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id, keep_of(parsed)),
         collector,
+        held=threads.continuing,
     )
 
 
@@ -164,7 +171,10 @@ class GenerationResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
-        with self._metrics.watch(self._engine.model_id, trace.started) as watch:
+        with (
+            self._dialect.held(self._parsed),
+            self._metrics.watch(self._engine.model_id, trace.started) as watch,
+        ):
             pump = EventPump(events_of(self._engine, self._parsed), watch.event)
             try:
                 work = self._stream if self._parsed.stream else self._collect

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 
-from ...api.anthropic.threads import ThreadRequest, with_answer
+from ...api.anthropic.threads import PREVIOUS, REPLAY, ThreadRequest, already_continued, with_answer
+from ...api.body import ParsedRequest
 from ...common.bounded_map import BoundedMap
+from ...errors import ThreadError
 
 MAX_ANSWERS = 4000
 """Those that have been continued, of which nothing else is kept, count too."""
@@ -23,12 +27,33 @@ class ThreadStore:
 
     def __init__(self, max_answers: int = MAX_ANSWERS, max_bytes: int = MAX_BYTES):
         self._kept = BoundedMap[tuple[str, str], bytes](max_bytes, len, max_items=max_answers)
+        self._continued_now: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def find_thread(self, owner: str, id: str) -> bytes | None:
         """b"": it has been continued. None: never kept, or gone."""
         with self._lock:
             return self._kept.get((owner, id))
+
+    @contextlib.contextmanager
+    def continuing(self, parsed: ParsedRequest) -> Iterator[None]:
+        """While `parsed` is answered no other request continues the same answer. Raises ThreadError."""
+        if not isinstance(parsed, ThreadRequest) or not parsed.previous:
+            yield
+            return
+        key = (parsed.owner, parsed.previous)
+        with self._lock:
+            if key in self._continued_now:
+                why = f"another request is continuing this answer; continue from that one's, or {REPLAY}"
+                raise ThreadError(PREVIOUS, why, "thread_continue_in_flight")
+            if self._kept.get(key) == b"":
+                raise already_continued()  # Since `parsed` was read.
+            self._continued_now.add(key)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._continued_now.remove(key)
 
     def keep(self, request: ThreadRequest, id: str, content: bytes) -> None:
         """Keep the conversation of `request` with its answer, blocks as JSON, unless it is too large."""

@@ -1,5 +1,6 @@
 """Message threads: a conversation stays here, and the official SDK sends only what is new."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,6 +12,7 @@ from sdk_clients import claude
 
 from omlxd.api.anthropic.threads import ThreadRequest
 from omlxd.chat import Conversation, GenerateRequest, Restarted, TextDelta
+from omlxd.errors import ThreadError, Unavailable
 from omlxd.front.http.thread_store import MAX_THREAD_BYTES, ThreadStore
 
 PATH = "/v1/messages"
@@ -98,6 +100,58 @@ async def test_an_answer_is_continued_once_and_by_its_owner_alone():
     ):
         assert answer.status_code == status and answer.json()["error"]["details"] == {"error_code": code}
         assert 'thread {"type": "create"}' in message_of(PATH, answer)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_one_request_at_a_time_continues_an_answer(streamed: bool):
+    engine = FakeEngine(HELLO)
+    async with client(app_of(engine)) as http:
+        first = await http.post(PATH, json=body("one"))
+        engine.script = (0.2, *HELLO)
+        again = [http.post(PATH, json=body("two", after(first), stream=streamed)) for _ in range(3)]
+        answers = sorted(await asyncio.gather(*again), key=lambda answer: answer.status_code)
+        assert [answer.status_code for answer in answers] == [200, 400, 400]
+        for refused in answers[1:]:
+            assert refused.json()["error"]["details"] == {"error_code": "thread_continue_in_flight"}
+            assert "another request is continuing" in message_of(PATH, refused)
+    assert len(engine.requests) == 2
+
+
+async def test_an_answer_whose_continuation_failed_is_continued_again():
+    engine = FakeEngine(HELLO)
+    async with client(app_of(engine)) as http:
+        first = await http.post(PATH, json=body("one"))
+        engine.script = (Unavailable("gone"),)
+        assert (await http.post(PATH, json=body("two", after(first)))).status_code == 503
+        engine.script = HELLO
+        assert (await http.post(PATH, json=body("two", after(first)))).status_code == 200
+
+
+def test_a_request_that_was_read_before_another_ended_finds_the_answer_continued():
+    store = ThreadStore()
+    store.keep(request(previous="msg_1"), "msg_2", b"[]")
+    with pytest.raises(ThreadError, match="continued already"), store.continuing(request(previous="msg_1")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("thread", "words", "code"),
+    [
+        ({"type": "continue"}, "thread.previous_message_id: this field is required", None),
+        ({"type": "continue", "previous_message_id": 5}, "thread.previous_message_id: Expected str", None),
+        ("x", "thread: Expected object", None),
+        ([], "thread: Expected object", None),
+        ({"type": "create", "previous_message_id": "x"}, "unknown field previous_message_id", None),
+        ({"type": "create", "more": 1}, "unknown field more", None),
+        ({"type": "bla"}, 'thread.type: it is "create" or "continue"', "thread_unsupported_request"),
+        ({}, 'thread.type: it is "create" or "continue"', "thread_unsupported_request"),
+    ],
+)
+async def test_a_malformed_thread_has_its_own_words_and_no_code_of_another_fault(thread, words, code):
+    async with client(app_of(FakeEngine(HELLO))) as http:
+        answer = await http.post(PATH, json=body("one", thread))
+    assert answer.status_code == 400 and words in message_of(PATH, answer)
+    assert (answer.json()["error"].get("details") or {}).get("error_code") == code
 
 
 async def test_what_a_thread_began_with_stays():
