@@ -214,9 +214,12 @@ class ClearCache(msgspec.Struct):
     id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 
 
+LAST = "last"
+
+
 class WhyMissBody(msgspec.Struct):
-    """A request to explain: one that was made, by its `request_id` or as the newest of a `session`
-    (neither: the newest of all), or one as it would be sent: `path`, `body` and `headers`."""
+    """A request to explain: one that was made, by its `request_id` (`last`: the newest of all) or as the
+    newest of a `session`, or one as it would be sent: `path`, `body` and `headers`."""
 
     request_id: str = ""
     session: str = ""
@@ -245,7 +248,7 @@ class PinnedBlocks(msgspec.Struct):
 
 
 class PinList(msgspec.Struct):
-    """The newest last. `bytes` may be up to `most_bytes`, half of the SSD cache's limit."""
+    """The newest last. `bytes` counts each file once; at most `most_bytes`, half of the SSD cache's limit."""
 
     pins: list[PinnedBlocks]
     bytes: int

@@ -64,7 +64,7 @@ def test_images_are_hit_in_ram_and_after_sigkill(tmp_path: Path, family: str):
         other = daemon.messages(ask(block(3)), turn, ask(block(2, 168)))
         # Models with state at a position go on from a checkpoint, and none stands so early.
         assert VISION_FAMILIES[family].per_token <= sum(cached(other)) < cached(again)[0]
-        why = daemon.post("/omlxd/why-miss", {}).json()["explanation"]
+        why = daemon.post("/omlxd/why-miss", {"request_id": "last"}).json()["explanation"]
         assert why["cause"] in ("other_image", "no_checkpoint")
     for file in block_files(home):
         namespace = file.parent.parent.name

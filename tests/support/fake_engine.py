@@ -29,7 +29,7 @@ from omlxd.chat import (
     Usage,
     Vectors,
 )
-from omlxd.cli.owner_api import PinnedBlocks
+from omlxd.cli.owner_api import PinList
 from omlxd.front.app import create_app
 from omlxd.front.engines.pins import PinnedChain
 from omlxd.front.engines.protocol import Card, resolve_name
@@ -218,10 +218,10 @@ class FakeEngines:
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         return None
 
-    async def cold_pins(self) -> list[PinnedBlocks] | None:
+    async def cold_pins(self) -> PinList | None:
         return None
 
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         return None
 
     def cold_removal(self, path: str) -> Removal | None:

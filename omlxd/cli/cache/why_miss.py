@@ -20,7 +20,7 @@ from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation
 from ..daemon_client import NoDaemon, add_url, address, fetch
-from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
+from ..owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
 from . import inventory
 from .stats import ago
@@ -73,9 +73,7 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
             raise ConfigError("--offline: give a file that holds the request.", param="--offline")
     elif args.session:
         asked = WhyMissBody(session=args.session)
-    elif request == "last":
-        asked = WhyMissBody()
-    elif request.startswith("req_"):
+    elif request == LAST or request.startswith("req_"):
         asked = WhyMissBody(request_id=request)
     else:
         asked = read_request(request, args.path)

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from ...cli.owner_api import PinnedBlocks
+from ...cli.owner_api import PinList, PinnedBlocks
 from ...common.units import human
 from ...errors import InvalidRequest
 from ...kv.files.fs import entries_of, subfolders
@@ -264,18 +264,19 @@ class ColdLedger:
         self._pins.load()
         ledger.pin(self._pins.files())
 
-    async def pins(self) -> list[PinnedBlocks] | None:
+    async def pins(self) -> PinList | None:
         """The newest last; None without a cold tier."""
         ledger = self._ledger
         return None if ledger is None else await self._call(self._pinned, ledger)
 
-    def _pinned(self, ledger: Ledger) -> list[PinnedBlocks]:
-        return [
+    def _pinned(self, ledger: Ledger) -> PinList:
+        pins = [
             PinnedBlocks(name, pin.model, len(pin.files), ledger.bytes_of(pin.files), pin.at)
             for name, pin in self._pins.by_name.items()
         ]
+        return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.cold_cache_bytes * SHARE))
 
-    async def pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+    async def pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         """Evict these files last; None: as all others. All pins then, None without a cold tier.
 
         Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned.
@@ -283,7 +284,7 @@ class ColdLedger:
         self.hurry()
         ledger = self._ledger
 
-        def settle(ledger: Ledger) -> list[PinnedBlocks]:
+        def settle(ledger: Ledger) -> PinList:
             if chain is None:
                 self._pins.remove(name)
             else:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...cli.owner_api import PinnedBlocks
+from ...cli.owner_api import PinList
 from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
@@ -195,10 +195,10 @@ class EnginePool:
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         return await self.cold.forget_files(paths, remove)
 
-    async def cold_pins(self) -> list[PinnedBlocks] | None:
+    async def cold_pins(self) -> PinList | None:
         return await self.cold.pins()
 
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         return await self.cold.pin(name, chain)
 
     def cold_removal(self, path: str) -> Removal | None:

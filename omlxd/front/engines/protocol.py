@@ -20,7 +20,7 @@ from ...chat import (
     Vectors,
     media_of,
 )
-from ...cli.owner_api import PinnedBlocks
+from ...cli.owner_api import PinList
 from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
@@ -160,11 +160,11 @@ class Engines(Protocol):
         """What became of a file of the SSD cache that is gone; None: nobody knows."""
         ...
 
-    async def cold_pins(self) -> list[PinnedBlocks] | None:
+    async def cold_pins(self) -> PinList | None:
         """What is evicted last, the newest last; None without an SSD cache."""
         ...
 
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> list[PinnedBlocks] | None:
+    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         """Pin `chain`, or unpin `name` (None). Raises InvalidRequest, NotFound."""
         ...
 

@@ -10,10 +10,11 @@ import time
 import msgspec
 
 from ...api.body import decode
-from ...cli.owner_api import CachedFiles, PinBlocks, PinList, PinnedBlocks, WhyMissBody
+from ...chat import GenerateRequest
+from ...cli.owner_api import CachedFiles, PinBlocks, PinList, WhyMissBody
 from ...errors import InvalidRequest, NotFound, Unavailable
-from ..engines.pins import SHARE, PinnedChain, in_order
-from ..engines.protocol import Engines
+from ..engines.pins import PinnedChain, in_order
+from ..engines.protocol import Engine, Engines
 from .why_miss import Explaining
 
 _PIN, _FILES = msgspec.json.Decoder(PinBlocks), msgspec.json.Decoder(WhyMissBody)
@@ -31,30 +32,32 @@ class Pinning:
         asked = decode(_PIN, body)
         name, chain = asked.name, None
         if asked.pinned:
-            found = await self._files_of(asked)
+            engine, request, kept = await self._explaining.request_of(asked)
+            found = await _files_of(engine, request)
             if not found.files:
                 raise NotFound(
                     "Nothing of it is cached; send it once, or `omlxd cache warm` it, then pin it."
                 )
-            name = name or asked.session or asked.request_id or f"{asked.path} {int(time.time())}"
+            name = name or asked.session or (kept.trace.id if kept else f"{asked.path} {int(time.time())}")
             chain = PinnedChain(found.model, in_order(found.files), time.time())
         if not name or len(name) > MOST_NAME:
             raise InvalidRequest(f"name: write 1 to {MOST_NAME} characters.", param="name")
-        return self._listed(await self._engines.cold_pin(name, chain))
+        return _listed(await self._engines.cold_pin(name, chain))
 
     async def pins(self) -> PinList:
-        return self._listed(await self._engines.cold_pins())
+        return _listed(await self._engines.cold_pins())
 
     async def files(self, body: bytes) -> CachedFiles:
-        return await self._files_of(decode(_FILES, body))
+        engine, request, _ = await self._explaining.request_of(decode(_FILES, body))
+        return await _files_of(engine, request)
 
-    async def _files_of(self, asked: WhyMissBody) -> CachedFiles:
-        engine, request, _ = await self._explaining.request_of(asked)
-        found = await engine.cached_files(request)
-        return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)
 
-    def _listed(self, pins: list[PinnedBlocks] | None) -> PinList:
-        stats = self._engines.cold_stats()
-        if pins is None or stats is None:
-            raise Unavailable("This daemon has no SSD cache.")
-        return PinList(pins, sum(pin.bytes for pin in pins), int(stats.cold_cache_bytes * SHARE))
+def _listed(pins: PinList | None) -> PinList:
+    if pins is None:
+        raise Unavailable("This daemon has no SSD cache.")
+    return pins
+
+
+async def _files_of(engine: Engine, request: GenerateRequest) -> CachedFiles:
+    found = await engine.cached_files(request)
+    return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)

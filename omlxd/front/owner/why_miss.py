@@ -13,8 +13,8 @@ import msgspec
 
 from ...api.body import ParsedRequest, decode
 from ...chat import GenerateRequest
-from ...cli.owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
-from ...errors import InvalidRequest, NotFound
+from ...cli.owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
+from ...errors import InvalidRequest, NotFound, bad_field
 from ...wire import Explanation
 from ..engines.protocol import Engine, Engines
 from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
@@ -41,7 +41,7 @@ class Explaining:
 
     async def why(self, body: bytes) -> WhyMiss:
         """Raises OmlxdError."""
-        asked = decode(_WHY_MISS, body or b"{}")
+        asked = decode(_WHY_MISS, body)
         engine, request, kept = await self.request_of(asked)
         explanation = self._with_fate(await engine.explain(request, kept.reached if kept else -1))
         if kept is None:
@@ -53,9 +53,15 @@ class Explaining:
         if asked.path:
             parsed = self._parsed(asked)
             return await self._engines.find_engine(parsed.model), parsed.generate, None
-        kept = self._recent.find_request(asked.request_id, asked.session)
+        if not (asked.request_id or asked.session):
+            raise bad_field(
+                "request_id",
+                f'name a request by its id, as "{LAST}", by its session, or by path and body',
+            )
+        id = "" if asked.request_id == LAST else asked.request_id
+        kept = self._recent.find_request(id, asked.session)
         if kept is None:
-            what = asked.request_id or (f"session {asked.session}" if asked.session else "")
+            what = id or (f"session {asked.session}" if asked.session else "")
             raise NotFound(
                 f"Of {what[:200]} no request is kept; the last ones are in /omlxd/requests."
                 if what

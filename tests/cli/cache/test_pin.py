@@ -52,7 +52,12 @@ async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_pat
     assert await cold.open()
     chain = PinnedChain("m", [path(1), path(0)], 1.0)
     pins = await cold.pin("mine", chain)
-    assert pins is not None and [(pin.name, pin.files, pin.bytes) for pin in pins] == [("mine", 2, 8192)]
+    assert pins is not None and [(pin.name, pin.files, pin.bytes) for pin in pins.pins] == [("mine", 2, 8192)]
+    pins = await cold.pin("shared", PinnedChain("m", [path(2), path(1), path(0)], 2.0))
+    # A file that two pins share takes its room once.
+    assert pins is not None and [pin.bytes for pin in pins.pins] == [8192, 12288]
+    assert (pins.bytes, pins.most_bytes) == (12288, 50_000)
+    await cold.pin("shared", None)
     with pytest.raises(InvalidRequest, match=r"81\.9 kB would be pinned, and at most half"):
         await cold.pin("all", PinnedChain("m", [path(n) for n in range(20)], 1.0))
     with pytest.raises(NotFound, match="Nothing is pinned as 'yours'"):
@@ -64,7 +69,8 @@ async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_pat
     stats = await small.ledger_stats()
     assert stats is not None and stats.files == 3
     assert (tmp_path / path(0)).exists() and (tmp_path / path(1)).exists()
-    assert await small.pin("mine", None) == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}
+    pins = await small.pin("mine", None)
+    assert pins is not None and pins.pins == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}
     await small.close()
 
 
@@ -116,6 +122,8 @@ def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
             {"session": "mine", "name": "n" * 201},
             {"name": "gone", "pinned": False},
             {"pinned": 1},
+            {},
+            {"name": "unsaid"},
         ):
             assert daemon.http.post("/omlxd/cache/pin", json=body).status_code in (400, 404)
     with Daemon(here, *flags) as daemon:

@@ -274,11 +274,18 @@ async def test_the_last_requests_and_why():
     engines.evicted_log = EvictedLog()
     async with client(create_app(engines)) as http:
         ask = lambda **more: http.post("/omlxd/why-miss", json=more)  # noqa: E731
-        assert (await ask()).status_code == 404
+        assert (await ask(request_id="last")).status_code == 404
         answer = await http.post(CHAT, json=request_body(CHAT))
         id = answer.headers["x-request-id"]
         (line,) = (await http.get("/omlxd/requests")).json()["requests"]
         assert line["id"] == id and line["cached_tokens"] == USAGE.cached_tokens and line["outcome"] == "ok"
+        assert (await ask(request_id="last")).json()["request_id"] == id
+        for path in ("/omlxd/why-miss", "/omlxd/cache/files", "/omlxd/cache/pin"):
+            for unsaid in ({}, {"name": "x"}, {"body": request_body(CHAT)}):
+                refused = await http.post(path, json=unsaid)
+                assert refused.status_code == 400 and refused.json()["error"]["param"] == "request_id"
+            refused = await http.post(path, content=b"")
+            assert refused.status_code == 400 and "it is empty" in refused.json()["error"]["message"]
         found = (await ask(request_id=id)).json()
         assert found["request_id"] == id and found["explanation"]["cause"] == "never_stored"
         assert engine.explained == (engine.requests[0], USAGE.cached_tokens)
