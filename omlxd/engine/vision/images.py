@@ -191,10 +191,10 @@ class Images:
 
     def figures(self) -> dict[str, float]:
         counts = self.files.counts if self.files is not None else {}
-        names = ("remembered", "restored", "written")
-        return {"image_towers_total": self.towers} | {
-            f"images_{name}_total": counts.get(name, 0) for name in names
-        }
+        figures: dict[str, float] = {"image_towers_total": self.towers}
+        for name in ("remembered", "restored", "written"):
+            figures[f"images_{name}_total"] = counts.get(name, 0)
+        return figures
 
     def warm_up(self) -> None:
         """Have the first image find all loaded that images need. Any thread but the engine's."""

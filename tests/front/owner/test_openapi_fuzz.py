@@ -34,6 +34,8 @@ CHECKS = [
 ]
 GENERATING = ("/v1/messages", "/v1/chat/completions", "/v1/completions", "/v1/responses")
 COUNTING = "/v1/messages/count_tokens"
+ENDLESS = ("/omlxd/events", "/models/sse")
+"""Streams without an end."""
 
 
 def document() -> dict[str, Any]:
@@ -52,7 +54,7 @@ OPERATIONS = [
     (method, path)
     for path, methods in DOCUMENT["paths"].items()
     for method in methods
-    if method != "parameters" and path != "/omlxd/events"  # A stream without an end.
+    if method != "parameters" and path not in ENDLESS
 ]
 
 
