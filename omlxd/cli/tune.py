@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,18 +19,21 @@ from ..config import Settings, add_flags, settings_of
 from ..errors import ConfigError, OmlxdError
 from ..models.catalog import ADAPTER_FILES, Catalog, InstalledModel, looks_like_model, own_adapters
 from ..models.footprint import footprint
-from ..models.tuning import Job, memory_need, read_data
+from ..models.tuning import Example, Job, lora_of, memory_need, read_data
 from .daemon_client import DaemonError, NoDaemon, address_of, fetch
 from .owner_api import DaemonStatus, TidyMemory
 
 _NUMBERS = {
     "iters": (200, 10**6, "steps of training"),
     "batch-size": (4, 1024, "examples in a step"),
-    "rank": (8, 1024, "of the adapter's matrices"),
-    "layers": (0, 1000, "that are adapted, the last ones; 0: all"),
+    "rank": (None, 1024, "of the adapter's matrices"),
+    "layers": (None, 1000, "that are adapted, the last ones; 0: all"),
     "max-length": (2048, 10**6, "tokens of an example; what is beyond is cut"),
     "seed": (0, 2**31, "of the order of examples and of the first numbers"),
 }
+_RANK, _LAYERS = 8, 0
+"""Of a new adapter. One that is resumed keeps its own."""
+_LEAST = {"layers": 0, "seed": 0, "max-length": 2}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -38,9 +44,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     parser.add_argument("--name", help="of the adapter; default: the data folder's")
     for name, (default, most, text) in _NUMBERS.items():
-        kind = _whole_number(int(name not in ("layers", "seed")), most)
+        kind = _whole_number(_LEAST.get(name, 1), most)
+        usual = {"rank": _RANK, "layers": _LAYERS}.get(name, default)
         parser.add_argument(
-            f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {default})"
+            f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {usual})"
         )
     parser.add_argument("--learning-rate", type=_rate, default=1e-4, metavar="X", help="(default: 1e-4)")
     parser.add_argument("--resume", action="store_true", help="go on with the adapter of that name")
@@ -50,16 +57,63 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     model = _installed(settings, args.model)
     assert model.folder is not None
     train, valid = read_data(args.data)
-    name = args.name or args.data.absolute().name
+    name = args.data.absolute().name if args.name is None else args.name
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ConfigError(f"--name: {name!r} is no name of letters, digits, - and _.", param="--name")
     target = own_adapters(model.id, settings.base_path) / name
-    there = (target / ADAPTER_FILES[1]).exists()
-    if there != args.resume:
-        problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
-        raise ConfigError(f"{model.id}:{name} {problem}.", param="--name")
-    job = Job(
-        model=str(model.folder),
+    if args.resume and not target.is_dir():
+        raise ConfigError(f"{model.id}:{name} is not there to be resumed.", param="--name")
+    with _claimed(target, settings.base_path) as lock:
+        there = (target / ADAPTER_FILES[1]).exists()
+        if there != args.resume:
+            problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
+            raise ConfigError(f"{model.id}:{name} {problem}.", param="--name")
+        job = _job(args, model.folder, target, train, valid)
+        fit_memory(job, model.folder, settings)
+        program = [sys.executable, "-m", "omlxd.engine.tune"]
+        order = msgspec.json.encode(job)
+        status = subprocess.run(program, input=order, check=False, umask=0o077, pass_fds=(lock,)).returncode
+    if not status:
+        print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
+    return status
+
+
+@contextlib.contextmanager
+def _claimed(target: Path, base_path: Path) -> Iterator[int]:
+    """Make folder `target`, and lock it: who trains there is alone. The lock is the trainer's, too."""
+    for folder in (*reversed(target.relative_to(base_path).parents[:-1]), target.relative_to(base_path)):
+        (base_path / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield lock
+    except BlockingIOError:
+        raise DaemonError(f"{target} is being trained already; wait, or give another --name.") from None
+    finally:
+        os.close(lock)
+
+
+def _job(
+    args: argparse.Namespace, folder: Path, target: Path, train: list[Example], valid: list[Example]
+) -> Job:
+    """Raises ConfigError where flags do not go with the model, or with the adapter that is resumed."""
+    layers, lora = _LAYERS, {"rank": _RANK, "scale": 20.0, "dropout": 0.0}
+    most = footprint(folder).layers
+    if args.resume:
+        layers, lora = lora_of(target)
+        for flag, given, has in (("rank", args.rank, lora["rank"]), ("layers", args.layers, layers)):
+            if given is not None and (given or most) != (has or most):
+                problem = (
+                    f"the adapter has {has or 'all'}, and keeps it; leave out --{flag}, or give a new --name"
+                )
+                raise ConfigError(f"--{flag}: {problem}.", param=f"--{flag}")
+    else:
+        layers = layers if args.layers is None else args.layers
+        lora["rank"] = args.rank or _RANK
+    if layers > most:
+        raise ConfigError(f"--layers: {layers} are more than the model's {most}.", param="--layers")
+    return Job(
+        model=str(folder),
         data=str(args.data),
         adapter_path=str(target),
         train=train,
@@ -67,19 +121,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         iters=args.iters,
         batch_size=min(args.batch_size, len(train), len(valid) or len(train)),
         learning_rate=args.learning_rate,
-        num_layers=args.layers,
-        rank=args.rank,
+        num_layers=layers,
+        lora_parameters=lora,
         max_seq_length=args.max_length,
         seed=args.seed,
         resume=args.resume,
     )
-    fit_memory(job, model.folder, settings)
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    program = [sys.executable, "-m", "omlxd.engine.tune"]
-    status = subprocess.run(program, input=msgspec.json.encode(job), check=False).returncode
-    if not status:
-        print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
-    return status
 
 
 def _installed(settings: Settings, name: str) -> InstalledModel:

@@ -65,7 +65,7 @@ class Job(msgspec.Struct, kw_only=True):
     batch_size: int
     learning_rate: float
     num_layers: int
-    rank: int
+    lora_parameters: dict[str, Any]
     max_seq_length: int
     seed: int
     grad_checkpoint: bool = False
@@ -111,6 +111,24 @@ def _read_examples(file: Path) -> list[Example]:
 
 def _wrong(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"--data: {path}: {problem}.", param="--data")
+
+
+def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
+    """Layers (0: all) and `lora_parameters` of mlx-lm's LoRA adapter in that folder. Raises ConfigError."""
+    file = adapter / "adapter_config.json"
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=_AdapterConfig)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--resume: {file}: {error}.", param="--resume") from None
+    if config.fine_tune_type != "lora" or not isinstance(config.lora_parameters.get("rank"), int):
+        raise ConfigError(f"--resume: {adapter} is no LoRA adapter of mlx-lm's.", param="--resume")
+    return max(0, config.num_layers), config.lora_parameters
+
+
+class _AdapterConfig(msgspec.Struct):
+    num_layers: int
+    lora_parameters: dict[str, Any]
+    fine_tune_type: str = "lora"
 
 
 def memory_need(prints: Footprint, job: Job) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -96,6 +98,8 @@ def no_daemon(monkeypatch: pytest.MonkeyPatch):
     [
         (["--name", "../up"], "is no name"),
         (["--name", " "], "is no name of"),
+        (["--name", ""], "is no name of"),
+        (["--layers", "999"], "--layers: 999 are more than the model's"),
         (["--resume"], "is not there to be resumed"),
     ],
 )
@@ -107,7 +111,9 @@ def test_names_and_what_is_not_there(tmp_path: Path, base: Path, words, said):
         run(tmp_path, Path("nobody"), folder)
 
 
-@pytest.mark.parametrize("words", [["--iters", "0"], ["--rank", "x"], ["--learning-rate", "2"]])
+@pytest.mark.parametrize(
+    "words", [["--iters", "0"], ["--rank", "x"], ["--max-length", "1"], ["--learning-rate", "2"]]
+)
 def test_numbers_out_of_range_end_with_2(tmp_path: Path, base: Path, words, capsys):
     with pytest.raises(SystemExit) as ended:
         run(tmp_path, base, data(tmp_path / "orders", ROW), *words)
@@ -119,7 +125,7 @@ def test_what_does_not_fit_beside_the_daemon_is_refused_with_both_figures(
 ):
     settings = load_settings({"base_path": str(tmp_path)}, {})
     paths = {"model": "m", "data": "d", "adapter_path": "a", "train": [], "valid": []}
-    numbers = {"iters": 1, "learning_rate": 1e-4, "num_layers": 0, "rank": 8, "seed": 0}
+    numbers = {"iters": 1, "learning_rate": 1e-4, "num_layers": 0, "lora_parameters": {"rank": 8}, "seed": 0}
     job = Job(**paths, **numbers, batch_size=4, max_seq_length=2048)
     plain = memory_need(footprint(base, float32=True), job)
     job.grad_checkpoint = True
@@ -140,15 +146,20 @@ def test_what_does_not_fit_beside_the_daemon_is_refused_with_both_figures(
 def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, capfd):
     folder = data(tmp_path / "orders", *[ROW] * 8, valid=ROW)
     words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
-    assert run(tmp_path, base, folder, "--iters", "3", *words) == 0
+    assert run(tmp_path, base, folder, "--iters", "3", "--rank", "2", *words) == 0
     assert "tiny:orders is in" in capfd.readouterr().out
     target = tmp_path / "adapters" / "tiny" / "orders"
     settings = load_settings({"base_path": str(tmp_path), "model": str(base), "no_hf_cache": "true"}, {})
     assert [model.adapter for model in Catalog(settings).models().values()] == [None, target]
     curve = xml.fromstring((target / "loss.svg").read_text())
     assert len(curve.findall("{http://www.w3.org/2000/svg}polyline")) == 2
+    kept = [target, target.parent, target.parent.parent, *target.iterdir()]
+    assert not [path for path in kept if path.stat().st_mode & 0o077]
     with pytest.raises(ConfigError, match="tiny:orders is there; --resume goes on with it"):
         run(tmp_path, base, folder, *words)
+    for other in ("--rank", "--layers"):
+        with pytest.raises(ConfigError, match=f"{other}: the adapter has .*, and keeps it"):
+            run(tmp_path, base, folder, "--resume", other, "1", *words)
     before = mx.load(str(target / "adapters.safetensors"))
     mx.eval(before)
     assert run(tmp_path, base, folder, "--iters", "1", "--resume", *words) == 0
@@ -157,6 +168,19 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     changes = [mx.abs(after[name] - before[name]).max().item() for name in before]
     assert 0 < max(changes) < 0.01, "one step from where it was"
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+
+
+def test_an_adapter_is_trained_by_one_at_a_time(tmp_path: Path, base: Path):
+    folder = data(tmp_path / "orders", ROW)
+    target = tmp_path / "adapters" / "tiny" / "orders"
+    target.mkdir(parents=True)
+    other = os.open(target, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(DaemonError, match="is being trained already"):
+            run(tmp_path, base, folder, "--iters", "1", "--max-length", "32")
+    finally:
+        os.close(other)
 
 
 def test_a_loss_that_is_no_number_ends_the_training(tmp_path: Path):

@@ -34,7 +34,6 @@ def train_adapter(job: Job, reports: Any) -> None:
         | named
         | {
             "num_layers": min(job.num_layers or layers, layers),
-            "lora_parameters": {"rank": job.rank, "scale": 20.0, "dropout": 0.0},
             "train": True,
             "optimizer": "adamw",
             "mask_prompt": job.train[0].kind != "text",
