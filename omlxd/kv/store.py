@@ -6,9 +6,7 @@ writer and reader threads come back to it through `post`. Payloads are immutable
 A block that has a name is always readable somewhere: until its file is in place its writer holds a
 reference, so the hot copy can't be evicted; where the hot tier has no room the block gets its name
 only once its file is in place, and a block that leaves RAM without one loses its name, while a writer
-takes its payload to the disk.
-
-When a block is written: flusher.py.
+takes its payload to the disk. When a block is written: flusher.py.
 """
 
 from __future__ import annotations
@@ -197,16 +195,12 @@ class KVStore:
         budget = self.hot_budget()
         if nbytes > budget:
             return False  # Evicting everything would not help.
-        excess = self.pool.hot_bytes + nbytes - budget
-        if excess > 0:
-            self.pool.evict(excess)
+        self.pool.evict(self.pool.hot_bytes + nbytes - budget)
         return self.pool.hot_bytes + nbytes <= budget
 
     def trim_hot(self) -> None:
         """Evict down to the budget, which may have shrunk."""
-        excess = self.pool.hot_bytes - self.hot_budget()
-        if excess > 0:
-            self.pool.evict(excess)
+        self.pool.evict(self.pool.hot_bytes - self.hot_budget())
 
     # ----------------------------------------------------------------- reading the cold tier
 
@@ -288,31 +282,37 @@ class KVStore:
 
     # ----------------------------------------------------------------- recency
 
-    def record_use(self, hashes: Sequence[BlockHash]) -> None:
+    def record_use(self, hashes: Sequence[BlockHash], clean: Sequence[BlockKey] = ()) -> None:
         """Make a chain recent in both tiers, leaf to root, once what is being written of it is in place.
 
         Nothing else changes the order of use, in RAM or on disk; a reference that is given back puts its
         block at the back until then. Call it for each match, and once at a request's end, however it
-        ends: what a request stores stands root first until then. Any thread;
-        with a writer it returns at once.
+        ends: what a request stores stands root first until then. `clean`: its hot blocks that have a file;
+        one whose file is gone is written again. Any thread; with a writer it returns at once.
         """
         if not hashes:
             return
         if self.flusher is None:
-            self._record_use(hashes)
+            self._record_use(hashes, ())
         else:
-            self.flusher.writer.after_queued(lambda: self._record_use(hashes))
+            self.flusher.writer.after_queued(lambda: self._record_use(hashes, clean))
 
-    def _record_use(self, hashes: Sequence[BlockHash]) -> None:
+    def _record_use(self, hashes: Sequence[BlockHash], clean: Sequence[BlockKey]) -> None:
+        gone: list[BlockKey] = []
         if self.cold is not None:
+            gone = [k for k in clean if self.may_read(k.block_hash) and not self.cold.has(k.block_hash)]
             leaf_first = list(reversed(hashes))
             self.cold.touch(leaf_first)
             if self._lease is not None:
                 self._lease.touched([self.cold.path_of(h) for h in leaf_first])
         # After the writer's releases, which were posted before: those queued root first.
-        self._post(lambda: self._requeue(hashes))
+        self._post(lambda: self._requeue(hashes, gone))
 
-    def _requeue(self, hashes: Sequence[BlockHash]) -> None:
+    def _requeue(self, hashes: Sequence[BlockHash], gone: Sequence[BlockKey]) -> None:
+        for key in gone:
+            block = self.pool.get_cached_block(key.block_hash)
+            if block is not None and block.on_disk and block.payload is not None:
+                self.lose(block, key)
         blocks = [b for h in hashes if (b := self.pool.get_cached_block(h)) is not None]
         self.pool.touch(blocks)
         self.pool.free(blocks)

@@ -14,6 +14,7 @@ from kv_fakes import (
     check_pool,
     empty_payload,
     lone_key,
+    on_disk,
     rig,  # noqa: F401
 )
 
@@ -69,6 +70,22 @@ def test_losing_a_file_keeps_the_hot_copy(rig, tmp_path):
     rig.check()
     rig.tick()
     assert block.on_disk and rig.cold.has(HASHES[0]), "written again"
+
+
+def test_a_hot_block_whose_file_the_owner_cleared_is_written_at_its_next_use(rig):
+    rig.serve(KEYS)
+    rig.ledger.forget([rig.cold.path_of(name) for name in HASHES], True)
+    rig.store.record_use(HASHES, KEYS)
+    rig.settle()
+    rig.check()
+    rig.tick()
+    assert on_disk(rig) == [True] * len(KEYS)
+    written = rig.writer.stats.written
+    rig.store.record_use(HASHES, KEYS)
+    rig.settle()
+    rig.tick()
+    assert rig.writer.stats.written == written, "files that are there stay as they are"
+    rig.check()
 
 
 def test_losing_a_file_that_is_being_written_again_notes_nothing(rig):

@@ -183,7 +183,9 @@ class KVBridge:
                 self.store.stats.new_state_bytes += sequence.last_checkpoint[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
-        self.store.record_use(used)
+        hot = [block.on_disk and block.payload is not None for block in table.blocks]
+        clean = [sequence.key(index, self._block) for index in range(len(hot)) if hot[index]]
+        self.store.record_use(used, clean)
 
     def _hold_state(self, sequence: Sequence, rows: Rows) -> None:
         if self.states is not None and sequence.kv_length % self._block == 0:

@@ -46,7 +46,7 @@ class Unwritten:
     def add(self, key: BlockKey, tier: ColdTier | None, nbytes: int, *, due: bool, tries: int = 0) -> None:
         """Note a block; one that is noted already becomes the most recent, and due if it is now."""
         self.pop(key.block_hash)
-        compact = BlockKey(key.block_hash, key.parent, array("I", key.tokens))
+        compact = BlockKey(key.block_hash, key.parent, array("I", key.tokens), key.extra_keys)
         entry = Entry(compact, tier, nbytes, tries, self._clock())
         (self.due if due else self.held)[key.block_hash] = entry
         if due:

@@ -144,8 +144,9 @@ def test_clear_goes_through_the_daemon_and_its_account_is_right(running: Daemon,
     assert run(running, "clear", "--model", running.model, "--yes") == 0
     assert "removed" in capsys.readouterr().out
     assert files(running) == [] and account(running)["bytes"] == account(running)["files"] == 0
-    # It serves on, from RAM, and stores again what comes.
+    # It serves on, from RAM, and writes again what a request uses.
     assert own_usage(running.chat(prose(100)))["cached_hot"] > 0
+    wait_until(lambda: len(files(running)) >= 4)
     running.chat(prose(100, seed=5))
     settled(running)
     assert len(files(running)) >= 4
