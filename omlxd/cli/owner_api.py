@@ -27,6 +27,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
     adapter       folder of the LoRA adapter that it is loaded with
+    leaving       it is to be unloaded once its requests have ended
     """
 
     id: str
@@ -37,6 +38,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     aliases: list[str] = []
     pinned: bool = False
     in_flight: int = 0
+    leaving: bool = False
     pid: int | None = None
     disk_bytes: int | None = None
     load_bytes: int | None = None
@@ -273,7 +275,10 @@ class WhyMiss(msgspec.Struct):
 
 
 class RequestLine(msgspec.Struct):
-    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet)."""
+    """One of the last requests. `began`: seconds since 1970; `cached_tokens` -1: not known (yet).
+
+    opening  the first words that its user said, cut
+    """
 
     id: str
     model: str
@@ -283,6 +288,7 @@ class RequestLine(msgspec.Struct):
     prompt_tokens: int
     cached_tokens: int
     outcome: str
+    opening: str = ""
 
 
 class RecentList(msgspec.Struct):

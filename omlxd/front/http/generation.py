@@ -35,7 +35,7 @@ from ...api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStr
 from ...api.responses.items import new_response_id
 from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
-from ...chat import Event, Failed, Finished, Restarted
+from ...chat import Event, Failed, Finished, Progress, Restarted
 from ..engines.protocol import Engine
 from .choices import events_of
 from .event_pump import EventPump
@@ -226,6 +226,8 @@ class GenerationResponse:
 def _note(event: Event, trace: RequestTrace, pump: EventPump) -> None:
     if isinstance(event, Finished):
         trace.usage = event.usage
+    elif isinstance(event, Progress):
+        trace.progressed(event.done, event.total)
     elif isinstance(event, Failed):
         trace.fail(pump.error(event))
 

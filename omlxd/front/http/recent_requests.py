@@ -11,12 +11,14 @@ from operator import attrgetter
 
 import msgspec
 
-from ...chat import GenerateRequest
+from ...chat import Conversation, GenerateRequest, RawPrompt, TextPart
 from ...common.bounded_map import BoundedMap
 from .trace import RequestTrace
 
 MOST, MOST_BYTES = 64, 8 << 20
 """Requests, and bytes of them. They are kept encoded: as objects they may take thirty times as much."""
+
+OPENING_CHARS = 120
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(GenerateRequest)
@@ -26,7 +28,8 @@ _decoder = msgspec.msgpack.Decoder(GenerateRequest)
 class RecentRequest:
     """`model_id`: the engine's; `data`: the request in MessagePack; `began`: seconds since 1970.
 
-    size  bytes that count for it: of its body, or of itself where that is more
+    size     bytes that count for it: of its body, or of itself where that is more
+    opening  the first words that its user said
     """
 
     model_id: str
@@ -35,6 +38,7 @@ class RecentRequest:
     size: int
     trace: RequestTrace
     began: float
+    opening: str
 
     @property
     def request(self) -> GenerateRequest:
@@ -42,8 +46,15 @@ class RecentRequest:
 
     @property
     def reached(self) -> int:
-        """Tokens that were restored; -1 while it runs, or where it failed."""
-        return -1 if self.trace.usage is None else self.trace.usage.cached_tokens
+        """Tokens that were restored; -1 before its prefill begins, or where it never did."""
+        return self.trace.restored if self.trace.usage is None else self.trace.usage.cached_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """0: not known."""
+        return (
+            max(0, self.trace.prompt_tokens) if self.trace.usage is None else self.trace.usage.prompt_tokens
+        )
 
 
 class RecentRequests:
@@ -63,7 +74,10 @@ class RecentRequests:
         size = max(nbytes, len(data))
         if size > self._kept.max_cost:
             return
-        self._kept.put(trace.id, RecentRequest(model_id, request.session, data, size, trace, time.time()))
+        kept = RecentRequest(
+            model_id, request.session, data, size, trace, time.time(), _opening(request.prompt)
+        )
+        self._kept.put(trace.id, kept)
 
     def find_request(self, id: str = "", session: str = "") -> RecentRequest | None:
         """The request of that id, else the newest of that session, else the newest."""
@@ -76,3 +90,10 @@ class RecentRequests:
 
     def newest_first(self) -> list[RecentRequest]:
         return list(self._kept.values())
+
+
+def _opening(prompt: Conversation | RawPrompt) -> str:
+    if isinstance(prompt, RawPrompt):
+        return prompt.text[:OPENING_CHARS]
+    said = (part for message in prompt.messages if message.role == "user" for part in message.parts)
+    return next((part.text[:OPENING_CHARS] for part in said if isinstance(part, TextPart)), "")

@@ -12,7 +12,7 @@ from types import TracebackType
 from prometheus_client.core import CollectorRegistry, Counter, Histogram
 from prometheus_client.metrics import disable_created_metrics
 
-from ...chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCallDelta
+from ...chat import Event, Failed, Finished, ReasoningDelta, TextDelta, ToolCallDelta, Usage
 from ...errors import OmlxdError
 from .last_hour import LastHour
 
@@ -148,4 +148,6 @@ class RequestWatch:
             self._outcome, self._reason = error.code, "error"
         elif isinstance(error, Exception) and self._outcome == "disconnected":
             self._outcome, self._reason = "internal", "error"
+        if self._outcome == "disconnected":
+            self._owner.last_hour.add(Usage(), None if self.first is None else self.first - self.began)
         self._owner._ended(self.model_id, self._outcome, self._reason)

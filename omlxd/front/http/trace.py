@@ -78,6 +78,7 @@ class RequestTrace:
     outcome  `ok`, an error code, or `disconnected`
     key      name of the key that it carried
     body     the beginning of the request's body; empty unless the log is at debug
+    prompt_tokens, restored  of its prompt, once its prefill began; -1: not known
     """
 
     method: str
@@ -89,6 +90,8 @@ class RequestTrace:
     status: int = 0
     outcome: str = "ok"
     usage: Usage | None = None
+    prompt_tokens: int = -1
+    restored: int = -1
     client: str = ""
     problem: OmlxdError | None = None
     body: bytearray = field(default_factory=bytearray)
@@ -96,6 +99,11 @@ class RequestTrace:
     @property
     def wants_body(self) -> bool:
         return log.isEnabledFor(logging.DEBUG) and len(self.body) < BODY_BYTES
+
+    def progressed(self, done: int, total: int) -> None:
+        """The first of these has what was restored."""
+        if self.restored < 0:
+            self.restored, self.prompt_tokens = done, total
 
     def fail(self, problem: OmlxdError) -> None:
         self.outcome, self.problem = problem.code, problem

@@ -51,6 +51,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         aliases=pool.aliases_of(engine.model_id),
         pinned=engine.is_pinned,
         in_flight=engine.in_flight,
+        leaving=engine.leaving,
         pid=engine.pid,
         disk_bytes=engine.disk_bytes,
         load_bytes=load_bytes,

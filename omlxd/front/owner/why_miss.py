@@ -86,14 +86,14 @@ class Explaining:
 
 
 def _line(each: RecentRequest) -> RequestLine:
-    usage = each.trace.usage
     return RequestLine(
         id=each.trace.id,
         model=each.model_id,
         session=each.session,
         path=each.trace.path,
         began=each.began,
-        prompt_tokens=usage.prompt_tokens if usage else 0,
+        prompt_tokens=each.prompt_tokens,
         cached_tokens=each.reached,
         outcome=each.trace.outcome,
+        opening=each.opening,
     )

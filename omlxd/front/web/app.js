@@ -1,6 +1,5 @@
 // The views, and the key that a daemon may ask for.
 
-import { say } from "./dom.js";
 import { hasKey, onKeyNeeded, useKey } from "./net.js";
 import * as chat from "./chat.js";
 import * as status from "./status.js";
@@ -46,7 +45,7 @@ onKeyNeeded((again) => new Promise((resolve) => {
     dialog.onclose = dialog.oncancel = null;
     find("key-form").onsubmit = null;
     resolve(key);
-    queueMicrotask(keyButton);
+    setTimeout(keyButton); // Once the key is in use.
   };
   find("key-form").onsubmit = (event) => {
     event.preventDefault();
@@ -64,10 +63,8 @@ function keyButton() {
 
 find("key-button").addEventListener("click", () => {
   useKey("");
-  keyButton();
-  say("The key is forgotten.");
-  VIEWS[current].hide?.();
-  VIEWS[current].show();
+  chat.forget();
+  location.reload(); // No view shows any more what the key gave.
 });
 
 find("skip").addEventListener("click", (event) => {

@@ -1,8 +1,11 @@
 // What is cached: sessions and their requests, the prefixes on SSD, why a prompt missed, pins.
 
-import { ago, button, bytes, h, number, put, redraw, say } from "./dom.js";
+import { ago, button, bytes, counted, h, number, put, redraw, say, tame } from "./dom.js";
 import { json } from "./net.js";
 import { VirtualTree } from "./virtual.js";
+
+const WAIT_MS = 2000;
+const MOST_TRIES = 60;
 
 let els = {};
 let trees = [];
@@ -47,8 +50,7 @@ async function look() {
   els.problem.hidden = true;
   const { requests } = await json("/omlxd/requests");
   sessions = grouped(requests);
-  await Promise.all([loadPins(), loadTree()]);
-  drawSessions();
+  await Promise.all([loadPins().then(drawSessions), loadTree()]);
 }
 
 async function loadPins() {
@@ -83,10 +85,13 @@ function sessionList() {
     const prompt = known.reduce((sum, request) => sum + request.prompt_tokens, 0);
     const cached = known.reduce((sum, request) => sum + request.cached_tokens, 0);
     const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% restored` : "";
+    const opening = tame(session.requests.at(-1).opening);
+    const shownName = tame(session.name, 40);
     return h("details", { "data-name": session.name, open: open.size ? open.has(session.name) : at === 0 },
-      h("summary", {}, h("b", {}, session.name), h("span", { class: "hint" }, ` ${number(session.requests.length)} ${session.requests.length === 1 ? "request" : "requests"}, ${ago(session.requests[0].began)}${part}`)),
+      h("summary", {}, h("b", {}, h("bdi", {}, opening || shownName)),
+        h("span", { class: "hint" }, ` ${counted(session.requests.length, "request")}, ${ago(session.requests[0].began)}${part}`, opening ? [" · ", h("bdi", {}, shownName)] : "")),
       session.named ? pinButton(session.name, { session: session.name }) : null,
-      h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": `Requests of ${session.name}` }, h("table", {},
+      h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": `Requests of ${opening || shownName}` }, h("table", {},
         h("thead", {}, h("tr", {}, ...["When", "Prompt", "Restored", "Outcome", "Model"].map((name) => h("th", { scope: "col" }, name)), h("th", { scope: "col" }, h("span", { class: "unseen" }, "Actions")))),
         h("tbody", {}, ...session.requests.map(line)))));
   }));
@@ -106,10 +111,16 @@ function pinButton(name, asked) {
   const pinned = pins.pins.some((pin) => pin.name === name);
   return button(pinned ? "Unpin" : "Pin", async () => {
     pins = await json("/omlxd/cache/pin", { body: pinned ? { name, pinned: false } : { ...asked, name } });
-    say(pinned ? `${name} is unpinned` : `${name} is pinned`);
+    say(`${tame(name)} is ${pinned ? "unpinned" : "pinned"}`);
     drawPins();
     drawSessions();
-  }, { "data-act": `pin ${name}`, "aria-label": `${pinned ? "Unpin" : "Pin"} ${name}`, failed });
+  }, { "data-act": `pin ${name}`, "aria-label": `${pinned ? "Unpin" : "Pin"} ${tame(name)}`, failed });
+}
+
+/** The words that its session began with, where they are still known. */
+function pinName(name) {
+  const known = sessions.find((session) => session.named && session.name === name)?.requests.at(-1).opening;
+  return known ? `${tame(known)} · ${tame(name, 40)}` : tame(name);
 }
 
 function pinList() {
@@ -118,7 +129,7 @@ function pinList() {
     return;
   }
   els.pins.replaceChildren(pins.pins.length
-    ? h("ul", { class: "pins" }, ...pins.pins.map((pin) => h("li", {}, h("b", {}, pin.name), ` ${pin.model}, ${number(pin.files)} files, ${bytes(pin.bytes)}, ${ago(pin.at)} `, pinButton(pin.name, {}))))
+    ? h("ul", { class: "pins" }, ...pins.pins.map((pin) => h("li", {}, h("b", {}, h("bdi", {}, pinName(pin.name))), ` ${pin.model}, ${counted(pin.files, "file")}, ${bytes(pin.bytes)}, ${ago(pin.at)} `, pinButton(pin.name, {}))))
     : h("p", { class: "hint" }, `Nothing is. Up to ${bytes(pins.most_bytes)} may be.`));
 }
 
@@ -138,12 +149,13 @@ const CAUSES = {
 };
 
 async function why(request) {
-  const { explanation: told, model, reached } = await json("/omlxd/why-miss", { body: { request_id: request.id } });
-  const restored = told.hot_tokens + told.cold_tokens;
+  const { explanation, model, reached } = await json("/omlxd/why-miss", { body: { request_id: request.id } });
+  const told = { prompt_tokens: 0, block_size: 0, hot_tokens: 0, cold_tokens: 0, chain_tokens: 0, position: 0, ...explanation };
+  const restored = reached >= 0 ? `${number(reached)} tokens were restored` : `${number(told.hot_tokens + told.cold_tokens)} tokens would be restored now`;
   const sides = [["This prompt", told.given ?? "", told.stored], ["What is stored", told.stored ?? "", told.given]].filter(([, text]) => text);
   put(els.why,
     h("div", { class: "row" }, h("h3", { id: "why-title" }, "Why it missed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
-    h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${number(reached >= 0 ? reached : restored)} tokens were restored.`),
+    h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${restored}.`),
     h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `First miss at token ${number(told.position)}. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
     told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
     sides.length ? h("div", { class: "sides" }, ...sides.map(([name, text, other]) => h("figure", {}, h("figcaption", {}, name), beside(told.before ?? "", text, other)))) : null);
@@ -162,19 +174,24 @@ function beside(before, text, other) {
 
 async function loadTree() {
   const began = performance.now();
-  els.sums.textContent = "Reading the files' heads…";
-  try {
-    ({ trees } = await json("/omlxd/cache/tree"));
-  } catch (error) {
-    els.sums.textContent = error.status === 503 ? error.message : "";
-    if (error.status !== 503) throw error;
-    return;
+  for (let tries = 1; ; tries += 1) {
+    els.sums.textContent = "Reading the files' heads…";
+    try {
+      ({ trees } = await json("/omlxd/cache/tree"));
+      break;
+    } catch (error) {
+      els.sums.textContent = error.status === 503 ? error.message : "";
+      if (error.status !== 503) throw error;
+      if (!error.retryAfter || tries === MOST_TRIES) return; // There is no cache, or its files are read for ever.
+    }
+    els.sums.textContent = "Somebody else has the files' heads read; this look waits…";
+    await new Promise((resolve) => { setTimeout(resolve, WAIT_MS); });
   }
   const nodes = trees.flatMap((tree) => made(tree)).map((node, index, all) => Object.assign(node, { index }));
   linked(nodes);
   els.tree.show(nodes);
   const sum = (name) => nodes.reduce((all, node) => all + (node.depth ? node[name] : 0), 0);
-  els.sums.textContent = `${number(sum("blocks"))} blocks in ${number(nodes.length - trees.length)} runs, ${bytes(sum("bytes"))}; read in ${((performance.now() - began) / 1000).toFixed(1)} s.`;
+  els.sums.textContent = `${number(sum("blocks"))} blocks in ${counted(nodes.length - trees.length, "run")}, ${bytes(sum("bytes"))}; read in ${((performance.now() - began) / 1000).toFixed(1)} s.`;
   els.tree.element.hidden = !nodes.length;
 }
 

@@ -2,7 +2,7 @@
 
 import { button, bytes, h, number, s, say, seconds } from "./dom.js";
 import { Rendered, code } from "./markdown.js";
-import { events, json, send } from "./net.js";
+import { Refused, events, json, send } from "./net.js";
 
 const STORE = "omlxd.chat";
 const PAGE = 60;
@@ -12,6 +12,8 @@ const NEAR = 80;
 let chat = { session: newSession(), messages: [], options: {} };
 let models = [];
 let running = null; // {abort, message}
+let following = true; // The view stays at the end, whatever grows.
+let top = 0;
 let shown = PAGE; // messages, from the end
 let images = []; // of the next message
 let els = {};
@@ -27,14 +29,17 @@ export function start(section) {
   els.sees = h("span", { class: "hint" });
   els.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
   els.earlier = h("button", { type: "button", class: "quiet earlier", onclick: showEarlier }, "Show earlier messages");
-  els.scroll = h("div", { class: "scroll", tabindex: -1 }, els.earlier, els.log);
+  els.scroll = h("div", { class: "scroll", tabindex: -1, onscroll: scrolled }, els.earlier, els.log);
+  els.end = h("button", { type: "button", class: "newest", hidden: true, onclick: toEnd }, "↓ Newest");
+  new ResizeObserver(() => { if (following) toEnd(); else scrolled(); }).observe(els.log);
+  new ResizeObserver(() => { if (following) toEnd(); }).observe(els.scroll);
   els.text = h("textarea", {
     id: "chat-text", rows: 1, placeholder: "Ask something", enterkeyhint: "send",
     "aria-describedby": "chat-keys", onkeydown: typed, oninput: grow, onpaste: pasted,
   });
   els.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, onchange: chosen });
   els.attach = h("button", { type: "button", class: "quiet", "aria-label": "Add images", title: "Add images", onclick: () => els.file.click() }, "+ Image");
-  els.send = h("button", { type: "button", class: "main", onclick: sendOrStop }, "Send");
+  els.send = h("button", { type: "button", class: "main", onclick: pressed }, "Send");
   els.images = h("ul", { class: "thumbs", "aria-label": "Images of the next message" });
   els.options = options();
   els.toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": "chat-options", onclick: () => {
@@ -52,7 +57,7 @@ export function start(section) {
     els.options,
     els.scroll,
     h("div", { class: "composer" },
-      els.notice, els.images,
+      els.end, els.notice, els.images,
       h("label", { class: "unseen", for: "chat-text" }, "Message"),
       h("div", { class: "row" }, els.file, els.attach, els.text, els.send),
       h("p", { class: "hint", id: "chat-keys" }, "Enter sends, Shift+Enter makes a new line, Escape stops.")),
@@ -65,6 +70,11 @@ export function start(section) {
     addFiles(event.dataTransfer.files);
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running && !section.hidden) stop(); });
+  addEventListener("pagehide", () => {
+    if (!running) return;
+    running.message.problem = INTERRUPTED;
+    save();
+  });
   draw();
 }
 
@@ -124,7 +134,10 @@ function notice(text) {
 
 function restore() {
   try {
-    chat = { ...chat, ...JSON.parse(sessionStorage.getItem(STORE) ?? "{}") };
+    const { session, messages, options } = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+    if (typeof session === "string") chat.session = session;
+    if (typeof options === "object") chat.options = { ...options };
+    if (Array.isArray(messages)) chat.messages = messages.filter((each) => each?.role in WHO && typeof each.content === "string");
   } catch {
     // What can't be read is no conversation.
   }
@@ -145,6 +158,14 @@ function save() {
   } catch {
     // As above.
   }
+}
+
+/** The conversation goes with the key that it was made with. */
+export function forget() {
+  stop();
+  running = null;
+  chat = { session: newSession(), messages: [], options: {} };
+  save();
 }
 
 function clear() {
@@ -177,11 +198,26 @@ function showEarlier() {
   els.log.prepend(...chat.messages.slice(to, from).map((message, at) => article(message, to + at)));
   els.earlier.hidden = to === 0;
   els.earlier.textContent = `Show earlier messages (${number(to)})`;
+  following = false;
   els.scroll.scrollTop = els.scroll.scrollHeight - before;
 }
 
 const atEnd = () => els.scroll.scrollHeight - els.scroll.scrollTop - els.scroll.clientHeight < NEAR;
-const toEnd = () => { els.scroll.scrollTop = els.scroll.scrollHeight; };
+
+function toEnd() {
+  following = true;
+  els.scroll.scrollTop = els.scroll.scrollHeight;
+  els.end.hidden = true;
+}
+
+/** What grows below leaves the end behind; only who scrolls up stops following. */
+function scrolled() {
+  const now = els.scroll.scrollTop;
+  if (atEnd()) following = true;
+  else if (now < top - 1) following = false;
+  top = now;
+  els.end.hidden = following;
+}
 
 const WHO = { user: "You", assistant: "Model", tool: "Result" };
 
@@ -260,6 +296,7 @@ function edit(at) {
     els.text.focus();
     answerNow();
   });
+  for (const acts of els.log.querySelectorAll(".acts")) acts.replaceChildren();
   node.replaceChildren(form);
   text.focus();
 }
@@ -294,9 +331,8 @@ class Answer {
   /** Soon. A hidden tab has no frames: its answer is drawn when it ends. */
   later() {
     this.frame ||= requestAnimationFrame(() => {
-      const follow = atEnd();
       this.update();
-      if (follow) toEnd();
+      if (following) toEnd();
     });
   }
 
@@ -315,7 +351,7 @@ class Answer {
     this.problem.hidden = !trouble;
     this.problem.textContent = trouble;
     this.problem.classList.toggle("mild", !message.problem);
-    this.figures.replaceChildren(...(message.usage ? figures(message.usage) : []));
+    this.figures.replaceChildren(...(message.usage ? figures(message.usage) : message.partial ? partial(message.partial) : []));
   }
 }
 
@@ -330,9 +366,9 @@ function call({ name, text }) {
 }
 
 const SOURCES = [["RAM", "ram"], ["SSD", "ssd"], ["computed", "computed"]];
+const rate = (value) => (value < 99.5 ? value.toFixed(1) : number(value));
 
-function figures({ own, prompt, completion, reasoning }) {
-  const counts = [own.cached_hot, own.cached_cold, own.computed];
+function bar(prompt, counts, sentence) {
   const total = Math.max(1, prompt);
   let at = 0;
   const parts = counts.map((count, index) => {
@@ -340,14 +376,34 @@ function figures({ own, prompt, completion, reasoning }) {
     at += count;
     return part;
   });
+  return s("svg", { class: "source", viewBox: "0 0 1000 8", preserveAspectRatio: "none", role: "img", "aria-label": sentence }, ...parts);
+}
+
+/** Of an answer that did not end: what this page saw, and what the daemon says of its prompt. */
+function partial({ ttft, pieces, lasted, prompt, restored }) {
+  const computed = ttft === null ? 0 : prompt - restored; // Without a first token, who knows how much.
+  return [
+    prompt ? bar(prompt, [restored, 0, computed], `Prompt of ${number(prompt)} tokens: ${number(restored)} restored`) : null,
+    h("p", { class: "legend", title: "As this page saw it; a piece of text is mostly a token" },
+      h("span", {}, "TTFT ", h("b", {}, ttft === null ? "–" : seconds(ttft))),
+      pieces > 1 && lasted > 0 ? h("span", {}, "about ", h("b", {}, rate((pieces - 1) / lasted)), " tokens/s") : null,
+      h("span", {}, "about ", h("b", {}, number(pieces)), pieces === 1 ? " token" : " tokens"),
+      prompt ? h("span", { "aria-hidden": "true" }, "prompt ", h("b", {}, number(prompt)), ":") : null,
+      prompt ? h("span", { "aria-hidden": "true", class: "key ram" }, h("b", {}, number(restored)), " restored") : null,
+      computed ? h("span", { "aria-hidden": "true", class: "key computed" }, h("b", {}, number(computed)), " computed") : null),
+  ].filter(Boolean);
+}
+
+function figures({ own, prompt, completion, reasoning }) {
+  const counts = [own.cached_hot, own.cached_cold, own.computed];
   const told = counts.map((count, index) => [number(count), SOURCES[index]]).filter((_, index) => counts[index] > 0);
   const sentence = `Prompt of ${number(prompt)} tokens: ${told.map(([count, [name]]) => `${count} ${name === "computed" ? name : `from ${name}`}`).join(", ")}`;
   const tip = `queue ${seconds(own.queue_s)}, restore ${seconds(own.restore_s)}, prefill ${seconds(own.prefill_s)}, decode ${seconds(own.decode_s)}${own.peak_bytes ? `, peak ${bytes(own.peak_bytes)}` : ""}`;
   return [
-    s("svg", { class: "source", viewBox: "0 0 1000 8", preserveAspectRatio: "none", role: "img", "aria-label": sentence }, ...parts),
+    bar(prompt, counts, sentence),
     h("p", { class: "legend", title: tip },
       h("span", {}, "TTFT ", h("b", {}, seconds(own.ttft_s))),
-      own.tokens_per_s ? h("span", {}, h("b", {}, own.tokens_per_s < 99.5 ? own.tokens_per_s.toFixed(1) : number(own.tokens_per_s)), " tokens/s") : null,
+      own.tokens_per_s ? h("span", {}, h("b", {}, rate(own.tokens_per_s)), " tokens/s") : null,
       h("span", {}, h("b", {}, number(completion)), ` tokens${reasoning ? `, ${number(reasoning)} of thinking` : ""}`),
       h("span", { "aria-hidden": "true" }, "prompt ", h("b", {}, number(prompt)), ":"),
       ...told.map(([count, [name, kind]]) => h("span", { "aria-hidden": "true", class: `key ${kind}` }, h("b", {}, count), ` ${name}`))),
@@ -356,9 +412,10 @@ function figures({ own, prompt, completion, reasoning }) {
 
 // ------------------------------------------------------------------- asking
 
-function body() {
+/** The request for these messages. Raises where the options make none. */
+function body(all) {
   const { system, temperature, max_tokens, thinking, tools } = chat.options;
-  const messages = chat.messages.filter((message) => message.role !== "assistant" || message.content || message.calls?.length).map(asSent);
+  const messages = all.filter((message) => message.role !== "assistant" || message.content || message.calls?.length).map(asSent);
   if (system?.trim()) messages.unshift({ role: "system", content: system });
   const made = { model: els.model.value, messages, stream: true, stream_options: { include_usage: true } };
   if (temperature) made.temperature = Number(temperature);
@@ -386,9 +443,16 @@ function asSent(message) {
   return sent;
 }
 
-function sendOrStop() {
-  if (running) {
-    stop();
+function pressed(event) {
+  if (!running) sendNow();
+  else if (event.detail < 2) stop(); // The second click of a double one was meant for Send.
+}
+
+async function sendNow() {
+  const editing = els.log.querySelector(".edit textarea");
+  if (editing) {
+    notice("An earlier message is being edited: send it again, or cancel.");
+    editing.focus();
     return;
   }
   const content = els.text.value.trim();
@@ -396,28 +460,54 @@ function sendOrStop() {
     els.text.focus();
     return;
   }
-  add({ role: "user", content, ...(images.length ? { images } : {}) });
+  const message = { role: "user", content, ...(images.length ? { images } : {}) };
+  try {
+    body([...chat.messages, message]);
+  } catch (error) {
+    notice(error.message);
+    return;
+  }
+  add(message);
   images = [];
   drawImages();
   els.text.value = "";
   grow();
-  answerNow();
+  const refused = await answerNow();
+  if (refused && !els.text.value && !images.length && chat.messages.at(-2) === message) takeBack(message, refused);
+}
+
+/** A message that the daemon refused goes back into its field: no later prompt carries it. */
+function takeBack(message, refused) {
+  chat.messages.length -= 2;
+  save();
+  draw();
+  els.text.value = message.content;
+  images = message.images ?? [];
+  drawImages();
+  grow();
+  notice(refused);
+  els.text.focus();
 }
 
 function stop() {
   running?.abort.abort();
 }
 
+const INTERRUPTED = "Interrupted: the connection to the daemon broke. Regenerate asks again.";
+
+/** Gives the reason if the daemon refused the request. */
 async function answerNow() {
-  if (running) return;
+  if (running) return "";
   let asked;
+  let refused = "";
   notice("");
   try {
-    asked = body();
+    asked = body(chat.messages);
   } catch (error) {
     notice(error.message);
-    return;
+    return "";
   }
+  save();
   const message = { role: "assistant", model: asked.model, content: "", reasoning: "", calls: [] };
   const node = add(message);
   const { view } = node;
@@ -430,32 +520,55 @@ async function answerNow() {
   say("The model answers.");
   const began = performance.now();
   const waiting = setInterval(() => waits(view, began), 500);
+  const saw = { ttft: null, pieces: 0, lasted: 0 };
   try {
     const answer = await send("/v1/chat/completions", { body: asked, signal: running.abort.signal, headers: { "x-session-affinity": chat.session } });
     message.request = answer.headers.get("x-request-id");
     for await (const event of events(answer)) {
-      take(message, event);
+      if (take(message, event)) {
+        const now = (performance.now() - began) / 1000;
+        saw.ttft ??= now;
+        saw.lasted = now - saw.ttft;
+        saw.pieces += 1;
+      }
       view.later();
     }
-    if (!message.usage && !message.problem) message.problem = "The answer ended before its end.";
+    if (!message.usage) message.problem ||= INTERRUPTED;
+    if (!saw.pieces && !message.usage) refused = message.problem;
   } catch (error) {
     if (error.name === "AbortError") message.stopped = true;
-    else message.problem = error.message;
+    else if (error instanceof Refused) message.problem = refused = error.message;
+    else message.problem = INTERRUPTED;
   } finally {
     clearInterval(waiting);
     view.waits.hidden = true;
+    if (!message.usage && message.request) message.partial = saw;
     running = null;
     node.removeAttribute("aria-busy");
     els.send.textContent = "Send";
     els.send.classList.remove("stop");
-    const follow = atEnd();
     view.update();
     lastButtons();
-    if (follow) toEnd();
+    if (following) toEnd();
     say(message.problem || (message.stopped ? "Stopped." : "The answer is complete."));
     save();
   }
-  if (model()?.omlxd.state !== "ready") lookAtModels(); // It was loaded meanwhile.
+  if (message.partial && message.stopped) await ofPrompt(message, view);
+  if (!refused && model()?.omlxd.state !== "ready") lookAtModels(); // It was loaded meanwhile.
+  return refused;
+}
+
+/** What the daemon knows of the prompt of an answer that was stopped. */
+async function ofPrompt(message, view) {
+  try {
+    const known = (await json("/omlxd/requests")).requests.find((each) => each.id === message.request);
+    if (!known?.prompt_tokens) return;
+    Object.assign(message.partial, { prompt: known.prompt_tokens, restored: Math.max(0, known.cached_tokens) });
+    view.update();
+    save();
+  } catch {
+    // Then the figures are those of this page alone.
+  }
 }
 
 function waits(view, began) {
@@ -466,10 +579,11 @@ function waits(view, began) {
   if (!started) view.waits.textContent = `${state && state !== "ready" ? "Loading the model, reading the prompt" : "Reading the prompt"}… ${Math.round((performance.now() - began) / 1000)} s`;
 }
 
+/** True: something of the answer came. */
 function take(message, event) {
   if (event.error) {
     message.problem = event.error.message;
-    return;
+    return false;
   }
   const choice = event.choices?.[0];
   if (choice) {
@@ -491,6 +605,7 @@ function take(message, event) {
       reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
     };
   }
+  return Boolean(choice && (choice.delta.content || choice.delta.reasoning_content || choice.delta.tool_calls));
 }
 
 // ------------------------------------------------------------------- what is typed, pasted, dropped
@@ -498,7 +613,8 @@ function take(message, event) {
 function typed(event) {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
-  if (!running) sendOrStop();
+  if (running) notice("The model answers still: Escape or Stop ends its answer.");
+  else sendNow();
 }
 
 // CSS makes the field as high as its text where the browser can; this is for the others.

@@ -76,7 +76,16 @@ export function bytes(count) {
 
 const plain = new Intl.NumberFormat("en-US");
 
-export const number = (count) => plain.format(Math.round(count));
+export const number = (count) => (Number.isFinite(count) ? plain.format(Math.round(count)) : "–");
+
+/** "1 run", "2 runs". */
+export const counted = (count, name) => `${number(count)} ${name}${count === 1 ? "" : "s"}`;
+
+/** A stranger's text in one line of at most so many letters; none of them is unseen, or turns the line round. */
+export function tame(text, most = 80) {
+  const letters = [...text.slice(0, 8 * most).replace(/[\s\p{C}\p{Z}]+/gu, " ").trim()];
+  return letters.length > most ? `${letters.slice(0, most - 1).join("")}…` : letters.join("");
+}
 
 /** Seconds: 12 ms, 1.25 s, 3 min 20 s. */
 export function seconds(count) {

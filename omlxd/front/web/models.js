@@ -70,24 +70,25 @@ function card(model) {
     model.aliases.length && `also ${model.aliases.join(", ")}`, model.source,
   ].filter(Boolean);
   const loaded = ["ready", "loading", "restarting", "unloading"].includes(model.state);
+  const leaving = model.leaving && loaded;
   const act = (verb, path, body, done) => button(verb, async (pressed) => {
     els.problem.hidden = true;
     pressed.textContent = `${verb}…`;
     try {
-      await json(path, { body });
-      say(`${model.id}: ${done}`);
+      const answer = await json(path, { body });
+      say(`${model.id}: ${answer.gone === false ? "unloads after what it answers" : done}`);
     } finally {
       await look();
     }
   }, { failed, "data-act": `${verb.replace(/^Un/, "").toLowerCase()} ${model.id}`, "aria-label": `${verb} ${model.id}` });
   return h("li", {},
     h("div", { class: "row" }, h("b", { class: "name" }, model.id),
-      h("span", { class: `state ${model.state}` }, model.state),
+      h("span", { class: `state ${model.state}` }, leaving ? "unloads after what it answers" : model.state),
       model.default ? h("span", { class: "state" }, "default") : null, model.pinned ? h("span", { class: "state" }, "pinned") : null),
     h("p", { class: "hint" }, facts.join(" · ")),
     model.trouble ? h("p", { class: "problem" }, model.trouble) : null,
     h("p", { class: "row" },
-      loaded ? act("Unload", "/omlxd/models/unload", { model: model.id }, "unloaded") : act("Load", "/omlxd/models/load", { model: model.id }, "loaded"),
+      leaving ? act("Keep", "/omlxd/models/load", { model: model.id }, "kept") : loaded ? act("Unload", "/omlxd/models/unload", { model: model.id }, "unloaded") : act("Load", "/omlxd/models/load", { model: model.id }, "loaded"),
       act(model.pinned ? "Unpin" : "Pin", "/omlxd/models/pin", { model: model.id, pinned: !model.pinned }, model.pinned ? "unpinned" : "pinned")));
 }
 

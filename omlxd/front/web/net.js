@@ -30,9 +30,10 @@ export function onKeyNeeded(ask) {
 
 /** What the daemon refused, in its own words. */
 export class Refused extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, retryAfter = 0) {
     super(message);
     this.status = status;
+    this.retryAfter = retryAfter; // seconds
   }
 }
 
@@ -68,7 +69,7 @@ export async function send(path, { body, signal, headers = {}, method } = {}) {
         continue;
       }
     }
-    throw new Refused(await reason(answer), answer.status);
+    throw new Refused(await reason(answer), answer.status, Number(answer.headers.get("retry-after")) || 0);
   }
 }
 

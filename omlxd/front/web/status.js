@@ -2,7 +2,7 @@
 
 import { bytes, h, number, seconds } from "./dom.js";
 import { chart, whole } from "./charts.js";
-import { events, send } from "./net.js";
+import { Refused, events, send } from "./net.js";
 
 const HOUR_SLOTS = 120;
 const LIVE = 120;
@@ -14,6 +14,7 @@ let live = []; // {rate, running, waiting}
 let before = null;
 let watching = null;
 let wanted = false;
+let seen = null; // When the last figures came.
 
 export function start(section) {
   els.tiles = h("dl", { class: "tiles" });
@@ -26,6 +27,7 @@ export function start(section) {
   els.engines = h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Engines" });
   els.problem = h("p", { class: "problem", role: "alert", hidden: true });
   els.about = h("p", { class: "hint" });
+  els.section = section;
   section.append(
     h("h2", { class: "unseen" }, "Status"), els.problem, els.tiles,
     h("div", { class: "grid" }, els.hits.element, els.ttft.element, els.rate.element, els.load.element),
@@ -66,13 +68,17 @@ async function watch() {
       for await (const look of events(answer)) {
         if (watching !== mine) return;
         els.problem.hidden = true;
+        els.section.classList.remove("stale");
+        seen = new Date();
         take(look);
       }
-      throw new Error("The daemon has stopped, or restarts.");
+      throw new Error();
     } catch (error) {
       if (watching !== mine) return;
-      els.problem.textContent = error.message;
+      const lost = error instanceof Refused ? error.message : "The daemon has stopped, or restarts.";
+      els.problem.textContent = seen ? `${lost} What stands below is of ${seen.toLocaleTimeString()}.` : lost;
       els.problem.hidden = false;
+      els.section.classList.add("stale");
       if (error.status === 401) {
         watching = null;
         return;

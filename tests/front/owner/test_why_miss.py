@@ -1,5 +1,6 @@
 """omlxd cache why-miss: causes, texts, what the daemon remembers, and what disk alone can tell."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -7,15 +8,16 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from app_client import body as request_body
 from app_client import client
 from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
-from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
+from fake_engine import USAGE, FakeEngine, FakeEngines, app_of, served
 
 from omlxd.api.openai import chat_request
-from omlxd.chat import GenerateRequest, RawPrompt
+from omlxd.chat import GenerateRequest, Progress, RawPrompt, TextDelta
 from omlxd.cli import main
 from omlxd.cli.cache.why_miss import as_text, read_request
 from omlxd.cli.owner_api import WhyMiss
@@ -300,6 +302,27 @@ async def test_the_last_requests_and_why():
     async with client(app_of(FakeEngine(), api_key="k")) as http:
         assert (await http.get("/omlxd/requests")).status_code == 401
         assert (await http.post("/omlxd/why-miss", json={})).status_code == 401
+
+
+async def test_a_request_that_was_stopped_is_known_by_its_prompt():
+    engine = FakeEngine((Progress(48, 100), TextDelta("It"), Progress(64, 100), 600.0))
+    app = app_of(engine)
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as http:
+        asked = request_body(CHAT) | {"stream": True}
+        asked["messages"] = [{"role": "user", "content": "first words " * 40}]
+        async with http.stream("POST", CHAT, json=asked) as answer:
+            async for line in answer.aiter_lines():
+                if "It" in line:
+                    break
+        await asyncio.wait_for(engine.closed.wait(), 60)
+        (line,) = (await http.get("/omlxd/requests")).json()["requests"]
+        assert (line["prompt_tokens"], line["cached_tokens"]) == (100, 48)
+        assert line["opening"].startswith("first words first") and len(line["opening"]) <= 120
+        async with asyncio.timeout(60), http.stream("GET", "/omlxd/events") as looks:
+            async for line in looks.aiter_lines():
+                if line.startswith("data:") and (slots := json.loads(line[5:])["slots"]):
+                    break
+        assert (slots[0]["requests"], slots[0]["first"], slots[0]["prompt"]) == (1, 1, 0)
 
 
 # --------------------------------------------------------------------------- the command
