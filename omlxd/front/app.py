@@ -201,6 +201,8 @@ class _Routes:
         if parsed.keep_alive is not None:
             self._engines.keep_alive(engine, parsed.keep_alive)
         trace = trace_of(request.scope)
+        if isinstance(parsed, OllamaRequest) and engine.state != "ready":
+            parsed = msgspec.structs.replace(parsed, waiting_since=trace.started)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
 

@@ -91,7 +91,10 @@ class _Writer:
         prompt_ns = int(usage.ttft_s * 1e9)
         answer_ns = time.monotonic_ns() - self._first if self._first is not None else 0
         answer.done_reason = "load" if self._parsed.loads else _REASONS.get(finished.reason, "stop")
-        answer.total_duration, answer.load_duration = prompt_ns + answer_ns, 0
+        load_ns = 0
+        if (since := self._parsed.waiting_since) is not None:
+            load_ns = int(max(0.0, time.monotonic() - since - usage.ttft_s - usage.decode_s) * 1e9)
+        answer.total_duration, answer.load_duration = load_ns + prompt_ns + answer_ns, load_ns
         if not self._parsed.loads:
             answer.prompt_eval_count, answer.prompt_eval_duration = usage.prompt_tokens, prompt_ns
             answer.eval_count, answer.eval_duration = usage.completion_tokens, answer_ns

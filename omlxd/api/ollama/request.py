@@ -99,10 +99,16 @@ class GenerateBody(_Body, kw_only=True):
 
 
 class OllamaRequest(ParsedRequest, frozen=True, kw_only=True):
-    """A parsed body. `chats`: it is a chat. `loads`: it holds no prompt, and only loads the model."""
+    """A parsed body.
+
+    chats          it is a chat
+    loads          it holds no prompt, and only loads the model
+    waiting_since  when it came (`time.monotonic`), if its model had to load first
+    """
 
     chats: bool
     loads: bool
+    waiting_since: float | None = None
 
 
 _chat = msgspec.json.Decoder(ChatBody)

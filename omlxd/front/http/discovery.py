@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from starlette.requests import Request
@@ -29,6 +30,24 @@ class Success(msgspec.Struct):
     success: bool = True
 
 
+class LMStudioLoadBody(msgspec.Struct):
+    """`context_length`: the least that the client needs; the model has its own."""
+
+    model: str
+    context_length: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+class LMStudioLoaded(msgspec.Struct):
+    instance_id: str
+    load_time_seconds: float
+    type: str = "llm"
+    status: str = "loaded"
+
+
+class LMStudioInstanceBody(msgspec.Struct):
+    instance_id: str
+
+
 class OllamaModelBody(msgspec.Struct):
     """`name`: what older clients call it."""
 
@@ -48,6 +67,8 @@ class OllamaVersion(msgspec.Struct):
 
 
 _named = msgspec.json.Decoder(NamedModel)
+_lmstudio_load = msgspec.json.Decoder(LMStudioLoadBody)
+_lmstudio_instance = msgspec.json.Decoder(LMStudioInstanceBody)
 _ollama = msgspec.json.Decoder(OllamaModelBody)
 
 
@@ -70,6 +91,8 @@ class Discovery:
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/delete", self._delete, methods=["DELETE"]),
             Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
+            Route("/api/v1/models/load", self._lmstudio_load, methods=["POST"]),
+            Route("/api/v1/models/unload", self._lmstudio_unload, methods=["POST"]),
             Route("/api/v0/models", partial(listed, write=cards.lmstudio_v0_models)),
         ]
 
@@ -101,6 +124,23 @@ class Discovery:
     async def _unload(self, request: Request) -> Response:
         await self._engines.unload((await self._engine_of(request)).model_id)
         return as_json(Success())
+
+    async def _lmstudio_load(self, request: Request) -> Response:
+        """Answer once it is loaded, as LM Studio does."""
+        asked = decode(_lmstudio_load, await request.body())
+        engine = await self._engines.find_engine(asked.model)
+        context = engine.card.context_length
+        if context and asked.context_length and asked.context_length > context:
+            raise bad_field("context_length", f"{engine.model_id} has {context} tokens; ask for no more")
+        began = time.monotonic()
+        card = (await self._engines.load(engine.model_id)).card
+        return as_json(LMStudioLoaded(card.id, time.monotonic() - began, cards.lmstudio_type(card)))
+
+    async def _lmstudio_unload(self, request: Request) -> Response:
+        asked = decode(_lmstudio_instance, await request.body())
+        engine = await self._engines.find_engine(asked.instance_id)
+        await self._engines.unload(engine.model_id)
+        return as_json(LMStudioInstanceBody(engine.model_id))
 
     async def _version(self, request: Request) -> Response:
         return as_json(OllamaVersion())

@@ -368,8 +368,12 @@ def _lmstudio(card: Card) -> LMStudioModel:
         loaded_instances=[instance] if card.state == "ready" else [],
         max_context_length=context,
         capabilities=LMStudioCapabilities(card.images, card.tools),
-        type="llm" if card.kind == "chat" else card.kind,
+        type=lmstudio_type(card),
     )
+
+
+def lmstudio_type(card: Card) -> str:
+    return "llm" if card.kind == "chat" else card.kind
 
 
 def _lmstudio_v0(card: Card) -> LMStudioV0Model:

@@ -49,8 +49,9 @@ def advice(path: str, served: Collection[str]) -> str:
             )
     return (
         "there is no such path; this server speaks OpenAI's API (/v1/chat/completions, /v1/completions, "
-        "/v1/responses), Anthropic's (/v1/messages) and Ollama's (/api/chat), and GET /v1/models lists its "
-        "models"
+        "/v1/responses), Anthropic's (/v1/messages) and Ollama's (/api/chat), of LM Studio "
+        "(/api/v1/models) and llama.cpp (/models, /props) what lists, loads and unloads models; GET "
+        "/v1/models lists its models, and GET /openapi.json describes every path"
     )
 
 

@@ -52,7 +52,16 @@ from ...cli.owner_api import (
     WhyMiss,
     WhyMissBody,
 )
-from ..http.discovery import NamedModel, OllamaModelBody, OllamaStatus, OllamaVersion, Success
+from ..http.discovery import (
+    LMStudioInstanceBody,
+    LMStudioLoadBody,
+    LMStudioLoaded,
+    NamedModel,
+    OllamaModelBody,
+    OllamaStatus,
+    OllamaVersion,
+    Success,
+)
 from ..http.generation import InputTokens
 from ..http.model_list import (
     LMStudioModels,
@@ -133,6 +142,10 @@ OPERATIONS = (
     Operation("post", "/api/pull", "Ollama: download a model", OllamaModelBody, OllamaStatus, LINES),
     Operation("delete", "/api/delete", "Ollama: refused"),
     Operation("get", "/api/v1/models", "LM Studio: the models", answer=LMStudioModels),
+    Operation("post", "/api/v1/models/load", "LM Studio: load a model", LMStudioLoadBody, LMStudioLoaded),
+    Operation(
+        "post", "/api/v1/models/unload", "LM Studio: unload", LMStudioInstanceBody, LMStudioInstanceBody
+    ),
     Operation("get", "/api/v0/models", "LM Studio: the models", answer=LMStudioV0Models),
     Operation("get", "/health", "Whether the daemon answers, and the state of its engines"),
     Operation("get", "/ready", "Whether a request could be served now", answer=Readiness, unready=Readiness),

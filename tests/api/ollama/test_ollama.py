@@ -24,6 +24,7 @@ from omlxd.chat import (
     ToolCallCut,
     ToolCallPart,
     ToolResultPart,
+    Usage,
 )
 from omlxd.errors import InvalidRequest
 
@@ -166,6 +167,18 @@ async def test_a_chat_is_a_line_a_piece_and_collected_the_same():
         assert (end["prompt_eval_count"], end["eval_count"]) == (USAGE.prompt_tokens, USAGE.completion_tokens)
         assert end["prompt_eval_duration"] == USAGE.ttft_s * 1e9 and end["eval_duration"] >= 0
         assert end["total_duration"] == end["prompt_eval_duration"] + end["eval_duration"]
+
+
+@pytest.mark.parametrize("state", ["unloaded", "loading", "ready"])
+@pytest.mark.parametrize("fields", [{"stream": True}, {"stream": False}, {"stream": False, "messages": []}])
+async def test_the_seconds_that_a_load_took_are_the_loads(state: str, fields: dict[str, Any]):
+    engine = FakeEngine((0.3, Finished("stop", Usage(prompt_tokens=5, ttft_s=0.05, decode_s=0.05))))
+    engine.state = state
+    async with client(app_of(engine)) as http:
+        answer = await http.post("/api/chat", json={"model": "tiny", "messages": [USER], **fields})
+    end = json.loads(answer.text.splitlines()[-1])
+    assert (end["load_duration"] > 0.19e9) is (state != "ready")
+    assert end["total_duration"] >= end["load_duration"] + 0.05e9
 
 
 async def test_generate_answers_with_a_response():

@@ -144,6 +144,8 @@ async def test_no_such_path(path):
         ("/v1/v1/messages", "but /v1/messages; the base URL of an OpenAI client ends in /v1"),
         ("/openai/v1/chat/completions", "but /v1/chat/completions;"),
         ("/v1/responses/nothing", "Anthropic's (/v1/messages) and Ollama's"),
+        ("/slots", "of LM Studio (/api/v1/models) and llama.cpp (/models, /props) what lists, loads"),
+        ("/api/v0/models/tiny", "GET /openapi.json describes every path"),
         ("/v1/audio/transcriptions", "audio is neither transcribed, translated nor spoken here"),
         ("/v1/audio/speech", "no model of sound is served"),
         ("/v1/images/generations", "no images are made here"),

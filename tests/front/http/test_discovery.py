@@ -64,6 +64,28 @@ async def test_props_are_of_the_default_model_or_of_the_one_that_is_named():
         assert (await http.get("/props?model=none")).status_code == 404
 
 
+async def test_lm_studios_clients_load_and_unload():
+    engine = FakeEngine()
+    load, unload = "/api/v1/models/load", "/api/v1/models/unload"
+    async with client(app_of(engine)) as http:
+        (instance,) = (await http.get("/api/v1/models")).json()["models"][0]["loaded_instances"]
+        gone = await http.post(unload, json={"instance_id": instance["id"]})
+        assert gone.json() == {"instance_id": "org/tiny"} and engine.state == "unloaded"
+        loaded = (await http.post(load, json={"model": "org/tiny", "flash_attention": True})).json()
+        assert loaded.pop("load_time_seconds") >= 0 and engine.state == "ready"
+        assert loaded == {"type": "llm", "instance_id": "org/tiny", "status": "loaded"}
+        for path, body, status, words in (
+            (load, {"model": "none"}, 404, "none"),
+            (unload, {"instance_id": "none"}, 404, "none"),
+            (load, {}, 400, "model: this field is required"),
+            (unload, {"model": "org/tiny"}, 400, "instance_id: this field is required"),
+            (load, {"model": "org/tiny", "context_length": 4097}, 400, "has 4096 tokens"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == status and words in answer.json()["error"]["message"]
+        assert (await http.post(load, json={"model": "tiny", "context_length": 4096})).status_code == 200
+
+
 async def test_a_router_loads_and_unloads():
     engine = FakeEngine()
     async with client(app_of(engine)) as http:
