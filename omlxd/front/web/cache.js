@@ -85,7 +85,7 @@ function sessionList() {
     const prompt = known.reduce((sum, request) => sum + request.prompt_tokens, 0);
     const cached = known.reduce((sum, request) => sum + request.cached_tokens, 0);
     const part = prompt ? `, ${Math.round((100 * cached) / prompt)}% restored` : "";
-    const opening = tame(session.requests.at(-1).opening);
+    const opening = tame(session.requests.at(-1).opening, 60);
     const shownName = tame(session.name, 40);
     return h("details", { "data-name": session.name, open: open.size ? open.has(session.name) : at === 0 },
       h("summary", {}, h("b", {}, h("bdi", {}, opening || shownName)),
@@ -182,7 +182,10 @@ async function loadTree() {
     } catch (error) {
       els.sums.textContent = error.status === 503 ? error.message : "";
       if (error.status !== 503) throw error;
-      if (!error.retryAfter || tries === MOST_TRIES) return; // There is no cache, or its files are read for ever.
+      if (error.code !== "overloaded" || tries === MOST_TRIES) {
+        els.tree.element.hidden = true;
+        return;
+      }
     }
     els.sums.textContent = "Somebody else has the files' heads read; this look waits…";
     await new Promise((resolve) => { setTimeout(resolve, WAIT_MS); });

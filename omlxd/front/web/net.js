@@ -30,10 +30,10 @@ export function onKeyNeeded(ask) {
 
 /** What the daemon refused, in its own words. */
 export class Refused extends Error {
-  constructor(message, status = 0, retryAfter = 0) {
+  constructor(message, status = 0, code = "") {
     super(message);
     this.status = status;
-    this.retryAfter = retryAfter; // seconds
+    this.code = code;
   }
 }
 
@@ -69,7 +69,8 @@ export async function send(path, { body, signal, headers = {}, method } = {}) {
         continue;
       }
     }
-    throw new Refused(await reason(answer), answer.status, Number(answer.headers.get("retry-after")) || 0);
+    const { message, code } = await reason(answer);
+    throw new Refused(message, answer.status, code);
   }
 }
 
@@ -81,9 +82,9 @@ export const json = async (path, options) => (await send(path, options)).json();
 async function reason(answer) {
   try {
     const { error } = await answer.json();
-    return typeof error === "string" ? error : error.message;
+    return typeof error === "string" ? { message: error } : error;
   } catch {
-    return `The daemon answered with status ${answer.status}.`;
+    return { message: `The daemon answered with status ${answer.status}.` };
   }
 }
 
