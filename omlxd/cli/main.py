@@ -27,7 +27,7 @@ VERBS = {
     ),
     "cache": (
         "cli.cache.command",
-        "look at the SSD cache, verify it, clear it; works beside a running daemon",
+        "look at the SSD cache, verify it, clear it; works beside a running daemon (but `import`)",
     ),
     "chat": ("cli.chat", "talk to a model in the terminal; starts a daemon if none runs"),
     "key": ("cli.key", "make, list and revoke API keys; a running daemon follows at once"),
@@ -66,7 +66,10 @@ class _Parser(argparse.ArgumentParser):
             verbs = next((action.choices for action in self._actions if action.metavar == "VERB"), None)
             message = f"{words} is missing" + (f": one of {', '.join(verbs)}" if verbs else "")
         elif kind == "unrecognized arguments":
-            message = f"{words.split()[0]} is not a flag of `{self.prog}`"
+            word = words.split()[0]
+            message = f"{word} is not a flag of `{self.prog}`"
+            if not word.startswith("-"):
+                message = f"`{self.prog}` takes no further word, but {word} follows"
         elif choice := re.fullmatch(r"invalid choice: ('.*') \(choose from (.*)\)", words):
             message = f"{choice[1]} is not one of {choice[2].replace(chr(39), '')}"
         raise ConfigError(message[:1].upper() + message[1:] + f"; see `{self.prog} --help`.")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..common.units import human
+from ..errors import ConfigError
 from .daemon_client import add_url, address, fetch
 from .owner_api import DaemonStatus, ModelStatus, TidyMemory
 from .status import PATH, as_json, ram_tier, table
@@ -18,7 +19,7 @@ _HEAD = ("MODEL", "WEIGHTS", "LIVE KV", "RAM TIER", "FREED", "PEAK", "WIRED", "P
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError and DaemonError."""
     add_url(parser)
-    parser.add_argument("model", nargs="?", default="", help="give back of this model alone")
+    parser.add_argument("model", nargs="?", default="", help="show this model alone, or give back of it")
     parser.add_argument(
         "--trim", action="store_true", help="give back freed arrays and RAM blocks; the SSD keeps its copies"
     )
@@ -31,6 +32,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         status = fetch(url, key, "/omlxd/memory", DaemonStatus, msgspec.json.encode(body))
     else:
         status = fetch(url, key, PATH, DaemonStatus)
+        if args.model:
+            status.models = [m for m in status.models if args.model in (m.id, m.id.rpartition("/")[2])]
+            if not status.models:
+                raise ConfigError(f"The daemon knows no model {args.model!r}; see `omlxd status`.")
     print(as_json(status) if args.json else as_text(status))
     return 0
 

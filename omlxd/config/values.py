@@ -65,6 +65,8 @@ def convert(
             return kind(parse_size(str(value), full_size, least=kind.least))
         try:
             seconds = duration(str(value))
+            if str(value).strip().startswith("-"):  # Ollama's "for good", which is 0 here.
+                raise ValueError
         except ValueError:
             raise ValueError("no length of time; write 90s, 30m or 2h, 0 for good") from None
         if kind is Stay:

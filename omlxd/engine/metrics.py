@@ -37,7 +37,11 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         "generation_tokens_total": float(scheduler.decoded_tokens),
         "requests_timed_out_total": float(scheduler.watchdog.expired),
         "mlx_active_bytes": float(mx.get_active_memory()),
-        "mlx_peak_bytes": float(max(mx.get_peak_memory(), scheduler.memory.peak if scheduler.memory else 0)),
+        "mlx_peak_bytes": float(
+            max(
+                mx.get_peak_memory(), mx.get_active_memory(), scheduler.memory.peak if scheduler.memory else 0
+            )
+        ),
         "mlx_load_peak_bytes": float(load_peak),
         "mlx_cache_bytes": float(mx.get_cache_memory()),
         **mlx_adapter.limits,

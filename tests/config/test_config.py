@@ -126,6 +126,9 @@ def test_sizes_and_percentages(tmp_path: Path):
         ("api_key", ""),
         ("api_key", "two words"),
         ("base_path", ""),
+        ("ssd_cache_ttl", "-5"),
+        ("stall_timeout", "-5s"),
+        ("model_ttl", "-1"),
     ],
 )
 def test_nonsense_is_refused_by_flag_variable_and_line(name: str, text: str, tmp_path: Path):

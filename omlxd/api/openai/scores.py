@@ -151,7 +151,7 @@ class Scores:
 
     def event(self, event: Event) -> None:
         if isinstance(event, Finished):
-            self.usage = event.usage
+            self.usage = replace(event.usage, decode_s=0.0)  # Labels are given, and nothing is decoded.
         elif isinstance(event, ChoiceEvent):
             self._take(event.index, event.event)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -34,19 +35,26 @@ MOST_BYTES = 1 << 30
 
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """A daemon may run; a file that it evicts meanwhile is left out. Raises OmlxdError, OSError."""
+    """A daemon may run; a file that it evicts meanwhile is left out. Raises OmlxdError, OSError.
+
+    Exit status 1 if blocks of a session have no file.
+    """
     files = _of_session(args, settings) if args.session else _of_model(args, root)
     folders = dict.fromkeys(path.partition("/")[0] for path in files)
-    nbytes = count = 0
-    with tarfile.open(args.archive, "x") as archive:
+    nbytes = count = missing = 0
+    fd = os.open(args.archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as target, tarfile.open(fileobj=target, mode="w") as archive:
         for path in [f"{folder}/{FILE_NAME}" for folder in folders] + files:
             try:
                 archive.add(root / path, path, recursive=False)
             except FileNotFoundError:
+                missing += not path.endswith(FILE_NAME)
                 continue
             count, nbytes = count + 1, nbytes + (root / path).stat().st_size
     print(f"{args.archive}: {count} files, {human(nbytes)}")
-    return 0
+    if missing and args.session:
+        print(f"{missing} more are in RAM alone: send it once more, wait, and export again", file=sys.stderr)
+    return 1 if missing and args.session else 0
 
 
 def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
@@ -56,7 +64,12 @@ def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
     before = time.time() - args.newer_than if args.newer_than else 0.0
     files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
     # A prefix before what goes on from it.
-    return [file.path for file in sorted(files, key=lambda file: -file.used) if file.used >= before]
+    newer = [file.path for file in sorted(files, key=lambda file: -file.used) if file.used >= before]
+    if not newer:
+        raise ConfigError(
+            f"--newer-than: nothing of {args.model!r} was used within it.", param="--newer-than"
+        )
+    return newer
 
 
 def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:

@@ -43,9 +43,16 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             root = holder.folder_of(args.url)
         return verb(args, settings, root)
     except FileNotFoundError as error:
-        raise OmlxdError(str(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
+        raise OmlxdError(told(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
+    except BrokenPipeError:
+        raise  # Whoever reads has enough.
     except OSError as error:
-        raise OmlxdError(str(error)) from error
+        raise OmlxdError(told(error)) from error
+
+
+def told(error: OSError) -> str:
+    """Without Python's number of it."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
 
 
 # --------------------------------------------------------------------------- arguments
@@ -80,7 +87,10 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     exported.add_argument(
         "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"
     )
-    imported = verbs.add_parser("import", help="take an exported file in, once each block is verified")
+    imported = verbs.add_parser(
+        "import",
+        help="take an exported file in, once each block is verified; no daemon may run on the folder",
+    )
     imported.add_argument("archive", type=Path, metavar="FILE.tar")
     why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
     why_miss.add_arguments(why)

@@ -51,7 +51,14 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         print(as_json(pins))
         return 0
     rows = [
-        (pin.name, pin.model, str(pin.files), human(pin.bytes), ago(pin.at, time.time())) for pin in pins.pins
+        (
+            pin.name if pin.name.isprintable() else repr(pin.name),
+            pin.model,
+            str(pin.files),
+            human(pin.bytes),
+            ago(pin.at, time.time()),
+        )
+        for pin in pins.pins
     ]
     if rows:
         print(*table([("pin", "model", "files", "bytes", "pinned"), *rows]), sep="\n")

@@ -1,6 +1,7 @@
 """`omlxd cache warm`: the daemon computes prompts while nobody else asks, so that they are cached later.
 
-A file of a trace (`.jsonl`, or `.json`) holds requests, a line each: `{"path": …, "body": …, "headers": …}`.
+A file of a trace (`.jsonl`, or `.json`) holds requests, a line each: `{"path": …, "body": …, "headers": …}`,
+or a body alone, whose fields tell its path (why_miss.py takes the same files).
 Any other file is the text of a prompt.
 """
 
@@ -19,6 +20,7 @@ from ...errors import ConfigError
 from ..daemon_client import STREAM_S, address, fetch
 from ..owner_api import DaemonStatus
 from ..status import PATH
+from .why_miss import guessed_path, text_of
 
 _LIMITS = {
     "/v1/messages": "max_tokens",
@@ -33,8 +35,8 @@ LOOK_S = 1.0
 class Recorded(msgspec.Struct):
     """A request as a trace has it."""
 
-    path: str
     body: dict[str, Any]
+    path: str = ""
     headers: dict[str, str] = {}
 
 
@@ -54,7 +56,7 @@ class _Answer(msgspec.Struct):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "file", nargs="+", type=Path, help="recorded requests (.jsonl, .json), or a prompt's text"
+        "file", nargs="+", type=Path, help="requests or their bodies (.jsonl, .json), or a prompt's text"
     )
     parser.add_argument(
         "--model", metavar="NAME", help="compute them with this model; default: the request's own"
@@ -88,7 +90,7 @@ def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
     if file.suffix not in (".json", ".jsonl"):
         yield (
             str(file),
-            Recorded("/v1/completions", {"prompt": data.decode(errors="replace"), "max_tokens": 1}),
+            Recorded({"prompt": text_of(str(file), data), "max_tokens": 1}, "/v1/completions"),
         )
         return
     lines = [data] if file.suffix == ".json" else data.splitlines()
@@ -96,10 +98,11 @@ def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
         if line.strip():
             place = f"{file} line {number}"
             try:
-                request = msgspec.json.decode(line, type=Recorded)
+                value = msgspec.json.decode(line, type=dict[str, Any])
+                request = msgspec.convert(value if "body" in value else {"body": value}, Recorded)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise ConfigError(f"{place}: {error}.") from None
-            request.path = request.path.partition("?")[0]
+            request.path = request.path.partition("?")[0] or guessed_path(request.body)
             if request.path not in _LIMITS:
                 raise ConfigError(f"{place}: {request.path!r} is none of {', '.join(_LIMITS)}.")
             request.body.pop("max_completion_tokens", None)

@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "request",
         nargs="?",
         metavar="REQUEST",
-        help="`last`, an id from the log (req_…), a JSON file of a request's body or of "
-        '{"path": …, "body": …}, or - for stdin; without one the last requests are listed',
+        help="`last`, an id from the log (req_…), a file of requests' bodies or of "
+        '{"path": …, "body": …} (.json, .jsonl) or of a prompt, or - for stdin; '
+        "without one the last requests are listed",
     )
     parser.add_argument("--session", metavar="ID", help="the last request of this session")
     parser.add_argument("--path", metavar="PATH", help="where the body goes, as /v1/messages")
@@ -106,13 +107,23 @@ def read_request(name: str, path: str | None) -> WhyMissBody:
     try:
         value = _decoded(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        if name != "-" and Path(name).suffix not in (".json", ".jsonl"):
+            return WhyMissBody(path="/v1/completions", body={"prompt": text_of(name, data)})
         raise ConfigError(f"{name}: no JSON object: {error}.") from None
     wrapped = isinstance(value.get("body"), dict)
     body: dict[str, Any] = value["body"] if wrapped else value
-    path = path or (str(value.get("path", "")) if wrapped else "") or _guess(body)
+    path = path or (str(value.get("path", "")) if wrapped else "") or guessed_path(body)
     headers = value.get("headers") if wrapped else None
     plain = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else {}
     return WhyMissBody(path=path, body=body, headers=plain)
+
+
+def text_of(name: str, data: bytes) -> str:
+    """A prompt's text. Raises ConfigError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name}: it is no text in UTF-8, and no .json or .jsonl.") from None
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
@@ -125,7 +136,7 @@ def _decoded(data: bytes) -> dict[str, Any]:
         return msgspec.json.decode(lines[-1], type=dict[str, Any])
 
 
-def _guess(body: dict[str, Any]) -> str:
+def guessed_path(body: dict[str, Any]) -> str:
     """Which path a body is for: each protocol has a field that it can't do without."""
     if "input" in body:
         return "/v1/responses"

@@ -194,7 +194,6 @@ class Bridge:
             await pump.close()
 
     async def _inspect(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
-        _check_one(parsed)
         engine = await self._slot.engine(loading, parsed.model)
         found = await inspect_prompt(self._pool, engine, parsed)
         return line_out(id, "inspected", file=found.file, tokens=found.tokens, layers=found.layers)

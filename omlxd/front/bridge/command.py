@@ -29,6 +29,8 @@ from .pipes import LineReader, LineWriter
 
 log = logging.getLogger(__name__)
 
+ANSWERS_S = 10.0
+"""How long answers under way go on after `quit`."""
 LAST_LINES_S = 5.0
 """How long the last lines may take to be read."""
 
@@ -103,6 +105,8 @@ async def _run(settings: Settings, source: int, sink: int) -> int:
         await _until_the_end(bridge, LineReader(source, LINE_BYTES), out, stop)
     if out.broken.is_set():
         bridge.drop()
+    elif bridge.quit.is_set():  # What has several answers asks the engine several times.
+        await bridge.finish_answers(ANSWERS_S)
     await pool.close()
     await bridge.finish_answers(LAST_LINES_S)
     out.put_line(line_out(bridge.quit_id, "bye"))

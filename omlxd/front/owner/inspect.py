@@ -15,9 +15,12 @@ from ...api.openai import chat_request, completions
 from ...chat import Failed, Finished
 from ...cli.owner_api import Inspected, InspectedLayer
 from ...common.files import safetensors_header
-from ...errors import OmlxdError, Unavailable
+from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
+
+KEPT = 32
+"""Files that stay in the folder, the newest."""
 
 
 class _Inspect(msgspec.Struct):
@@ -40,6 +43,10 @@ def parse_inspect(body: bytes) -> ParsedRequest:
     """Raises InvalidRequest."""
     asked = decode(_INSPECT, body)
     parsed = (completions if asked.messages is UNSET else chat_request).parse(body)
+    if parsed.answers != 1:
+        raise InvalidRequest(
+            "prompt: an inspection has one answer; send a request for each prompt", param="prompt"
+        )
     generate = msgspec.structs.replace(
         parsed.generate,
         sampling=msgspec.structs.replace(parsed.generate.sampling, max_tokens=0),
@@ -54,6 +61,8 @@ async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRe
     """Compute the prompt, from cached blocks where they are, and write its keys. Raises OmlxdError."""
     folder = pool.catalog.settings.base_path / "inspect"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in sorted(folder.glob("*.safetensors"))[: -KEPT + 1]:
+        old.unlink(missing_ok=True)
     file = folder / f"{time.time_ns()}.safetensors"
     file.touch(mode=0o600)
     generate = msgspec.structs.replace(parsed.generate, keys_file=str(file))

@@ -70,6 +70,7 @@ async def test_scores_of_one_text_with_many_and_of_pairs():
     good, bad = answer.json()["data"]
     assert good["score"] == pytest.approx(math.exp(-0.5)) and "bad prompt" in bad["error"]["message"]
     assert [(r.prompt.text, r.forced) for r in engine.requests] == [("one", "yes"), ("bad", "no")]
+    assert answer.json()["usage"]["omlxd"]["tokens_per_s"] == 0, "nothing is decoded"
     _, answer = await post("/v1/score", text_1="one", text_2="yes")
     assert len(answer.json()["data"]) == 1
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from daemon import Daemon, prose, wait_until
 
-from omlxd.cli.cache import command
+from omlxd.cli.cache import carry, command
 from omlxd.cli.cache.warm import read_requests
+from omlxd.cli.cache.why_miss import read_request
 from omlxd.errors import ConfigError, OmlxdError
 
 
@@ -25,7 +26,8 @@ def cache(*words: object) -> int:
     [
         ("a.jsonl", "", "it is empty"),
         ("a.jsonl", '{"path": "/v1/messages", "body": {}}\n{', "line 2: "),
-        ("a.jsonl", '{"body": {}}', "line 1: Object missing required field `path`"),
+        ("a.jsonl", '{"body": 5}', "line 1: Expected `object`"),
+        ("a.txt", b"\xff\x00".decode("latin-1"), "no text in UTF-8"),
         ("a.json", '{"path": "/v1/embeddings", "body": {}}', "'/v1/embeddings' is none of /v1/messages"),
         ("a.json", "[]", "Expected `object`"),
         ("missing.txt", None, "No such file"),
@@ -33,7 +35,7 @@ def cache(*words: object) -> int:
 )
 def test_requests_that_make_no_sense_are_refused_before_one_is_sent(tmp_path: Path, name, text, words):
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, "latin-1")
     with pytest.raises(ConfigError) as caught:
         cache("warm", tmp_path / name, "--url", "http://127.0.0.1:9")
     assert words in caught.value.message and name in caught.value.message
@@ -46,6 +48,34 @@ def test_recorded_requests_ask_for_one_token(tmp_path: Path):
     one, two = read_requests(tmp_path / "a.jsonl")
     assert one[1] == two[1] and two[0].endswith("line 3") and one[1].headers == {"a": "b"}
     assert one[1].body == {"input": "hi", "stream": False, "max_output_tokens": 1}
+
+
+def test_a_body_alone_and_a_text_are_taken_by_all_who_read_requests(tmp_path: Path):
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    (tmp_path / "a.json").write_text(json.dumps(body))
+    [(_, request)] = read_requests(tmp_path / "a.json")
+    assert request.path == "/v1/chat/completions" == read_request(str(tmp_path / "a.json"), None).path
+    (tmp_path / "a.txt").write_text("a text")
+    [(_, request)] = read_requests(tmp_path / "a.txt")
+    asked = read_request(str(tmp_path / "a.txt"), None)
+    assert asked.path == request.path == "/v1/completions"
+    assert asked.body["prompt"] == request.body["prompt"] == "a text"
+
+
+def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path, monkeypatch, capsys):
+    path = f"{'ab' * 16}/cd/{'cd' * 32}.safetensors"
+    monkeypatch.setattr(carry, "_of_session", lambda args, settings: [path])
+    root = tmp_path / "cache"
+    root.mkdir()
+    words = ("export", tmp_path / "a.tar", "--session", "s", "--paged-ssd-cache-dir", root)
+    assert cache(*words) == 1
+    assert "1 more are in RAM alone" in capsys.readouterr().err
+    assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(OmlxdError, match=r"^/.*a\.tar: File exists"):
+        cache(*words)
+    (root / path).parent.mkdir(parents=True)
+    (root / path).write_bytes(b"x")
+    assert cache("export", tmp_path / "b.tar", *words[2:]) == 0
 
 
 def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):

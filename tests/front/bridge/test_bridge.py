@@ -252,10 +252,12 @@ def test_a_load_and_what_follows_it_are_answered_before_a_quit(start, model):
     lines = start(stub="--load-s 0.3")
     lines.write(
         json.dumps({"op": "load", "id": 1, "model": model}).encode()
-        + b'\n{"op": "generate", "id": 2, "prompt": "one two"}\n{"op": "quit", "id": 3}\n'
+        + b'\n{"op": "generate", "id": 2, "prompt": "one two"}\n'
+        + b'{"op": "classify", "id": 4, "prompt": "one", "labels": ["a", "b"]}\n{"op": "quit", "id": 3}\n'
     )
     assert lines.ended() == 0
     assert types(lines, 1) == ["loaded"] and lines.text(2) == "onetwo"
+    assert "shutting down" not in json.dumps(lines.heard), "all labels are still asked for"
     assert lines.heard[-1] == {"type": "bye", "id": 3}
 
 
