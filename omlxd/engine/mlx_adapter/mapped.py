@@ -119,6 +119,8 @@ class MappedWeights:
             tensors = _tensors(file, size, path)
             if self._mode == "auto" and self._float32 and any(t[1] not in _WIDE for t in tensors):
                 raise Unmappable("its weights are made float32")
+            if self._float32 and any(tensor[1] not in _WIDE for tensor in tensors):
+                log.warning("weights-mmap: %s is mapped, and then copied: its weights are made float32", path)
             whole = size if _lays_over() else size // _PAGE * _PAGE
             windows = [w for w in _windows(tensors, whole) if w.nbytes >= LEAST_WINDOW]
             if not windows:

@@ -97,10 +97,11 @@ def test_what_is_not_aligned_is_read(tmp_path: Path, pad: int, caplog):
     assert ("is read, not mapped: its tensors are small, or at odd offsets" in caplog.text) == (pad % 2 == 1)
 
 
-def test_small_weights_and_those_that_become_float32_are_read(tmp_path: Path, monkeypatch):
+def test_small_weights_and_those_that_become_float32_are_read(tmp_path: Path, monkeypatch, caplog):
     file = weights(tmp_path)
     assert not read(file, "off")[1].nbytes and read(file, "auto")[1].nbytes
     assert not read(file, "auto", float32=True)[1].nbytes and read(file, "on", float32=True)[1].nbytes
+    assert "is mapped, and then copied: its weights are made float32" in caplog.text
     monkeypatch.setattr(mapped, "backend", lambda: "metal")
     assert not read(file, "auto")[1].nbytes
     monkeypatch.setattr(mapped, "LEAST_WINDOW", 33 << 20)
