@@ -40,7 +40,7 @@ VERBS = {
         "front.bridge.command",
         "speak JSON Lines on standard input and output, to be embedded in another program",
     ),
-    "launch": ("cli.launch", "start Claude Code, Codex or opencode with this daemon's models"),
+    "launch": ("cli.launch", "start Claude Code, Codex or another coding agent with this daemon's models"),
     "memory": ("cli.memory", "what each loaded model holds in memory; give some of it back"),
     "models": (
         "cli.models",
@@ -110,7 +110,7 @@ def _main(argv: list[str]) -> int:
     serve = verbs.add_parser(
         "serve",
         help="serve a model over HTTP",
-        description="Serve a model over HTTP with OpenAI and Anthropic APIs. Every flag can also be "
+        description="Serve a model over HTTP with OpenAI, Anthropic and Ollama APIs. Every flag can also be "
         "given as a variable (OMLXD_PORT for --port) or in a TOML file; flags win.",
     )
     add_flags(serve)

@@ -62,7 +62,7 @@ class EngineProcess:
             on_lost=self._on_lost,
             on_message=self._on_message,
             on_change=on_change,
-            has_work=lambda: bool(self._requests or self._load_waiters),
+            has_work=lambda: self.is_awaited,
             **options,
         )
 
@@ -74,6 +74,11 @@ class EngineProcess:
     def in_flight(self) -> int:
         """Requests running or waiting."""
         return len(self._requests)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether anybody waits for it: a request, or a load."""
+        return bool(self._requests or self._load_waiters)
 
     # ----------------------------------------------------------------- what can be asked
 
@@ -154,14 +159,14 @@ class EngineProcess:
 
         False: requests are in flight, it stays.
         """
-        if self.state != "unloading" and (self._requests or self._load_waiters):
+        if self.state != "unloading" and self.is_awaited:
             return False
         self.supervisor.begin_unload(grace_s)
         return True
 
     def give_up_load(self) -> None:
-        """Fail whoever waits for a load under way, which the owner ends."""
-        if self.state in ("loading", "restarting"):
+        """Fail loads under way, which the owner ends, unless requests wait: they are answered first."""
+        if self.state in ("loading", "restarting") and not self._requests:
             name = self.supervisor.model_id
             self._fail_all(NotNow(f"{name} was unloaded before it was loaded.", retry_after=5).as_event())
 

@@ -278,6 +278,8 @@ class ModelEngine:
     @property
     def expires_at(self) -> float:
         """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
+        if self.leaving and self.state == "loading" and not self.process.is_awaited:
+            return self.process.used_at  # Whoever waited for it went away.
         if self.state != "ready" or self.in_flight or (self.is_pinned and not self.leaving):
             return math.inf
         return self.process.used_at + self.idle_s

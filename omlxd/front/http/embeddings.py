@@ -46,6 +46,8 @@ _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note "
     'that the answer can only be "yes" or "no".'
 )
+EXAMPLES = {"embedding": "mlx-community/Qwen3-Embedding-0.6B-8bit", "rerank": "Qwen/Qwen3-Reranker-0.6B"}
+"""A model of each kind to begin with."""
 _embeddings = msgspec.json.Decoder(api.EmbeddingsBody)
 _rerank = msgspec.json.Decoder(api.RerankBody)
 _ollama_embed = msgspec.json.Decoder(api.OllamaEmbedBody)
@@ -108,7 +110,9 @@ class Embeddings:
             engine = next((one for one in self._engines.models() if _does(one, kind)), None)
             if engine is None:
                 what = "makes vectors" if kind == "embedding" else "scores documents"
-                raise bad_field("model", f"no installed model {what}")
+                raise bad_field(
+                    "model", f"no installed model {what}; get one with `omlxd models pull {EXAMPLES[kind]}`"
+                )
         else:
             engine = await self._engines.find_engine(name)
         if not _does(engine, kind):

@@ -19,7 +19,7 @@ from engine_processes import alive, until, words
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
-from omlxd.errors import InvalidRequest, ModelError, NotFound
+from omlxd.errors import InvalidRequest, ModelError, NotFound, OmlxdError
 from omlxd.front.app import create_app
 from omlxd.front.engines import client
 from omlxd.front.engines import pool as pool_module
@@ -227,6 +227,32 @@ async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pin
         if pinned:
             assert words(await ask(made, "a")) == ["hello"]
             assert made.resolve("a").expires_in_s is None  # It went once; from now on it stays again.
+
+
+async def test_who_waits_for_a_load_is_answered_before_the_model_goes(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--load-gate may-load") as made:
+        engine = made.resolve("a")
+        asking = asyncio.create_task(ask(made, "a", "one two"))
+        await until(lambda: engine.pid is not None)
+        assert not await made.unload("a")
+        (tmp_path / "may-load").touch()
+        assert words(await asking) == ["one", "two"]
+        await until(lambda: engine.state == "unloaded")
+
+
+async def test_a_load_that_hangs_ends_once_nobody_waits_for_it(tmp_path: Path):
+    async with pool(tmp_path, "a", stub="--load-gate never") as made:
+        engine = made.resolve("a")
+        stream = engine.generate(GenerateRequest(prompt=RawPrompt(text="hello")))
+        await until(lambda: engine.pid is not None)
+        assert not await made.unload("a")
+        engine.process.cancel_request(stream.id)
+        await until(lambda: engine.state == "unloaded")
+        loading = asyncio.create_task(made.load("a"))
+        await until(lambda: engine.pid is not None)
+        assert await made.unload("a")
+        with pytest.raises(OmlxdError, match="unloaded before it was loaded"):
+            await loading
 
 
 async def test_requests_that_come_while_it_unloads_wait_and_reload(tmp_path: Path):

@@ -80,6 +80,7 @@ async def test_openai_s_names_mean_the_first_model_that_embeds(name: str):
     assert engine.embedded
     answer = await post(engine_that("chat"), "/v1/embeddings", input="a", model=name)
     assert answer.status_code == 400 and "no installed model makes vectors" in answer.text
+    assert "omlxd models pull mlx-community/Qwen3-Embedding-0.6B-8bit" in answer.text
 
 
 async def test_a_model_of_another_kind_is_refused():
