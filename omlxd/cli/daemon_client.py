@@ -158,7 +158,7 @@ def fetch(
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> T:
     """The answer at `path`; a POST if there is a `body` (JSON). Raises DaemonError."""
-    with _sentences(url, seconds), _open(url, key, path, body, seconds, headers) as answer:
+    with _sentences(url, key, seconds), _open(url, key, path, body, seconds, headers) as answer:
         return msgspec.json.decode(answer.read(), type=type)
 
 
@@ -167,7 +167,7 @@ def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generat
 
     Raises DaemonError, also for an event that is an error and for a stream that breaks off.
     """
-    with _sentences(url, STREAM_S), _open(url, key, path, body, STREAM_S) as answer:
+    with _sentences(url, key, STREAM_S), _open(url, key, path, body, STREAM_S) as answer:
         while line := answer.readline():
             if not line.startswith(b"data: "):
                 continue
@@ -196,7 +196,7 @@ def _open(
 
 
 @contextlib.contextmanager
-def _sentences(url: str, seconds: float) -> Generator[None]:
+def _sentences(url: str, key: str, seconds: float) -> Generator[None]:
     """Turn what goes wrong with a request into DaemonError."""
     try:
         yield
@@ -204,6 +204,10 @@ def _sentences(url: str, seconds: float) -> Generator[None]:
         with error:
             said = _message(error.read(65536)) if error.code != 401 else ""
         if error.code == 401:
+            if key:
+                raise DaemonError(
+                    f"The daemon at {url} doesn't take the key in {KEY_VARIABLE}: it is wrong."
+                ) from None
             raise DaemonError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
         if said:
             raise DaemonError(said) from None

@@ -56,7 +56,7 @@ class Start:
     """How to start an agent: variables to set, variables to drop, flags before the user's own.
 
     folder  (variable, file, text): the agent reads its provider from a file of the folder that the variable
-            names; written only with `--save`
+            names; written first with `--save`
     """
 
     variables: dict[str, str]
@@ -264,6 +264,8 @@ def find_target(url: str, key: str, name: str | None) -> Target:
     while True:
         models = fetch(url, key, "/v1/models", Models).data
         model = _chosen(models, name) or _called(url, key, name or "", models)
+        if model.omlxd.kind != "chat":
+            raise LaunchError(f"{model.id} answers no prompts; name another one with --model.")
         if model.omlxd.state != "loading":
             sees = "image" in model.omlxd.input_modalities
             return Target(url, key, model.id, model.max_input_tokens, sees)
@@ -361,11 +363,12 @@ def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
         return start
     variable, name, text = start.folder
     folder = Path("~/.omlxd/launch").expanduser() / agent.program
-    if not save:
+    if not save and not (folder / name).exists():
         raise LaunchError(
             f"{agent.program} reads its provider from a file alone; --save writes {folder / name}, and "
             "leaves its own files as they are."
         )
+    # One that --save wrote is of this command: it is kept up to date with the daemon and its model.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomic(folder / name, text.encode())
     return replace(start, variables={**start.variables, variable: str(folder)})

@@ -205,6 +205,13 @@ def test_crush_reads_a_file_that_is_written_when_asked_for(launch, daemon, tmp_p
     assert provider["base_url"] == f"{daemon.url}/v1" and provider["api_key"] == "$OMLXD_API_KEY"
     assert provider["models"][0]["context_window"] == 4096
     assert config["models"]["large"] == {"provider": "omlxd", "model": "org/tiny"}
+    given(launch("crush", "--model", "other"))  # From now on it needs no flag.
+    assert json.loads(file.read_text())["models"]["large"]["model"] == "org/other"
+
+
+def test_a_model_that_answers_no_prompts_is_refused(launch, daemon):
+    daemon.answers = [[entry("org/bert", kind="embedding"), entry()]]
+    assert "org/bert answers no prompts" in refused(launch("aider", "--model", "bert"))
 
 
 def test_pi_reads_a_file_too(launch, daemon):
@@ -300,6 +307,7 @@ def test_what_can_not_be_is_one_sentence(launch, daemon):
     assert "OMLXD_API_KEY" in refused(launch("claude", "--url", daemon.url, OMLXD_API_KEY="a\nb"))
     daemon.key = "k"
     assert "set OMLXD_API_KEY" in refused(launch("claude"))
+    assert "the key in OMLXD_API_KEY: it is wrong" in refused(launch("claude", OMLXD_API_KEY="other"))
 
 
 @pytest.mark.parametrize(
