@@ -90,6 +90,8 @@ class _Writer:
         usage = finished.usage
         prompt_ns = int(usage.ttft_s * 1e9)
         answer_ns = time.monotonic_ns() - self._first if self._first is not None else 0
+        if usage.completion_tokens < 2:
+            answer_ns = 0  # No time passes from the first token to itself: no rate comes of it.
         answer.done_reason = "load" if self._parsed.loads else _REASONS.get(finished.reason, "stop")
         load_ns = 0
         if (since := self._parsed.waiting_since) is not None:

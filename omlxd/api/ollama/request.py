@@ -169,7 +169,7 @@ def _request(
     )
     limit = options.num_predict
     if limit == 0:
-        raise bad_field("options.num_predict", "Expected int >= 1, or -1")
+        raise bad_field("options.num_predict", "Expected int >= 1, or a negative one for no limit")
     sampling = chat.Sampling(
         temperature=options.temperature,
         **nucleus(options.top_p, options.top_k),

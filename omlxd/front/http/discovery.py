@@ -90,6 +90,10 @@ class Discovery:
             Route("/api/ps", partial(listed, write=cards.ollama_processes)),
             Route("/api/show", self._show, methods=["POST"]),
             Route("/api/delete", self._delete, methods=["DELETE"]),
+            *(
+                Route(path, self._refused, methods=["POST"])
+                for path in ("/api/copy", "/api/push", "/api/create")
+            ),
             Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
             Route("/api/v1/models/load", self._lmstudio_load, methods=["POST"]),
             Route("/api/v1/models/unload", self._lmstudio_unload, methods=["POST"]),
@@ -151,6 +155,12 @@ class Discovery:
 
     async def _delete(self, request: Request) -> Response:
         raise InvalidRequest("No client deletes a model here: remove its folder yourself.")
+
+    async def _refused(self, request: Request) -> Response:
+        raise InvalidRequest(
+            "No client makes, copies or sends a model here: `omlxd models pull` gets one, "
+            "`omlxd models alias` gives it another name."
+        )
 
     async def _engine_of(self, request: Request) -> Engine:
         return await self._engines.find_engine(decode(_named, await request.body()).model)

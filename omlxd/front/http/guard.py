@@ -22,7 +22,8 @@ CONTAINER_NAMES = ("host.docker.internal", "host.containers.internal")
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 """Answered without a key, and so is the page's code (`PAGE_FILES`)."""
 PAGE_FILES = "/web/"
-OWNER_PATHS = ("/omlxd/", "/api/pull")
+OWNER_PATHS = ("/omlxd/", "/models/", "/api/")
+"""Of the owner, or with orders that load, unload or download a model."""
 
 
 class Guard:

@@ -352,7 +352,7 @@ class LMStudioV0Models(msgspec.Struct):
 
 
 def lmstudio_models(cards: Sequence[Card]) -> LMStudioModels:
-    return LMStudioModels([_lmstudio(card) for card in cards])
+    return LMStudioModels([_lmstudio(card) for card in cards if card.kind in _LMSTUDIO_KINDS])
 
 
 def _lmstudio(card: Card) -> LMStudioModel:
@@ -370,6 +370,10 @@ def _lmstudio(card: Card) -> LMStudioModel:
         capabilities=LMStudioCapabilities(card.images, card.tools),
         type=lmstudio_type(card),
     )
+
+
+_LMSTUDIO_KINDS = ("chat", "embedding")
+"""LM Studio has no type for a reranker, and its clients would take one for a model that chats."""
 
 
 def lmstudio_type(card: Card) -> str:
@@ -391,4 +395,4 @@ def _lmstudio_v0(card: Card) -> LMStudioV0Model:
 
 
 def lmstudio_v0_models(cards: Sequence[Card]) -> LMStudioV0Models:
-    return LMStudioV0Models([_lmstudio_v0(card) for card in cards])
+    return LMStudioV0Models([_lmstudio_v0(card) for card in cards if card.kind in _LMSTUDIO_KINDS])

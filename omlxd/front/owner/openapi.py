@@ -141,6 +141,7 @@ OPERATIONS = (
     Operation("post", "/api/show", "Ollama: one model", OllamaModelBody, OllamaShow),
     Operation("post", "/api/pull", "Ollama: download a model", OllamaModelBody, OllamaStatus, LINES),
     Operation("delete", "/api/delete", "Ollama: refused"),
+    *(Operation("post", f"/api/{verb}", "Ollama: refused") for verb in ("copy", "push", "create")),
     Operation("get", "/api/v1/models", "LM Studio: the models", answer=LMStudioModels),
     Operation("post", "/api/v1/models/load", "LM Studio: load a model", LMStudioLoadBody, LMStudioLoaded),
     Operation(

@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from app_client import client
 from fake_engine import EVERYTHING, HELLO, USAGE, FakeEngine, app_of
@@ -262,3 +263,17 @@ async def test_nothing_is_deleted_and_what_is_here_needs_no_download():
         assert missing.status_code == 400 and "write ORG/NAME" in missing.json()["error"]
         gone = await http.request("DELETE", "/api/delete", json={"model": "tiny"})
         assert gone.status_code == 400 and "remove its folder" in gone.json()["error"]
+        for path in ("/api/copy", "/api/push", "/api/create"):
+            answer = await http.post(path, json={"model": "tiny"})
+            assert answer.status_code == 400 and "omlxd models pull" in answer.json()["error"]
+
+
+async def test_one_token_has_no_time_of_its_own():
+    usage = msgspec.structs.replace(USAGE, completion_tokens=1)
+    *_, last = await ask("/api/chat", [TextDelta("a"), Finished("length", usage)])
+    assert last["eval_count"] == 1 and last["eval_duration"] == 0
+
+
+def test_a_wrong_num_predict_hears_what_is_allowed():
+    with pytest.raises(InvalidRequest, match="or a negative one for no limit"):
+        parsed(options={"num_predict": 0})

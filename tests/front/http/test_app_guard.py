@@ -53,6 +53,16 @@ async def test_host():
         assert (await http.get("/health", headers={"host": "any.example"})).status_code == 200
 
 
+async def test_a_page_of_another_site_gives_no_orders():
+    site = {"sec-fetch-site": "cross-site"}
+    async with client(app_of(FakeEngine())) as http:
+        for path in ("/models/load", "/models/unload", "/api/generate", "/api/pull"):
+            answer = await http.post(path, json={"model": "tiny"}, headers=site)
+            assert answer.status_code == 400 and "pages of other sites" in answer.text
+        for path in ("/models/sse", "/api/ps"):
+            assert (await http.get(path, headers=site)).status_code == 400
+
+
 @pytest.mark.parametrize("path", DOORS)
 async def test_browsers_may_not_post_without_a_preflight_and_get_no_cors(path: str):
     async with client(app_of(FakeEngine())) as http:

@@ -109,6 +109,8 @@ def test_lm_studio_is_shown_kind_context_and_what_is_loaded():
     first, second = cards.lmstudio_v0_models([CARD, AWAY]).data
     assert (first.type, first.state, first.loaded_context_length) == ("vlm", "loaded", 4096)
     assert (second.type, second.state) == ("llm", "not-loaded")
+    ranks = replace(CARD, kind="rerank")
+    assert not cards.lmstudio_models([ranks]).models and not cards.lmstudio_v0_models([ranks]).data
 
 
 async def test_lm_studio_s_lists_are_served():
