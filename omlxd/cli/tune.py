@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -70,12 +71,28 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             raise ConfigError(f"{model.id}:{name} {problem}.", param="--name")
         job = _job(args, model.folder, target, train, valid)
         fit_memory(job, model.folder, settings)
-        program = [sys.executable, "-m", "omlxd.engine.tune"]
-        order = msgspec.json.encode(job)
-        status = subprocess.run(program, input=order, check=False, umask=0o077, pass_fds=(lock,)).returncode
+        status = _train(job, lock)
     if not status:
         print(f"{model.id}:{name} is in {target}; `omlxd models list` has it, loss.svg its losses")
     return status
+
+
+def _train(job: Job, lock: int) -> int:
+    """Its exit status. SIGINT and SIGTERM go to the trainer alone, which saves its steps at the first one."""
+    program = [sys.executable, "-m", "omlxd.engine.tune"]
+    trainers: list[subprocess.Popen[bytes]] = []
+    forward = lambda number, _: [trainer.send_signal(number) for trainer in trainers]  # noqa: E731
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    pipe = subprocess.PIPE
+    try:
+        trainers.append(
+            subprocess.Popen(program, stdin=pipe, umask=0o077, pass_fds=(lock,), start_new_session=True)
+        )
+        trainers[0].communicate(msgspec.json.encode(job))
+        return trainers[0].returncode
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

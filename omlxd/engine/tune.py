@@ -5,8 +5,12 @@ A program of its own, never a part of a serving engine. Draws its losses into th
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -20,11 +24,22 @@ WIDTH, HEIGHT, EDGE = 640, 320, 40
 
 
 class LossCurve:
-    """mlx-lm's TrainingCallback: draws losses into the SVG `file` as they come. A NaN is a ModelError."""
+    """mlx-lm's TrainingCallback: draws losses into the SVG `file` as they come. A NaN is a ModelError.
 
-    def __init__(self, file: Path):
-        self._file = file
+    resume  go on with the losses that the JSON file beside it has
+    before  steps of those
+    """
+
+    def __init__(self, file: Path, resume: bool = False):
+        self._file, self._record = file, file.with_suffix(".json")
         self.losses: dict[str, list[tuple[int, float]]] = {"training": [], "validation": []}
+        if resume:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                earlier = msgspec.json.decode(
+                    self._record.read_bytes(), type=dict[str, list[tuple[int, float]]]
+                )
+                self.losses |= earlier
+        self.before = max((at for at, _ in self.losses["training"]), default=0)
 
     def on_train_loss_report(self, info: dict[str, float]) -> None:
         self._add("training", int(info["iteration"]), info["train_loss"])
@@ -37,7 +52,8 @@ class LossCurve:
             raise ModelError(
                 "the loss is no number: try a lower --learning-rate, or a --max-length that answers fit in"
             )
-        self.losses[name].append((iteration, loss))
+        self.losses[name].append((self.before + iteration, loss))
+        self._record.write_bytes(msgspec.json.encode(self.losses))
         self._file.write_text(draw(self.losses))
 
 
@@ -61,21 +77,42 @@ def draw(losses: dict[str, list[tuple[int, float]]]) -> str:
 
 
 def main() -> int:
+    stop = _signals()
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     use_own_temporary_folder()
     set_backend_defaults()
     blas.put_first()
-    from .mlx_adapter.tuning import train_adapter  # It imports MLX.
+    from .mlx_adapter.tuning import Stopped, train_adapter  # It imports MLX.
 
     try:
-        train_adapter(job, LossCurve(Path(job.adapter_path, "loss.svg")))
+        curve = LossCurve(Path(job.adapter_path, "loss.svg"), job.resume)
+        train_adapter(job, curve, curve.before, stop.is_set)
     except ModelError as error:
         print(f"omlxd: {error.message}", file=sys.stderr)
         return 1
+    except Stopped as stopped:
+        what = f"{stopped.steps} steps, which are saved; --resume goes on" if stopped.steps else "no step"
+        print(f"omlxd: stopped after {what}.", file=sys.stderr)
+        return 130
     except KeyboardInterrupt:
-        print("omlxd: stopped; --resume goes on from the last save.", file=sys.stderr)
+        print("omlxd: stopped; steps since the last save are lost.", file=sys.stderr)
         return 130
     return 0
+
+
+def _signals() -> threading.Event:
+    """Set by the first SIGINT or SIGTERM; the next one raises KeyboardInterrupt."""
+    stop = threading.Event()
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        os.write(2, b"omlxd: stops after this step, and saves; once more: stops at once.\n")
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    return stop
 
 
 if __name__ == "__main__":

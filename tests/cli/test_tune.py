@@ -6,6 +6,10 @@ import argparse
 import fcntl
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -147,7 +151,10 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     folder = data(tmp_path / "orders", *[ROW] * 8, valid=ROW)
     words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
     assert run(tmp_path, base, folder, "--iters", "3", "--rank", "2", *words) == 0
-    assert "tiny:orders is in" in capfd.readouterr().out
+    said = capfd.readouterr()
+    assert (
+        "tiny:orders is in" in said.out and "step 3: loss" in said.out and "\x1b" not in said.out + said.err
+    )
     target = tmp_path / "adapters" / "tiny" / "orders"
     settings = load_settings({"base_path": str(tmp_path), "model": str(base), "no_hf_cache": "true"}, {})
     assert [model.adapter for model in Catalog(settings).models().values()] == [None, target]
@@ -163,11 +170,29 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     before = mx.load(str(target / "adapters.safetensors"))
     mx.eval(before)
     assert run(tmp_path, base, folder, "--iters", "1", "--resume", *words) == 0
+    assert "step 4: loss" in capfd.readouterr().out, "steps and losses go on"
+    assert "iteration 4<" in (target / "loss.svg").read_text()
     after = mx.load(str(target / "adapters.safetensors"))
     assert before.keys() == after.keys()
     changes = [mx.abs(after[name] - before[name]).max().item() for name in before]
     assert 0 < max(changes) < 0.01, "one step from where it was"
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_is_stopped_saves_its_steps(tmp_path: Path, base: Path, number: signal.Signals):
+    folder = data(tmp_path / "orders", *[ROW] * 4)
+    words = ["--data", folder, "--base-path", tmp_path, "--max-length", "64", "--iters", "4900"]
+    command = [sys.executable, "-m", "omlxd", "tune", base, *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as training:
+        assert training.stdout is not None
+        next(line for line in training.stdout if line.startswith("step "))
+        training.send_signal(number)
+        _, said = training.communicate(timeout=60)
+    assert training.returncode == 130 and re.search(r"stopped after \d+ steps, which are saved", said), said
+    adapter = tmp_path / "adapters" / "tiny" / "orders"
+    assert mlx_adapter.load(base, adapter=str(adapter)).layout is not None
 
 
 def test_an_adapter_is_trained_by_one_at_a_time(tmp_path: Path, base: Path):
