@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from families import FAMILIES, build_family
 from family_configs import CONFIGS
+from mlx_lm.models import base
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from omlxd.engine import mlx_adapter
@@ -45,7 +46,9 @@ class Reference:
 
 @pytest.fixture
 def reference(monkeypatch: pytest.MonkeyPatch):
-    """What `install` changes is put back after the test."""
+    """What `install` changes is put back after the test, in modules that the test imports too."""
+    before = base.scaled_dot_product_attention
+    known = set(sys.modules)
     monkeypatch.setattr(BatchKVCache, "keys_and_values", BatchKVCache.keys_and_values)
     monkeypatch.setattr(KVCache, "update_and_fetch", KVCache.update_and_fetch)
     for name, module in list(sys.modules.items()):
@@ -59,7 +62,10 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(attention, "_kernel_for", lambda queries, keys: kernel)
         attention.install()
 
-    return install
+    yield install
+    for name in set(sys.modules) - known:
+        if name.startswith("mlx_lm.models.") and hasattr(sys.modules[name], "scaled_dot_product_attention"):
+            cast(Any, sys.modules[name]).scaled_dot_product_attention = before
 
 
 def decode(loaded: mlx_adapter.LoadedModel, lengths: tuple[int, ...] = LENGTHS) -> np.ndarray:
@@ -226,6 +232,7 @@ def test_padding_windows_and_other_arrays_go_on_to_mlx(reference):
 
 
 def test_without_cuda_nothing_changes():
+    before = base.scaled_dot_product_attention
     attention.install()
-    assert sys.modules["mlx_lm.models.base"].scaled_dot_product_attention is attention._mlx_own
+    assert base.scaled_dot_product_attention is before
     assert not mlx_adapter.reads_own_rows()

@@ -86,7 +86,7 @@ class Asker:
             if case.path in GENERATING:
                 content |= {"max_output_tokens" if case.path == "/v1/responses" else "max_tokens": 8}
                 content.pop("max_completion_tokens", None)
-        has_body = case.method.upper() == "POST"
+        has_body = "requestBody" in DOCUMENT["paths"][case.path][case.method.lower()]
         answer = self._client.request(
             case.method,
             case.formatted_path,
