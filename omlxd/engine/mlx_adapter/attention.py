@@ -52,9 +52,14 @@ def install() -> None:
         return
     cast(Any, BatchKVCache).keys_and_values = _noting(BatchKVCache.keys_and_values)
     cast(Any, KVCache).update_and_fetch = _noting(KVCache.update_and_fetch)
+    attend_by(attend)
+
+
+def attend_by(function: Any) -> None:
+    """Let mlx-lm's models call `function` in place of `scaled_dot_product_attention`."""
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
-            cast(Any, module).scaled_dot_product_attention = attend
+            cast(Any, module).scaled_dot_product_attention = function
 
 
 def installed() -> bool:

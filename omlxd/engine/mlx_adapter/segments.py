@@ -25,7 +25,6 @@ and 927, with 3,779 and 1,231 MB of KV. 64 tokens of a prompt, whose bits are eq
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -34,6 +33,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
+from .attention import attend_by
 from .batch_kv import EvenBatchKVCache, round_up
 
 SEGMENT = 2048
@@ -191,9 +191,7 @@ def install() -> None:
     if base.scaled_dot_product_attention is attend:
         return
     _next = base.scaled_dot_product_attention
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
-            cast(Any, module).scaled_dot_product_attention = attend
+    attend_by(attend)
 
 
 _next: Any = None
