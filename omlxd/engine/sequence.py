@@ -92,6 +92,8 @@ class Sequence:
     before_images  blocks after which one is to be made, since images begin there
     last_checkpoint  (blocks, payload) of the deepest state copied so far
     session        the client's conversation, for fairness alone
+    compute_to     token that its next passes end at or before, since a reader has what follows; 0: none does
+    recomputed     tokens of its cached prefix that were computed, as that was faster, or a file was damaged
     pins           names of blocks to pin while it runs; `pinned`: those that are (engine/kvio/bridge.py)
     stored         names of what it has stored since its last good token, or its match; and
                    whether a file of it was there before
@@ -134,6 +136,8 @@ class Sequence:
     restores: int = 0
     restored_hot: int = 0
     restored_cold: int = 0
+    recomputed: int = 0
+    compute_to: int = 0
     cancelled: bool = False
     begun: bool = False
     arrival: int = field(default_factory=lambda: next(_arrivals))

@@ -31,6 +31,7 @@ from omlxd.kv.cold.flusher import Flusher
 from omlxd.kv.cold.tier import ColdTier
 from omlxd.kv.cold.writer import StoreWriter
 from omlxd.kv.files.block_file import EXTRA_ROOM, BlockFormat
+from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.ledger import Ledger
 from omlxd.kv.store import KVStore
@@ -104,7 +105,7 @@ class Output:
 
 
 class Rig:
-    """model: folder. root: cache dir, None for no cold tier. hot: bytes of the hot tier."""
+    """model: folder. root: cache dir, None for no cold tier. hot: bytes of the hot tier. fs: its seam."""
 
     def __init__(
         self,
@@ -121,8 +122,9 @@ class Rig:
         speculate: bool = False,
         draft: Path | None = None,
         segment: int = 0,
+        fs: FileSystem | None = None,
     ):
-        self._draft, self.segment = draft, segment
+        self._draft, self.segment, self._fs = draft, segment, fs
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
         self._slots, self._cap, self._record, self._speculate = slots, cap, record, speculate
@@ -166,7 +168,8 @@ class Rig:
             self.ledger.open()
             lease = LedgerLease(self.ledger)
             room = EXTRA_ROOM if loaded.blind == "" else 0
-            cold = ColdTier(self.root, BlockFormat(self.namespace, loaded.layout, BLOCK, extra_room=room))
+            format = BlockFormat(self.namespace, loaded.layout, BLOCK, extra_room=room)
+            cold = ColdTier(self.root, format, self._fs)
             writer = StoreWriter(cold, lease, max_queue_bytes=1 << 30)
             flusher = Flusher(self.pool, writer, self.scheduler.post)
         self.store = KVStore(
@@ -182,7 +185,7 @@ class Rig:
         if loaded.states is not None and loaded.states.tensors:
             files = None
             if self.root is not None:
-                files = CheckpointFiles(self.root, self.namespace, loaded.states.at)
+                files = CheckpointFiles(self.root, self.namespace, loaded.states.at, self._fs)
             self.checkpointer = Checkpointer(
                 loaded.states, loaded.layout, Checkpoints(self.store, files), BLOCK
             )

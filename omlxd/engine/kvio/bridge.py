@@ -6,7 +6,7 @@
 | `offer`  | after each pass of a prompt, after each step   | full blocks, and state at a boundary, stay   |
 | `finish` | at the end, however it ends                    | the rest stays or is withdrawn, references go |
 
-Runs on the engine thread, but for the reads that `Restore` (restore.py) does on I/O threads.
+Runs on the engine thread, but for reads on I/O threads, which cold_reads.py begins.
 
 A sub-agent's sequence pins its parent's blocks: they have a reference while it runs, so nothing that it
 computes evicts them. Where that leaves the hot tier no room, its own blocks go to the cold tier alone.
@@ -17,8 +17,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
@@ -32,8 +30,9 @@ from .. import mlx_adapter
 from ..mlx_adapter import LiveSegments
 from ..sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
+from .cold_reads import ColdReads
 from .payload import MLXPayload, append_blocks, copy_blocks
-from .restore import Restore
+from .tail_read import TailRead
 from .transport import transport
 
 log = logging.getLogger(__name__)
@@ -50,9 +49,6 @@ One digest over a mapping of the file needs far fewer such steps (2 cores: 13 to
 10 to 13), but an I/O error in a mapping is a signal that ends the engine, and the bytes that were checked
 would not be those that were put in place."""
 
-
-PROMOTED_BLOCKS = 64
-"""Blocks that are copied into the hot tier at a time."""
 
 OFFER_TOKENS = 256
 """Output tokens between two offers of a decoding row: each waits for the step in flight."""
@@ -85,14 +81,6 @@ class _OwnCache:
 _OWN_CACHE = _OwnCache()
 
 
-@dataclass(slots=True)
-class _Shared:
-    """A restore under way: names that it reads, and restores that wait for it."""
-
-    names: set[BlockHash]
-    waiting: list[Callable[[], None]] = field(default_factory=list)
-
-
 class KVBridge:
     """One engine's traffic with its store. `post(f)` runs `f` on the engine thread.
 
@@ -118,11 +106,9 @@ class KVBridge:
         self.on_match: Callable[[], None] = lambda: None
         """Called before a sequence is matched for the first time."""
         self.store = store
-        self._post = post
         self._block = store.block_size
-        self._restores: list[_Shared] = []
         readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
-        self._readers = ThreadPoolExecutor(readers, thread_name_prefix="kv-reader")
+        self.reads = ColdReads(model, layout, store, post, states, self.segments, readers)
 
     # ----------------------------------------------------------------- into the store
 
@@ -156,6 +142,7 @@ class KVBridge:
         if table is None:
             return
         try:
+            self.reads.end_tail(sequence)
             if spoiled:
                 sequence.last_checkpoint = None
                 self._withdraw(sequence)
@@ -207,7 +194,7 @@ class KVBridge:
             self._put_blocks(sequence, table, full, rows)
         except Exception:
             log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
-        new = max(0, full - sequence.offered)
+        new = max(0, full - max(sequence.offered, self.reads.known(sequence)))
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.offered = max(sequence.offered, full)  # Those that failed are not tried again.
 
@@ -251,7 +238,8 @@ class KVBridge:
         if sequence.generated:
             return []
         if sequence.cache is None:  # In a batch, whose rows are not looked at: all that was restored goes.
-            return list(sequence.hashes[: (sequence.restored_hot + sequence.restored_cold) // self._block])
+            reached = sequence.restored_hot + sequence.restored_cold + sequence.recomputed
+            return list(sequence.hashes[: reached // self._block])
         full = sequence.kv_length // self._block
         good = mx.full((full,), True)
         held = mlx_adapter.token_range(sequence.cache, 0, full * self._block) if full else {}
@@ -273,17 +261,20 @@ class KVBridge:
     def match(self, sequence: Sequence, ready: Callable[[], None]) -> bool:
         """Make the longest cached prefix the sequence's cache.
 
-        Where only the disk has some of it, I/O threads read it first. Then the result is True, and `ready()`
-        follows on the engine thread.
+        Where only the disk has some of it, I/O threads read it first, or its end while the scheduler computes
+        up to `sequence.compute_to` (cold_reads.py). True: the scheduler waits, and `ready()` follows on the
+        engine thread.
         """
         admitted = sequence.table is None
         if admitted:
             self.on_match()
             sequence.table = self.store.new_table()
             self._pin(sequence)
-        if sequence.kv_length == 0 and self._needs_disk(sequence):
-            self._restore(sequence, ready)
+        fresh = sequence.kv_length == 0 and self.reads.tail_of(sequence) is None
+        if fresh and self._needs_disk(sequence) and self.reads.begin(sequence, ready):
             return True
+        if tail := self.reads.tail_of(sequence):
+            return not admitted and self._advance(sequence, tail, ready)
         if not admitted:  # Before the first pass, so what others compute until then is a hit too.
             self._catch_up(sequence)
         return False
@@ -322,57 +313,23 @@ class KVBridge:
             return False
         return any(cold)
 
-    def _restore(self, sequence: Sequence, ready: Callable[[], None]) -> None:
-        """Fill a cache from both tiers on I/O threads, then `ready()` on the engine thread.
-
-        A block that can't be read ends the prefix there; the rest is computed. While another sequence
-        reads some of the same files, this one waits for it, and takes what is hot then from RAM.
-        """
-        names = self._cold_names(sequence)
-        for other in self._restores:
-            if names & other.names:
-                other.waiting.append(lambda: self._again(sequence, ready))
-                return
-        shared = _Shared(names)
-
-        def settled() -> None:
-            self._restores.remove(shared)
-            if not sequence.cancelled:
-                self._promote(sequence)
-            try:
-                ready()
-            finally:
-                for start in shared.waiting:
-                    start()
-
-        restore = Restore(
-            self._model,
-            self._layout,
-            self.store,
-            self.states,
-            self._readers,
-            self._post,
-            sequence,
-            settled,
-            self.segments,
-        )
-        restore.start()
-        self._restores.append(shared)  # Not if that raised: nobody would settle it.
-
-    def _again(self, sequence: Sequence, ready: Callable[[], None]) -> None:
-        if sequence.cancelled or not self._cold_names(sequence):
-            ready()  # What is hot is appended by `_catch_up`.
-        else:
-            self._restore(sequence, ready)
-
-    def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
-        """Names of the matched blocks and the checkpoint that only the disk has."""
-        assert sequence.table is not None
-        blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
-        names = {name for name, block in blocks if block.payload is None}
-        if self.states is not None and sequence.resume_at and self.states.hot(sequence) is None:
-            names.add(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
-        return names
+    def _advance(self, sequence: Sequence, tail: TailRead[MLXPayload], ready: Callable[[], None]) -> bool:
+        """Append what has come of the prefix's end, if it follows; say up to where to compute. As `match`."""
+        start = tail.at
+        if payloads := tail.take():
+            self._append(sequence, payloads)
+            cold = sum(index in tail.come for index in range(start, tail.at)) * self._block
+            sequence.restored_hot -= cold
+            sequence.restored_cold += cold
+        if tail.at == tail.end:
+            self.reads.end_tail(sequence)
+            self._catch_up(sequence)
+            return False
+        if count := tail.claim():
+            sequence.compute_to = (tail.at + count) * self._block
+            return False
+        tail.wait(ready)
+        return True
 
     def _catch_up(self, sequence: Sequence) -> None:
         """Append blocks that are hot by now and follow what the sequence has: engine thread, one copy.
@@ -449,34 +406,9 @@ class KVBridge:
         if not payloads:
             sequence.kv_length = sequence.restored_hot = blocks * self._block
 
-    def _promote(self, sequence: Sequence) -> None:
-        """Copy what has just come from the cold tier into the hot one, as far as there is room.
-
-        Where restoring goes through payloads it has done so already. Raises nothing.
-        """
-        table, cache = sequence.table, sequence.cache
-        if table is None or cache is None or not self._layout.groups or not transport().direct:
-            return
-        nbytes = self._layout.nbytes(self._block)
-        most = min(PROMOTED_BLOCKS, self.store.hot_budget() // nbytes)
-        restored = table.blocks[: sequence.kv_length // self._block]
-        cold = [index for index, block in enumerate(restored) if block.payload is None]
-        try:
-            while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
-                cold = cold[most:]
-                first, last = run[0] * self._block, (run[-1] + 1) * self._block
-                tensors = mlx_adapter.token_range(cache, first, last)
-                starts = [(index - run[0]) * self._block for index in run]
-                for index, payload in zip(
-                    run, copy_blocks(self._layout, tensors, starts, self._block), strict=True
-                ):
-                    self.store.promote(restored[index], sequence.hashes[index], payload)
-        except Exception:  # No memory for a copy, most likely: they stay cold.
-            log.exception("request %d: what it was restored from stays cold", sequence.id)
-
     def close(self, deadline_s: float) -> bool:
         """Flush what is queued. False: the deadline came first."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self.reads.close()
         return self.store.close(deadline_s)
 
 

@@ -183,6 +183,15 @@ class Checkpointer:
                 last = blocks
         return tuple(places)
 
+    def deepest_hot(self, sequence: Sequence, usable: int) -> int:
+        """Blocks up to the deepest checkpoint in RAM within `usable`."""
+        hot = (n for n in range(usable, 0, -1) if self.checkpoints.hot(sequence.hashes[n - 1]) is not None)
+        return next(hot, 0)
+
+    def nbytes(self, blocks: int) -> int:
+        """Of a checkpoint after that many blocks."""
+        return self._layout.nbytes(blocks * self._block)
+
     def hot(self, sequence: Sequence) -> MLXPayload | None:
         """The checkpoint that the sequence resumes from, if it is in RAM. Any thread."""
         payload = self.checkpoints.hot(sequence.hashes[sequence.resume_at - 1])

@@ -5,7 +5,8 @@
 | direct    | arrays of their final size     | is those arrays               | reads again, in background  |
 | staged    | payloads on the device         | is joined, as at a hot hit    | keeps those payloads        |
 
-Which one: engine/kvio/transport.py. Both end with the longest prefix whose every block was good.
+Which one: engine/kvio/transport.py. Both end with the longest prefix whose every block was good. One that
+turns out to be slow ends early, with what it has read by then (rates.py).
 
 Through the whole daemon over HTTP, H100, 8B shape, page cache warm, ms to the first token (medians of
 two, tools/bench/serve.py):
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,7 @@ from ..mlx_adapter import Cache, LiveSegments, Segment
 from ..sequence import Sequence as Request
 from .checkpointer import Checkpointer
 from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
+from .rates import LEAST_S, Rates
 from .transport import Load, transport
 
 log = logging.getLogger(__name__)
@@ -124,7 +127,12 @@ class StagedArrival:
 
 
 class Restore:
-    """Begun and settled on the engine thread; `post` gets back to it, `ready` ends it there."""
+    """Begun and settled on the engine thread; `post` gets back to it, `ready` ends it there.
+
+    rates         learn how fast it reads
+    is_slow       whether to end early: asked with the seconds that are left, and the blocks that they take
+    keeps_match   if it ends early, the sequence's table keeps what was not read
+    """
 
     def __init__(
         self,
@@ -137,7 +145,13 @@ class Restore:
         sequence: Request,
         ready: Callable[[], None],
         segments: LiveSegments,
+        rates: Rates,
+        is_slow: Callable[[float, int], bool],
+        keeps_match: bool,
     ):
+        self._rates, self._is_slow, self._keeps_match = rates, is_slow, keeps_match
+        self._began, self._read = 0.0, 0
+        self.ended_early = False
         self._model, self._layout, self._store = model, layout, store
         self._states, self._readers, self._post = states, readers, post
         self._sequence = sequence
@@ -154,7 +168,7 @@ class Restore:
         self._blocks = sequence.table.blocks[self._first :]
         self._cold = [block.payload is None for block in self._blocks]
         self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]
-        self._good = [False] * len(self._blocks)
+        self._good: list[bool | None] = [None] * len(self._blocks)  # None: not tried.
         self._left = len(self._blocks) + 1
         self._lock = threading.Lock()
         self._arrival: Arrival | None = None
@@ -175,6 +189,7 @@ class Restore:
             log.exception("restore: can't allocate")
             self._post(self._settle)
             return
+        self._began = time.perf_counter()
         self._readers.submit(self._fill_state)
         for index in range(len(self._blocks)):
             self._readers.submit(self._fill, index)
@@ -196,13 +211,22 @@ class Restore:
             if isinstance(payload, MLXPayload):
                 arrival.put_block(index, payload)
                 self._good[index] = True
-            elif not self._sequence.cancelled:
+            elif not (self._sequence.cancelled or self.ended_early):
+                self._good[index] = False
                 key = self._keys[index]
                 self._good[index] = arrival.load_block(index, lambda views: self._store.load_into(key, views))
+                self._count_read()
         except Exception:
             log.exception("restore: block %d failed", index)
         finally:
             self._one_less()
+
+    def _count_read(self) -> None:
+        with self._lock:
+            self._read += 1
+            took, left = time.perf_counter() - self._began, sum(self._cold) - self._read
+            if took > LEAST_S and left:
+                self.ended_early = self.ended_early or self._is_slow(took / self._read * left, left)
 
     def _one_less(self) -> None:
         with self._lock:
@@ -228,20 +252,23 @@ class Restore:
         sequence, table, arrival = self._sequence, self._sequence.table, self._arrival
         assert table is not None
         self._arrival = None
-        good = self._good.index(False) if False in self._good else len(self._good)
+        good = next((index for index, good in enumerate(self._good) if not good), len(self._good))
         if arrival is not None:
+            nbytes = self._read * self._rates.block_bytes
+            self._rates.record_read(nbytes, time.perf_counter() - self._began, ended_early=self.ended_early)
             self._keep_or_lose(arrival)
         if self._states is not None and (good < len(self._good) or self._state is None):
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
             sequence.resume_at = 0
-        table.truncate(self._first + good)
+        if not (self.ended_early and self._keeps_match):
+            table.truncate(self._first + good)
         if arrival is not None and (self._first + good or sequence.resume_at):
             self._take_arrival(arrival, good)
 
     def _keep_or_lose(self, arrival: Arrival) -> None:
         for block, key, fine in zip(self._blocks, self._keys, self._good, strict=True):
-            if not fine and not self._sequence.cancelled:
+            if fine is False:
                 self._store.lose(block, key)
         for block, key, payload in zip(self._blocks, self._keys, arrival.payloads(), strict=False):
             if payload is not None:

@@ -100,7 +100,8 @@ class PrefillBudget:
         if start >= last:
             return sequence.prompt_length
         checkpoints = (blocks * self._block for blocks in (sequence.divergence, *sequence.before_images))
-        stop = min(last, self.chunk_end(start), *(place for place in checkpoints if start < place))
+        places = (place for place in (*checkpoints, sequence.compute_to) if start < place)
+        stop = min(last, self.chunk_end(start), *places)
         while not sequence.may_end(stop):
             stop += self._block
         return stop

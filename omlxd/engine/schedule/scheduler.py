@@ -324,6 +324,8 @@ class Scheduler:
             self.prefill_budget.record_pass(
                 stop - start, time.perf_counter() - began - (self._decode_s - decoded)
             )
+            if self.bridge is not None:
+                self.bridge.reads.rates.prefill = self.prefill_budget.rate
             if self.memory is not None and decoded == self._decode_s:
                 self.memory.end_chunk(start, stop)
         self.steps += 1

@@ -1,0 +1,304 @@
+"""What is being read from the cold tier for which sequence, who waits for it, and what is computed instead.
+
+| the model keeps    | reading is fast | it would be slow                                                 |
+|--------------------|-----------------|------------------------------------------------------------------|
+| KV of tokens alone | `Restore`       | `TailRead`: the end is read, the front computed, until they meet |
+| checkpoints too    | `Restore`       | all behind what is in RAM is computed, if that is faster         |
+
+A prompt with images is read in any case.
+
+Slow is what the rates say (rates.py). A restore that turns out to be slow ends early: what it has read is
+used, and the rest goes the other way. Runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...kv.checkpoint import checkpoint_name
+from ...kv.hashing import BlockHash
+from ...kv.layout import KVLayout
+from ...kv.store import KVStore
+from .. import mlx_adapter
+from ..mlx_adapter import LiveSegments
+from ..sequence import Sequence
+from .checkpointer import Checkpointer
+from .payload import MLXPayload, copy_blocks, read_payload
+from .rates import Rates
+from .restore import Restore
+from .tail_read import TailRead
+from .transport import transport
+
+log = logging.getLogger(__name__)
+
+PROMOTED_BLOCKS = 64
+"""Blocks that are copied into the hot tier at a time."""
+
+Ready = Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Shared:
+    """A read under way: names that it reads, and sequences that wait for it."""
+
+    names: set[BlockHash]
+    waiting: list[Ready] = field(default_factory=list)
+
+
+class ColdReads:
+    """As `KVBridge`, whose part it is. `threads`: of `readers`."""
+
+    def __init__(
+        self,
+        model: Any,
+        layout: KVLayout,
+        store: KVStore,
+        post: Callable[[Callable[[], None]], None],
+        states: Checkpointer | None,
+        segments: LiveSegments,
+        threads: int,
+    ):
+        self._model, self._layout, self._store, self._post = model, layout, store, post
+        self._states, self._segments = states, segments
+        self._block = store.block_size
+        self.rates = Rates(self._block, layout.nbytes(self._block))
+        self._threads = threads
+        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
+        self._under_way: list[_Shared] = []
+        self._tails: dict[Sequence, tuple[TailRead[MLXPayload], _Shared]] = {}
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    # ----------------------------------------------------------------- which way
+
+    def begin(self, sequence: Sequence, ready: Ready) -> bool:
+        """Get what the sequence's table has from both tiers. True: `ready()` follows on the engine thread.
+
+        False: some of it is computed, beside a tail (`tail_of`) or instead. While another sequence reads
+        some of the same files, this one waits for it, and takes what is hot then from RAM.
+        """
+        names = self._cold_names(sequence)
+        sequence.recomputed = 0
+        for other in self._under_way:
+            if names & other.names:
+                other.waiting.append(lambda: self._again(sequence, ready))
+                return True
+        if self._is_slow(sequence, names):
+            if self._splits(sequence):
+                self._begin_tail(sequence, _Shared(names))
+            else:
+                self._compute_instead(sequence)
+            return False
+        self._restore(sequence, ready, _Shared(names))
+        return True
+
+    def _again(self, sequence: Sequence, ready: Ready) -> None:
+        if sequence.cancelled or not self._cold_names(sequence) or not self.begin(sequence, ready):
+            ready()  # What is hot is appended before the next pass.
+
+    def _cold_names(self, sequence: Sequence) -> set[BlockHash]:
+        """Names of the matched blocks and the checkpoint that only the disk has."""
+        assert sequence.table is not None
+        blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
+        names = {name for name, block in blocks if block.payload is None}
+        if self._states is not None and sequence.resume_at and self._states.hot(sequence) is None:
+            names.add(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
+        return names
+
+    def _splits(self, sequence: Sequence) -> bool:
+        """Whether its prefix can be read and computed at once.
+
+        What is read lies in RAM until both meet, so the hot tier must have room for it.
+        """
+        assert sequence.table is not None
+        room = self._store.hot_budget() >= self._layout.nbytes(len(sequence.table.blocks) * self._block)
+        return self._states is None and sequence.images is None and room
+
+    def _is_slow(self, sequence: Sequence, names: set[BlockHash]) -> bool:
+        """Whether reading them alone would be."""
+        if not self.rates.read or self._segments.find(self._segments.names(sequence.hashes, self._block)):
+            return False  # What is live is not read.
+        states, blocks = self._states, len(names)
+        nbytes = blocks * self.rates.block_bytes
+        if states is None:
+            return self._splits(sequence) and self.rates.both_pay(self.rates.read_s(nbytes), blocks)
+        if states.hot(sequence) is None:
+            nbytes += states.nbytes(sequence.resume_at) - self.rates.block_bytes
+        return sequence.images is None and self.rates.computing_pays(
+            self.rates.read_s(nbytes), sequence.resume_at - self._hot_end(sequence)
+        )
+
+    # ----------------------------------------------------------------- reading all of it
+
+    def _restore(self, sequence: Sequence, ready: Ready, shared: _Shared) -> None:
+        splits = self._splits(sequence)
+
+        def is_slow(left_s: float, blocks: int) -> bool:
+            if self._states is not None:
+                return sequence.images is None and self.rates.computing_pays(left_s, sequence.resume_at)
+            return splits and self.rates.both_pay(left_s, blocks)
+
+        def settled() -> None:
+            if not sequence.cancelled:
+                self._promote(sequence)
+            try:
+                if restore.ended_early and splits and not sequence.cancelled:
+                    self._begin_tail(sequence, shared)
+            finally:
+                if sequence not in self._tails:
+                    self._under_way.remove(shared)
+                try:
+                    ready()
+                finally:
+                    if sequence not in self._tails:
+                        self._wake(shared)
+
+        restore = Restore(
+            self._model,
+            self._layout,
+            self._store,
+            self._states,
+            self._readers,
+            self._post,
+            sequence,
+            settled,
+            self._segments,
+            self.rates,
+            is_slow,
+            splits,
+        )
+        restore.start()
+        self._under_way.append(shared)  # Not if that raised: nobody would settle it.
+
+    @staticmethod
+    def _wake(shared: _Shared) -> None:
+        for start in shared.waiting:
+            start()
+
+    def _promote(self, sequence: Sequence) -> None:
+        """Copy what has just come from the cold tier into the hot one, as far as there is room.
+
+        Where restoring goes through payloads it has done so already. Raises nothing.
+        """
+        table, cache = sequence.table, sequence.cache
+        if table is None or cache is None or not self._layout.groups or not transport().direct:
+            return
+        nbytes = self._layout.nbytes(self._block)
+        most = min(PROMOTED_BLOCKS, self._store.hot_budget() // nbytes)
+        restored = table.blocks[: sequence.kv_length // self._block]
+        cold = [index for index, block in enumerate(restored) if block.payload is None]
+        try:
+            while most and (run := cold[:most]) and self._store.make_room(len(run) * nbytes):
+                cold = cold[most:]
+                first, last = run[0] * self._block, (run[-1] + 1) * self._block
+                tensors = mlx_adapter.token_range(cache, first, last)
+                starts = [(index - run[0]) * self._block for index in run]
+                for index, payload in zip(
+                    run, copy_blocks(self._layout, tensors, starts, self._block), strict=True
+                ):
+                    self._store.promote(restored[index], sequence.hashes[index], payload)
+        except Exception:  # No memory for a copy, most likely: they stay cold.
+            log.exception("request %d: what it was restored from stays cold", sequence.id)
+
+    # ----------------------------------------------------------------- reading the end of it
+
+    def _begin_tail(self, sequence: Sequence, shared: _Shared) -> None:
+        """Read what the sequence's table has behind its KV, from the end."""
+        table = sequence.table
+        if table is None:
+            return
+        keys = [sequence.key(index, self._block) for index in range(len(table.blocks))]
+        start = sequence.kv_length // self._block
+        have: dict[int, MLXPayload] = {}
+        lost: set[int] = set()
+        for index in range(start, len(keys)):
+            block = table.blocks[index]
+            if isinstance(block.payload, MLXPayload):
+                have[index] = block.payload
+            elif block.block_hash != keys[index].block_hash:
+                lost.add(index)
+
+        def read(index: int) -> MLXPayload | None:
+            key = keys[index]
+            return read_payload(self._layout, self._block, lambda views: self._store.load_into(key, views))
+
+        tail = TailRead(
+            start,
+            len(keys),
+            have,
+            lost,
+            read=read,
+            submit=self._readers.submit,
+            post=self._post,
+            over=lambda: sequence.cancelled,
+            rates=self.rates,
+            threads=self._threads,
+        )
+        self._tails[sequence] = tail, shared
+        if shared not in self._under_way:
+            self._under_way.append(shared)
+        log.debug("request %d: %d blocks are read or computed", sequence.id, len(keys) - start - len(have))
+        tail.pump()
+
+    def tail_of(self, sequence: Sequence) -> TailRead[MLXPayload] | None:
+        """The read of its prefix's end that is under way, up to date: what came is in the hot tier."""
+        if sequence not in self._tails:
+            return None
+        tail, _ = self._tails[sequence]
+        table = sequence.table
+        assert table is not None
+        for index, payload in tail.news():
+            if payload is None:
+                self._store.lose(table.blocks[index], sequence.key(index, self._block))
+            else:
+                self._store.promote(table.blocks[index], sequence.hashes[index], payload)
+        computed = min(sequence.kv_length // self._block, tail.end) - tail.at
+        sequence.recomputed += computed * self._block
+        tail.at += computed
+        return tail
+
+    def known(self, sequence: Sequence) -> int:
+        """Blocks whose files need not be written, though the sequence computes some of them."""
+        return self._tails[sequence][0].end if sequence in self._tails else 0
+
+    def end_tail(self, sequence: Sequence) -> None:
+        """It has met what was computed, or nobody wants it any more; who waits for it is woken soon.
+
+        Before the sequence's table goes. A second call does nothing.
+        """
+        if sequence not in self._tails:
+            return
+        tail, shared = self._tails[sequence]
+        try:
+            self.tail_of(sequence)
+        finally:
+            tail.stop()
+            del self._tails[sequence]
+            sequence.compute_to = 0
+            self._under_way.remove(shared)
+            self._post(lambda: self._wake(shared))
+
+    # ----------------------------------------------------------------- computing instead
+
+    def _hot_end(self, sequence: Sequence) -> int:
+        """Blocks up to the deepest checkpoint in RAM that the hot blocks reach."""
+        states, table = self._states, sequence.table
+        assert states is not None and table is not None
+        hot = 0
+        while hot < len(table.blocks) and table.blocks[hot].payload is not None:
+            hot += 1
+        if not self._layout.groups:
+            hot = sequence.resume_at
+        return states.deepest_hot(sequence, hot)
+
+    def _compute_instead(self, sequence: Sequence) -> None:
+        assert sequence.table is not None
+        blocks = self._hot_end(sequence)
+        sequence.recomputed = (sequence.resume_at - blocks) * self._block
+        sequence.resume_at = blocks
+        sequence.table.truncate(min(blocks, len(sequence.table.blocks)))
