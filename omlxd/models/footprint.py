@@ -75,7 +75,7 @@ class Footprint(msgspec.Struct, frozen=True):
     kv_fixed      of what a sequence keeps whatever its length: full windows, recurrent state
     working       while a GPU computes a chunk of a prompt, but for the scores of its attention
     pair          of the scores of one token with another, in a layer of full attention
-    images        it holds a vision tower, and mlx-vlm is installed
+    blind         why a vision model takes no images; "": it takes them; None: it is a text model
     tower         what that takes to see an image
     layers, hidden_size, vocab_size  of its language model
     """
@@ -86,7 +86,7 @@ class Footprint(msgspec.Struct, frozen=True):
     working: int
     context_length: int | None
     pair: int = 0
-    images: bool = False
+    blind: str | None = None
     tower: Tower = Tower()
     layers: int = 0
     hidden_size: int = 0
@@ -126,7 +126,7 @@ def footprint(folder: Path, float32: bool = False) -> Footprint:
         working=_working(text, element),
         context_length=_context(config),
         pair=_int(text, "num_attention_heads", "n_head") * element if "full" in _kinds(text) else 0,
-        images=vision_obstacle(folder, config) == "",
+        blind=vision_obstacle(folder, config),
         tower=_tower(config, element),
         layers=_layers(text),
         hidden_size=_hidden(text),
@@ -198,9 +198,7 @@ def kind_of(folder: Path, config: dict[str, Any]) -> ModelKind:
 def _holds_tower(folder: Path) -> bool:
     """Whether a weight is named as one of a vision tower."""
     try:
-        index = msgspec.json.decode(
-            read_small(folder / "model.safetensors.index.json", sys.maxsize), type=WeightIndex
-        )
+        index = msgspec.json.decode(read_small(folder / "model.safetensors.index.json"), type=WeightIndex)
         names = iter(index.weight_map)
     except (OSError, msgspec.MsgspecError, RecursionError):
         names = (name for file in folder.glob("*.safetensors") for name in _header(file))

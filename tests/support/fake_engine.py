@@ -116,6 +116,7 @@ class FakeEngine:
             state=self.state,
             context_length=self.context_length,
             images=bool(self.images),
+            blind=self.blind,
             tools=True,
             thinking=True,
             family="qwen3",
@@ -134,6 +135,10 @@ class FakeEngine:
     @property
     def images(self) -> bool | None:
         return self.info.images if self.info else None
+
+    @property
+    def blind(self) -> str:
+        return self.info.blind if self.info else ""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         # Whatever a protocol makes of a body must be fit for the frames that real engines get.

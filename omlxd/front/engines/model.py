@@ -146,7 +146,13 @@ class ModelEngine:
         """Whether it takes images; None while nobody knows."""
         if self.process.supervisor.info is not None:
             return self.process.supervisor.info.images
-        return self.footprint.images if self.footprint is not None else None
+        return self.footprint.blind == "" if self.footprint is not None else None
+
+    @property
+    def blind(self) -> str:
+        """Why a vision model takes no images; "": it takes them, is a text model, or nobody knows."""
+        said = self.info or self.footprint
+        return (said.blind or "") if said is not None else ""
 
     @property
     def card(self) -> Card:
@@ -157,6 +163,7 @@ class ModelEngine:
             state=self.state,
             context_length=self.context_length,
             images=bool(self.images),
+            blind=self.blind,
             tools=bool(described.tools),
             thinking=info.supports_thinking if info else described.thinking,
             family=info.model_type if info else described.family,

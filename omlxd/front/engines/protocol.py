@@ -33,6 +33,7 @@ class Card(Struct, frozen=True, kw_only=True):
 
     state         as of `Engine`
     images        it takes images; tools: its template has a place for them; thinking: likewise
+    blind         why a vision model takes no images; "": it takes them, or it is a text model
     bits          of a quantised weight; 0: not quantised
     nbytes        of its weight files
     changed       seconds since 1970; 0: nobody knows
@@ -46,6 +47,7 @@ class Card(Struct, frozen=True, kw_only=True):
     state: str
     context_length: int | None = None
     images: bool = False
+    blind: str = ""
     tools: bool = False
     thinking: bool = False
     family: str = ""
@@ -64,7 +66,7 @@ class Engine(Protocol):
     state           `unloaded`, `loading`, `ready`, `unloading`, `restarting` or `failed`
     info            None until the model has been loaded once
     context_length  tokens of prompt and answer at most; None while nobody knows
-    images          it takes images; None while nobody knows
+    images          it takes images; None while nobody knows; blind: as of `Card`
     starts          engine processes started so far
     deaths          of these, ended by themselves
     pid             of the engine process; None without one
@@ -97,6 +99,8 @@ class Engine(Protocol):
     def context_length(self) -> int | None: ...
     @property
     def images(self) -> bool | None: ...
+    @property
+    def blind(self) -> str: ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """The events of one request, the last one Finished or Failed; or it raises OmlxdError.
@@ -184,7 +188,7 @@ def check_images(engine: Engine, engines: Sequence[Engine], prompt: Conversation
     image = next((part for part in media_of(prompt.messages) if isinstance(part, ImagePart)), None)
     if image is None:
         return
-    why = f" ({engine.info.blind})" if engine.info and engine.info.blind else ""
+    why = f" ({engine.blind})" if engine.blind else ""
     seeing = next((other.model_id for other in engines if other.images), None)
     others = f"{seeing} does: ask for that model" if seeing else "no installed model does"
     raise bad_field(image.param, f"{engine.model_id} reads no images{why}, and {others}")

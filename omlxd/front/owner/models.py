@@ -59,7 +59,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         memory_bytes=engine.memory_bytes,
         context_length=engine.context_length,
         images=engine.images,
-        blind=engine.info.blind if engine.info else "",
+        blind=engine.blind,
         idle_s=None if engine.is_pinned or idle == float("inf") else idle,
         expires_in_s=engine.expires_in_s,
         loads=engine.process.supervisor.loads,

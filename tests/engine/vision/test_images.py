@@ -186,7 +186,7 @@ def test_without_mlx_vlm_a_vision_model_says_what_to_install(model: Path, monkey
     monkeypatch.setattr("omlxd.models.footprint.find_spec", lambda name: None)
     blind = vision.blindness(model)
     assert blind and "omlxd[vision]" in blind and f"mlx-vlm=={vision.VLM_VERSION}" in blind
-    assert not footprint(model).images
+    assert footprint(model).blind == blind
     with pytest.raises(ModelError, match="pip install"):
         mlx_adapter.load(build_vision_family("glm4v", model.parent / "glm4v"))
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import anthropic
 import openai
 import pytest
@@ -11,7 +17,11 @@ from sdk_clients import claude, gpt
 
 from omlxd.chat import Conversation, ImagePart, Message, RawPrompt, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
+from omlxd.front.engines.model import ModelEngine
 from omlxd.front.engines.protocol import check_images
+from omlxd.front.http.model_list import model_entry
+from omlxd.models.catalog import InstalledModel
+from omlxd.models.footprint import INSTALL_VISION
 
 IMAGE = ImagePart(b"png", "image/png", "messages.0.content.0")
 
@@ -55,6 +65,30 @@ def test_what_can_be_read_is_let_through():
         (text, RawPrompt("hi")),
     ):
         check_images(model, [model], prompt)
+
+
+def test_what_to_install_is_said_before_the_model_was_ever_loaded(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("omlxd.models.footprint.find_spec", lambda name: None)
+    for name, text in (
+        ("config.json", {"model_type": "qwen2_vl", "vision_config": {}}),
+        ("model.safetensors.index.json", {"weight_map": {"visual.merger.bias": "model.safetensors"}}),
+        ("preprocessor_config.json", {}),
+    ):
+        (tmp_path / name).write_text(json.dumps(text))
+    supervisor = SimpleNamespace(model_id="vl", info=None)
+    process: Any = SimpleNamespace(supervisor=supervisor, state="unloaded")
+    model = ModelEngine(InstalledModel("vl", "vl", "model-dir", tmp_path), process, may_load=lambda: True)
+    model.measure()
+    why = f"mlx-vlm is not installed: {INSTALL_VISION}"
+    with pytest.raises(
+        InvalidRequest, match=re.escape(f"vl reads no images ({why}), and no installed model")
+    ):
+        check_images(model, [model], asked(IMAGE))
+    entry = model_entry(model.card).omlxd
+    assert (entry.input_modalities, entry.note) == (["text"], f"no images: {why}")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    model.measure()
+    assert model_entry(model.card).omlxd.note == ""
 
 
 async def test_clients_get_it_before_the_model_is_asked():
