@@ -246,8 +246,11 @@ class TurnMemory:
             self._files.used(filed)
 
     def files_of(self, places: Sequence[Place]) -> list[str]:
-        """Where the turns of these places are kept, or would be."""
-        return [self._files.path_of(place) for place in places] if self._files is not None else []
+        """The files that hold the turns of these places, or are being written. May read files."""
+        if self._files is None:
+            return []
+        found = [(self._files.path_of(place), self._entry_of(place)) for place in places]
+        return [path for path, entry in found if entry.on_disk or (entry.writing and not entry.unsaved)]
 
     def count(self, spliced: int, refused: Sequence[str], unknown: int) -> None:
         """Note what became of the turns of a prompt that will be answered."""

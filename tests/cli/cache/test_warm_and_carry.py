@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import tarfile
 from pathlib import Path
@@ -76,6 +77,22 @@ def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path,
     (root / path).parent.mkdir(parents=True)
     (root / path).write_bytes(b"x")
     assert cache("export", tmp_path / "b.tar", *words[2:]) == 0
+
+
+def test_a_session_that_was_sent_several_times_is_exported_whole(tmp_path: Path, capsys):
+    asked = tmp_path / "asked.json"
+    asked.write_text(json.dumps({"messages": [{"role": "user", "content": prose(60)}]}))
+    numbers = itertools.count()
+    with Daemon(tmp_path / "home") as daemon:
+
+        def is_whole() -> bool:
+            tar, base = tmp_path / f"{next(numbers)}.tar", tmp_path / "home" / "omlxd"
+            return not cache("export", tar, "--session", asked, "--url", daemon.url, "--base-path", base)
+
+        for _ in range(2):
+            assert cache("warm", asked, "--url", daemon.url) == 0
+            wait_until(is_whole)
+    assert ".tar: " in capsys.readouterr().out
 
 
 def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):

@@ -216,6 +216,18 @@ def test_a_conversation_without_a_name_that_is_answered_twice_is_not_written(rig
     assert found(other, nameless) == "ambiguous" and not files_in(rig.root)
 
 
+def test_only_files_that_are_there_or_being_written_are_named(rig: Rig):
+    nameless = Place(("implicit-1", ""), b"b" * 16, implicit=True)
+    memory = TurnMemory(files=files_of(rig))
+    for place in (ME, nameless, nameless):
+        say(memory, place, [5])
+    named = memory.files_of([ME, nameless, Place(("me", ""), b"n" * 16)])
+    rig.settle()
+    assert len(named) == 1 and memory.files_of([ME, nameless]) == named
+    assert [str(path.relative_to(rig.root)) for path in files_in(rig.root)] == named
+    assert TurnMemory(files=files_of(rig)).files_of([nameless, ME]) == named
+
+
 def test_a_record_is_bounded_and_keeps_the_newest():
     turns = {(bytes([n]) * 16, None): Turn(b"p" * 16, 9, array("I", [n] * 100), b"w" * 16) for n in range(50)}
     payload = encoded(turns, 2000)
