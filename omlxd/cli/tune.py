@@ -88,8 +88,13 @@ def _train(job: Job, lock: int) -> int:
         trainers.append(
             subprocess.Popen(program, stdin=pipe, umask=0o077, pass_fds=(lock,), start_new_session=True)
         )
-        trainers[0].communicate(msgspec.json.encode(job))
-        return trainers[0].returncode
+        stdin = trainers[0].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError), stdin:
+            stdin.write(msgspec.json.encode(job) + b"\n")
+            stdin.flush()
+            trainers[0].wait()  # It would stop if its standard input ended.
+        return trainers[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,7 @@
-"""`python -m omlxd.engine.tune`: trains what the Job (models/tuning.py) on its standard input says.
+"""`python -m omlxd.engine.tune`: trains what the Job (models/tuning.py) says, a line of its standard input.
 
-A program of its own, never a part of a serving engine. Draws its losses into the adapter's folder.
+A program of its own, never a part of a serving engine. Draws its losses into the adapter's folder. It stops,
+and saves, when its standard input ends: then whoever started it is gone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..common.files import read_small, write_atomic
 from ..errors import ModelError
 from ..models.tuning import Job
 from . import blas
@@ -23,23 +25,36 @@ from .__main__ import set_backend_defaults, use_own_temporary_folder
 WIDTH, HEIGHT, EDGE = 640, 320, 40
 
 
+class _Record(msgspec.Struct):
+    training: list[tuple[int, float]] = []
+    validation: list[tuple[int, float]] = []
+    steps: int | None = None
+
+
 class LossCurve:
     """mlx-lm's TrainingCallback: draws losses into the SVG `file` as they come. A NaN is a ModelError.
 
-    resume  go on with the losses that the JSON file beside it has
-    before  steps of those
+    resume  go on with the losses and steps that the JSON file beside it has
+    before  steps of earlier trainings that are saved
     """
 
     def __init__(self, file: Path, resume: bool = False):
         self._file, self._record = file, file.with_suffix(".json")
-        self.losses: dict[str, list[tuple[int, float]]] = {"training": [], "validation": []}
+        earlier = _Record()
         if resume:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
-                earlier = msgspec.json.decode(
-                    self._record.read_bytes(), type=dict[str, list[tuple[int, float]]]
-                )
-                self.losses |= earlier
-        self.before = max((at for at, _ in self.losses["training"]), default=0)
+                earlier = msgspec.json.decode(read_small(self._record), type=_Record)
+        reported = max((at for at, _ in earlier.training), default=0)
+        self.before = self._saved = reported if earlier.steps is None else earlier.steps
+        self.losses: dict[str, list[tuple[int, float]]] = {
+            "training": [point for point in earlier.training if point[0] <= self.before],
+            "validation": [point for point in earlier.validation if point[0] <= self.before],
+        }
+
+    def on_save(self, steps: int) -> None:
+        """The adapter of so many steps of this training is saved."""
+        self._saved = self.before + steps
+        self._write()
 
     def on_train_loss_report(self, info: dict[str, float]) -> None:
         self._add("training", int(info["iteration"]), info["train_loss"])
@@ -53,8 +68,11 @@ class LossCurve:
                 "the loss is no number: try a lower --learning-rate, or a --max-length that answers fit in"
             )
         self.losses[name].append((self.before + iteration, loss))
-        self._record.write_bytes(msgspec.json.encode(self.losses))
-        self._file.write_text(draw(self.losses))
+        self._write()
+        write_atomic(self._file, draw(self.losses).encode())
+
+    def _write(self) -> None:
+        write_atomic(self._record, msgspec.json.encode({**self.losses, "steps": self._saved}))
 
 
 def draw(losses: dict[str, list[tuple[int, float]]]) -> str:
@@ -78,7 +96,8 @@ def draw(losses: dict[str, list[tuple[int, float]]]) -> str:
 
 def main() -> int:
     stop = _signals()
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
+    threading.Thread(target=_stop_with_parent, daemon=True).start()
     use_own_temporary_folder()
     set_backend_defaults()
     blas.put_first()
@@ -100,6 +119,11 @@ def main() -> int:
     return 0
 
 
+def _stop_with_parent() -> None:
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _signals() -> threading.Event:
     """Set by the first SIGINT or SIGTERM; the next one raises KeyboardInterrupt."""
     stop = threading.Event()
@@ -108,7 +132,8 @@ def _signals() -> threading.Event:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        os.write(2, b"omlxd: stops after this step, and saves; once more: stops at once.\n")
+        with contextlib.suppress(OSError):  # Who reads it may be gone.
+            os.write(2, b"omlxd: stops after this step, and saves; once more: stops at once.\n")
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)

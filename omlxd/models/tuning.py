@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ..common.files import read_small
 from ..common.units import PREFILL_CHUNK
 from ..errors import ConfigError
 from .footprint import Footprint
@@ -88,9 +89,7 @@ def read_data(folder: Path) -> tuple[list[Example], list[Example]]:
 
 def _read_examples(file: Path) -> list[Example]:
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise _wrong(file, "it is larger than 1 GiB")
-        lines = file.read_bytes().splitlines()
+        lines = read_small(file, MOST_BYTES).splitlines()
     except OSError as error:
         raise _wrong(file, f"{error.strerror}; a line is an object with messages, prompt or text") from None
     examples: list[Example] = []
@@ -102,8 +101,9 @@ def _read_examples(file: Path) -> list[Example]:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _wrong(file, f"line {number}: {error}") from None
         if not examples[-1].kind:
-            what = "messages that end with the assistant's, prompt and completion, or text"
-            raise _wrong(file, f"line {number}: it has none of: {what}")
+            what = "it has none of: messages that end with the assistant's, prompt and completion, or text"
+            empty = next((name for name in ("completion", "text") if getattr(examples[-1], name) == ""), "")
+            raise _wrong(file, f"line {number}: {f'its {empty} is empty' if empty else what}")
     if not examples:
         raise _wrong(file, "it holds no example")
     return examples
@@ -117,7 +117,7 @@ def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
     """Layers (0: all) and `lora_parameters` of mlx-lm's LoRA adapter in that folder. Raises ConfigError."""
     file = adapter / "adapter_config.json"
     try:
-        config = msgspec.json.decode(file.read_bytes(), type=_AdapterConfig)
+        config = msgspec.json.decode(read_small(file), type=_AdapterConfig)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"--resume: {file}: {error}.", param="--resume") from None
     if config.fine_tune_type != "lora" or not isinstance(config.lora_parameters.get("rank"), int):

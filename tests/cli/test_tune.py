@@ -7,14 +7,19 @@ import fcntl
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
+import psutil
 import pytest
+from daemon import alive, wait_until
 
 from omlxd.cli import tune
 from omlxd.cli.daemon_client import DaemonError, NoDaemon
@@ -48,7 +53,8 @@ def data(folder: Path, *rows: object, valid: object = None) -> Path:
         ([ROW, "", "{"], "line 3: "),
         ([ROW, "[]"], "line 2: Expected `object`"),
         ([{"prompt": "a"}], "line 1: it has none of"),
-        ([{"prompt": "a", "completion": ""}], "line 1: it has none of"),
+        ([{"prompt": "a", "completion": ""}], "line 1: its completion is empty"),
+        ([{"text": ""}], "line 1: its text is empty"),
         ([{"messages": []}], "line 1: it has none of"),
         ([{"messages": CHAT["messages"][:1]}], "line 1: it has none of"),
         ([{"messages": [{"content": "x"}]}], "line 1: Object missing required field `role`"),
@@ -76,6 +82,12 @@ def test_a_folder_without_data_and_one_in_ten_for_validation(tmp_path: Path):
     assert (len(train), len(valid)) == (3, 0)
     train, valid = read_data(data(tmp_path, *[CHAT] * 20, valid=CHAT))
     assert (len(train), len(valid)) == (20, 1)
+
+
+def test_a_named_pipe_is_no_data(tmp_path: Path):
+    os.mkfifo(tmp_path / "train.jsonl")
+    with pytest.raises(ConfigError, match=r"train\.jsonl: it is not a regular file"):
+        read_data(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -179,20 +191,63 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_training_that_is_stopped_saves_its_steps(tmp_path: Path, base: Path, number: signal.Signals):
+def test_a_save_that_fails_is_one_sentence_and_the_earlier_adapter_stays(tmp_path: Path, base: Path, capfd):
     folder = data(tmp_path / "orders", *[ROW] * 4)
-    words = ["--data", folder, "--base-path", tmp_path, "--max-length", "64", "--iters", "4900"]
+    words = ("--max-length", "32", "--iters", "1")
+    assert run(tmp_path, base, folder, *words, "--rank", "256") == 0
+    target = tmp_path / "adapters" / "tiny" / "orders"
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert len(before["adapters.safetensors"]) > 2 << 20
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        assert run(tmp_path, base, folder, *words, "--resume") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capfd.readouterr().err
+    assert re.search(r"what was saved before is kept: .*write.* are free in", said), said
+    assert "Traceback" not in said
+    after = {file.name: file.read_bytes() for file in target.iterdir()}
+    assert after.keys() == before.keys() and after["adapters.safetensors"] == before["adapters.safetensors"]
+    assert run(tmp_path, base, folder, *words, "--resume") == 0
+    assert "step 2: loss" in capfd.readouterr().out, "the step that is lost is not counted"
+
+
+@contextmanager
+def in_training(home: Path, base: Path) -> Iterator[subprocess.Popen[str]]:
+    """A training that has made its first steps."""
+    folder = data(home / "orders", *[ROW] * 4)
+    words = ["--data", folder, "--base-path", home, "--max-length", "64", "--iters", "4900"]
     command = [sys.executable, "-m", "omlxd", "tune", base, *words]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as training:
         assert training.stdout is not None
         next(line for line in training.stdout if line.startswith("step "))
+        yield training
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_training_that_is_stopped_saves_its_steps(
+    tmp_path: Path, base: Path, number: signal.Signals, capfd
+):
+    with in_training(tmp_path, base) as training:
         training.send_signal(number)
         _, said = training.communicate(timeout=60)
-    assert training.returncode == 130 and re.search(r"stopped after \d+ steps, which are saved", said), said
+    stopped = re.search(r"stopped after (\d+) steps, which are saved", said)
+    assert training.returncode == 130 and stopped, said
     adapter = tmp_path / "adapters" / "tiny" / "orders"
     assert mlx_adapter.load(base, adapter=str(adapter)).layout is not None
+    assert run(tmp_path, base, tmp_path / "orders", "--resume", "--iters", "1", "--max-length", "64") == 0
+    assert f"step {int(stopped[1]) + 1}: loss" in capfd.readouterr().out, "also steps without a line count"
+
+
+def test_a_trainer_whose_parent_is_killed_saves_and_ends(tmp_path: Path, base: Path):
+    with in_training(tmp_path, base) as training:
+        (trainer,) = psutil.Process(training.pid).children()
+        training.kill()
+        training.communicate(timeout=60)  # Both have closed their ends of the pipes.
+    wait_until(lambda: not alive(trainer))
+    assert mlx_adapter.load(base, adapter=str(tmp_path / "adapters" / "tiny" / "orders")).layout is not None
 
 
 def test_an_adapter_is_trained_by_one_at_a_time(tmp_path: Path, base: Path):

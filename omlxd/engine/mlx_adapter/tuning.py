@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,11 +18,14 @@ from mlx_lm.lora import CONFIG_DEFAULTS, train_model
 from mlx_lm.tuner import trainer
 from mlx_lm.tuner.datasets import create_dataset
 
+from ...common.units import human
 from ...errors import ModelError
 from ...models.tuning import Example, Job
 from . import vision
 from .device import backend
 from .loading import read_model
+
+ADAPTER = "adapters.safetensors"
 
 
 class Stopped(Exception):
@@ -30,25 +35,29 @@ class Stopped(Exception):
         self.steps = steps
 
 
-class _Lines:
-    """mlx-lm's TrainUI as plain lines. Raises Stopped between two steps once `stop` says so.
+class _Progress:
+    """mlx-lm's TrainUI as plain lines, which also moves what mlx-lm saved in `folder` to the folder above.
 
-    before  steps of earlier trainings
+    The earlier adapter stays as it is until a new one is whole and on disk.
+
+    before   steps of earlier trainings
+    stop     asked between steps: whether to end
+    stopped  it said so; mlx-lm then saves and returns as at the end
     """
 
-    def __init__(self, before: int, stop: Callable[[], bool]):
-        self.steps = 0
-        self._before, self._stop = before, stop
+    def __init__(self, folder: Path, reports: Any, before: int, stop: Callable[[], bool]):
+        self.steps, self.stopped = 0, False
+        self._folder, self._reports, self._before, self._stop = folder, reports, before, stop
 
-    def __enter__(self) -> _Lines:
-        self._end_if_asked()
+    def __enter__(self) -> _Progress:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        pass
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is Stopped
 
     def _end_if_asked(self) -> None:
-        if self._stop():
+        self.stopped = self._stop()
+        if self.stopped:
             raise Stopped(self.steps)
 
     def advance(self) -> None:
@@ -60,23 +69,40 @@ class _Lines:
         yield self._end_if_asked
 
     def report_train(self, step: int, loss: float, tokens_s: float, tokens: int) -> None:
-        print(f"step {self._before + step}: loss {loss:.3f}, {tokens_s:.0f} tokens/s", flush=True)
+        say(f"step {self._before + step}: loss {loss:.3f}, {tokens_s:.0f} tokens/s")
 
     def report_val(self, step: int, loss: float, seconds: float) -> None:
-        print(f"step {self._before + step - 1}: validation loss {loss:.3f}", flush=True)
+        say(f"step {self._before + step - 1}: validation loss {loss:.3f}")
 
     def report_save(self, file: Path) -> None:
-        print(f"saved, also as {file.name}", flush=True)
+        copy = file.replace(file.with_name(f"{self._before + self.steps:07d}_{ADAPTER}"))
+        self.publish()
+        say(f"saved, also as {copy.name}")
+
+    def publish(self) -> None:
+        """Raises OSError."""
+        for file in sorted(self._folder.iterdir()):  # The adapter's matrices are the last.
+            with file.open("rb+") as opened:
+                os.fsync(opened.fileno())
+            file.replace(self._folder.parent / file.name)
+        self._reports.on_save(self.steps)
+
+
+def say(line: str) -> None:
+    with suppress(OSError):  # Nobody reads it any more.
+        print(line, flush=True)
 
 
 def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool]) -> None:
     """Train, and save into `job.adapter_path` what `load` reads. Raises ModelError and Stopped.
 
-    reports  mlx-lm's TrainingCallback
+    reports  mlx-lm's TrainingCallback, and its `on_save` is told how many steps are saved
     before   steps of earlier trainings, for the lines that are printed
     stop     asked between steps: whether to end; steps that are done are saved then
     """
-    path = Path(job.model)
+    path, target = Path(job.model), Path(job.adapter_path)
+    unfinished = target / "unfinished"
+    shutil.rmtree(unfinished, ignore_errors=True)  # Of a training that was killed.
     mx.set_memory_limit(job.memory_limit)
     # A CPU's 16-bit products use no BLAS.
     model, tokenizer, _, _ = read_model(path, backend() == "cpu", vision.blindness(path))
@@ -86,6 +112,7 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
         **CONFIG_DEFAULTS
         | named
         | {
+            "adapter_path": str(unfinished),
             "num_layers": min(job.num_layers or layers, layers),
             "train": True,
             "optimizer": "adamw",
@@ -94,14 +121,14 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
             "steps_per_report": max(1, job.iters // 50),
             "steps_per_eval": max(1, job.iters // 5),
             "save_every": 100,
-            "resume_adapter_file": f"{job.adapter_path}/adapters.safetensors" if job.resume else None,
+            "resume_adapter_file": str(target / ADAPTER) if job.resume else None,
         }
     )
 
-    lines = _Lines(before, stop)
+    progress = _Progress(unfinished, reports, before, stop)
     patched = cast(Any, trainer), cast(Any, lora)
     # Its own draw boxes in colours into files too, and count a model's parameters wrongly.
-    patched[0].TrainUI = lambda *_, **__: lines
+    patched[0].TrainUI = lambda *_, **__: progress
     patched[1].print_lora_run_header = lambda *_: None
     patched[1].print_trainable_parameters = _say_what_is_trained
 
@@ -112,20 +139,21 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
 
     try:
         train_model(settings, model, dataset(job.train), dataset(job.valid), reports)
-    except Stopped:
-        if lines.steps:
-            _save(model, Path(job.adapter_path))
-        raise
+        if progress.steps:
+            progress.publish()
     except (ValueError, KeyError) as error:
         raise ModelError(f"{type(error).__name__}: {error}") from error
+    except (OSError, RuntimeError) as error:  # MLX's is the second.
+        free = human(shutil.disk_usage(target).free)
+        raise ModelError(
+            f"the training ended, and what was saved before is kept: {error} ({free} are free in {target})"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if progress.stopped:
+        raise Stopped(progress.steps)
 
 
 def _say_what_is_trained(model: Any) -> None:
     count = sum(cast(mx.array, array).size for _, array in tree_flatten(model.trainable_parameters()))
-    print(f"{count} parameters are trained", flush=True)
-
-
-def _save(model: Any, folder: Path) -> None:
-    whole = folder / "whole.safetensors"
-    mx.save_safetensors(str(whole), dict(tree_flatten(model.trainable_parameters())))
-    whole.replace(folder / "adapters.safetensors")
+    say(f"{count} parameters are trained")
