@@ -93,6 +93,7 @@ class Budget(Struct, frozen=True, tag="budget"):
     freed   of freed arrays that MLX keeps for reuse
     ticket  of the `Wants` that it answers; 0: none
     float32 at its load: on a CPU, weights may be made float32
+    slow    at its load: why they may not, with figures; "": they may, need not or must not
     """
 
     hot: int | None = None
@@ -101,6 +102,7 @@ class Budget(Struct, frozen=True, tag="budget"):
     freed: int | None = None
     ticket: int = 0
     float32: bool = False
+    slow: str = ""
 
 
 KV_RESERVE = 1024

@@ -186,7 +186,7 @@ def measure(
             show(f"{human(report.cache_bytes)} on SSD in all")
     if perplexity_tokens:
         _say(f"perplexity of {perplexity_tokens} tokens")
-        for row in perplexity(path, perplexity_tokens, "float32" in report.speed):
+        for row in perplexity(path, perplexity_tokens, "made float32" in report.speed):
             report.kv.append(row)
             if len(report.kv) == 1:
                 show(f"\nPerplexity of {row.tokens} tokens\n" + _line(_KV, _KV))

@@ -41,9 +41,11 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def as_text(status: DaemonStatus) -> str:
-    """A line a loaded model. `of …` is the limit that MLX keeps to."""
-    rows = [_row(model) for model in status.models if "mlx_active_bytes" in model.values]
-    return "\n".join(table([_HEAD, *rows])) if rows else "no model is loaded"
+    """A line a loaded model, and what it computes with if memory makes it slow. `of …` is the limit that MLX
+    keeps to."""
+    loaded = [model for model in status.models if "mlx_active_bytes" in model.values]
+    slow = [f"{model.id}: {model.speed}" for model in loaded if "weights as stored: " in model.speed]
+    return "\n".join([*table([_HEAD, *map(_row, loaded)]), *slow]) if loaded else "no model is loaded"
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ class EngineHost:
             namespace=namespace_dir(self.namespace) if loaded.layout else "",
             block_size=load.cache.block_size,
             backend=mlx_adapter.backend(),
-            speed=_speed(loaded.float32) if mlx_adapter.backend() == "cpu" else "",
+            speed=_speed(loaded.float32, load.budget.slow) if mlx_adapter.backend() == "cpu" else "",
             supports_tools=bool(loaded.tokenizer.has_tool_calling),
             supports_thinking=bool(loaded.tokenizer.has_thinking),
             note=_note(Path(load.model_path)),
@@ -447,9 +447,9 @@ class EngineHost:
         self._store.close(deadline_s)
 
 
-def _speed(float32: bool) -> str:
-    """What computes matrix products on a CPU, and how fast."""
-    weights = ", weights made float32" if float32 else ""
+def _speed(float32: bool, slow: str) -> str:
+    """What computes matrix products on a CPU, and how fast; `slow` as wire.Budget has it."""
+    weights = ", weights made float32" if float32 else f", weights as stored: {slow}" if slow else ""
     return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
 
 

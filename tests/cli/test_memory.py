@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from omlxd.chat import Finished, TextDelta, Usage
 from omlxd.cli import memory
 from omlxd.cli.daemon_client import DaemonError
+from omlxd.engine.host import _speed
 from omlxd.errors import ConfigError
 from omlxd.models import demo
 
@@ -35,6 +36,9 @@ def test_a_line_a_model():
     assert head.split("  ")[0] == "MODEL" and "idle" not in text
     assert " ".join(line.split()) == "org/tiny 2 GB 995 MB 5 MB of 8 GB 60 MB of 2 GB 4 GB of 20 GB - 2 GB"
     assert memory.as_text(status()) == "no model is loaded"
+    slow = msgspec.structs.replace(loaded, speed=_speed(False, "float32 needs 2 GB"))
+    assert memory.as_text(status(slow)).splitlines()[2:] == [f"org/tiny: {slow.speed}"]
+    assert slow.speed.endswith("GFLOP/s, weights as stored: float32 needs 2 GB")
 
 
 def test_the_command_asks_and_orders(monkeypatch: pytest.MonkeyPatch, capsys):

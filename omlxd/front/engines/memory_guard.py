@@ -152,10 +152,18 @@ class MemoryGuard:
             of_the_last_process.pop(engine.model_id, None)
         engine.float32 = False
         self.check_ever(engine)
-        engine.float32 = await self._has_room_for_float32(engine, device)
+        slow = await self._why_not_float32(engine, device)
+        engine.float32 = slow == ""
+        if slow:
+            log.warning(
+                "%s: weights stay as stored: %s; KV that was cached with float32 weights is not used",
+                engine.model_id,
+                slow,
+            )
+        first = Budget(float32=engine.float32, slow=slow or "")
         prints = engine.footprint
         if self.memory_limit_bytes == 0 or prints is None:
-            return Budget(float32=engine.float32)
+            return first
         need = self.need(engine.model_id, prints)
         deadline = time.monotonic() + self._wait_s
         shrunk = 0
@@ -175,10 +183,10 @@ class MemoryGuard:
                 else:
                     self._claims[engine.model_id] = need
                     if not self._divides(len(self._pool.others(None))):
-                        return Budget(float32=engine.float32)
+                        return first
                     most = self._most(device) - PROCESS_BYTES
                     live = max(0, min(most, free - PROCESS_BYTES))
-                    budget = Budget(live=live, most=most, float32=engine.float32)
+                    budget = replace(first, live=live, most=most)
                     self._sent[engine.model_id] = budget
                     return budget
             # Nothing gives way now: what needs less may load meanwhile. Loads that were under way before
@@ -192,11 +200,19 @@ class MemoryGuard:
                 )
             await asyncio.sleep(SHRINK_S)
 
-    async def _has_room_for_float32(self, engine: ModelEngine, device: Device) -> bool:
+    async def _why_not_float32(self, engine: ModelEngine, device: Device) -> str | None:
+        """ "": weights may be made float32; None: nobody wants it."""
         if device.backend != "cpu" or (prints := engine.float32_footprint) is None:
-            return False
-        need = self.need(engine.model_id, prints)
-        return need <= (await self._room(engine)).free * FLOAT32_FRACTION
+            return None
+        need, free = self.need(engine.model_id, prints), (await self._room(engine)).free
+        if need <= free * FLOAT32_FRACTION:
+            return ""
+        if engine.footprint is not None and prints.weights <= engine.footprint.weights:
+            return None
+        return (
+            f"float32, which reads prompts many times faster, needs about {human(need)} and may take half of "
+            f"the {human(max(0, free))} that are free"
+        )
 
     def check_ever(self, engine: ModelEngine) -> None:
         """Raises InvalidRequest if the model can never fit on the device, once an engine has named that."""

@@ -198,20 +198,24 @@ async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("available", "weights", "float32"),
-    [(2200, "auto", True), (1900, "auto", False), (9000, "as-stored", False)],
+    [(2200, "auto", True), (1900, "auto", False), (9000, "as-stored", False), (1900, "are float32", False)],
 )
 async def test_weights_become_float32_where_they_take_half_of_what_is_free(
-    available: int, weights: str, float32: bool, monkeypatch: pytest.MonkeyPatch
+    available: int, weights: str, float32: bool, monkeypatch: pytest.MonkeyPatch, caplog
 ):
     monkeypatch.setattr(memory_guard, "available_ram", lambda: available * MB)
     monkeypatch.setattr(footprint, "available_ram", lambda: available * MB)
     monkeypatch.setattr(memory_guard, "likely_backend", lambda: "cpu")
     monkeypatch.setattr(memory_guard, "RESERVE_BYTES", 0)
-    models, model = Models(limit=None), Model("m", 100)
+    stored = 800 if weights == "are float32" else 100
+    models, model = Models(limit=None), Model("m", stored)
     models.device = Device(backend="cpu", total=10**12, available=0)
     large = replace(model.footprint, weights=800 * MB)
-    model.float32_footprint = large if weights == "auto" else None
+    model.float32_footprint = None if weights == "as-stored" else large
     estimate = models.guard.estimate(cast(Any, model))
-    assert estimate == (PROCESS_BYTES + (800 if float32 else 100) * MB, 0)
+    assert estimate == (PROCESS_BYTES + (800 if float32 else stored) * MB, 0)
     budget = await soon(models.load(model))
     assert budget.float32 == model.float32 == float32
+    slow = "faster, needs about 1 GB and may take half of the 1.9 GB that are free"
+    assert (slow in budget.slow) == (slow in caplog.text) == (weights == "auto" and not float32)
+    assert bool(budget.slow) == (slow in budget.slow)
