@@ -326,6 +326,10 @@ DATA_URL = re.compile(r"data:([\w.+/-]*)(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 def image_url(url: str, param: str, detail: str | None = None) -> ImagePart:
     """An image from a `data:` URL; anything else is refused, as nothing here fetches URLs."""
     match = DATA_URL.match(url[:200])
+    if not match and url[:5].lower() == "data:":
+        raise bad_field(
+            param, "a data: URL is read as data:image/png;base64,… alone, with its data in base64"
+        )
     if not match:
         raise bad_field(param, f"{NOT_FETCHED}; send the image itself, as a data: URL with base64")
     return image(url[match.end() :], match[1].lower(), param, detail)

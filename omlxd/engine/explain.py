@@ -9,6 +9,7 @@ engine remembered how they were generated are rendered anew. No KV is restored o
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ SEARCH_S = 5.0
 BEFORE, AFTER = 24, 16
 """Tokens of text that are shown on either side of the difference."""
 MOST_NAMESPACES = 64
+_RUN = re.compile(r"(<[^<>\s]{1,60}>)\1{3,}")
+"""Of one control token, as an image is written in a prompt."""
 
 ExtraKeys = Mapping[int, Sequence[ExtraKey]]
 
@@ -135,9 +138,13 @@ class Explainer:
 
     def _texts(self, tokens: Sequence[int], position: int) -> dict[str, str]:
         return {
-            "before": self.text_of(tokens[max(0, position - BEFORE) : position]),
-            "prompt": self.text_of(tokens[position : position + AFTER]),
+            "before": self._text(tokens[max(0, position - BEFORE) : position]),
+            "prompt": self._text(tokens[position : position + AFTER]),
         }
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """An image's token is written once, with how many there are."""
+        return _RUN.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", self.text_of(tokens))
 
     # ----------------------------------------------------------------- what stands there instead
 
@@ -196,7 +203,7 @@ class Explainer:
             explanation,
             cause="differs" if explanation.cause == "never_stored" else explanation.cause,
             position=position,
-            stored=self.text_of(nearest.tokens[common : common + AFTER]),
+            stored=self._text(nearest.tokens[common : common + AFTER]),
             stored_used=nearest.used,
             **self._texts(tokens, position),
         )

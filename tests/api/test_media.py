@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from typing import ClassVar
 
 import openai
@@ -204,6 +205,18 @@ def test_an_image_by_a_files_id_is_an_error_of_that_field():
         with pytest.raises(InvalidRequest, match="no files are kept here; send image_url") as caught:
             messages(Responses, *asked)
         assert caught.value.param and caught.value.param.endswith(".file_id")
+
+
+@pytest.mark.parametrize("protocol", [Chat, Responses])
+def test_an_image_that_is_missing_or_in_no_base64_is_told_from_one_at_a_url(protocol):
+    empty, plain = (
+        protocol.image(PNG),
+        json.dumps(protocol.image(PNG)).replace(data_url(PNG), "data:image/png,abc"),
+    )
+    del empty["image_url"]
+    for image, words in ((empty, "required|missing"), (json.loads(plain), "with its data in base64")):
+        error = refused(protocol, [image], [])
+        assert re.search(words, error.message) and "not fetched" not in error.message
 
 
 @pytest.mark.parametrize("protocol", [Chat, Responses])

@@ -57,7 +57,10 @@ def test_a_session_that_reads_a_pdf_goes_on(tmp_path):
 
 def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
     with Daemon(tmp_path) as daemon:
-        for data, why in ((locked_pdf(), "is locked with a password"), (b"%PDF-1.7 x", "is no PDF")):
+        for data, why in (
+            (locked_pdf(), "is locked with a password"),
+            (b"%PDF-1.7 x", "is damaged, or it is no PDF"),
+        ):
             ask = {"model": daemon.model, "max_tokens": 4, "messages": session(data)}
             answer = daemon.post("/v1/messages", ask)
             assert answer.status_code == 400

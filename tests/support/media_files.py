@@ -7,7 +7,9 @@ import zlib
 from collections.abc import Sequence
 
 
-def png(width: int, height: int, rows: bytes | None = None, colour: int = 2, green: int = 0) -> bytes:
+def png(
+    width: int, height: int, rows: bytes | None = None, colour: int = 2, green: int = 0, depth: int = 8
+) -> bytes:
     """A PNG. `rows`: its data, compressed; None: a gradient from red to blue. `colour`: PNG's colour type."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -16,7 +18,7 @@ def png(width: int, height: int, rows: bytes | None = None, colour: int = 2, gre
     if rows is None:
         line = b"".join(bytes((255 * x // width, green, 255 - 255 * x // width)) for x in range(width))
         rows = zlib.compress((b"\0" + line) * height)
-    head = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 

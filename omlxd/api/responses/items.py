@@ -166,7 +166,9 @@ def _parts(content: str | list[Content], role: str, param: str) -> list[chat.Par
         if entry.type in _IMAGES or entry.image_url is not None:
             if entry.image_url is None and entry.file_id is not None:
                 raise bad_field(f"{where}.file_id", "no files are kept here; send image_url")
-            image = entry.image_url if isinstance(entry.image_url, _Url) else _Url(entry.image_url or "")
+            if entry.image_url is None:
+                raise bad_field(f"{where}.image_url", "this field is required")
+            image = entry.image_url if isinstance(entry.image_url, _Url) else _Url(entry.image_url)
             parts.append(image_url(image.url, f"{where}.image_url", entry.detail or image.detail))
         elif entry.type == "input_file" or entry.file_url is not None:
             parts.append(

@@ -5,6 +5,7 @@ Of an image: the first frame, turned as its EXIF says, 8 bits a channel, transpa
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from typing import Any
@@ -57,13 +58,37 @@ def _image(data: bytes) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     Image.MAX_IMAGE_PIXELS = None  # Checked here, before anything is decoded.
+    _skip_large_texts()
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise _Refused("is no PNG, JPEG, WebP or GIF, or it is damaged; send one of these") from None
     _check_size(*image.size)
+    deep, clear = any("RGB;16B" in tile for tile in image.tile), image.info.get("transparency")
     image.load()
+    if deep and isinstance(clear, tuple):  # Of 16 bits, and the pixels have 8 now.
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
     return _turned(_rgb(image), _orientation(image))
+
+
+@functools.cache
+def _skip_large_texts() -> None:
+    """Have a PNG's texts and colour profile left out where Pillow takes them for a bomb."""
+    from PIL import ImageFile, PngImagePlugin
+
+    stream: Any = PngImagePlugin.PngStream
+    read = stream.call
+
+    def call(self: Any, kind: bytes, position: int, length: int) -> bytes:
+        try:
+            return read(self, kind, position, length)
+        except ValueError:
+            if kind not in (b"iCCP", b"iTXt", b"tEXt", b"zTXt"):
+                raise
+            self.fp.seek(position)
+            return ImageFile._safe_read(self.fp, length)
+
+    stream.call = call
 
 
 def _check_size(width: int, height: int) -> None:
@@ -99,10 +124,17 @@ def _turned(image: Any, orientation: int) -> Any:
 
 
 def _rgb(image: Any) -> Any:
-    from PIL import Image
+    from PIL import Image, ImageMath
 
     if image.mode.startswith("I"):  # 16 bits of grey, which `convert` would clip.
-        image = image.convert("I").point(lambda value: value / 257).convert("L")
+        deep, clear = image.convert("I"), image.info.get("transparency")
+        image = deep.point(lambda value: value / 257).convert("L")
+        image.info.pop("transparency", None)
+        if clear is not None:
+            hidden = ImageMath.lambda_eval(
+                lambda by: by["convert"]((by["deep"] == clear) * 255, "L"), deep=deep
+            )
+            image.paste(255, mask=hidden)
     if image.has_transparency_data:
         image = image if image.mode == "RGBA" else image.convert("RGBA")
         ground = Image.new("RGB", image.size, "white")
@@ -131,7 +163,7 @@ def _pdf(data: bytes) -> Any:
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise _Refused("is locked with a password; send it without one") from None
-        raise _Refused("is no PDF, or it is damaged") from None
+        raise _Refused("is damaged, or it is no PDF") from None
     if len(document) > MOST_PAGES:
         raise _Refused(f"has {len(document)} pages, and {MOST_PAGES} are the most; send a part of it")
     return document

@@ -135,6 +135,22 @@ def test_transparency_is_over_white(media):
     assert pixel(picture(media, encoded(palette, "GIF", transparency=1))) == (255, 255, 255)
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_transparent_value_of_16_bits_is_that_value_alone(media, channels):
+    values = (0, 100, 0x1200, 0x6464, 0xFFFF)
+    row = b"\0" + b"".join(struct.pack(">H", value) * channels for value in values)
+    data = png(len(values), 1, zlib.compress(row), {1: 0, 3: 2}[channels], depth=16)
+    plain = picture(media, data)
+    for hidden in values:
+        clear = b"tRNS" + struct.pack(">H", hidden) * channels
+        chunk = struct.pack(">I", len(clear) - 4) + clear + struct.pack(">I", zlib.crc32(clear))
+        made = picture(media, data[:33] + chunk + data[33:])
+        for x, value in enumerate(values):
+            # Of colours, eight bits are what is told apart.
+            same = value == hidden if channels == 1 else value >> 8 == hidden >> 8
+            assert pixel(made, x) == ((255, 255, 255) if same else pixel(plain, x)), (hidden, value)
+
+
 def test_other_depths_and_colours_are_read(media):
     assert pixel(picture(media, encoded(Image.new("1", (4, 4), 1)))) == (255, 255, 255)
     assert pixel(picture(media, encoded(Image.new("L", (4, 4), 77)))) == (77, 77, 77)
@@ -179,11 +195,17 @@ def test_a_bomb_is_refused_before_it_is_decoded(media):
     at = webp.index(b"VP8X") + 12
     webp[at : at + 6] = (49_999).to_bytes(3, "little") * 2
     assert "image" in refusal(media, bytes(webp))
-    text = b"zTXtx\0\0" + zlib.compress(b"a" * 100_000_000)
-    data = encoded(Image.new("RGB", (2, 2)))
-    bomb = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
-    assert "image" in refusal(media, data[:33] + bomb + data[33:])
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize("head", [b"zTXtx\0\0", b"iCCPx\0\0", b"iTXtx\0\1\0\0\0"])
+def test_large_texts_and_profiles_of_a_png_are_not_read(media, head):
+    data = encoded(Image.new("RGB", (2, 2), "red"))
+    for size in (2_000_000, 100_000_000):
+        chunk = head + zlib.compress(b"a" * size)
+        bomb = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for at in (33, len(data) - 12):  # Before the pixels, and behind them.
+            assert pixel(picture(media, data[:at] + bomb + data[at:])) == (255, 0, 0)
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF"])
@@ -325,9 +347,9 @@ def test_pages_of_any_size_are_bounded(media):
 def test_a_pdf_that_cannot_be_read_is_an_error_with_its_name(media, ask):
     for data, why in (
         (locked_pdf(), "locked with a password"),
-        (pdf(["a", "b"])[:200], "no PDF, or it is damaged"),
-        (b"%PDF-1.7 nonsense", "no PDF, or it is damaged"),
-        (pdf([]), "no PDF, or it is damaged"),
+        (pdf(["a", "b"])[:200], "is damaged, or it is no PDF"),
+        (b"%PDF-1.7 nonsense", "is damaged, or it is no PDF"),
+        (pdf([]), "is damaged, or it is no PDF"),
         (pdf(["x"] * 101), "has 101 pages, and 100 are the most"),
     ):
         with pytest.raises(InvalidRequest, match=rf"{FIELD}: the PDF 'kettles.pdf' .*{why}") as caught:

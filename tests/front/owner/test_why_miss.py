@@ -146,6 +146,14 @@ def test_another_image_is_named_with_the_place_where_it_begins(tmp_path: Path):
     assert (files.why(tokens).cause, files.why(tokens).position) == ("other_image", 2)
 
 
+def test_an_image_is_no_wall_of_its_token(tmp_path: Path):
+    files = Files(tmp_path)
+    files.explainer.text_of = lambda tokens: "".join({7: "<|image_pad|>"}.get(t, f"{t} ") for t in tokens)
+    files.store([1, 2, 7, 7, 7, 7, 7, 7, 7, 7])
+    why = files.why([1, 2, 7, 7, 7, 7, 7, 8, 7, 9])
+    assert (why.before, why.prompt) == ("1 2 <|image_pad|> x 5", "8 <|image_pad|>9 ")
+
+
 def test_a_request_that_was_made_is_explained_by_what_it_reached(tmp_path: Path):
     files = Files(tmp_path)
     files.store([1, 2, 3, 4, 5, 6, 7, 8])
