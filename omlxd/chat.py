@@ -289,6 +289,7 @@ class Usage(Struct, frozen=True):
     """Token counts of one request, in the model's own tokens.
 
     cached_hot/_cold   of the prompt, restored from RAM / from SSD; the rest was computed
+    recomputed         of that rest, what lay on SSD: computing it was faster, or a file was damaged
     completion_tokens  generated, without the end-of-turn token
     reasoning_tokens   of these, inside the thinking block
     ttft_s             seconds from the engine's receipt to the first token
@@ -315,6 +316,7 @@ class Usage(Struct, frozen=True):
     accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    recomputed: int = 0
 
     @property
     def cached_tokens(self) -> int:

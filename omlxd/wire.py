@@ -167,7 +167,7 @@ class GetStats(Struct, frozen=True, tag="get_stats"):
 
 
 class Explain(Struct, frozen=True, tag="explain"):
-    """Say why `request` would miss, or why it did: `reached` tokens of it were restored (-1: as of now).
+    """Say why `request` would miss, or why it did: `reached` tokens of it were cached (-1: as of now).
 
     files  and which files it is restored from
     """

@@ -80,6 +80,7 @@ class UsageExtension(Struct, frozen=True):
     accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+    recomputed: int = 0
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
@@ -98,4 +99,5 @@ def usage_extension(usage: Usage) -> UsageExtension:
         accepted=usage.accepted,
         model_drafted=usage.model_drafted,
         model_accepted=usage.model_accepted,
+        recomputed=usage.recomputed,
     )

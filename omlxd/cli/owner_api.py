@@ -266,12 +266,16 @@ class CachedFiles(msgspec.Struct):
 
 
 class WhyMiss(msgspec.Struct):
-    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now."""
+    """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now.
+
+    recomputed  tokens that lay on SSD then and were computed
+    """
 
     model: str
     explanation: Explanation
     request_id: str = ""
     reached: int = -1
+    recomputed: int = 0
 
 
 class RequestLine(msgspec.Struct):

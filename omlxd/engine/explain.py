@@ -68,7 +68,7 @@ class Explainer:
     reuse_off: str = ""
 
     def explain_request(self, request: GenerateRequest, reached: int = -1) -> wire.Explanation:
-        """`reached`: tokens that were restored when the request ran; -1: look at what is stored now.
+        """`reached`: tokens that were cached when the request ran; -1: look at what is stored now.
 
         Raises OmlxdError for a prompt that can't be rendered.
         """

@@ -60,6 +60,8 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         }
     if scheduler.bridge is not None:
         values |= _store_metrics(scheduler.bridge.store)
+        values["kv_tokens_recomputed_total"] = scheduler.bridge.reads.recomputed
+        values["kv_read_bytes_per_s"] = scheduler.bridge.reads.rates.read
     return values
 
 

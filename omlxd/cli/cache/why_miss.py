@@ -196,6 +196,10 @@ def as_text(miss: WhyMiss, now: float | None = None) -> str:
         f"namespace {why.namespace[:8] or '-'}",
         f"restored{then or ', were it sent now'}: {restored} tokens{tiers}",
     ]
+    if miss.recomputed:
+        lines.append(
+            f"{miss.recomputed} more lay on SSD, and were computed as that was faster or a file damaged"
+        )
     lines.append(_because(why, now))
     lines += [f"  {other}" for other in map(_other, why.elsewhere)]
     if why.prompt or why.before:

@@ -159,6 +159,7 @@ class KVBridge:
 
     def _record_end(self, sequence: Sequence, table: BlockTable) -> None:
         used = sequence.hashes[: len(table.blocks)]
+        self.reads.recomputed += sequence.recomputed
         if sequence.generated:
             self.store.count_match(sequence.prompt_length, sequence.restored_hot, sequence.restored_cold)
         if self.states is not None:

@@ -50,7 +50,7 @@ class _Shared:
 
 
 class ColdReads:
-    """As `KVBridge`, whose part it is. `threads`: of `readers`."""
+    """As `KVBridge`, whose part it is. `threads`: that read. `recomputed`: tokens, counted at the end."""
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class ColdReads:
         self.rates = Rates(self._block, layout.nbytes(self._block))
         self._threads = threads
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
+        self.recomputed = 0
         self._under_way: list[_Shared] = []
         self._tails: dict[Sequence, tuple[TailRead[MLXPayload], _Shared]] = {}
 

@@ -227,4 +227,5 @@ def usage_of(sequence: Sequence) -> Usage:
         accepted=sequence.accepted,
         model_drafted=sequence.model_drafted,
         model_accepted=sequence.model_accepted,
+        recomputed=sequence.recomputed,
     )

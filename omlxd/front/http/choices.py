@@ -148,6 +148,7 @@ def _sum(usages: list[Usage], n: int) -> Usage:
         prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
         cached_hot=sum(usage.cached_hot for usage in firsts),
         cached_cold=sum(usage.cached_cold for usage in firsts),
+        recomputed=sum(usage.recomputed for usage in firsts),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
     )

@@ -50,6 +50,11 @@ class RecentRequest:
         return self.trace.restored if self.trace.usage is None else self.trace.usage.cached_tokens
 
     @property
+    def recomputed(self) -> int:
+        """Tokens that lay on SSD and were computed."""
+        return 0 if self.trace.usage is None else self.trace.usage.recomputed
+
+    @property
     def prompt_tokens(self) -> int:
         """0: not known."""
         return (

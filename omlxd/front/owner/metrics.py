@@ -72,6 +72,8 @@ HELP = {
     "kv_lost_files_total": "Block files that could not be read.",
     "kv_files_restored_total": "Block files that were read and passed their check.",
     "kv_bytes_restored_total": "Payload bytes read from block files.",
+    "kv_read_bytes_per_s": "Bytes a second that reading from the SSD tier gives, as last measured.",
+    "kv_tokens_recomputed_total": "Prompt tokens that lay on SSD and were computed, as was faster.",
     "kv_blocks_put_total": "Blocks offered to the tiers.",
     "kv_blocks_not_kept_total": "Blocks that neither tier had room for.",
     "kv_files_written_total": "Files written: blocks, and records of answers and images.",

@@ -43,10 +43,14 @@ class Explaining:
         """Raises OmlxdError."""
         asked = decode(_WHY_MISS, body)
         engine, request, kept = await self.request_of(asked)
-        explanation = self._with_fate(await engine.explain(request, kept.reached if kept else -1))
+        recomputed = kept.recomputed if kept else 0
+        reached = kept.reached + recomputed if kept else -1
+        explanation = self._with_fate(await engine.explain(request, reached))
         if kept is None:
             return WhyMiss(engine.model_id, explanation)
-        return WhyMiss(kept.model_id, explanation, kept.trace.id, kept.reached)
+        if recomputed:
+            explanation = msgspec.structs.replace(explanation, hot_tokens=kept.reached)
+        return WhyMiss(kept.model_id, explanation, kept.trace.id, kept.reached, recomputed)
 
     async def request_of(self, asked: WhyMissBody) -> tuple[Engine, GenerateRequest, RecentRequest | None]:
         """The request that is asked about, whose it is, and where it was made. Raises OmlxdError."""

@@ -149,13 +149,14 @@ const CAUSES = {
 };
 
 async function why(request) {
-  const { explanation, model, reached } = await json("/omlxd/why-miss", { body: { request_id: request.id } });
+  const { explanation, model, reached, recomputed } = await json("/omlxd/why-miss", { body: { request_id: request.id } });
   const told = { prompt_tokens: 0, block_size: 0, hot_tokens: 0, cold_tokens: 0, chain_tokens: 0, position: 0, ...explanation };
   const restored = reached >= 0 ? `${number(reached)} tokens were restored` : `${number(told.hot_tokens + told.cold_tokens)} tokens would be restored now`;
+  const computed = recomputed ? `, ${number(recomputed)} more lay on SSD and were computed as that was faster or a file damaged` : "";
   const sides = [["This prompt", told.given ?? "", told.stored], ["What is stored", told.stored ?? "", told.given]].filter(([, text]) => text);
   put(els.why,
     h("div", { class: "row" }, h("h3", { id: "why-title" }, "Why it missed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
-    h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${restored}.`),
+    h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${restored}${computed}.`),
     h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `First miss at token ${number(told.position)}. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
     told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
     sides.length ? h("div", { class: "sides" }, ...sides.map(([name, text, other]) => h("figure", {}, h("figcaption", {}, name), beside(told.before ?? "", text, other)))) : null);

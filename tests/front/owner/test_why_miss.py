@@ -17,7 +17,7 @@ from daemon import BLOCK, Daemon, body, own_usage, prose, wait_until
 from fake_engine import USAGE, FakeEngine, FakeEngines, app_of, served
 
 from omlxd.api.openai import chat_request
-from omlxd.chat import GenerateRequest, Progress, RawPrompt, TextDelta
+from omlxd.chat import Finished, GenerateRequest, Progress, RawPrompt, TextDelta
 from omlxd.cli import main
 from omlxd.cli.cache.why_miss import as_text, read_request
 from omlxd.cli.owner_api import WhyMiss
@@ -299,6 +299,14 @@ async def test_the_last_requests_and_why():
         found = (await ask(request_id=id)).json()
         assert found["request_id"] == id and found["explanation"]["cause"] == "never_stored"
         assert engine.explained == (engine.requests[0], USAGE.cached_tokens)
+        assert found["reached"] == USAGE.cached_tokens and not found.get("recomputed")
+        engine.script = (Finished("stop", msgspec.structs.replace(USAGE, recomputed=64)),)
+        await http.post(CHAT, json=request_body(CHAT))
+        found = (await ask(request_id="last")).json()
+        assert (found["reached"], found["recomputed"]) == (USAGE.cached_tokens, 64)
+        assert found["explanation"]["hot_tokens"] == USAGE.cached_tokens
+        assert engine.explained[1] == USAGE.cached_tokens + 64
+        assert "64 more lay on SSD" in as_text(msgspec.convert(found, WhyMiss))
         engines.evicted_log.note(engine.explanation.missing, "evicted")
         told = (await ask(path=CHAT, body=request_body(CHAT))).json()
         assert told["explanation"]["cause"] == "evicted" and told["explanation"]["gone_at"] > 1e9
