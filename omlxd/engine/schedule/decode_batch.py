@@ -24,7 +24,7 @@ from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
-from .speculation import RowSpeculator, Speculation
+from .speculation import DRAFT, RowSpeculator, Speculation
 
 Draw = tuple[Sequence, int, Likelihood | None]
 """A token that was drawn for a row, and how likely it was if the row wants that."""
@@ -53,6 +53,8 @@ class DecodeBatch:
         self._sampler: BatchSampler | None = None
         self._logprobs: tuple[list[SamplerRow], StepLogprobs | None] = [], None
         self._waited = False
+        self._behind = False  # The last turn started no step ahead.
+        self._spared = 0.0  # Seconds of a turn that its guesses are not charged.
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,13 +104,13 @@ class DecodeBatch:
 
     def _speculator(self, row: Sequence) -> RowSpeculator:
         shared = self._speculation
-        if shared is None or shared.draft_model is None:
-            return RowSpeculator(row.tokens, row.sampler.constraint)
-        self._drafts = self._drafts or DraftRows(shared.draft_model)
-        if not shared.repeatable:
-            row.sampler.params = seeded(row.sampler.params)
-        shared.draft_rate.forget()
-        return RowSpeculator(row.tokens, row.sampler.constraint, shared.draft_rate.value)
+        assert shared is not None
+        if shared.draft_model is not None:
+            self._drafts = self._drafts or DraftRows(shared.draft_model)
+            if not shared.repeatable:
+                row.sampler.params = seeded(row.sampler.params)
+            shared.rates[DRAFT].forget()
+        return RowSpeculator(row.tokens, row.sampler.constraint, shared.rates)
 
     def _may_speculate(self) -> bool:
         if self._speculation is None or not mlx_adapter.can_take_back(self._cache, len(self.rows)):
@@ -153,7 +155,7 @@ class DecodeBatch:
         if not self._speculates:
             return self._step()
         assert self._speculation is not None
-        waited, self._waited = self._waited, False
+        began, waited, self._waited = clock(), self._waited, False
         read: list[Draw] = []
         offers = [self._speculators[row].offer() for row in self.rows]
         if self._speculation.best_width(offers) or self._draft_width(offers):
@@ -164,12 +166,15 @@ class DecodeBatch:
             rooms[row] -= 1
             if row.cancelled or rooms[row] < 0 or token in row.eos or token == NO_TOKEN:
                 return read  # The row has ended.
-        if plan := self._plan(rooms):
-            return read + self._check(plan)
-        began = clock()
-        drawn = self._step()
-        if drawn and not waited:
-            self._speculation.times.record_pass(len(self.rows), 0, clock() - began)
+        self._spared = 0.0
+        plan = self._plan(rooms)
+        drawn = self._check(plan) if plan else self._step()
+        seconds = clock() - began - self._spared
+        if plan or read or (self._behind and not drawn):
+            self._speculation.settle(len(self.rows), len(read) + len(drawn), seconds)
+        elif drawn and not waited:
+            self._speculation.record_step(len(self.rows), seconds)
+        self._behind = bool(plan)
         return read + drawn
 
     def _plan(self, rooms: Mapping[Sequence, int]) -> list[tuple[list[int], list[Any]]]:
@@ -218,10 +223,13 @@ class DecodeBatch:
             for row, rate, (share, count) in zip(self.rows, self._draft_rates(), offers, strict=True)
             if rate > (share if count else 0.0) and rooms[row] > 0
         ]
+        began = clock()
         for row, guess in self._drafts.guess(wanted, width).items():
             self._speculators[row].take_draft(guess)
         if self._drafts.seconds:
-            self._speculation.draft_times.record_pass(len(self.rows), width, self._drafts.seconds)
+            self._speculation.record_draft(len(self.rows), width, self._drafts.seconds)
+        else:  # It computed KV of the prompt.
+            self._spared += clock() - began
 
     def _check(self, plan: Seq[tuple[list[int], list[Any]]]) -> list[Draw]:
         """Compute each row's newest token and its guesses in one pass.
@@ -272,7 +280,7 @@ class DecodeBatch:
                 row.model_accepted += len(tokens) - 1
             self._speculation.record_guesses(len(guess), len(tokens) - 1, of_model=speculator.of_model)
             speculator.add_tokens(tokens, len(guess))
-        self._speculation.times.record_pass(len(self.rows), width, clock() - began)
+        self._spared += self._speculation.times.record_check(len(self.rows), width, clock() - began)
         return draws
 
     def _step(self) -> list[Draw]:

@@ -31,6 +31,7 @@ from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
+from .draft_model import clock
 from .memory_admission import MemoryAdmission
 from .prefill import SMOOTHING, PrefillBudget, compute_chunk, compute_ends, slice_seconds
 from .queue import Inbox, RequestQueue, Watchdog
@@ -319,7 +320,11 @@ class Scheduler:
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s
+        compared = clock()
         logits = self._compute(sequence, stop)
+        if self.speculation is not None and decoded == self._decode_s:
+            mx.eval(logits if stop == length else [])
+            self.speculation.times.record_prompt(stop - start, clock() - compared)
         if stop < length:
             self.prefill_budget.record_pass(
                 stop - start, time.perf_counter() - began - (self._decode_s - decoded)

@@ -14,8 +14,11 @@ No MLX here: decode_batch.py computes the passes.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import numpy as np
@@ -36,12 +39,14 @@ CANDIDATES = 256
 """Most recent matches that are compared further."""
 
 WIDTHS = (2, 4, 8, 15)
-"""Guesses a row in a pass; which of them pays is measured while it runs, for each number of rows.
+"""Guesses a row in a pass. Milliseconds of a pass of SmolLM2-135M in float32 on a CPU, by all its tokens:
 
-SmolLM2-135M in float32, CPU with OpenBLAS, milliseconds of a pass at 512 tokens of context: 1 token 95,
-3 127, 5 124, 9 146, 16 186. Tokens a second against `--speculation off`, one stream, greedy, answers equal
-(tools/bench/speculation.py): returning an edited file 26.2 and 7.4, a log 23.5 and 11.5, a tool call 16.5 and
-13.9, prose 12.7 and 12.3. With MLX's own BLAS a pass takes as long as its tokens one by one.
+| tokens | 1 | 3 | 5 | 9 | 16 | 36 | 64 | 144 | 256 |
+|---|---|---|---|---|---|---|---|---|---|
+| OpenBLAS | 75 | 101 | 98 | 115 | 133 | 217 | 370 | 697 | 1,156 |
+| MLX's own BLAS | 94 | 243 | 389 | 684 | 1,178 | | | | |
+
+With the first that is a step and what as many tokens of a prompt take; with the second guesses seldom pay.
 """
 
 MOST_TOKENS = 256
@@ -50,15 +55,29 @@ MOST_TOKENS = 256
 GAIN = 1.05
 """Tokens a second, as a multiple of plain decoding, that a pass with guesses must promise."""
 
-UNTRIED = 1.5
-"""Least cost of a pass that was never made, as a multiple of a plain step: one row's chance match among
-others is no reason to try one."""
+LOST_SHARE = 0.015
+"""Of plain steps: what guesses that fail may cost."""
+
+FIRST_CREDIT = 1.0
+"""Plain steps that they may cost before there were any."""
+
+MOST_CREDIT = 8.0
+"""Plain steps that they may cost at once: of those won, and saved."""
 
 DECAY = 0.9
-"""Weight of earlier guesses in the share that holds, and of earlier passes in their time."""
+"""Weight of earlier guesses in the share that holds."""
+
+SHARED_DECAY = 0.99
+"""Likewise, in that of all requests."""
+
+NEWEST = 0.3
+"""Weight of the newest pass in the cost of its kind."""
+
+STEPS = 9
+"""Newest plain steps, whose median counts."""
 
 AGEING = 0.999
-"""Of a measured time, with every plain step: passes that once were too slow are tried again, rarely."""
+"""Of a measured cost, with every plain step: passes that once were too slow are tried again, rarely."""
 
 DRAFT = "draft"
 """The kind of a draft model's guesses."""
@@ -128,70 +147,112 @@ def _mark(first: Any, second: Any, third: Any) -> Any:
     return (first * 1_000_003 + second * 8_191 + third) % MARKS
 
 
-@dataclass(slots=True)
 class PassTimes:
-    """Seconds of a pass by its (rows, guesses a row), of one model on this machine; 0: a plain step."""
+    """What passes take, of one model on this machine, by rows and guesses a row."""
 
-    _seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    _begun: set[tuple[int, int]] = field(default_factory=set)
+    def __init__(self) -> None:
+        self._steps: dict[int, deque[float]] = {}  # Seconds of the newest plain steps, by rows.
+        self._plain: dict[int, float] = {}  # Their median.
+        self._costs: dict[tuple[int, int], float] = {}  # In plain steps.
+        self._thought: dict[tuple[int, int], float] = {}  # Likewise, of kinds that never ran.
+        self._prompts: deque[tuple[int, float]] = deque(maxlen=STEPS)
 
-    def record_pass(self, rows: int, guesses: int, seconds: float) -> None:
-        """A pass took `seconds`. The first of a kind does not count: it loads kernels."""
-        if guesses and guesses not in WIDTHS:
-            return  # A grammar has cut it.
-        kind = rows, guesses
-        if kind not in self._begun:
-            self._begun.add(kind)
-            return
-        usual = self._seconds.get(kind, seconds)
-        self._seconds[kind] = min(DECAY * usual + (1 - DECAY) * seconds, 2 * usual)
-        if not guesses:
-            for width in WIDTHS:
-                if (rows, width) in self._seconds:
-                    self._seconds[rows, width] *= AGEING
+    def record_prompt(self, tokens: int, seconds: float) -> None:
+        """A pass computed `tokens` of a prompt."""
+        self._prompts.append((tokens, seconds))
+        self._thought.clear()
 
-    def has_run(self, rows: int, guesses: int) -> bool:
-        return (rows, guesses) in self._begun
+    def record_step(self, rows: int, seconds: float) -> None:
+        """A plain step took `seconds`."""
+        if rows not in self._plain:
+            self._thought.clear()
+        steps = self._steps.setdefault(rows, deque(maxlen=STEPS))
+        steps.append(seconds)
+        self._plain[rows] = median_low(steps)
+        for width in WIDTHS:
+            if (rows, width) in self._costs:
+                self._costs[rows, width] *= AGEING
+
+    def record_check(self, rows: int, guesses: int, seconds: float) -> float:
+        """A pass with guesses took `seconds`.
+
+        Returns those of them that do not count: the first of a kind may load kernels, so no more than twice
+        what was expected is held against it.
+        """
+        plain, usual, new = self.plain(rows), self.cost(rows, guesses), (rows, guesses) not in self._costs
+        if not plain:
+            return 0.0
+        cost = min(seconds / plain, 2 * usual)
+        if guesses in WIDTHS:  # Else a grammar, or the end of the answer, has cut it.
+            self._costs[rows, guesses] = cost if new else usual + NEWEST * (cost - usual)
+            self._thought.clear()
+        return seconds - cost * plain if new else 0.0
+
+    def plain(self, rows: int) -> float:
+        """Seconds of a plain step; before there was one, of that of as many rows as nearly; 0: none ran."""
+        if (own := self._plain.get(rows)) is not None:
+            return own
+        return self._plain[min(self._plain, key=lambda other: abs(other - rows))] if self._plain else 0.0
+
+    @property
+    def checked(self) -> bool:
+        """Whether any pass with guesses was made."""
+        return bool(self._costs)
 
     def cost(self, rows: int, guesses: int) -> float:
-        """As a multiple of a plain step of the same rows; infinite until that is measured.
-
-        Where no such pass was measured, that of the slowest with no more tokens in all.
-        """
-        plain, measured = self._seconds.get((rows, 0)), self._seconds.get((rows, guesses))
-        if plain is None:
+        """Of a pass, in plain steps of the same rows; infinite before there was a step."""
+        kind = rows, guesses
+        if (own := self._costs.get(kind)) is not None:
+            return max(own, 1.0)
+        if not self._plain:
             return float("inf")
-        if measured is not None:
-            return max(measured / plain, 1.0)
-        tokens = rows * (guesses + 1)
-        slowest = max(s for (r, g), s in self._seconds.items() if r * (g + 1) <= tokens)
-        return max(slowest / plain, UNTRIED)
+        if kind not in self._thought:
+            self._thought[kind] = max(self._expected(rows * (guesses + 1)) / self.plain(rows), 1.0)
+        return self._thought[kind]
 
-    def seconds(self, rows: int, guesses: int) -> float:
-        """Of such a pass, else of the slowest with no more of either; 0: none was measured."""
-        smaller = (s for (r, g), s in self._seconds.items() if r <= rows and g <= guesses)
-        return self._seconds.get((rows, guesses)) or max(smaller, default=0.0)
+    def _expected(self, tokens: int) -> float:
+        """Seconds of a pass of `tokens` in all rows: a pass of fewer, and the others as tokens of a prompt.
+
+        Where no prompt was computed, each token takes as long as in a plain step.
+        """
+        ran = [(rows, seconds) for rows, seconds in self._plain.items()]
+        ran += [
+            (rows * (guesses + 1), cost * self.plain(rows)) for (rows, guesses), cost in self._costs.items()
+        ]
+        rows, step = min(ran[: len(self._plain)])
+        slopes = ((seconds - step) / (count - rows) for count, seconds in self._prompts if count > rows)
+        slope = max(min(slopes, default=step / rows), 0.0)
+        return max(seconds + (tokens - count) * slope for count, seconds in ran if count <= tokens)
 
 
 @dataclass(slots=True)
 class Speculation:
     """What the sequences of one engine share.
 
+    Guesses cost no more than they give: what passes with them win and lose is counted in plain steps. One is
+    made only where the credit covers its loss if no guess holds, and each plain step adds `LOST_SHARE` of a
+    step to that. So beside decoding without guesses that share is lost at most, the first credit, and what a
+    pass of a new kind takes beyond expectation.
+
     repeatable  the same requests in the same order get the same answers: one whose draws depend on what was
                 drawn before, so on the passes, decodes plainly
     times       of passes
+    credit      plain steps that guesses may lose
+    rates       the share of guesses that hold, by their kind
     draft_model  whose guesses are checked where a row has none as good; None: there is none
-    draft_times  of its guesses, by rows and guesses a row
-    draft_rate  the share of its guesses that hold, of all rows
+    draft_seconds  of one guess of it, by rows
     drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
     of_model    likewise, of the draft model alone
     """
 
     repeatable: bool = False
     times: PassTimes = field(default_factory=PassTimes)
+    credit: float = FIRST_CREDIT
+    rates: dict[str, HoldRate] = field(
+        default_factory=lambda: {kind: HoldRate(decay=SHARED_DECAY) for kind in KINDS}
+    )
     draft_model: DraftModel | None = None
-    draft_times: PassTimes = field(default_factory=PassTimes)
-    draft_rate: _HoldRate = field(default_factory=lambda: _HoldRate())
+    draft_seconds: dict[int, float] = field(default_factory=dict)
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -204,16 +265,35 @@ class Speculation:
         self.accepted += held
         if of_model and guesses:
             self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
-            self.draft_rate.record(held, min(held + 1, guesses))
+
+    def record_step(self, rows: int, seconds: float) -> None:
+        """A plain step took `seconds`."""
+        self.times.record_step(rows, seconds)
+        self._win(LOST_SHARE)
+
+    def settle(self, rows: int, tokens: int, seconds: float) -> None:
+        """A turn that was none of plain decoding gave `tokens` in all.
+
+        A step that was started ahead gives its tokens a turn later: what the last turn before a pass with
+        guesses gives too much, the first one behind it gives too little.
+        """
+        if plain := self.times.plain(rows):
+            self._win(tokens / rows - seconds / plain)
+
+    def record_draft(self, rows: int, guesses: int, seconds: float) -> None:
+        """The draft model took `seconds` for so many guesses a row."""
+        usual = self.draft_seconds.get(rows, seconds / guesses)
+        self.draft_seconds[rows] = usual + NEWEST * (min(seconds / guesses, 2 * usual) - usual)
+
+    def _win(self, steps: float) -> None:
+        self.credit = min(self.credit + steps, MOST_CREDIT)
 
     def best_width(self, offers: Seq[tuple[float, int]]) -> int:
         """Guesses a row for the next pass of a batch; 0: a plain step is faster.
 
         offers  (share of its guesses that hold, guesses at hand) of each row
-
-        A wider pass is tried once the narrower ones have run.
         """
-        return self._best(offers, 0.0, self.times)[0]
+        return self._best(offers)[0]
 
     def draft_width(self, offers: Seq[tuple[float, int]], rates: Seq[float]) -> int:
         """Guesses a row that the draft model is to make for the next pass; 0: a pass without them is faster.
@@ -224,27 +304,28 @@ class Speculation:
             (rate, WIDTHS[-1]) if rate > (share if count else 0.0) else (share, count)
             for (share, count), rate in zip(offers, rates, strict=True)
         ]
-        width, gain = self._best(rows, self.times.seconds(len(rows), 0), self.draft_times)
-        return width if gain > self._best(offers, 0.0, self.times)[1] else 0
+        width, gain = self._best(rows, drafting=True)
+        return width if gain > self._best(offers)[1] else 0
 
-    def _best(self, offers: Seq[tuple[float, int]], plain: float, tried: PassTimes) -> tuple[int, float]:
+    def _best(self, offers: Seq[tuple[float, int]], *, drafting: bool = False) -> tuple[int, float]:
         """(guesses a row, tokens a second as a multiple of plain decoding).
 
-        plain  seconds of a plain step, where the draft model's count as well; 0: there are none
+        drafting  the draft model's time counts
+
+        The narrowest are tried first: what wider ones cost follows from them.
         """
         rows, best, best_gain = len(offers), 0, GAIN
         most = max((count for _, count in offers), default=0)
-        for width in WIDTHS:
+        seconds, plain, known = 0.0, self.times.plain(rows), self.times.checked
+        if drafting and plain:
+            seconds, known = self.draft_seconds.get(rows, 0.0), known and rows in self.draft_seconds
+        for width in WIDTHS if known else WIDTHS[:1]:
             if width > most or rows * (width + 1) > MOST_TOKENS:
                 break
             tokens = sum(expected_tokens(rate, min(width, count)) for rate, count in offers)
-            cost = self.times.cost(rows, width)
-            if plain:
-                cost += self.draft_times.seconds(rows, width) / plain
-            if (gain := tokens / rows / cost) > best_gain:
+            cost = self.times.cost(rows, width) + (seconds * width / plain if seconds else 0.0)
+            if cost - 1 <= self.credit and (gain := tokens / rows / cost) > best_gain:
                 best, best_gain = width, gain
-            if not tried.has_run(rows, width):
-                break
         return best, best_gain
 
 
@@ -253,18 +334,18 @@ def expected_tokens(rate: float, guesses: int) -> float:
     return (1 - rate ** (guesses + 1)) / (1 - rate)
 
 
-class _HoldRate:
+class HoldRate:
     """The share of guesses that hold, newest first in weight."""
 
-    __slots__ = ("_begin", "_held", "_tried")
+    __slots__ = ("_begin", "_decay", "_held", "_tried")
 
-    def __init__(self, begin: float = UNKNOWN) -> None:
+    def __init__(self, begin: float = UNKNOWN, decay: float = DECAY) -> None:
         """`begin`: what is thought before any was made."""
-        self._begin = begin
+        self._begin, self._decay = begin, decay
         self._held = self._tried = 0.0
 
     def record(self, held: int, tried: int) -> None:
-        weight = DECAY**tried
+        weight = self._decay**tried
         self._held, self._tried = self._held * weight + held, self._tried * weight + tried
 
     def forget(self) -> None:
@@ -276,6 +357,10 @@ class _HoldRate:
         return (self._held + self._begin) / (self._tried + 1.0)
 
 
+KINDS = ("short", "long", "forced", DRAFT)
+"""Of guesses: by the match that they follow, by a grammar, of the draft model."""
+
+
 class RowSpeculator:
     """The guesses of one sequence, and the share of them that holds.
 
@@ -284,19 +369,19 @@ class RowSpeculator:
 
     guess       tokens that may come next; empty: no idea
     constraint  of the sequence; its tokens so far are taken by it first
-    drafts_hold the share of the draft model's guesses that is thought to hold, before it made any
+    shared      the share of guesses that holds, of all sequences: what is thought before this one made any
     """
 
     def __init__(
         self,
         tokens: Seq[int],
         constraint: Constraint | ForcedAnswer | None = None,
-        drafts_hold: float = UNKNOWN,
+        shared: Mapping[str, HoldRate] | None = None,
     ):
         self._proposer = NgramProposer(tokens)
         self._constraint = constraint
-        self._rates: dict[str, _HoldRate] = {kind: _HoldRate() for kind in ("short", "long", "forced")}
-        self._rates[DRAFT] = _HoldRate(drafts_hold)
+        self._shared = shared or {kind: HoldRate() for kind in KINDS}
+        self._rates = {kind: HoldRate(rate.value) for kind, rate in self._shared.items()}
         self._propose()
 
     @property
@@ -326,7 +411,8 @@ class RowSpeculator:
         """Take what a pass drew: those of its `checked` guesses that held, and one more."""
         if self.guess and tokens:
             held = len(tokens) - 1 if checked else int(self.guess[0] == tokens[0])
-            self._rates[self._kind].record(held, min(len(tokens), checked) or 1)
+            for rates in (self._rates, self._shared):
+                rates[self._kind].record(held, min(len(tokens), checked) or 1)
         for token in tokens:
             self._proposer.add_token(token)
         self._propose()

@@ -16,7 +16,7 @@ from rig import GREEDY, Output, Rig
 
 from omlxd.chat import AnswerFormat, Sampling
 from omlxd.engine.schedule import draft_model
-from omlxd.engine.schedule.speculation import RowSpeculator, Speculation
+from omlxd.engine.schedule.speculation import DRAFT, KINDS, MOST_CREDIT, HoldRate, RowSpeculator, Speculation
 from omlxd.engine.sequence import SamplerRow, Sequence
 from omlxd.errors import ModelError
 
@@ -182,11 +182,13 @@ def test_a_draft_model_that_cannot_take_guesses_back_is_refused(
 
 
 def measured(plain: float, checks: dict[int, float], drafts: dict[int, float]) -> Speculation:
-    shared = Speculation()
-    for times, values in ((shared.times, {0: plain} | checks), (shared.draft_times, drafts)):
-        for width, seconds in values.items():
-            times.record_pass(1, width, 9.0)
-            times.record_pass(1, width, seconds)
+    shared = Speculation(credit=MOST_CREDIT)
+    shared.times.record_step(1, plain)
+    for width, seconds in checks.items():
+        for _ in range(40):
+            shared.times.record_check(1, width, seconds)
+    for width, seconds in drafts.items():
+        shared.record_draft(1, width, seconds)
     return shared
 
 
@@ -204,15 +206,15 @@ def test_it_guesses_where_its_time_and_the_checks_are_less_than_the_tokens():
 def test_what_failed_is_tried_again_by_later_requests():
     shared = measured(1.0, {2: 1.2}, {2: 0.1})
     for _ in range(40):
-        shared.record_guesses(4, 0, of_model=True)
-    assert not shared.draft_width([(0.5, 0)], [shared.draft_rate.value])
-    for _ in range(30):
-        shared.draft_rate.forget()
-    assert shared.draft_width([(0.5, 0)], [shared.draft_rate.value])
+        shared.rates[DRAFT].record(0, 1)
+    assert not shared.draft_width([(0.5, 0)], [shared.rates[DRAFT].value])
+    for _ in range(50):
+        shared.rates[DRAFT].forget()
+    assert shared.draft_width([(0.5, 0)], [shared.rates[DRAFT].value])
 
 
 def test_a_rows_guesses_are_the_draft_models_once_it_has_some():
-    row = RowSpeculator([1, 2, 3, 4], None, 0.7)
+    row = RowSpeculator([1, 2, 3, 4], None, {kind: HoldRate(0.7 if kind == DRAFT else 0.5) for kind in KINDS})
     assert (row.offer(), row.draft_rate, row.of_model) == ((0.5, 0), 0.7, False)
     row.take_draft([5, 6, 7])
     assert row.of_model and row.offer() == (0.7, 3)

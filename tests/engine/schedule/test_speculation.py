@@ -18,8 +18,9 @@ from omlxd.chat import Sampling
 from omlxd.engine import mlx_adapter
 from omlxd.engine.schedule.speculation import (
     LONGEST_MATCH,
+    LOST_SHARE,
     MIN_MATCH,
-    UNTRIED,
+    MOST_CREDIT,
     NgramProposer,
     PassTimes,
     RowSpeculator,
@@ -206,10 +207,11 @@ def test_a_proposal_is_what_followed_the_longest_match(begin: list[int], rest: l
 
 def measured(times: dict[int, float], rows: int = 1) -> Speculation:
     """What passes take, by their guesses."""
-    shared = Speculation()
-    for width, seconds in times.items():
-        shared.times.record_pass(rows, width, 1000.0)  # The first loads kernels.
-        shared.times.record_pass(rows, width, seconds)
+    shared = Speculation(credit=MOST_CREDIT)
+    shared.times.record_step(rows, times[0])
+    for width, seconds in list(times.items())[1:]:
+        for _ in range(40):
+            shared.times.record_check(rows, width, seconds)
     return shared
 
 
@@ -239,8 +241,31 @@ def sure_row() -> RowSpeculator:
 def test_passes_that_cost_as_much_as_their_tokens_are_not_made():
     offer = sure_row().offer()
     assert not measured({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 16.0}).best_width([offer])
-    assert measured({0: 1.0, 2: 1.1}).best_width([offer]) == 4, "and then the next width is tried"
-    assert not Speculation().best_width([offer]), "a plain step is measured first"
+    assert not Speculation(credit=MOST_CREDIT).best_width([offer]), "a plain step is measured first"
+    shared = measured({0: 1.0})
+    assert not shared.best_width([offer]), "nor is it known what more tokens cost"
+    shared.times.record_prompt(64, 7.3)
+    assert shared.best_width([offer]) == 2
+    assert shared.times.cost(1, 2) == pytest.approx(1.2) and shared.times.cost(1, 15) == pytest.approx(2.5)
+    assert shared.times.record_check(1, 2, 9.0) == pytest.approx(9.0 - 2.4)
+    assert shared.times.cost(1, 2) == pytest.approx(2.4), "the first may have loaded kernels"
+    assert shared.times.cost(1, 15) == pytest.approx(3.7), "and wider ones take no less"
+
+
+def test_a_pass_is_made_where_the_credit_covers_its_loss():
+    shared, offer = measured({0: 1.0, 2: 1.2, 4: 1.4, 8: 2.8, 15: 3.0}), sure_row().offer()
+    widths: list[int] = []
+    for shared.credit in (0.1, 0.3, 0.5, 1.7, 2.1):
+        widths.append(shared.best_width([offer]))
+    assert widths == [0, 2, 4, 4, 15]
+    shared.credit = 0.0
+    shared.settle(1, 1, 1.2)
+    assert shared.credit == pytest.approx(-0.2)
+    for _ in range(40):
+        shared.record_step(1, 1.0)
+    assert shared.credit == pytest.approx(-0.2 + 40 * LOST_SHARE)
+    shared.settle(1, 16, 3.0)
+    assert shared.credit == MOST_CREDIT
 
 
 def test_a_batch_guesses_where_its_rows_together_gain():
@@ -253,17 +278,23 @@ def test_a_batch_guesses_where_its_rows_together_gain():
 
 def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
     shared = measured({0: 1.0, 2: 3.0, 4: 5.0})
-    for _ in range(2):
-        shared.times.record_pass(2, 0, 1.5)
-    assert shared.times.cost(2, 2) == 5.0 / 1.5, "five tokens of one row took as long"
-    assert not shared.best_width([sure_row().offer()] * 2)
+    shared.times.record_prompt(64, 1.0)  # As if more tokens took no time.
+    shared.times.record_step(2, 1.5)
+    assert shared.times.cost(2, 2) == pytest.approx(5.0 / 1.5, abs=0.02), (
+        "five tokens of one row took as long"
+    )
+    assert shared.times.plain(4) == 1.5, "rows as many as nearly"
 
 
-def test_a_chance_match_of_one_row_among_others_is_no_reason_to_try_a_pass():
-    unsure, none = (0.5, 15), (0.5, 0)
-    shared = measured({0: 1.0}, rows=4)
-    assert not shared.best_width([unsure, none, none, none])
-    assert shared.best_width([unsure] * 4) == 2
+def test_what_failed_for_one_request_is_not_begun_with_by_the_next():
+    shared = measured({0: 1.0, 2: 1.5})
+    for _ in range(30):
+        row = RowSpeculator(LOOP, shared=shared.rates)
+        row.add_tokens([99], checked=2)
+    assert shared.best_width([(0.5, 15)]) and not shared.best_width(
+        [RowSpeculator(LOOP, shared=shared.rates).offer()]
+    )
+    assert RowSpeculator(LOOP).offer()[0] == 0.5
 
 
 def test_no_more_is_guessed_than_may_be_generated():
@@ -273,18 +304,19 @@ def test_no_more_is_guessed_than_may_be_generated():
 
 def test_one_slow_pass_does_not_end_it():
     times = PassTimes()
-    for seconds in (60.0, 1.0, 1.0, 60.0):
-        times.record_pass(1, 4, seconds)
-    for _ in range(2):
-        times.record_pass(1, 0, 1.0)
-    assert times.cost(1, 4) <= 2.0 and times.cost(1, 2) == UNTRIED and times.cost(1, 8) == times.cost(1, 4)
+    for seconds in (60.0, 1.0, 1.0, 60.0, 1.0):
+        times.record_step(1, seconds)
+    times.record_prompt(64, 1.0)
+    for seconds in (60.0, 1.3, 1.3, 1.3):
+        times.record_check(1, 4, seconds)
+    assert times.plain(1) == 1.0 and times.cost(1, 4) < 1.6
 
 
 def test_what_was_too_slow_is_tried_again():
     shared, offer = measured({0: 1.0, 2: 3.0, 4: 5.0, 8: 9.0, 15: 60.0}), sure_row().offer()
     assert not shared.best_width([offer])
     for _ in range(5000):
-        shared.times.record_pass(1, 0, 1.0)
+        shared.record_step(1, 1.0)
     assert shared.best_width([offer])
 
 

@@ -1,0 +1,153 @@
+"""Guesses never cost more than they give, whatever passes cost and whichever guesses hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from omlxd.engine.schedule.speculation import FIRST_CREDIT, LOST_SHARE, WIDTHS, RowSpeculator, Speculation
+
+Table = Callable[[int], float]
+"""Tokens of a pass, of all its rows → seconds."""
+
+MACHINES: dict[str, Table] = {
+    "each token as long as the first": lambda tokens: 0.02 + 0.072 * tokens,
+    "OpenBLAS": lambda tokens: 0.075 + 0.0044 * tokens,
+    "H100": lambda tokens: 0.011 if tokens == 1 else 0.015 + 0.00005 * tokens,
+}
+LONGER = 2
+"""Plain steps that the guesses of a machine whose prompts tell the truth may cost, whatever was thought."""
+
+
+class Row(RowSpeculator):
+    """One that always has an idea."""
+
+    def _propose(self) -> None:
+        self.guess, self._kind = list(range(WIDTHS[-1])), "short"
+
+
+class Engine:
+    """Decodes rows as DecodeBatch does, in simulated seconds.
+
+    holds   does the guess at this place hold? It is asked whether a pass checks it
+    prompt  seconds of a prompt's token
+    """
+
+    def __init__(self, table: Table, rows: int, holds: Callable[[bool], bool], prompt: float):
+        self.table, self.count, self._holds = table, rows, holds
+        self.shared = Speculation()
+        self.shared.times.record_prompt(65, table(1) + 64 * prompt)
+        self.rows = [Row([1, 2, 3], shared=self.shared.rates) for _ in range(rows)]
+        self.seconds, self.tokens, self.passes = 0.0, 0, 0
+        self.firsts: dict[int, float] = {}
+
+    def run(self, tokens: int) -> None:
+        """So many of each row, or some more. Every 100 another request begins."""
+        shared, rows, end = self.shared, self.count, self.tokens + tokens * self.count
+        while self.tokens < end:
+            width = shared.best_width([row.offer() for row in self.rows])
+            took, drawn = self.table(rows * (width + 1)), 0
+            for row in self.rows:
+                held = 0
+                while held < max(width, 1) and self._holds(width > 0):
+                    held += 1
+                new = [*row.guess[:held], -1][: width + 1]
+                row.add_tokens(new, width)
+                drawn += len(new)
+            if width:
+                self.passes += 1
+                self.firsts.setdefault(width, took / self.table(rows))
+                shared.settle(rows, drawn, took - shared.times.record_check(rows, width, took))
+            else:
+                shared.record_step(rows, took)
+            self.seconds, self.tokens = self.seconds + took, self.tokens + drawn
+            self.rows = [
+                row if len(row.tokens) < 100 else Row([1, 2, 3], shared=shared.rates) for row in self.rows
+            ]
+
+    @property
+    def lost(self) -> float:
+        """Plain steps that it took longer than without guesses, and without the share that it may lose."""
+        step = self.table(self.count)
+        return self.seconds / step - (1 + LOST_SHARE) * self.tokens / self.count
+
+
+def texts(seed: int) -> dict[str, Callable[[bool], bool]]:
+    rng, turn = random.Random(seed), [0]
+
+    def turns(checked: bool) -> bool:
+        turn[0] += 1
+        return turn[0] // 50 % 2 == 0
+
+    return {
+        "never": lambda checked: False,
+        "seldom": lambda checked: rng.random() < 0.3,
+        "half": lambda checked: rng.random() < 0.5,
+        "often": lambda checked: rng.random() < 0.85,
+        "always": lambda checked: True,
+        "in turns": turns,
+        "only where nobody checks": lambda checked: not checked,
+        "only one more": lambda checked: rng.random() < (0.4 if checked else 1.0),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("text", texts(0))
+def test_guesses_lose_no_more_than_their_share(machine: str, text: str, rows: int):
+    table = MACHINES[machine]
+    for seed in range(5):
+        engine = Engine(table, rows, texts(seed)[text], table(65) - table(64))
+        for _ in range(60):  # At any time.
+            engine.run(25)
+            assert engine.lost < LONGER, (engine.passes, engine.shared.credit)
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "least"),
+    [("OpenBLAS", 1, 4.0), ("OpenBLAS", 4, 2.5), ("OpenBLAS", 16, 1.5), ("H100", 1, 5.0)],
+)
+def test_guesses_that_hold_are_made(machine: str, rows: int, least: float):
+    table = MACHINES[machine]
+    engine = Engine(table, rows, lambda checked: True, table(65) - table(64))
+    engine.run(150)
+    assert engine.tokens / engine.seconds > least * rows / table(rows)
+
+
+def test_where_a_prompt_shows_that_tokens_cost_what_they_give_nothing_is_tried():
+    for rows in (1, 4, 8):
+        engine = Engine(lambda tokens: 0.07 * tokens, rows, lambda checked: True, 0.07)
+        engine.run(100)
+        assert not engine.passes
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Table:
+    """Of passes that take no less with more tokens, and no longer than their tokens one by one."""
+    seconds = [1.0]
+    steps = draw(st.lists(st.sampled_from([0.0, 0.003, 0.03, 0.3, 1.0]), min_size=12, max_size=12))
+    for tokens in range(2, 257):
+        seconds.append(min(seconds[-1] + steps[tokens.bit_length()], tokens))
+    return lambda tokens: seconds[tokens - 1]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    tables(),
+    st.sampled_from([1, 2, 4, 16]),
+    st.sampled_from(sorted(texts(0))),
+    st.integers(0, 99),
+    st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+)
+def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(
+    table: Table, rows: int, text: str, seed: int, prompt: float
+):
+    """Beyond the share and the credit it is what the first pass of each width took at most."""
+    engine = Engine(table, rows, texts(seed)[text], prompt)
+    for _ in range(20):
+        engine.run(50)
+        assert engine.lost < FIRST_CREDIT + sum(engine.firsts.values())
