@@ -432,7 +432,7 @@ class GPUBench(Bench):
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
                     watch = Watch(self.model)
-                    self.loaded.model = bridge._model = watch
+                    self.loaded.model = bridge._model = bridge.reads._model = watch
                     sequence = self._run(tokens, 0 if run == "computed again" else block, 64, bridge)
                     self.loaded.model = self.model
                     got, first = sequence.tokens[length:], watch.first[-1]
