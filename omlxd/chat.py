@@ -32,11 +32,6 @@ class ThinkingPart(Struct, frozen=True, tag="thinking"):
     signature: str = ""
 
 
-MOST_IMAGES = 100
-"""Of a request, for a model that sees the pages of its PDFs among them. Anthropic's limit; Claude Code leaves
-out older ones itself."""
-
-
 class ImagePart(Struct, frozen=True, tag="image"):
     """An image as encoded bytes (PNG, JPEG, …); never a URL: nobody past the front fetches anything.
 

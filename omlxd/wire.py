@@ -76,12 +76,14 @@ class PromptSettings(Struct, frozen=True):
     hoist_system       `auto`, `always`, `never`: system messages before the first assistant's turn
     request_timeout_s  0: no limit
     starts_in_thinking the answer begins inside a thinking block that the template does not open
+    max_images         that a request may hold, the pages of PDFs among them
     """
 
     healing: bool = True
     hoist_system: str = "auto"
     request_timeout_s: float = 0.0
     starts_in_thinking: bool = False
+    max_images: int = 600
 
 
 class Budget(Struct, frozen=True, tag="budget"):

@@ -13,7 +13,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..chat import (
-    MOST_IMAGES,
     AnswerFormat,
     Conversation,
     DocumentPart,
@@ -23,7 +22,6 @@ from ..chat import (
     TextPart,
     Tool,
     ToolResultPart,
-    media_of,
 )
 from ..errors import bad_field
 
@@ -42,14 +40,8 @@ _LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
 
 
 def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: Any) -> Conversation:
-    """A Conversation of `messages` and `tools`. `fields`: its others. Raises InvalidRequest for too many
-    images.
-    """
+    """A Conversation of `messages` and `tools`. `fields`: its others."""
     kept = tuple(message for message in map(_without_billing, messages) if message is not None)
-    images = [part for part in media_of(kept) if isinstance(part, ImagePart)]
-    if len(images) > MOST_IMAGES:
-        param = images[MOST_IMAGES].param
-        raise bad_field(param, f"a request may hold {MOST_IMAGES} images; leave out earlier ones")
     return Conversation(
         messages=kept,
         tools=tuple(replace(tool, parameters=one_spelling(tool.parameters)) for tool in tools),

@@ -23,6 +23,7 @@ Hoist = Literal["auto", "always", "never"]
 """What becomes of system messages before the first assistant's turn."""
 SharePrefix = Literal["auto", "on", "off"]
 Slots = Annotated[int, Meta(ge=1, le=1024)]
+Images = Annotated[int, Meta(ge=1, le=100_000)]
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
 
@@ -41,6 +42,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     context_limit   tokens of prompt and answer at most
     ttl             seconds that it stays loaded without a request; infinite: for good
     healing         earlier turns are put back as they were generated
+    max_images      that a request may hold
     request_timeout seconds that a request may take; 0: no limit
     starts_in_thinking  answers begin inside a thinking block that the template does not open
     adapter         folder of a LoRA adapter that it is loaded with
@@ -70,6 +72,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     no_cache: bool | None = None
     max_concurrent_requests: Slots | None = None
     healing: bool | None = None
+    max_images: Images | None = None
     speculation: Literal["auto", "off"] | None = None
     share_prefix: SharePrefix | None = None
     hoist_system: Hoist | None = None
@@ -149,6 +152,7 @@ _HELP = {
     "hoist_system": "put system messages that stand before the first answer at the head of the "
     "prompt: always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
+    "max_images": "images that a request may hold, the pages of PDFs among them where the model sees",
     "log_level": "one of debug, info, warning, error",
     "log_format": "text: a line of words and key=value pairs; json: one object a line",
     "log_file": "file to log to, rotated; default: standard error",
@@ -239,6 +243,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     share_prefix: Annotated[SharePrefix, _option("share_prefix", "WHAT=auto")]
     hoist_system: Annotated[Hoist, _option("hoist_system", "WHEN=auto")]
     no_healing: Annotated[bool, _option("no_healing", "")]
+    # As many as Anthropic takes with a million tokens. Pictures are read one by one (engine/vision/media.py),
+    # and what waits for the tower is bounded in bytes: a model's context is full before memory is.
+    max_images: Annotated[Images, _option("max_images", "N=600")]
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("log_level", "LEVEL=info")]
     log_format: Annotated[Literal["text", "json"], _option("log_format", "FORMAT=text")]
     log_file: Annotated[Path | None, _option("log_file", "FILE", none="")]

@@ -126,7 +126,9 @@ class EngineHost:
             turn_memory=load.prompts.healing,
             hoist_system=load.prompts.hoist_system,
             files=self._store.turns,
-            read_documents=lambda prompt: read_documents(prompt, self.media, sees=self.images is not None),
+            read_documents=lambda prompt: read_documents(
+                prompt, self.media, sees=self.images is not None, most_images=load.prompts.max_images
+            ),
             images=self.loaded.blind == "",
             starts_in_thinking=load.prompts.starts_in_thinking,
         )

@@ -17,7 +17,6 @@ from sdk_clients import claude, gpt
 from omlxd import chat
 from omlxd.api.anthropic import request as anthropic_request
 from omlxd.api.body import MOST_IMAGE_BYTES, from_base64, image_url
-from omlxd.api.conversation import MOST_IMAGES
 from omlxd.api.ollama import request as ollama_request
 from omlxd.api.openai import chat_request
 from omlxd.api.responses import request as responses_request
@@ -141,15 +140,6 @@ def test_images_and_pdfs_stand_in_messages_and_in_results(protocol):
     [result] = tool.parts
     assert (result.text, result.images) == ("", (replace(image, param=protocol.result_at),))
     assert result.documents == (replace(document, param=result.documents[0].param),)
-
-
-@PROTOCOLS
-def test_images_are_limited_in_number(protocol):
-    images = [protocol.image(PNG)] * (MOST_IMAGES - 1)
-    assert len(list(chat.media_of(messages(protocol, images, images[:1])))) == MOST_IMAGES
-    error = refused(protocol, images, images[:2])
-    assert error.param == protocol.result_at.replace(".0.source", ".1.source").replace(".0.image", ".1.image")
-    assert "100 images" in error.message
 
 
 @PROTOCOLS

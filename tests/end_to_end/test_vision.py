@@ -69,3 +69,17 @@ def test_images_are_hit_in_ram_and_after_sigkill(tmp_path: Path, family: str):
     for file in block_files(home):
         namespace = file.parent.parent.name
         assert Verifier().verify(str(file), namespace, file.stem).fault == "", file
+
+
+@pytest.mark.slow
+def test_the_owner_says_how_many_images_a_request_may_hold(tmp_path: Path):
+    model = build_vision_family("qwen2_5_vl", tmp_path / "org" / "vl")
+    (tmp_path / "omlxd.toml").write_text("[models.vl]\nmax-images = 3\n")
+    for flags, most in ((("--max-images", "2"), 2), (("--config", str(tmp_path / "omlxd.toml")), 3)):
+        with Daemon(tmp_path / "home", *flags, model=model) as daemon:
+            assert daemon.messages(ask(*[block(1)] * most))["content"]
+            turn = ask(*[block(1)] * (most + 1))
+            refused = daemon.post("/v1/messages", {"model": "vl", "max_tokens": 4, "messages": [turn]})
+            message = refused.json()["error"]["message"]
+            assert refused.status_code == 400 and f"a request may hold {most} images" in message
+            assert message.startswith(f"messages.0.content.{most + 1}.source: ")

@@ -13,6 +13,8 @@ The same bytes always give the same parts, so prefixes hold.
 
 from __future__ import annotations
 
+import sys
+
 from msgspec.structs import replace
 
 from ... import chat
@@ -20,16 +22,19 @@ from ...errors import bad_field
 from .media import Media
 
 
-def read_documents(conversation: chat.Conversation, media: Media, *, sees: bool) -> chat.Conversation:
-    """Return `conversation` without a DocumentPart. Raises InvalidRequest, which names the PDF."""
+def read_documents(
+    conversation: chat.Conversation, media: Media, *, sees: bool, most_images: int = sys.maxsize
+) -> chat.Conversation:
+    """Return `conversation` without a DocumentPart. Raises InvalidRequest, which names the PDF, or the first
+    image above `most_images`.
+    """
     messages = tuple(_read_message(message, media, sees) for message in conversation.messages)
     images = [part for part in chat.media_of(messages) if isinstance(part, chat.ImagePart)]
-    if len(images) > chat.MOST_IMAGES:
-        last = images[chat.MOST_IMAGES]
+    if len(images) > most_images:
         raise bad_field(
-            last.param or "messages",
-            f"a request may hold {chat.MOST_IMAGES} images, the pages of PDFs among them, and has "
-            f"{len(images)}; leave out earlier ones, or send a part of a PDF",
+            images[most_images].param or "messages",
+            f"a request may hold {most_images} images, the pages of PDFs among them, and has {len(images)}; "
+            "leave out earlier ones, send a part of a PDF, or have the daemon's owner raise max-images",
         )
     return replace(conversation, messages=messages)
 

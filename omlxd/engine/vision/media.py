@@ -148,7 +148,9 @@ class Media:
         param = part.param or param
         if seconds <= 0:
             raise bad_field(
-                param, f"the images before this one took {REQUEST_DEADLINE_S:.0f} s to read; send fewer"
+                param,
+                f"the images before this one took {REQUEST_DEADLINE_S:.0f} s to read; send it again, which "
+                "goes on here, or send fewer",
             )
         what = f"page {part.page} of {_pdf(part.name)}" if part.page else "the image"
         try:

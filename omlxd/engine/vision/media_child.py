@@ -22,8 +22,8 @@ PAGE_PIXELS = 1_150_000
 """Of a PDF's page: 1,500 tokens of Qwen2.5-VL. Anthropic scales images to it, for about as many tokens."""
 PAGE_SCALE = 2.0
 """Pixels a point at most: a page of stamp size is not blown up."""
-MOST_PAGES = 100
-"""Of a PDF. Anthropic's limit for contexts of 200,000 tokens."""
+MOST_PAGES = 600
+"""Of a PDF. Anthropic's limit for contexts of a million tokens."""
 MOST_TEXT = 4 << 20
 """Characters of a PDF: some million tokens, as many as the longest contexts."""
 

@@ -406,6 +406,7 @@ class EnginePool:
                 healing=not settings.no_healing if own.healing is None else own.healing,
                 hoist_system=own.hoist_system or settings.hoist_system,
                 starts_in_thinking=bool(own.starts_in_thinking),
+                max_images=own.max_images or settings.max_images,
                 request_timeout_s=settings.request_timeout
                 if own.request_timeout is None
                 else own.request_timeout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from media_files import locked_pdf, pdf
 
-from omlxd.chat import Conversation, DocumentPart, ImagePart, Message, TextPart, ToolResultPart
+from omlxd.chat import Conversation, DocumentPart, ImagePart, Message, TextPart, ToolResultPart, media_of
 from omlxd.engine.prompt.canonical import chain_of
 from omlxd.engine.vision.documents import read_documents
 from omlxd.engine.vision.media import Media, keyed
@@ -101,7 +101,11 @@ def test_pages_count_as_images_where_they_are_pictures(media):
     data = pdf([""] * 60)
     pages = [DocumentPart(data, PDF, "k.pdf", "", f"messages.0.content.{i}.source") for i in range(2)]
     conversation = Conversation(messages=(Message("user", tuple(pages)),))
-    assert len(read_documents(conversation, media, sees=False).messages) == 1
-    with pytest.raises(InvalidRequest, match="the pages of PDFs among them, and has 120") as caught:
-        read_documents(conversation, media, sees=True)
+    assert len(read_documents(conversation, media, sees=False, most_images=1).messages) == 1
+    assert len([*media_of(read_documents(conversation, media, sees=True).messages)]) == 120
+    assert read_documents(conversation, media, sees=True, most_images=120)
+    with pytest.raises(
+        InvalidRequest, match="and has 120; leave out earlier ones, send a part of a PDF, or "
+    ) as caught:
+        read_documents(conversation, media, sees=True, most_images=119)
     assert caught.value.param == "messages.0.content.1.source"

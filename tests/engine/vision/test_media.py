@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import signal
 import struct
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -235,10 +237,13 @@ def test_an_image_that_kills_its_child_costs_its_own_request(media, monkeypatch,
     assert picture(media, encoded(Image.new("RGB", (6, 5)))).width == 6
 
 
-def test_all_images_of_a_request_share_a_deadline(media, monkeypatch):
-    monkeypatch.setattr(media_room, "REQUEST_DEADLINE_S", 0.0)
-    with pytest.raises(InvalidRequest, match="send fewer"):
-        list(media.identities(keyed([part(encoded(Image.new("RGB", (7, 7))))])))
+def test_all_images_of_a_request_share_a_deadline_and_the_next_request_goes_on(media, monkeypatch):
+    clock = itertools.count(step=40)
+    monkeypatch.setattr(media_room, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    parts = keyed([part(encoded(Image.new("RGB", (7, 7 + n)))) for n in range(3)])
+    with pytest.raises(InvalidRequest, match="took 60 s to read; send it again, which goes on here, or"):
+        list(media.identities(parts))
+    assert len(list(media.identities(parts))) == 3
 
 
 def test_too_little_memory_is_an_error_of_the_image(monkeypatch):
@@ -350,7 +355,7 @@ def test_a_pdf_that_cannot_be_read_is_an_error_with_its_name(media, ask):
         (pdf(["a", "b"])[:200], "is damaged, or it is no PDF"),
         (b"%PDF-1.7 nonsense", "is damaged, or it is no PDF"),
         (pdf([]), "is damaged, or it is no PDF"),
-        (pdf(["x"] * 101), "has 101 pages, and 100 are the most"),
+        (pdf(["x"] * 601), "has 601 pages, and 600 are the most"),
     ):
         with pytest.raises(InvalidRequest, match=rf"{FIELD}: the PDF 'kettles.pdf' .*{why}") as caught:
             ask(media, document(data))

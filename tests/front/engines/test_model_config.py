@@ -41,6 +41,7 @@ max-concurrent-requests = 2
 starts-in-thinking = true
 kv-reserve = 8192
 weights-mmap = "off"
+max-images = 20
 """
 
 
@@ -71,6 +72,7 @@ def test_every_setting_of_a_model_is_read(tmp_path: Path):
         starts_in_thinking=True,
         kv_reserve=8192,
         weights_mmap="off",
+        max_images=20,
     )
     assert models(tmp_path, "[models.x]\nttl = 0\n")["x"].ttl == math.inf
 
