@@ -130,7 +130,7 @@ class ColdLedger:
 
     async def _open(self) -> str:
         error = await self.claim()
-        if self._ledger is None:
+        if self._ledger is None or self._closing:
             return ""
         try:
             if error is not None:
@@ -143,6 +143,8 @@ class ColdLedger:
         except OSError as error:
             reason = error.strerror or str(error)
         else:
+            if self._closing:
+                return ""
             # Before anything that an engine will say, as none has the folder yet.
             self._thread.submit(self._take_stock_here, self._ledger)
             self._looking = asyncio.create_task(self._look(), name="cold-ledger-look")
@@ -214,6 +216,15 @@ class ColdLedger:
             stats.files,
             time.perf_counter() - began,
         )
+        pinned, most = ledger.bytes_of(self._pins.files()), int(ledger.cold_cache_bytes * SHARE)
+        if pinned > most:
+            log.warning(
+                "SSD cache %s: %s are pinned, more than half of its limit (%s), and go last: unpin some, "
+                "or raise --paged-ssd-cache-max-size",
+                self._root,
+                human(pinned),
+                human(most),
+            )
 
     def _rest_now_and_then(self) -> Callable[[], None]:
         """For the walk to call; raises _Closing once nobody needs its result."""
@@ -266,6 +277,7 @@ class ColdLedger:
 
     async def pins(self) -> PinList | None:
         """The newest last; None without a cold tier."""
+        self.hurry()
         ledger = self._ledger
         return None if ledger is None else await self._call(self._pinned, ledger)
 

@@ -217,6 +217,7 @@ class EnginePool:
             asyncio.create_task(self._keep(), name="idle models"),
             asyncio.create_task(self._guard.keep(), name="memory"),
         ]
+        in_background(self._open_cold())  # What it holds is counted and shown before a model is loaded.
         if first and self._first is not None:
             self._first.by_name = True
             self._first.process.supervisor.start()

@@ -43,7 +43,7 @@ def test_pinned_files_go_last_in_their_order_and_others_as_before():
     assert order.pop_oldest() is None and order.nbytes == 0
 
 
-async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_path: Path):
+async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_path: Path, caplog):
     cold = ColdLedger(tmp_path, 100_000)
     for number in range(20):
         file = tmp_path / path(number)
@@ -64,10 +64,12 @@ async def test_pins_survive_a_restart_and_take_half_of_the_cache_at_most(tmp_pat
         await cold.pin("yours", None)
     await cold.close()
 
+    assert "are pinned" not in caplog.text
     small = ColdLedger(tmp_path, 3 * 4096)
     assert await small.open()
     stats = await small.ledger_stats()
     assert stats is not None and stats.files == 3
+    assert "8.2 kB are pinned, more than half of its limit (6.1 kB), and go last: unpin" in caplog.text
     assert (tmp_path / path(0)).exists() and (tmp_path / path(1)).exists()
     pins = await small.pin("mine", None)
     assert pins is not None and pins.pins == [] and json.loads((tmp_path / FILE_NAME).read_text()) == {}

@@ -61,6 +61,20 @@ def test_a_model_that_cannot_be_loaded_is_named(start):  # noqa: F811
     assert lines[1] == "  cache    in RAM alone; there is no SSD cache\n"
 
 
+def test_the_cache_is_counted_although_no_model_is_loaded(start, tmp_path: Path):  # noqa: F811
+    name = f"{7:064x}"
+    file = tmp_path / "cache" / ("a" * 32) / name[:2] / f"{name}.safetensors"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(1_000_000))
+    for model in ("one", "two"):
+        make(tmp_path / "models" / model)
+    flags = ("--model-dir", str(tmp_path / "models"), "--paged-ssd-cache-max-size", "1GB")
+    daemon = start(*flags, model=False)
+    lines = [daemon.process.stdout.readline() for _ in range(2)]
+    assert "none is loaded" in lines[0]
+    assert lines[1] == f"  cache    {tmp_path / 'cache'}: 1 files, 1 MB of 1 GB\n"
+
+
 def test_a_terminal_gets_the_same_with_colours(tmp_path: Path):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(tmp_path)]
