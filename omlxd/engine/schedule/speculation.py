@@ -207,21 +207,20 @@ class PassTimes:
         if not self._plain:
             return float("inf")
         if kind not in self._thought:
-            self._thought[kind] = max(self._expected(rows * (guesses + 1)) / self.plain(rows), 1.0)
+            self._thought[kind] = max(self._expected(rows, guesses) / self.plain(rows), 1.0)
         return self._thought[kind]
 
-    def _expected(self, tokens: int) -> float:
-        """Seconds of a pass of `tokens` in all rows: a pass of fewer, and the others as tokens of a prompt.
+    def _expected(self, rows: int, guesses: int) -> float:
+        """Seconds of a pass: those of one of fewer tokens, in all rows, and the others as tokens of a prompt.
 
         Where no prompt was computed, each token takes as long as in a plain step.
         """
-        ran = [(rows, seconds) for rows, seconds in self._plain.items()]
-        ran += [
-            (rows * (guesses + 1), cost * self.plain(rows)) for (rows, guesses), cost in self._costs.items()
-        ]
-        rows, step = min(ran[: len(self._plain)])
-        slopes = ((seconds - step) / (count - rows) for count, seconds in self._prompts if count > rows)
-        slope = max(min(slopes, default=step / rows), 0.0)
+        fewest = min(self._plain)
+        step, plain = self._plain[fewest], self.plain(rows)
+        slopes = ((seconds - step) / (count - fewest) for count, seconds in self._prompts if count > fewest)
+        slope, tokens = max(min(slopes, default=plain / rows), 0.0), rows * (guesses + 1)
+        ran = [(r * (g + 1), cost * self.plain(r)) for (r, g), cost in self._costs.items()]
+        ran += [(rows, plain), *self._plain.items()]
         return max(seconds + (tokens - count) * slope for count, seconds in ran if count <= tokens)
 
 

@@ -284,6 +284,8 @@ def test_what_a_batch_may_cost_follows_from_what_fewer_rows_took():
         "five tokens of one row took as long"
     )
     assert shared.times.plain(4) == 1.5, "rows as many as nearly"
+    alone = measured({0: 1.0}, rows=8)
+    assert alone.times.cost(1, 2) == 3.0, "before a step of one row was made"
 
 
 def test_what_failed_for_one_request_is_not_begun_with_by_the_next():

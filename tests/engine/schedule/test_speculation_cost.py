@@ -125,6 +125,23 @@ def test_where_a_prompt_shows_that_tokens_cost_what_they_give_nothing_is_tried()
         assert not engine.passes
 
 
+@given(st.lists(st.integers(1, 16), max_size=30), st.lists(st.integers(1, 16), max_size=3), st.booleans())
+def test_any_number_of_rows_may_follow_any_other(counts: list[int], stepped: list[int], prompt: bool):
+    table = MACHINES["OpenBLAS"]
+    engine = Engine(table, 1, lambda checked: True, 0.0044)
+    engine.shared = Speculation()
+    if prompt:
+        engine.shared.times.record_prompt(64, table(64))
+    for rows in stepped:
+        engine.shared.record_step(rows, table(rows))
+    for rows in counts:
+        engine.count = rows
+        engine.rows = [Row([1, 2, 3], shared=engine.shared.rates) for _ in range(rows)]
+        engine.run(5)
+        for width in WIDTHS:
+            assert engine.shared.times.cost(rows, width) >= 1.0
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
     """Of passes that take no less with more tokens, and no longer than their tokens one by one."""
