@@ -42,6 +42,7 @@ from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
 from .schedule.draft_model import DraftModel
 from .schedule.memory_admission import MemoryAdmission
+from .schedule.mtp import MtpModel
 from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
 from .schedule.speculation import Speculation
@@ -90,8 +91,8 @@ class EngineHost:
             _segment(load),
         )
         speculation = Speculation(repeatable=load.seed is not None) if load.speculate else None
-        if speculation is not None and load.draft_path:
-            speculation.draft_model = self._draft_model(load)
+        if speculation is not None:
+            speculation.draft_model = self._draft_model(load) if load.draft_path else self._mtp(load)
         self.scheduler = Scheduler(
             self.loaded,
             None,
@@ -151,6 +152,19 @@ class EngineHost:
         draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, self.loaded, load.model_id)
         self.loaded.weight_bytes += draft.loaded.weight_bytes
         return draft
+
+    def _mtp(self, load: wire.Load) -> MtpModel | None:
+        """Heads in the model's own files; a model whose heads can't be read goes without."""
+        try:
+            heads = mlx_adapter.load_mtp(Path(load.model_path), self.loaded)
+        except Exception as error:
+            log.warning("%s: its MTP heads are not used: %s", load.model_id, error)
+            return None
+        if heads is None:
+            return None
+        log.info("%s: its MTP heads guess for it", load.model_id)
+        self.loaded.weight_bytes += heads.weight_bytes
+        return MtpModel(heads)
 
     def _info(self, load: wire.Load) -> wire.ModelInfo:
         loaded = self.loaded

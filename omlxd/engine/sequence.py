@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+import mlx.core as mx
+
 from ..kv.block import Block
 from ..kv.block_pool import BlockTable
 from ..kv.cold.writer import WritablePayload
@@ -83,6 +85,7 @@ class Sequence:
     images         those of its prompt; None: it has none
     keys_file, values, query  as the request has them (chat.py)
     extra_keys     of blocks, by index, beside their tokens
+    hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
     max_new        tokens to generate at most; `reserve`: of these, how many its cache has room for at once
@@ -126,6 +129,7 @@ class Sequence:
     state: State = State.WAITING
     cache: Cache | None = None
     table: BlockTable | None = None
+    hidden: mx.array | None = None
     kv_length: int = 0
     offered: int = 0
     resume_at: int = 0

@@ -20,6 +20,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.checkpointer import Checkpointer
 from omlxd.engine.schedule.draft_model import DraftModel
+from omlxd.engine.schedule.mtp import MtpModel
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.schedule.speculation import Speculation
@@ -121,10 +122,11 @@ class Rig:
         kv_group: int = 64,
         speculate: bool = False,
         draft: Path | None = None,
+        mtp: bool = False,
         segment: int = 0,
         fs: FileSystem | None = None,
     ):
-        self._draft, self.segment, self._fs = draft, segment, fs
+        self._draft, self._mtp, self.segment, self._fs = draft, mtp, segment, fs
         self.kv = mlx_adapter.Quantisation(kv_bits, kv_group) if kv_bits else None
         self.model_path, self.root, self.hot, self.reuse = model, root, hot, reuse
         self._slots, self._cap, self._record, self._speculate = slots, cap, record, speculate
@@ -156,6 +158,10 @@ class Rig:
         if speculation is not None and self._draft is not None:
             draft = mlx_adapter.load(self._draft)
             speculation.draft_model = DraftModel(draft, self._draft.name, loaded, self.model_path.name)
+        if speculation is not None and self._mtp:
+            heads = mlx_adapter.load_mtp(self.model_path, loaded)
+            assert heads is not None
+            speculation.draft_model = MtpModel(heads)
         self.scheduler = Scheduler(loaded, None, slots=self._slots, block_size=BLOCK, speculation=speculation)
         self.namespace = namespace_of({"model": str(self.model_path), "kv": repr(self.kv)})
         self.ledger: Ledger | None = None

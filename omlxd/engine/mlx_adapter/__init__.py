@@ -57,8 +57,10 @@ from .loading import (
     load,
     load_tokenizer,
     share_prefixes,
+    take_hidden,
     tree_bytes,
 )
+from .mtp import MtpHeads, MtpState, load_mtp
 from .quantised import Quantisation
 from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

@@ -338,13 +338,28 @@ def last_positions(count: int) -> Iterator[None]:
 
 class _Passes(threading.local):
     positions = 1
+    keeps = False
+    hidden: mx.array | None = None
 
 
 _passes = _Passes()
 
 
+def keep_hidden() -> None:
+    """From now on passes on this thread keep what their head takes: `take_hidden` gives it."""
+    _passes.keeps = True
+
+
+def take_hidden() -> mx.array | None:
+    """Hidden states (batch, tokens, hidden) of the last pass, not evaluated; once. None: none are kept."""
+    hidden, _passes.hidden = _passes.hidden, None
+    return hidden
+
+
 def _last(x: mx.array) -> mx.array:
     """(batch, tokens, hidden) of the last positions alone: one, but within `last_positions`."""
+    if _passes.keeps:
+        _passes.hidden = x
     return x[:, -_passes.positions :] if x.ndim == 3 else x
 
 

@@ -23,6 +23,7 @@ from .. import mlx_adapter
 from ..mlx_adapter import LoadedModel
 from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
+from .mtp import MtpRows
 from .sampling import NO_TOKEN, BatchSampler, StepLogprobs, likelihoods, sampler_rows
 from .speculation import DRAFT, RowSpeculator, Speculation
 
@@ -44,7 +45,7 @@ class DecodeBatch:
         self._speculation = speculation
         self._speculators: dict[Sequence, RowSpeculator] = {}
         self._speculates = False
-        self._drafts: DraftRows | None = None
+        self._drafts: DraftRows | MtpRows | None = None
         self.rows: list[Sequence] = []
         self._cache: mlx_adapter.Cache = []
         self._merged = False
@@ -71,6 +72,9 @@ class DecodeBatch:
             mlx_adapter.extend(self._cache, sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
         self._append_rows([sequence])
+        hidden, sequence.hidden = sequence.hidden, None
+        if hidden is not None:
+            self._record(hidden, sequence.kv_length - hidden.shape[1])
 
     def add_prompts(self, sequences: Seq[Sequence], cache: mlx_adapter.Cache) -> None:
         """Add rows whose prompts are in a batch cache, but for their last tokens.
@@ -106,7 +110,7 @@ class DecodeBatch:
         shared = self._speculation
         assert shared is not None
         if shared.draft_model is not None:
-            self._drafts = self._drafts or DraftRows(shared.draft_model)
+            self._drafts = self._drafts or shared.draft_model.rows()
             if not shared.repeatable:
                 row.sampler.params = seeded(row.sampler.params)
             shared.rates[DRAFT].forget()
@@ -244,6 +248,7 @@ class DecodeBatch:
         recurrent = mlx_adapter.recurrent_states(self._cache)
         with mlx_adapter.last_positions(width + 1):
             logits = self._forward(inputs)[:, -width - 1 :]
+        hidden = mlx_adapter.take_hidden()
         samplers = [
             sampler_rows(row.sampler, guess, masks)
             for row, (guess, masks) in zip(self.rows, plan, strict=True)
@@ -260,6 +265,7 @@ class DecodeBatch:
             count = 1 + _held(guess, [token for token, _ in of_row], row.eos)
             kept.append([token for token, _ in of_row[:count]])
             draws += [(row, token, likelihood) for token, likelihood in of_row[:count]]
+            self._record(hidden[:, :count] if hidden is not None else None, row.kv_length)
             row.kv_length += count
             row.sampler.step, row.sampler.penalties = own[count - 1].step, own[count - 1].penalties
             row.drafted += len(guess)
@@ -290,6 +296,7 @@ class DecodeBatch:
         if self._sampler is None:
             self._sampler = BatchSampler([sequence.sampler for sequence in self.rows])
         logits = self._forward(inputs[:, None])[:, -1, :]
+        self._record(mlx_adapter.take_hidden(), self.rows[0].kv_length)
         draws: list[Draw] | None = None
         if self._sampler.constrained:
             # What a constrained row may say follows from its token of the step before: that is read
@@ -318,6 +325,11 @@ class DecodeBatch:
         deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
         moved = {"deltas": deltas} if any(deltas) else {}
         return self._model(tokens, cache=self._cache, **moved)
+
+    def _record(self, hidden: mx.array | None, start: int) -> None:
+        """Give the model's own heads the states (1, tokens, hidden) of a pass over tokens from `start` on."""
+        if hidden is not None and isinstance(self._drafts, MtpRows) and len(self._speculators) == 1:
+            self._drafts.record(self.rows[0], start, hidden[0])
 
     def _read(self, inputs: mx.array | None, unread: list[bool]) -> list[Draw]:
         """Wait for the tokens of the step before; what guesses and grammars know is then up to them."""

@@ -60,6 +60,9 @@ class DraftModel:
         tokens = min(sequence.prompt_length, self.context) + sequence.capacity - sequence.prompt_length
         return self.loaded.layout.nbytes(mlx_adapter.round_up(tokens))
 
+    def rows(self) -> DraftRows:
+        return DraftRows(self)
+
     def logits(self, tokens: mx.array, cache: mlx_adapter.Cache, positions: int = 1) -> mx.array:
         """(rows, positions, the other model's vocabulary), whose ends may be padding in either."""
         with mlx_adapter.last_positions(positions):
@@ -149,7 +152,7 @@ class DraftRows:
         if not extra:
             self.seconds = clock() - began
         return {
-            row.sequence: _until_no_token(guess)
+            row.sequence: until_no_token(guess)
             for row, guess, count in zip(self._rows, drawn, counts, strict=True)
             if count
         }
@@ -235,7 +238,7 @@ def clock() -> float:
     return time.process_time() if mlx_adapter.backend() == "cpu" else time.perf_counter()
 
 
-def _until_no_token(guess: list[int]) -> list[int]:
+def until_no_token(guess: list[int]) -> list[int]:
     """A guess up to where the draft model's logits are no numbers."""
     return guess[: next((index for index, token in enumerate(guess) if token < 0), len(guess))]
 

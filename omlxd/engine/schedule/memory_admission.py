@@ -26,6 +26,7 @@ from ..kvio.hot_budget import memory
 from ..mlx_adapter import LoadedModel
 from ..sequence import Sequence, State
 from .draft_model import DraftModel
+from .mtp import MtpModel
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
@@ -76,7 +77,7 @@ class MemoryAdmission:
         self._fused = mlx_adapter.backend() != "cpu"
         self._pair = float(pair)
         self.store: KVStore | None = None
-        self.draft_model: DraftModel | None = None
+        self.draft_model: DraftModel | MtpModel | None = None
         self.live: int | None = None
         self.most: int | None = None
         self.peak = 0

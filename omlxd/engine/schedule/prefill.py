@@ -167,6 +167,7 @@ def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool
         mx.eval(mlx_adapter.state_arrays(sequence.cache))
         start = stop - 1
     logits = _pass(model, sequence, start, stop)
+    sequence.hidden = mlx_adapter.take_hidden()
     if stop < length:
         mx.eval(mlx_adapter.state_arrays(sequence.cache))
     return logits

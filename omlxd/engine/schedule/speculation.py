@@ -25,6 +25,7 @@ import numpy as np
 
 from ..constrain.constraint import Constraint, ForcedAnswer
 from .draft_model import DraftModel
+from .mtp import MtpModel
 
 MIN_MATCH = 3
 """Tokens that must have stood together before, for what followed them to be a guess."""
@@ -238,7 +239,7 @@ class Speculation:
     times       of passes
     credit      plain steps that guesses may lose
     rates       the share of guesses that hold, by their kind
-    draft_model  whose guesses are checked where a row has none as good; None: there is none
+    draft_model  whose guesses are checked where a row has none as good; the model's own heads are one, too
     draft_seconds  of one guess of it, by rows
     drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
     of_model    likewise, of the draft model alone
@@ -250,7 +251,7 @@ class Speculation:
     rates: dict[str, HoldRate] = field(
         default_factory=lambda: {kind: HoldRate(decay=SHARED_DECAY) for kind in KINDS}
     )
-    draft_model: DraftModel | None = None
+    draft_model: DraftModel | MtpModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
     drafts: int = 0
     drafted: int = 0

@@ -1,0 +1,81 @@
+"""Heads for multi-token prediction, put into a tiny model's folder as Qwen3.5's files have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import loading
+from omlxd.engine.mlx_adapter.vision import import_vlm
+
+NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
+"""Names of weights that the files hold less 1."""
+
+
+def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 150) -> Any:
+    """Write random heads beside the weights; trained to guess what follows in `texts`, if there are any.
+
+    Their losses, first and last.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    splitter = import_vlm("speculative.drafters.mtp_split").get_mtp_splitter(source_config=config)
+    package = import_vlm("speculative.drafters.qwen3_5_mtp")
+    text = splitter.read_text_config(config)
+    mx.random.seed(3)
+    drafter = package.Model(package.ModelConfig.from_dict({"model_type": "qwen3_5_mtp", "text_config": text}))
+    _write(folder, drafter)  # The model's own weights are read otherwise beside heads.
+    losses = []
+    if texts:
+        losses = _train(drafter, folder, texts, steps)
+        _write(folder, drafter)
+    return losses
+
+
+def _write(folder: Path, drafter: Any) -> None:
+    heads = {
+        f"mtp.{name}": array - 1 if name.endswith(NORMS) else array
+        for name, array in tree_flatten(drafter.parameters())
+    }
+    mx.save_safetensors(str(folder / "mtp.safetensors"), heads)
+    index = folder / "model.safetensors.index.json"
+    weights: Any = mx.load(str(folder / "model.safetensors"))
+    names = dict.fromkeys(weights, "model.safetensors") | dict.fromkeys(heads, "mtp.safetensors")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+
+def _train(drafter: Any, folder: Path, texts: Sequence[Sequence[int]], steps: int) -> list[float]:
+    loaded = mlx_adapter.load(folder)
+    drafter.bind(getattr(loaded.model, "vlm", loaded.model))
+    states = []
+    loading.keep_hidden()
+    for each in texts:
+        loaded.model(mx.array([each]), cache=loaded.model.make_cache())
+        states.append(mlx_adapter.take_hidden())
+    loading._passes.keeps = False
+    mx.eval(states)
+
+    def loss(drafter: Any) -> mx.array:
+        total: Any = 0
+        for each, hidden in zip(texts, states, strict=True):
+            drafter._cache, drafter._next_position = drafter.make_cache(), 0
+            out = drafter._forward_tokens(mx.array([each[1:-1]]), hidden[:, :-2], mx.int32)
+            with mlx_adapter.last_positions(len(each)):
+                logits = drafter._lm_head_fn(out)
+            total = total + nn.losses.cross_entropy(logits[0], mx.array(each[2:])).mean()
+        return total
+
+    step, optimiser, losses = nn.value_and_grad(drafter, loss), optim.Adam(3e-3), []
+    for _ in range(steps):
+        value, grads = step(drafter)
+        optimiser.update(drafter, grads)
+        mx.eval(drafter.parameters(), optimiser.state)
+        losses.append(value.item())
+    return [losses[0], losses[-1]]
