@@ -20,7 +20,7 @@ NORMS = ("norm.weight", "norm_embedding.weight", "norm_hidden.weight")
 """Names of weights that the files hold less 1."""
 
 
-def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 150) -> Any:
+def add_heads(folder: Path, texts: Sequence[Sequence[int]] = (), steps: int = 80) -> Any:
     """Write random heads beside the weights; trained to guess what follows in `texts`, if there are any.
 
     Their losses, first and last.
