@@ -206,7 +206,8 @@ def usage_body(usage: chat.Usage) -> UsageBody:
 
 
 class Timings(msgspec.Struct):
-    """llama.cpp's figures. `_n`: tokens, of the prompt those that were computed; `_ms`: milliseconds."""
+    """llama.cpp's figures. `_n`: tokens, of the prompt those that were computed; `_ms`: milliseconds. Rates
+    of `predicted` are without the first token, which the prompt's pass gives."""
 
     cache_n: int
     prompt_n: int
@@ -227,8 +228,8 @@ def timings_of(usage: chat.Usage) -> Timings | UnsetType:
         return UNSET
     return Timings(
         *(usage.cached_tokens, computed, 1e3 * prefill_s, 1e3 * prefill_s / max(1, computed)),
-        *(computed / prefill_s, answered, 1e3 * decode_s, 1e3 * decode_s / max(1, answered)),
-        answered / decode_s,
+        *(computed / prefill_s, answered, 1e3 * decode_s, 1e3 * decode_s / max(1, answered - 1)),
+        usage.tokens_per_s,
     )
 
 

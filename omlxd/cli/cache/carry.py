@@ -61,7 +61,7 @@ def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
     chosen = named(inventory.namespaces(root), args.model)
     if not chosen:
         raise ConfigError(f"--model: nothing of {args.model!r} is cached.", param="--model")
-    before = time.time() - args.newer_than if args.newer_than else 0.0
+    before = time.time() - args.newer_than if args.newer_than is not None else 0.0
     files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
     # A prefix before what goes on from it.
     newer = [file.path for file in sorted(files, key=lambda file: -file.used) if file.used >= before]

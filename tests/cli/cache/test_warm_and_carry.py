@@ -110,6 +110,8 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
         with pytest.raises(ConfigError, match="nothing of 'nobody' is cached"):
             cache("export", archive, "--model", "nobody", "--url", daemon.url)
         wait_until(lambda: any((here / "omlxd" / "cache").rglob("*.safetensors")))
+    with pytest.raises(ConfigError, match="--newer-than: nothing of"):
+        cache("export", archive, "--model", model, "--newer-than", "0s", "--base-path", here / "omlxd")
     assert cache("export", archive, "--model", model, "--base-path", here / "omlxd") == 0
     assert "kv.tar: " in capsys.readouterr().out
     with pytest.raises(OmlxdError, match="File exists"):
