@@ -56,7 +56,10 @@ class Anthropic:
         return {"messages": [*messages, {"role": "user", "content": results}], "model": "tiny"}
 
     parse = staticmethod(anthropic_request.parse)
-    user_at, result_at = "messages.0.content.1.source", "messages.2.content.0.content.0.source"
+    user_at, result_at = (
+        "messages.0.content.1.image.source",
+        "messages.2.content.0.tool_result.content.0.image.source",
+    )
 
 
 class Chat:
@@ -148,6 +151,23 @@ def test_an_image_is_limited_in_bytes(protocol):
     error = refused(protocol, [protocol.image(b"x" * (MOST_IMAGE_BYTES + 9))], [])
     assert error.param == protocol.user_at and "at most 20 MiB" in error.message
     assert "is empty" in refused(protocol, [], [protocol.image(b"")]).message
+
+
+CLAUDE_CODE_FINDS = re.compile(
+    r"messages[.[](\d+)[\].]+content[.[](\d+)[\].]+(?:tool_result[.[]content[.[](\d+)[\].]+)?(image|document|pdf)"
+)
+"""What it looks for in an error (2.1.329): a note then stands for the block, and it asks again."""
+
+
+@pytest.mark.parametrize("kind", ["image", "document"])
+def test_claude_code_finds_which_block_to_take_out(kind):
+    good, bad = (
+        (Anthropic.image, Anthropic.pdf)[kind == "document"],
+        {"type": kind, "source": source(b"", "image/png")},
+    )
+    for user, result, place in (([good(PNG), bad], [], "0 2 None"), ([], [good(PAGES), bad], "2 0 1")):
+        found = CLAUDE_CODE_FINDS.search(refused(Anthropic, user, result).message)
+        assert found and " ".join(map(str, found.groups())) == f"{place} {kind}"
 
 
 def test_the_model_reads_what_anthropic_s_client_says_of_a_pdf():
@@ -257,7 +277,12 @@ def test_an_error_says_where_an_image_belongs():
     at, in_chat = "messages.0.content.0", Ollama.messages
     for parse, body, param, words in (
         (Anthropic.parse, {"messages": [{"role": "system", "content": [image]}, text]}, at, "a user"),
-        (Anthropic.parse, {"messages": [{"role": "user", "content": [wrong]}]}, f"{at}.source", "a PNG"),
+        (
+            Anthropic.parse,
+            {"messages": [{"role": "user", "content": [wrong]}]},
+            f"{at}.image.source",
+            "a PNG",
+        ),
         (Chat.parse, {"messages": [{"role": "system", "content": [Chat.image(PNG)]}]}, at, "a user"),
         (
             Chat.parse,

@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_an_error_that_names_it(tmp_path):
             answer = daemon.post("/v1/messages", ask)
             assert answer.status_code == 400
             message = answer.json()["error"]["message"]
-            assert "messages.2.content.1.source: the PDF 'kettles.pdf' " + why in message
+            assert "messages.2.content.1.document.source: the PDF 'kettles.pdf' " + why in message
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
         ask = {"model": daemon.model, "messages": [{"role": "user", "content": [image]}]}
         answer = daemon.post("/v1/chat/completions", ask)

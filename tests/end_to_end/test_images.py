@@ -74,7 +74,8 @@ def test_a_session_with_images_goes_on_cached(model, tmp_path, capsys):
         assert tokens(other.json()) == tokens(first) and 0 < restored(other.json()) < restored(second)
         daemon.settled()
         assert main(["cache", "why-miss", other.headers["request-id"], "--url", daemon.url]) == 0
-        which = "another image than image 3 of 3 (messages.2.content.0.content.0.source) stands stored there"
+        place = "messages.2.content.0.tool_result.content.0.image.source"
+        which = f"another image than image 3 of 3 ({place}) stands stored there"
         assert which in capsys.readouterr().out
         daemon.settled()
         daemon.kill()
@@ -163,7 +164,7 @@ def test_hostile_images_cost_their_own_request(model, tmp_path):
             answer = daemon.post("/v1/messages", ask)
             message = answer.json()["error"]["message"]
             assert answer.status_code == 400 and why in message
-            assert message.startswith("messages.2.content.0.content.0.source: the image ")
+            assert message.startswith("messages.2.content.0.tool_result.content.0.image.source: the image ")
         many = {"role": "user", "content": [image(png(112, 84, green=shade)) for shade in range(101)]}
         ask = {"model": daemon.model, "max_tokens": 4, "messages": [many]}
         assert "100 images" in daemon.post("/v1/messages", ask).json()["error"]["message"]

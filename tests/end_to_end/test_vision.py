@@ -82,4 +82,4 @@ def test_the_owner_says_how_many_images_a_request_may_hold(tmp_path: Path):
             refused = daemon.post("/v1/messages", {"model": "vl", "max_tokens": 4, "messages": [turn]})
             message = refused.json()["error"]["message"]
             assert refused.status_code == 400 and f"a request may hold {most} images" in message
-            assert message.startswith(f"messages.0.content.{most + 1}.source: ")
+            assert message.startswith(f"messages.0.content.{most + 1}.image.source: ")

@@ -338,9 +338,10 @@ def _parts(
     if isinstance(block, blocks.ToolUse):
         return [chat.ToolCallPart(block.id, block.name, free_json(block.input, f"{param}.input"))]
     if isinstance(block, blocks.Image):
-        return [image_block(block, param)]
+        # Named as Anthropic's errors name it: Claude Code then takes the image out, and goes on.
+        return [image_block(block, f"{param}.image")]
     if isinstance(block, blocks.Document):
-        return [*document_parts(block, param)]
+        return [*document_parts(block, f"{param}.document")]
     if isinstance(block, blocks.ToolResult):
         return [_tool_result(block, tools, param)]
     text = _text(block, tools, param)
@@ -379,5 +380,5 @@ def _tool_result(block: blocks.ToolResult, tools: Tools, param: str) -> chat.Too
     content = [blocks.Text(block.content)] if isinstance(block.content, str) else block.content or []
     parts: list[chat.Part] = []
     for index, item in enumerate(content):
-        parts += _parts(item, tools, f"{param}.content.{index}")
+        parts += _parts(item, tools, f"{param}.tool_result.content.{index}")
     return tool_result(block.tool_use_id, parts, bool(block.is_error))

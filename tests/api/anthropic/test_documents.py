@@ -167,8 +167,8 @@ URL_IMAGE = {"type": "image", "source": {"type": "url", "url": "https://a.exampl
 )
 def test_what_is_no_text_is_refused_with_what_to_do(source, where, words):
     for blocks, at in (
-        ((text("x"), document(source)), "messages.0.content.1"),
-        ((result(text("x"), document(source)),), "messages.0.content.0.content.1"),
+        ((text("x"), document(source)), "messages.0.content.1.document"),
+        ((result(text("x"), document(source)),), "messages.0.content.0.tool_result.content.1.document"),
     ):
         error = refused(*blocks)
         assert error.param == f"{at}.source{where}"
@@ -186,7 +186,10 @@ def test_images_of_a_document_stay_in_their_place():
     first, picture, second, other, end = parts(block)
     assert first == TextPart("<document>\n<title>Kettles</title>\n<document_content>\na")
     assert (second, end) == (TextPart("b\nc"), TextPart("</document_content>\n</document>"))
-    assert (picture.data, picture.param) == (b"\0\0\0", "messages.0.content.0.source.content.1.source")
+    assert (picture.data, picture.param) == (
+        b"\0\0\0",
+        "messages.0.content.0.document.source.content.1.source",
+    )
     assert other.param.endswith("content.4.source")
     [in_result] = parts(result(block))
     assert in_result.text == "\n".join([first.text, second.text, end.text])

@@ -157,12 +157,12 @@ def test_images():
 
     result = {"type": "tool_result", "tool_use_id": "t", "content": [text("see"), block]}
     got = messages(user(block), user(result))
-    assert got[0].parts == (part("messages.0.content.0.source"),)
-    image = part("messages.1.content.0.content.1.source")
+    assert got[0].parts == (part("messages.0.content.0.image.source"),)
+    image = part("messages.1.content.0.tool_result.content.1.image.source")
     assert got[1].parts == (ToolResultPart("t", "see", images=(image,)),)
     url = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/x"}}
     error = refused(messages=[user(url)])
-    assert error.param == "messages.0.content.0.source" and "not fetched" in error.message
+    assert error.param == "messages.0.content.0.image.source" and "not fetched" in error.message
     bad = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "%%"}}
     assert "base64" in refused(messages=[user(bad)]).message
 
