@@ -119,6 +119,12 @@ class ConfigError(OmlxdError):
     loggable = True
 
 
+class AdapterError(InvalidRequest):
+    """The files of an adapter can't be used. They are looked at again for the next request."""
+
+    loggable = True
+
+
 class ModelError(OmlxdError):
     """A model folder can't be loaded."""
 

@@ -18,6 +18,8 @@ Life of an engine, as the front sees it:
 | `Grant`          | answers `Reserve`                |
 | `Budget`         | answers `Wants`, and comes unasked when the shares change |
 | `LogLevel`       | nothing; at any time             |
+| `LoadAdapter`    | `AdapterLoaded` or `AdapterFailed` |
+| `DropAdapter`    | `AdapterDropped`, once its requests have ended |
 | `Quit`           | flushes stores, then exits 0     |
 
 The engine also says what its cold tier does: `Reserve` asks for space before a byte is written,
@@ -46,6 +48,11 @@ from .errors import PromptTooLong
 
 MAX_FRAME = 256 * 1024 * 1024
 """Bytes. A request body is at most 32 MiB (the front's limit), so this only stops nonsense."""
+
+
+CHANNEL = 1 << 32
+"""An engine may serve adapters beside its model. Each has a channel, a number from 1; the ids of its requests
+and questions begin at that times this, those of the model at 0, or at `Load.channel` times this."""
 
 
 # --------------------------------------------------------------------------- to the engine
@@ -120,7 +127,7 @@ class Load(Struct, frozen=True, tag="load"):
     speculate  passes may check guessed tokens
     max_concurrent  requests that decode at once; None: as many as suit the device
     share_prefix  running requests hold what they share once: auto: on a CPU; on; off
-    adapter  folder of a LoRA adapter of the model; "": none
+    adapter  folder of a LoRA adapter of the model; "": none; `channel`: that of its requests
     draft_path  folder of a draft model, which guesses tokens; "": none
     kv_reserve  tokens of an answer that its cache has room for at once; a longer one is copied as it grows
     weights_mmap  whether weights are views of their files (engine/mlx_adapter/mapped.py)
@@ -138,9 +145,22 @@ class Load(Struct, frozen=True, tag="load"):
     speculate: bool = True
     share_prefix: str = "auto"
     adapter: str = ""
+    channel: int = 0
     draft_path: str = ""
     kv_reserve: int = KV_RESERVE
     weights_mmap: str = "off"
+
+
+class LoadAdapter(Struct, frozen=True, tag="load_adapter"):
+    """Serve the model with the LoRA adapter in `folder` as well, under that channel. After `Loaded`."""
+
+    channel: int
+    folder: str
+    model_id: str
+
+
+class DropAdapter(Struct, frozen=True, tag="drop_adapter"):
+    channel: int
 
 
 class Generate(Struct, frozen=True, tag="generate"):
@@ -204,7 +224,21 @@ class Quit(Struct, frozen=True, tag="quit"):
     deadline_s: float = 5.0
 
 
-ToEngine = Union[Load, Generate, Cancel, Count, GetStats, Explain, Embed, Grant, Budget, LogLevel, Quit]
+ToEngine = Union[
+    Load,
+    LoadAdapter,
+    DropAdapter,
+    Generate,
+    Cancel,
+    Count,
+    GetStats,
+    Explain,
+    Embed,
+    Grant,
+    Budget,
+    LogLevel,
+    Quit,
+]
 
 
 # --------------------------------------------------------------------------- to the front
@@ -321,7 +355,29 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
+    """`adapter`: for its adapter's files."""
+
     message: str
+    adapter: bool = False
+
+
+class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
+    """`info`: as of a model of its own; its `weight_bytes` are the adapter's."""
+
+    channel: int
+    info: ModelInfo
+
+
+class AdapterFailed(Struct, frozen=True, tag="adapter_failed"):
+    """`now`: for lack of memory; it may load later."""
+
+    channel: int
+    message: str
+    now: bool = False
+
+
+class AdapterDropped(Struct, frozen=True, tag="adapter_dropped"):
+    channel: int
 
 
 class Events(Struct, frozen=True, tag="events"):
@@ -453,6 +509,9 @@ ToFront = Union[
     LoadProgress,
     Loaded,
     LoadFailed,
+    AdapterLoaded,
+    AdapterFailed,
+    AdapterDropped,
     Events,
     Counted,
     Stats,

@@ -50,11 +50,12 @@ def as_text(status: DaemonStatus) -> str:
 
 def _row(model: ModelStatus) -> tuple[str, ...]:
     held = {name: int(value) for name, value in model.values.items() if name.endswith("_bytes")}
-    live = held["mlx_active_bytes"] - model.weight_bytes - held.get("kv_hot_bytes", 0)
+    weights = model.weight_bytes + held.get("adapter_bytes", 0)
+    live = held["mlx_active_bytes"] - weights - held.get("kv_hot_bytes", 0)
     wired = held.get("mlx_wired_limit_bytes", 0)
     return (
         model.id,
-        human(model.weight_bytes),
+        human(weights),
         human(max(0, live)),
         ram_tier(model),
         f"{human(held.get('mlx_cache_bytes', 0))} of {human(held.get('mlx_cache_limit_bytes', 0))}",

@@ -129,6 +129,10 @@ def _bytes(nbytes: int | None) -> str:
     return human(nbytes) if nbytes else "-"
 
 
+def _where(model: InstalledStatus) -> str:
+    return f"in the engine of {model.shares}" if model.shares else f"process {model.pid}"
+
+
 _TOOLS = {
     True: "yes",
     False: "no: its chat template has none, so it may never call one",
@@ -159,7 +163,7 @@ def as_page(model: InstalledStatus) -> str:
         "tools": _TOOLS[model.tools],
         "stays": _stays(model),
         "aliases": ", ".join(model.aliases) or "-",
-        "process": str(model.pid or "-"),
+        "process": f"that of {model.shares}" if model.shares else str(model.pid or "-"),
         "trouble": model.trouble or "none",
     }
     width = max(map(len, facts))
@@ -298,7 +302,7 @@ def _import(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> int:
     body = LoadModel(args.model, args.keep_alive)
     result = _ask(args, "/omlxd/models/load", InstalledStatus, body, LOAD_S)
-    _say(args, result, lambda: f"{result.id} is loaded (process {result.pid})")
+    _say(args, result, lambda: f"{result.id} is loaded ({_where(result)})")
     return 0
 
 

@@ -26,7 +26,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     images        it takes images; `blind`: why a vision model takes none
     origin        what it was imported from, by whom it is, and its license
     tools         its chat template takes tools
-    adapter       folder of the LoRA adapter that it is loaded with
+    adapter       folder of the LoRA adapter that it is loaded with; `shares`: the model whose engine it is in
     leaving       it is to be unloaded once its requests have ended
     """
 
@@ -56,6 +56,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     layers: int | None = None
     hidden_size: int | None = None
     adapter: str = ""
+    shares: str = ""
 
 
 class InstalledStatuses(msgspec.Struct):

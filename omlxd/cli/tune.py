@@ -18,7 +18,8 @@ import msgspec
 from ..common.units import available_ram, human
 from ..config import Settings, add_flags, settings_of
 from ..errors import ConfigError, OmlxdError
-from ..models.catalog import ADAPTER_FILES, Catalog, InstalledModel, looks_like_model, own_adapters
+from ..models.adapters import ADAPTER_FILES
+from ..models.catalog import Catalog, InstalledModel, looks_like_model, own_adapters
 from ..models.footprint import footprint
 from ..models.tuning import Example, Job, lora_of, memory_need, read_data
 from .daemon_client import DaemonError, NoDaemon, address_of, fetch

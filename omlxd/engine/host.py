@@ -10,6 +10,7 @@ import logging
 import math
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
@@ -28,11 +29,12 @@ from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
 from . import blas, mlx_adapter
+from .adapters import Adapters, Served
 from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
 from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
-from .metrics import TrafficCounters, metrics_of
+from .metrics import TrafficCounters, adapter_metrics, metrics_of
 from .mlx_adapter import Quantisation
 from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
@@ -144,6 +146,8 @@ class EngineHost:
         self._warns_of_tools = not self.prompts.traits.tools
         self._defaults = _sampling_defaults(Path(load.model_path))
         self.info = self._info(load)
+        base = Served(None, self._store, self.info)
+        self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
         self._store.read_newest(self.scheduler.post)
 
     def _draft_model(self, load: wire.Load) -> DraftModel:
@@ -208,12 +212,15 @@ class EngineHost:
 
     # ----------------------------------------------------------------- requests
 
-    def count(self, prompt: Conversation | RawPrompt, session: str = "") -> int:
+    def count(self, id: int, prompt: Conversation | RawPrompt, session: str = "") -> int:
         """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
+        served = self.adapters.of_request(id)
         most = self.loaded.context_length - 1
         refuse = wire.COUNTED_CONTEXTS * most
         try:
-            rendered = self.prompts.render(prompt, scope=Scope(session, ""), most=most, refuse=refuse)
+            rendered = self.prompts.render(
+                prompt, scope=Scope(session, served.salt("")), most=most, refuse=refuse
+            )
             return len(self._place_images(rendered, refuse)[0])
         except PromptTooLong as error:
             raise PromptTooLong(error.tokens, most, least=error.least) from None
@@ -227,8 +234,9 @@ class EngineHost:
             raise ModelError(
                 f"{changed} was written to under its mapping; unload the model and load it again"
             )
+        served = self.adapters.of_request(id)
         context = self._context(request)
-        rendered = self._render(request, context)
+        rendered = self._render(served, request, context)
         if rendered.tool_calls and self._warns_of_tools:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
@@ -253,7 +261,7 @@ class EngineHost:
         else:
             constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         block = self._settings.block_size
-        root = chain_root(self.namespace, request.cache_salt)
+        root = chain_root(served.namespace, request.cache_salt)
         extra_keys = images.extra_keys(block) if images is not None else {}
         parser = OutputParser(
             self.loaded.tokenizer,
@@ -277,6 +285,7 @@ class EngineHost:
             root=root,
             hashes=hash_blocks(root, tokens, block, extra_keys) if self.scheduler.bridge else [],
             images=images,
+            adapter=served.adapter,
             extra_keys=extra_keys,
             max_new=room if wanted is None else max(1, min(wanted, room)),
             reserve=self._kv_reserve,
@@ -351,8 +360,8 @@ class EngineHost:
             top_logprobs=request.sampling.logprobs,
         )
 
-    def _render(self, request: GenerateRequest, context: int) -> RenderedPrompt:
-        scope = Scope(request.session, request.cache_salt)
+    def _render(self, served: Served, request: GenerateRequest, context: int) -> RenderedPrompt:
+        scope = Scope(request.session, served.salt(request.cache_salt))
         return self.prompts.render(request.prompt, scope=scope, most=context - 1, refuse=context - 1)
 
     def _place_images(self, rendered: RenderedPrompt, most: int) -> tuple[list[int], PromptImages | None]:
@@ -374,11 +383,11 @@ class EngineHost:
     def _context(self, request: GenerateRequest) -> int:
         return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
 
-    def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+    def explain(self, id: int, request: GenerateRequest, reached: int) -> wire.Explanation:
         """Why `request` misses where it does; see engine/explain.py. Any thread. Raises OmlxdError."""
-        return self._explainer(lambda rendered: None).explain_request(request, reached)
+        return self._explainer(id, lambda rendered: None).explain_request(request, reached)
 
-    def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+    def cached_files(self, id: int, request: GenerateRequest) -> wire.Explanation:
         """Which files `request` is restored from now, records of its turns last. Raises OmlxdError."""
         records: list[str] = []
 
@@ -386,29 +395,30 @@ class EngineHost:
             places = [*rendered.turns, *([rendered.place] if rendered.place is not None else ())]
             records.extend(self.prompts.memory.files_of(places) if self.prompts.memory is not None else ())
 
-        found = self._explainer(note).files_of(request)
+        found = self._explainer(id, note).files_of(request)
         return msgspec.structs.replace(found, files=(*found.files, *records)) if found.files else found
 
-    def _explainer(self, note: Callable[[RenderedPrompt], None]) -> Explainer:
+    def _explainer(self, id: int, note: Callable[[RenderedPrompt], None]) -> Explainer:
         """`note` is given each prompt that it renders."""
+        served = self.adapters.of_request(id)
 
         def prompt_of(request: GenerateRequest) -> tuple[list[int], ExtraKeys, list[Placed]]:
-            rendered = self._render(request, self._context(request))
+            rendered = self._render(served, request, self._context(request))
             note(rendered)
             return prompt_with_images(rendered, self.images, settings.block_size)
 
-        bridge, settings = self.scheduler.bridge, self._settings
+        bridge, settings = served.bridge, self._settings
         tokenizer = self.loaded.tokenizer
         states = bridge.states if bridge is not None else None
         return Explainer(
             prompt_of=prompt_of,
             text_of=lambda tokens: tokenizer.decode(list(tokens)),
-            namespace=self.namespace,
+            namespace=served.namespace,
             block_size=settings.block_size,
             where=bridge.store.where if bridge is not None else lambda block_hash: "",
             stands=states.checkpoints.stands if states is not None else None,
             root=Path(settings.cold_dir) if settings.cold_dir else None,
-            model_id=self.info.model_id,
+            model_id=served.info.model_id,
             model_path=self._path,
             reuse_off=self.info.kv_reuse,
         )
@@ -419,7 +429,8 @@ class EngineHost:
         def take() -> None:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.take_budget(budget)
-            self._store.share_hot(budget.hot)
+            for store in (self._store, *self.adapters.stores()):
+                store.share_hot(budget.hot)
             mlx_adapter.set_limits(self.loaded.weight_bytes, budget)
 
         self.scheduler.post(take)
@@ -446,21 +457,29 @@ class EngineHost:
 
     # ----------------------------------------------------------------- figures and the end
 
-    def engine_stats(self) -> dict[str, float]:
-        """Counters and gauges by name; vLLM's names where it has one."""
+    def engine_stats(self, id: int = 0) -> dict[str, float]:
+        """Counters and gauges by name; vLLM's names where it has one. Of an adapter, those of its store."""
+        served = self.adapters.find(id)
+        if served is None:
+            return {}
+        if served.adapter is not None:
+            return adapter_metrics(self.scheduler, served.adapter)
         values = {
             **metrics_of(self.scheduler, self._load_peak),
             **self.prompts.figures(),
             **self._sessions.figures(),
             **self._traffic.metrics(),
+            "adapter_bytes": self.adapters.nbytes,
             **(self.images.figures() if self.images is not None else {}),
         }
         # A flag or a NumPy number among them would be a frame that the front refuses.
         return {name: float(value) for name, value in values.items()}
 
     def close(self, deadline_s: float) -> None:
-        """Flush the store. The scheduler must have stopped."""
-        self._store.close(deadline_s)
+        """Flush the stores. The scheduler must have stopped."""
+        end = time.monotonic() + deadline_s
+        for store in (self._store, *self.adapters.stores()):
+            store.close(max(0.0, end - time.monotonic()))
 
 
 def _speed(float32: bool, slow: str) -> str:

@@ -23,6 +23,8 @@ import mlx.core as mx
 
 from ..kv.store import KVStore
 from . import mlx_adapter
+from .kvio.bridge import KVBridge
+from .mlx_adapter import Adapter
 from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
 from .schedule.scheduler import Scheduler
@@ -59,10 +61,26 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
             },
         }
     if scheduler.bridge is not None:
-        values |= _store_metrics(scheduler.bridge.store)
-        values["kv_tokens_recomputed_total"] = scheduler.bridge.reads.recomputed
-        values["kv_read_bytes_per_s"] = scheduler.bridge.reads.rates.read
+        values |= _bridge_metrics(scheduler.bridge)
+        # Of the whole process, which counts it as what it can give back.
+        values["kv_hot_bytes"] = sum(bridge.store.pool.hot_bytes for bridge in scheduler.all_bridges)
     return values
+
+
+def adapter_metrics(scheduler: Scheduler, adapter: Adapter) -> dict[str, float]:
+    """What an adapter has of its own, beside the figures of its engine."""
+    bridge = scheduler.bridges.get(adapter)
+    values = _bridge_metrics(bridge) if bridge is not None else {}
+    shared = ("kv_hot_bytes", "kv_hot_budget_bytes", "kv_cold_tier_on", "kv_read_bytes_per_s")
+    return {name: float(value) for name, value in values.items() if name not in shared}
+
+
+def _bridge_metrics(bridge: KVBridge) -> dict[str, float]:
+    return {
+        **_store_metrics(bridge.store),
+        "kv_tokens_recomputed_total": bridge.reads.recomputed,
+        "kv_read_bytes_per_s": bridge.reads.rates.read,
+    }
 
 
 def _store_metrics(store: KVStore) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, ExtraKey, hash_blocks
 from ..wire import KV_RESERVE
 from .constrain.constraint import Constraint, ForcedAnswer
-from .mlx_adapter import Cache
+from .mlx_adapter import Adapter, Cache
 from .vision.images import PromptImages
 
 
@@ -83,6 +83,7 @@ class Sequence:
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
     images         those of its prompt; None: it has none
+    adapter        what its passes add to the model; None: nothing
     keys_file, values, query  as the request has them (chat.py)
     extra_keys     of blocks, by index, beside their tokens
     hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
@@ -124,6 +125,7 @@ class Sequence:
     query: int | None = None
     values: bool = False
     images: PromptImages | None = None
+    adapter: Adapter | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
     session: str = ""
     state: State = State.WAITING

@@ -35,7 +35,7 @@ import psutil
 from .. import wire
 from ..chat import Conversation, Event, RawPrompt, TextPart, ToolResultPart, media_of
 from ..common.units import human, total_ram
-from ..errors import InvalidRequest, OmlxdError
+from ..errors import AdapterError, InvalidRequest, NotNow, OmlxdError
 from ..models.footprint import kind_of, read_config
 from . import mlx_adapter
 from .embedding import EmbedderHost
@@ -204,6 +204,14 @@ class EngineService:
             case wire.Explain():
                 # May take seconds: no request waits behind it.
                 threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
+            case wire.LoadAdapter():
+                if isinstance(host := self._host.result(), EngineHost):
+                    host.adapters.expect(message)
+                threading.Thread(target=self._add, args=(message,), name="adapter", daemon=True).start()
+            case wire.DropAdapter():
+                dropped = wire.AdapterDropped(channel=message.channel)
+                if isinstance(host := self._host.result(), EngineHost):
+                    host.adapters.drop(message.channel, lambda: self._send(dropped))
             case wire.Grant():
                 self._lease.granted(message)
             case wire.Budget():
@@ -234,7 +242,7 @@ class EngineService:
             if not isinstance(error, OmlxdError):  # Its sentence says it all.
                 log.exception("load failed")
             # The front reads this before it sees the process end.
-            self._send(wire.LoadFailed(message=_reason(error)))
+            self._send(wire.LoadFailed(message=_reason(error), adapter=isinstance(error, AdapterError)))
             os._exit(3)
         # What was loaded lives as long as the process: 79,000 objects that a full collection would
         # visit for 45 ms, in the middle of somebody's answer. Most are frozen since they were imported.
@@ -299,7 +307,7 @@ class EngineService:
 
     def _count(self, message: wire.Count) -> None:
         try:
-            tokens = self._host.result().count(message.prompt, message.session)
+            tokens = self._host.result().count(message.id, message.prompt, message.session)
             self._send(wire.Counted(id=message.id, tokens=tokens))
         except BaseException as error:  # A library may panic.
             self._fail(message.id, error)
@@ -308,18 +316,31 @@ class EngineService:
         try:
             host = self._host.result()
             if message.files:
-                explanation = host.cached_files(message.request)
+                explanation = host.cached_files(message.id, message.request)
             else:
-                explanation = host.explain(message.request, message.reached)
+                explanation = host.explain(message.id, message.request, message.reached)
             self._send(wire.Explained(id=message.id, explanation=explanation))
         except BaseException as error:  # A library may panic.
             self._fail(message.id, error)
+
+    def _add(self, message: wire.LoadAdapter) -> None:
+        try:
+            host = self._host.result()
+            if not isinstance(host, EngineHost):
+                raise AdapterError("This model takes no adapters.", param="model")
+            info = host.adapters.add(message).info
+            self._send(wire.AdapterLoaded(channel=message.channel, info=info))
+        except BaseException as error:  # A library may panic.
+            if not isinstance(error, OmlxdError):
+                log.exception("%s failed to load", message.model_id)
+            now = isinstance(error, NotNow)
+            self._send(wire.AdapterFailed(channel=message.channel, message=_reason(error), now=now))
 
     def _stats(self, message: wire.GetStats) -> None:
         host = self._host.result() if self._host.done() else None
         if host is not None and (message.trim or message.reset_peak):
             host.tidy_memory(message.trim, message.reset_peak)
-        values = host.engine_stats() if host is not None else {}
+        values = host.engine_stats(message.id) if host is not None else {}
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 
@@ -373,7 +394,7 @@ def _size(prompt: Conversation | RawPrompt) -> int:
     return texts + 64 * (len(parts) + len(prompt.tools))
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, OmlxdError):
         return error.message
     return f"{type(error).__name__}: {error}"

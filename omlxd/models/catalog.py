@@ -16,6 +16,7 @@ import msgspec
 
 from ..common.files import read_small
 from ..config import Settings
+from .adapters import ADAPTER_FILES
 from .footprint import ModelKind, kind_of, read_config
 from .resolve import (
     DEFAULT_ID,
@@ -37,7 +38,8 @@ REST_S = 2.0
 
 class InstalledModel(msgspec.Struct, frozen=True):
     """A model that could be loaded. `spec`: what `resolve_model` takes. `folder` None: not built or
-    downloaded. `adapter`: folder of a LoRA adapter that it is loaded with.
+    downloaded. `adapter`: folder of a LoRA adapter that it is loaded with; `base`: id of that adapter's
+    model, "" without one in its folders.
     """
 
     id: str
@@ -45,6 +47,7 @@ class InstalledModel(msgspec.Struct, frozen=True):
     source: Source
     folder: Path | None
     adapter: Path | None = None
+    base: str = ""
 
     def is_same(self, other: InstalledModel) -> bool:
         """Whether `other` is loaded from the same folders, whatever its id."""
@@ -128,9 +131,6 @@ def in_folder(root: Path, source: Source = "model-dir") -> Iterator[InstalledMod
                 yield InstalledModel(f"{folder.name}/{inner.name}", str(inner), source, inner)
 
 
-ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
-
-
 def own_adapters(id: str, base_path: Path) -> Path:
     """Where `omlxd tune` puts adapters of model `id`."""
     return base_path / "adapters" / id
@@ -141,7 +141,9 @@ def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledMod
     for root in filter(None, (model.folder, own_adapters(model.id, base_path))):
         for folder in _folders(root):
             if all((folder / name).is_file() for name in ADAPTER_FILES):
-                yield msgspec.structs.replace(model, id=f"{model.id}:{folder.name}", adapter=folder)
+                yield msgspec.structs.replace(
+                    model, id=f"{model.id}:{folder.name}", adapter=folder, base=model.id
+                )
 
 
 def looks_like_model(folder: Path) -> bool:

@@ -221,6 +221,7 @@ class Rig:
         pins: Seq[bytes] = (),
         images: PromptImages | None = None,
         top_logprobs: int | None = None,
+        adapter: mlx_adapter.Adapter | None = None,
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -233,6 +234,7 @@ class Rig:
             root=root,
             hashes=hash_blocks(root, tokens, BLOCK, keys) if self.scheduler.bridge else [],
             images=images,
+            adapter=adapter,
             extra_keys=keys,
             max_new=n,
             eos=frozenset(eos),

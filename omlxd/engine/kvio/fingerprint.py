@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from ...common.files import read_small, write_atomic
-from ...models.catalog import ADAPTER_FILES
+from ...models.adapters import ADAPTER_FILES
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _CHUNK = 8 * 1024 * 1024
@@ -45,8 +45,13 @@ def file_identities(model: Path, adapter: str = "") -> dict[Path, str]:
 
     Equal before a load and after the digests: the digests are of what was loaded. Raises OSError.
     """
-    files = (*_weight_files(model), *_tokenizer_files(model), *(_adapter_files(adapter) if adapter else ()))
-    return {file: _identity(file.stat()) for file in files}
+    files = (*_weight_files(model), *_tokenizer_files(model))
+    return {file: _identity(file.stat()) for file in files} | (adapter_identities(adapter) if adapter else {})
+
+
+def adapter_identities(adapter: str) -> dict[Path, str]:
+    """As `file_identities`, of the adapter in folder `adapter` alone."""
+    return {file: _identity(file.stat()) for file in _adapter_files(adapter)}
 
 
 def adapter_fingerprint(adapter: str, memo_dir: Path | None) -> str:

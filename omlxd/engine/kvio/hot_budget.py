@@ -15,6 +15,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from ...common.units import available_ram, total_ram
+from ...kv.block_pool import BlockPool
 from ...kv.store import KVStore
 from ..mlx_adapter import cuda_driver
 
@@ -70,6 +71,29 @@ class HotBudget:
             spare = max(0, self._used() + available - reserve)
             self._budget = min(int(total * MOST_FRACTION), spare)
         return self._budget
+
+
+class HotTiers:
+    """The hot tiers of one process, which divide `budget`.
+
+    Equal parts; a tier that uses less than its part leaves the rest to the others. One that holds more than
+    its part gives way when it is trimmed.
+    """
+
+    def __init__(self, limit: int | None):
+        self._pools: list[BlockPool] = []
+        self.budget = HotBudget(limit, lambda: sum(pool.hot_bytes for pool in self._pools))
+
+    def part_of(self, pool: BlockPool) -> Callable[[], int]:
+        """Take in `pool`; returns what says how many bytes it may hold now."""
+        self._pools.append(pool)
+
+        def part() -> int:
+            total = self.budget()
+            alike = total // len(self._pools)
+            return total - sum(min(other.hot_bytes, alike) for other in self._pools if other is not pool)
+
+        return part
 
 
 def memory() -> tuple[int, int]:

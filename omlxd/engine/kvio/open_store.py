@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec.structs import replace
 
 from ... import wire
 from ...errors import ModelError
@@ -30,8 +32,14 @@ from ..prompt.turn_store import TurnFiles
 from ..vision.image_files import ImageFiles
 from .bridge import KVBridge
 from .checkpointer import Checkpointer
-from .fingerprint import adapter_fingerprint, file_identities, tokenizer_fingerprint, weight_fingerprints
-from .hot_budget import HotBudget
+from .fingerprint import (
+    adapter_fingerprint,
+    adapter_identities,
+    file_identities,
+    tokenizer_fingerprint,
+    weight_fingerprints,
+)
+from .hot_budget import HotTiers, evict_unused
 from .newest import Newest
 from .transport import transport
 
@@ -87,10 +95,34 @@ class ModelStore:
         self._settings = load.cache
         self._clock: FlushClock | None = None
         self._newest: Newest | None = None
+        self._identities: dict[Path, str] = {}
         self.bridge: KVBridge | None = None
         self.turns: TurnFiles | None = None
         self.images: ImageFiles | None = None
+        self._tiers = HotTiers(load.cache.hot_cache_bytes)
         self.namespace = self._namespace(Path(load.model_path), files)
+
+    def of_adapter(self, adapter: str, model_id: str) -> ModelStore:
+        """The same for the model with the adapter in folder `adapter`, not open; one RAM tier for both.
+
+        Its name is what it would be in a process of its own. Raises OSError.
+        """
+        store = copy.copy(self)
+        store._load = replace(self._load, adapter=adapter, model_id=model_id)
+        store._clock = store._newest = store.bridge = store.turns = store.images = None
+        store._identities = adapter_identities(adapter)
+        if self._loaded.layout is not None:
+            memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
+            store._facts = {**self._facts, "adapter": adapter_fingerprint(adapter, memo)}
+            store.namespace = namespace_of(store._facts)
+        return store
+
+    def check_adapter(self) -> None:
+        """Call it after the load. Raises OSError and ModelError."""
+        if adapter_identities(self._load.adapter) != self._identities:
+            raise ModelError(
+                f"{self._load.adapter}: a file has changed while it was being loaded; load it again"
+            )
 
     def open(self, lease: Lease, post: Post) -> KVBridge:
         """`lease`: where the cold tier gets its room. The model must have a layout."""
@@ -109,9 +141,16 @@ class ModelStore:
     def share_hot(self, nbytes: int | None) -> None:
         """What the hot tier may hold from now on; None: no limit but its own. Engine thread."""
         if self.bridge is not None:
-            self._hot_budget.share = nbytes
+            self._tiers.budget.share = nbytes
             self.bridge.store.trim_hot()
             mlx_adapter.give_memory_back()  # Else what was evicted stays ours.
+
+    def rest(self) -> None:
+        """No sequence will use it for a while: what it holds in RAM goes, as far as the SSD has it."""
+        if self._newest is not None:
+            self._newest.stop()
+        if self.bridge is not None:
+            evict_unused(self.bridge.store)
 
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
@@ -193,11 +232,10 @@ class ModelStore:
             self.turns = TurnFiles(records, flusher.writer, lease, self._tokenizer)
             if loaded.blind == "":
                 self.images = ImageFiles(records, flusher.writer, lease, write_policy(settings.admission))
-        self._hot_budget = HotBudget(settings.hot_cache_bytes, lambda: pool.hot_bytes)
         store = KVStore(
             block_size=settings.block_size,
             pool=pool,
-            hot_budget=self._hot_budget,
+            hot_budget=self._tiers.part_of(pool),
             post=post,
             cold=cold,
             flusher=flusher,

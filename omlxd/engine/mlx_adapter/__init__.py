@@ -61,6 +61,7 @@ from .loading import (
     tree_bytes,
 )
 from .mtp import MtpHeads, MtpState, load_mtp
+from .multi_lora import Adapter, may_share_pass, row_adapters
 from .quantised import Quantisation
 from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

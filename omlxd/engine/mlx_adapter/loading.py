@@ -16,12 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_adapters
 from mlx_lm.utils import load_model as mlx_load_model
 from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 
 from ...common.files import read_small
-from ...errors import ModelError
+from ...errors import AdapterError, ModelError
 from ...kv.layout import KVLayout
 from . import attention, segments, tower, vision
 from .cache_kinds import (
@@ -43,6 +42,7 @@ from .cache_kinds import (
 )
 from .device import backend
 from .mapped import MappedWeights
+from .multi_lora import Adapters, read_adapter
 from .quantised import Quantisation
 from .segments import LiveSegments
 
@@ -95,6 +95,7 @@ class LoadedModel:
     blind    why a vision model takes no images; None: it is a text model; "": it takes them
     mapped   weights that are views of their files
     segments  of its sequences, where those share them
+    adapters  that rows may have, beside the one that it was loaded with
     """
 
     model: Any
@@ -112,6 +113,10 @@ class LoadedModel:
     blind: str | None = None
     mapped: MappedWeights = field(default_factory=lambda: MappedWeights("off", False))
     segments: LiveSegments = field(default_factory=LiveSegments)
+    adapters: Adapters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.adapters = Adapters(self.model, self.float32)
 
     @property
     def model_type(self) -> str:
@@ -135,8 +140,8 @@ def load(
     segment  tokens of a segment of KV that sequences share, where the model can; 0: they share none. On a CPU
              only in float32: products of 16 bits would be rounded where segments meet
 
-    Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` or `adapter` is
-    not possible, and what mlx-lm raises.
+    Call on the engine thread: MLX's streams are a thread's own. Raises ModelError where `kv` is not possible,
+    AdapterError where `adapter` is not, and what mlx-lm raises.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     attention.install()
@@ -197,16 +202,10 @@ def read_model(
 
 
 def _add_adapter(model: Any, adapter: str, blind: str | None, float32: bool) -> None:
-    """Put the LoRA adapter in folder `adapter` beside the weights. Raises ModelError."""
+    """Put the LoRA adapter in folder `adapter` beside the weights. Raises AdapterError."""
     if blind == "":
-        raise ModelError(f"{adapter}: a model that reads images takes no adapter here")
-    try:
-        load_adapters(model, adapter)
-    except OSError as error:
-        raise ModelError(f"the adapter {adapter} can't be read: {error.strerror or error}") from error
-    except Exception as error:  # mlx-lm raises what its config or the file's tensors make of it.
-        first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
-        raise ModelError(f"{adapter} is no adapter of this model: {first}") from error
+        raise AdapterError(f"{adapter}: a model that reads images takes no adapter here")
+    read_adapter(model, adapter)
     if float32:
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())

@@ -324,7 +324,8 @@ class DecodeBatch:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
         deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
         moved = {"deltas": deltas} if any(deltas) else {}
-        return self._model(tokens, cache=self._cache, **moved)
+        with mlx_adapter.row_adapters([sequence.adapter for sequence in self.rows]):
+            return self._model(tokens, cache=self._cache, **moved)
 
     def _record(self, hidden: mx.array | None, start: int) -> None:
         """Give the model's own heads the states (1, tokens, hidden) of a pass over tokens from `start` on."""
@@ -394,6 +395,8 @@ def best_batch(batches: Seq[DecodeBatch], sequence: Sequence, loaded: LoadedMode
 
     best, best_cost = None, loaded.weight_bytes + kv_cost([sequence.kv_length])
     for batch in batches:
+        if not mlx_adapter.may_share_pass([sequence.adapter, *(row.adapter for row in batch.rows)]):
+            continue
         lengths = [row.kv_length for row in batch.rows]
         cost = kv_cost([*lengths, sequence.kv_length]) - kv_cost(lengths)
         if cost <= best_cost:

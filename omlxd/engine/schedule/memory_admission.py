@@ -23,7 +23,7 @@ from ...models.footprint import Tower
 from ...wire import Budget, Wants
 from .. import mlx_adapter
 from ..kvio.hot_budget import memory
-from ..mlx_adapter import LoadedModel
+from ..mlx_adapter import Adapter, LoadedModel
 from ..sequence import Sequence, State
 from .draft_model import DraftModel
 from .mtp import MtpModel
@@ -47,7 +47,7 @@ class MemoryAdmission:
     `pair`: bytes of the scores of a token with another, all of which are there where attention is not fused.
     `chunk`: tokens that are computed in one pass at most. `tower`: what an image takes.
 
-    store  whose hot tier gives way to prompts; None: there is none
+    store  whose hot tier gives way to prompts; None: there is none; `stores`: those of adapters, likewise
     draft_model  which keeps KV of each sequence too; None: there is none
     want   asks the front for memory; answered by `take_budget`
     """
@@ -77,6 +77,7 @@ class MemoryAdmission:
         self._fused = mlx_adapter.backend() != "cpu"
         self._pair = float(pair)
         self.store: KVStore | None = None
+        self.stores: dict[Adapter, KVStore] = {}
         self.draft_model: DraftModel | MtpModel | None = None
         self.live: int | None = None
         self.most: int | None = None
@@ -111,7 +112,7 @@ class MemoryAdmission:
             if self._asked is sequence:
                 self._asked = None
             there = sum(block.payload.nbytes for block in hot if block.payload is not None)
-            self._clear_the_way(need - there, running, hot)
+            self._clear_the_way(sequence, need - there, running, hot)
             return True
         never = need > self._most(total)
         if stuck or (not never and (running or self._may_hope(sequence, need - room))):
@@ -153,14 +154,15 @@ class MemoryAdmission:
             return look[1], []
         layout, states, cached = self._loaded.layout, self._loaded.states, 0
         hot: list[Block] = []
-        if self.store is not None and layout is not None and not (states and states.tensors):
-            size = self.store.block_size
+        store = self._store_of(sequence)
+        if store is not None and layout is not None and not (states and states.tensors):
+            size = store.block_size
             for name in sequence.hashes[: (sequence.prompt_length - 1) // size]:
-                tier = self.store.where(name)
+                tier = store.where(name)
                 if not tier:
                     break
                 cached += size
-                if tier == "hot" and (block := self.store.pool.get_cached_block(name)) is not None:
+                if tier == "hot" and (block := store.pool.get_cached_block(name)) is not None:
                     hot.append(block)
         twice = layout.nbytes(cached) if layout is not None and cached else 0
         work = max(self.working(sequence.prompt_length, cached), self._tower(sequence, cached))
@@ -206,24 +208,36 @@ class MemoryAdmission:
             room = min(room, self.live - (mx.get_active_memory() - hot))
         return total, max(0, room - promised)
 
+    def room(self, running: list[Sequence]) -> int:
+        """Bytes that may be taken now beside `running`, the hot tier giving way."""
+        return self._room(running)[1]
+
     def _most(self, total: int) -> int:
         """What there would be with nothing but the weights in memory."""
         usable = int(total * (1 - RESERVE_FRACTION))
         return max(0, (usable if self.most is None else min(usable, self.most)) - self._loaded.weight_bytes)
 
-    def _hot(self) -> int:
-        return self.store.pool.hot_bytes if self.store is not None else 0
+    @property
+    def _all_stores(self) -> list[KVStore]:
+        return [*([self.store] if self.store is not None else []), *self.stores.values()]
 
-    def _clear_the_way(self, need: int, running: list[Sequence], hot: list[Block]) -> None:
+    def _store_of(self, sequence: Sequence) -> KVStore | None:
+        return self.store if sequence.adapter is None else self.stores.get(sequence.adapter)
+
+    def _hot(self) -> int:
+        return sum(store.pool.hot_bytes for store in self._all_stores)
+
+    def _clear_the_way(
+        self, sequence: Sequence, need: int, running: list[Sequence], hot: list[Block]
+    ) -> None:
         """Evict hot blocks that stand where the prompt must go, but not `hot`, its own."""
-        if self.store is None:
-            return
         _, room = self._room(running)
         excess = need - (room - self._hot())
-        if excess > 0:
-            self.store.pool.touch(hot)
-            self.store.pool.evict(excess)
-            self.store.pool.free(hot)
+        if excess > 0 and (own := self._store_of(sequence)) is not None:
+            own.pool.touch(hot)
+            for store in self._all_stores:
+                excess -= store.pool.evict(excess)
+            own.pool.free(hot)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

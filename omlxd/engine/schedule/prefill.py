@@ -77,7 +77,9 @@ class PrefillBudget:
         together, longest = [first], self._end(first)
         for sequence in sorted(sequences, key=lambda sequence: sequence.arrival):
             end = self._end(sequence)
-            if sequence is not first and end and max(end, longest) * (len(together) + 1) <= most:
+            alike = mlx_adapter.may_share_pass([sequence.adapter, *(other.adapter for other in together)])
+            fits = alike and max(end, longest) * (len(together) + 1) <= most
+            if sequence is not first and end and fits:
                 together.append(sequence)
                 longest = max(end, longest)
         return together if self._end(first) else [first]
@@ -181,7 +183,8 @@ def compute_ends(model: Any, sequences: Seq[Sequence]) -> mlx_adapter.Cache:
     cache = mlx_adapter.merge([sequence.take_cache() for sequence in sequences])
     ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
     if width := max(map(len, ends)):
-        model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
+        with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
+            model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
         mlx_adapter.trim(cache, [width - len(end) for end in ends])
         mx.eval(mlx_adapter.state_arrays(cache))
     for sequence in sequences:
@@ -191,4 +194,5 @@ def compute_ends(model: Any, sequences: Seq[Sequence]) -> mlx_adapter.Cache:
 
 def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
     inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
-    return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
+    with mlx_adapter.row_adapters([sequence.adapter]):
+        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)

@@ -27,7 +27,7 @@ from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..kvio.hot_budget import evict_unused
-from ..mlx_adapter import LoadedModel
+from ..mlx_adapter import Adapter, LoadedModel
 from ..sequence import Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
@@ -68,7 +68,7 @@ class Sink(Protocol):
 class Scheduler:
     """Runs the sequences of one model.
 
-    bridge       None: no reuse
+    bridge       None: no reuse; `bridges`: those of adapters, whose KV is their own
     slots        sequences that hold a cache at once
     speculation  passes may check guesses; None: they don't
     """
@@ -85,6 +85,8 @@ class Scheduler:
         self._loaded = loaded
         self._model = loaded.model
         self.bridge = bridge
+        self.bridges: dict[Adapter, KVBridge] = {}
+        self._changes: list[Callable[[], None]] = []
         self._slots = slots
         self._block = block_size
         self._inbox = Inbox()
@@ -115,6 +117,10 @@ class Scheduler:
         """Run `call` on the engine thread, soon."""
         self._inbox.post(call)
 
+    def change_model(self, call: Callable[[], None]) -> None:
+        """Run `call` on the engine thread while no pass is under way."""
+        self.post(lambda: self._changes.append(call))
+
     def submit(self, sequence: Sequence) -> None:
         self.post(lambda: self.waiting.add_request(sequence))
 
@@ -136,6 +142,8 @@ class Scheduler:
     def turn(self) -> None:
         """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
         self._drain(block=not self._busy())
+        while self._changes:
+            self._changes.pop(0)()
         self.watchdog.check((*self.waiting, *self.running))
         self._admit()
         prefilling = self._prefill_one()
@@ -157,10 +165,10 @@ class Scheduler:
 
     def give_memory_back(self, everything: bool = False) -> None:
         """Give back what others may need more. `everything`: blocks in RAM that no sequence uses, too."""
-        if self.bridge is not None:
+        for bridge in self.all_bridges:
             if everything:
-                evict_unused(self.bridge.store)
-            self.bridge.store.trim_hot()
+                evict_unused(bridge.store)
+            bridge.store.trim_hot()
         dropped = self.images is not None and self.images.give_memory_back()
         mlx_adapter.give_memory_back()
         if dropped or everything:
@@ -171,6 +179,17 @@ class Scheduler:
         error = OmlxdError("the engine is shutting down", code="unavailable", retry_after=5)
         for sequence in [*self.waiting, *self.running]:
             self._fail(sequence, error)
+
+    @property
+    def all_bridges(self) -> list[KVBridge]:
+        return [*([self.bridge] if self.bridge is not None else []), *self.bridges.values()]
+
+    def _bridge_of(self, sequence: Sequence) -> KVBridge | None:
+        return self.bridge if sequence.adapter is None else self.bridges.get(sequence.adapter)
+
+    def uses(self, adapter: Adapter) -> bool:
+        """Whether a sequence that waits or runs has `adapter`."""
+        return any(sequence.adapter is adapter for sequence in (*self.waiting, *self.running))
 
     @property
     def active_sequences(self) -> int:
@@ -212,7 +231,7 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if self.bridge is None:
+        if (bridge := self._bridge_of(sequence)) is None:
             return False
         began = time.monotonic()
 
@@ -220,7 +239,7 @@ class Scheduler:
             sequence.restore_s += time.monotonic() - began
             self._restored(sequence)
 
-        if not self.bridge.match(sequence, restored):
+        if not bridge.match(sequence, restored):
             sequence.restore_s += time.monotonic() - began
             return False
         sequence.state = State.RESTORING  # Not if that raised: somebody has to settle it.
@@ -329,8 +348,8 @@ class Scheduler:
             self.prefill_budget.record_pass(
                 stop - start, time.perf_counter() - began - (self._decode_s - decoded)
             )
-            if self.bridge is not None:
-                self.bridge.reads.rates.prefill = self.prefill_budget.rate
+            if (bridge := self._bridge_of(sequence)) is not None:
+                bridge.reads.rates.prefill = self.prefill_budget.rate
             if self.memory is not None and decoded == self._decode_s:
                 self.memory.end_chunk(start, stop)
         self.steps += 1
@@ -383,7 +402,10 @@ class Scheduler:
             attention: list[mx.array] | None = None
             if sequence.query is not None:
                 at = sequence.query % sequence.prompt_length
-                attention = mlx_adapter.attention_from(self._model, sequence.cache, sequence.tokens[at], at)
+                with mlx_adapter.row_adapters([sequence.adapter]):
+                    attention = mlx_adapter.attention_from(
+                        self._model, sequence.cache, sequence.tokens[at], at
+                    )
             mlx_adapter.write_keys(
                 Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
             )
@@ -462,12 +484,15 @@ class Scheduler:
             self._over(sequence)
 
     def _offer(self, sequence: Sequence, batch: DecodeBatch | None = None) -> None:
-        if self.bridge is not None:
-            self.bridge.offer(sequence, batch)
+        if (bridge := self._bridge_of(sequence)) is not None:
+            bridge.offer(sequence, batch)
+            if self.bridges:  # They divide one RAM tier, and another one's share may have shrunk.
+                for other in self.all_bridges:
+                    other.store.trim_hot()
 
     def _finish(self, sequence: Sequence, batch: DecodeBatch | None = None, *, spoiled: bool = False) -> None:
-        if self.bridge is not None:
-            self.bridge.finish(sequence, batch, spoiled=spoiled)
+        if (bridge := self._bridge_of(sequence)) is not None:
+            bridge.finish(sequence, batch, spoiled=spoiled)
 
     def _accept(self, sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
         """Take a sampled token. False: the sequence ends with it."""

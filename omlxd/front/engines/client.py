@@ -31,6 +31,7 @@ TRIAL_S = 2.0
 class EngineProcess:
     """`max_concurrent`: requests that decode at once; it bounds how many more may wait.
 
+    channel      of its requests' ids (wire.py)
     on_change()  called when the state changes, or the last request in flight ends
     on_want()    called when a prompt does not fit into what the engine may have
     options      of the Supervisor
@@ -42,14 +43,16 @@ class EngineProcess:
         spawn: Spawn,
         *,
         max_concurrent: int = 8,
+        channel: int = 0,
         on_change: Callable[[], None] = lambda: None,
         on_want: Callable[[wire.Wants], object] = lambda wants: None,
         **options: Any,
     ):
         self.used_at = time.monotonic()
+        self.channel = channel
         self._on_change = on_change
         self._on_want = on_want
-        self._requests = InFlight(max_concurrent, self._request_ended)
+        self._requests = InFlight(max_concurrent, self._request_ended, channel)
         self._load_waiters: set[asyncio.Future[None]] = set()
         self._again: deque[Request] = deque()
         self._trial: Request | None = None

@@ -92,13 +92,14 @@ class InFlight:
     slots     requests that decode at once; it bounds how many more may wait
     requests  by id, in the order in which they came
     on_end()  called when a request is in flight no more
+    channel   that ids begin with (wire.py)
     """
 
-    def __init__(self, slots: int, on_end: Callable[[], None]):
+    def __init__(self, slots: int, on_end: Callable[[], None], channel: int = 0):
         self._limit = slots + max(WAITING_FLOOR, WAITING_PER_SLOT * slots)
         self.requests: dict[int, Request] = {}
         self._questions: dict[int, asyncio.Future[wire.Stats | None]] = {}
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(channel * wire.CHANNEL + 1)
         self._on_end = on_end
 
     def __len__(self) -> int:

@@ -329,7 +329,7 @@ class MemoryGuard:
             engines = self._pool.others(None)
             now = time.monotonic()
             shared = self._divides(len(engines)) or any(sent != Budget() for sent in self._sent.values())
-            if shared and any(e.in_flight or now - e.process.used_at < QUIET_S for e in engines):
+            if shared and any(e.is_busy or now - e.used_at < QUIET_S for e in engines):
                 try:
                     await self.read_allocations()
                     self._share_out(self._claimed())

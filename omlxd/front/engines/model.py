@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,6 +79,9 @@ class ModelEngine:
     described   what its folder says of it
     draft_folder  of its draft model; None: it has none, or was never loaded
     float32     its weights are made float32, where MLX computes on a CPU
+    host        the base in whose engine this adapter is, or was; None: it has an engine of its own
+    guests      the adapters that are in its engine
+    loaded_state  of its adapter's files when it was loaded
     """
 
     def __init__(self, installed: InstalledModel, process: EngineProcess, *, may_load: Callable[[], bool]):
@@ -100,6 +103,9 @@ class ModelEngine:
         self.float32 = False
         self.described = Description()
         self.draft_folder: Path | None = None
+        self.host: ModelEngine | None = None
+        self.guests: Callable[[], Sequence[ModelEngine]] = lambda: ()
+        self.loaded_state: tuple[int, ...] = ()
         self._footprints: tuple[Footprint, Footprint] | None = None
         self._drafts: tuple[Footprint, Footprint] | None = None
 
@@ -129,7 +135,22 @@ class ModelEngine:
 
     @property
     def pid(self) -> int | None:
-        return self.process.supervisor.pid
+        """Of its own process."""
+        return self.process.supervisor.pid if self.host is None else None
+
+    @property
+    def adapter(self) -> Path | None:
+        return self.settings.adapter or self.installed.adapter
+
+    @property
+    def used_at(self) -> float:
+        """When it or a guest was last used, on the monotonic clock."""
+        return max(each.process.used_at for each in (self, *self.guests()))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it or a guest has requests in flight."""
+        return any(each.in_flight for each in (self, *self.guests()))
 
     @property
     def context_length(self) -> int | None:
@@ -287,19 +308,21 @@ class ModelEngine:
         """When it goes, on the monotonic clock; infinite while it is in use, pinned or not loaded."""
         if self.leaving and self.state == "loading" and not self.process.is_awaited:
             return self.process.used_at  # Whoever waited for it went away.
-        if self.state != "ready" or self.in_flight or (self.is_pinned and not self.leaving):
+        if self.state != "ready" or self.is_busy or (self.is_pinned and not self.leaving):
             return math.inf
-        return self.process.used_at + self.idle_s
+        own = self.process.used_at + self.idle_s
+        return own if self.leaving else max([own, *(guest.expires_at for guest in self.guests())])
 
     @property
     def is_nothing(self) -> bool:
         """Whether nothing stands behind it: no process, and nobody who waits for one."""
-        return self.state in ("unloaded", "failed") and not self.in_flight
+        return self.state in ("unloaded", "failed") and not self.in_flight and not self.guests()
 
     @property
     def evictable(self) -> bool:
         """Whether it may go for another model's sake."""
-        return self.state == "ready" and not self.in_flight and not self.is_pinned
+        free = self.state == "ready" and not self.in_flight and not self.is_pinned
+        return free and all(guest.evictable for guest in self.guests())
 
     @property
     def expires_in_s(self) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 import time
@@ -24,6 +25,7 @@ from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
 from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings
+from .adapters import find_host, join, take_up_changes
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
@@ -32,6 +34,7 @@ from .model import ModelEngine, for_next_load, settings_of
 from .model_book import ModelBook
 from .pins import PinnedChain
 from .protocol import basename, resolve_name
+from .supervisor import Link
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class EnginePool:
             ttl_s=settings.ssd_cache_ttl,
         )
         self._engines: dict[str, ModelEngine] = {}
+        self._channels = itertools.count(1)
         self._looking: asyncio.Task[None] | None = None
         self._change = asyncio.Event()
         self._making_room = asyncio.Lock()
@@ -125,15 +129,17 @@ class EnginePool:
         process = EngineProcess(
             installed.id,
             lambda: self._spawn(self._engines[installed.id]),
+            channel=next(self._channels) if installed.base else 0,
             max_concurrent=self._settings.max_concurrent_requests or SLOTS,
             cold=self.cold,
             stall_s=self._settings.stall_timeout,
-            stands_back=lambda: self._others_answer(installed.id),
+            stands_back=lambda: made.host is None and self._others_answer(installed.id),
             guard=lambda device: self._guard.admit(self._engines[installed.id], device),
             on_change=self._note_change,
             on_want=lambda wants: in_background(self._guard.answer_wants(self._engines[installed.id], wants)),
         )
         made = ModelEngine(installed, process, may_load=lambda: not self._settings.no_jit_load)
+        made.guests = lambda: self._guests(made)
         made.pinned = installed.id in self.book.pinned
         self._set_settings(made)
         return made
@@ -176,10 +182,12 @@ class EnginePool:
         if self.catalog.is_old:
             in_background(self.look_for_models())
         try:
-            return self.resolve(model_name)
+            engine = self.resolve(model_name)
         except NotFound:
             await self.look_for_models(afresh=True)
-            return self.resolve(model_name)
+            engine = self.resolve(model_name)
+        await take_up_changes(engine)
+        return engine
 
     def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
         ids, default = [engine.model_id for engine in engines], self.default()
@@ -348,11 +356,22 @@ class EnginePool:
                     await change.wait()
 
     def _let_go(self, engine: ModelEngine) -> bool:
-        """Have it go, unless it is in use; what was asked for its stay ends with it."""
-        going = engine.process.begin_unload()
-        if going:
-            engine.by_name, engine.keep_alive, engine.leaving = False, None, False
-        return going
+        """Have it go with its guests, unless it is in use; what was asked for its stay ends with it."""
+        going = [*self._guests(engine), engine]
+        if any(each.process.is_awaited for each in going if each.state != "unloading"):
+            return False
+        for each in going:
+            each.process.begin_unload()
+            each.by_name, each.keep_alive, each.leaving = False, None, False
+        return True
+
+    def _guests(self, engine: ModelEngine) -> list[ModelEngine]:
+        """Adapters that are in the engine of `engine`, or about to be."""
+        return [
+            each
+            for each in self._engines.values()
+            if each.host is engine and each.process.supervisor.has_process
+        ]
 
     async def make_go(self, victim: ModelEngine, why: str) -> None:
         """Unload `victim`; its memory is back on return, unless a request came in between."""
@@ -362,7 +381,11 @@ class EnginePool:
 
     # ----------------------------------------------------------------- coming
 
-    async def _spawn(self, engine: ModelEngine) -> tuple[EngineLink, Load]:
+    async def _spawn(self, engine: ModelEngine) -> tuple[Link, Load]:
+        base = self._engines.get(engine.installed.base)
+        engine.host = None
+        if (host := await find_host(engine, base, self._settings.defaults)) is not None:
+            return await join(engine, host)
         load = await self._prepare(engine)
         plain = ("--mlx-blas",) if self._settings.cpu_blas == "off" else ()
         return await EngineLink.spawn((*self._command, *plain)), load
@@ -398,7 +421,8 @@ class EnginePool:
             log_level=settings.log_level,
             seed=settings.seed,
             kv_reserve=KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
-            adapter=str(own.adapter or engine.installed.adapter or ""),
+            adapter=str(engine.adapter or ""),
+            channel=engine.process.channel,
             weights_mmap=own.weights_mmap or settings.weights_mmap,
             draft_path=str(engine.draft_folder or ""),
             speculate=(own.speculation or settings.speculation) == "auto",
@@ -475,7 +499,7 @@ class EnginePool:
     def victim(self, engine: ModelEngine) -> ModelEngine | None:
         """The least recently used model that may go."""
         idle = [other for other in self.others(engine) if other.evictable]
-        return min(idle, key=lambda other: other.process.used_at, default=None)
+        return min(idle, key=lambda other: other.used_at, default=None)
 
     async def change_before(self, deadline: float) -> bool:
         """Wait until something changes; False: the deadline came first."""

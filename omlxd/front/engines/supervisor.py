@@ -9,12 +9,13 @@
 | `restarting` | dead, or loading again     | starts it again (after a backoff) and waits      |
 | `failed`     | none                       | is refused at once, until `HOLD_S` have passed   |
 
-`loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; in_flight.py says what becomes
-of its requests. Any state → `unloading` by `begin_unload`, in the same step; → `unloaded` when the process
-has ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; after
+`loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; in_flight.py says what becomes of
+its requests. Any state → `unloading` by `begin_unload`, in the same step; → `unloaded` when the process has
+ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; after
 `LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the hold tries once more. A load
-refused for lack of memory does not count as failed. Nothing restarts by itself: a model that crashes on load
-costs nothing while nobody asks for it.
+refused for lack of memory does not count as failed; one refused for an adapter's files is `failed` at once,
+but the next request tries again. Nothing restarts by itself: a model that crashes on load costs nothing while
+nobody asks for it.
 """
 
 from __future__ import annotations
@@ -34,15 +35,17 @@ from msgspec.structs import replace
 
 from ... import wire
 from ...chat import Failed
-from ...errors import InvalidRequest, NotNow, OmlxdError, Unavailable
+from ...errors import AdapterError, InvalidRequest, NotNow, OmlxdError, Unavailable
 from . import watch
 from .cold_ledger import Account, ColdLedger
+from .guest import SHARED, GuestLink, to_guests
 from .link import EngineLink, in_background, lower_priority, restore_priority
 
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "ready", "unloading", "restarting", "failed"]
-Spawn = Callable[[], Awaitable[tuple[EngineLink, wire.Load]]]
+Link = EngineLink | GuestLink
+Spawn = Callable[[], Awaitable[tuple[Link, wire.Load]]]
 Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
@@ -108,7 +111,7 @@ class _Life:
     stalled  it was ended because it made no progress
     """
 
-    link: EngineLink
+    link: Link
     load: wire.Load
     account: Account | None
     admission: asyncio.Task[None] | None = None
@@ -154,7 +157,8 @@ class Supervisor:
         self.loads = 0
         self.starts = 0
         self.deaths = 0
-        self.link: EngineLink | None = None
+        self.link: Link | None = None
+        self.guests: dict[int, GuestLink] = {}
         self.restarts = Restarts(tuple(backoff_s), hold_s, stall_s)
         self._has_work = has_work
         self._on_message = on_message
@@ -312,8 +316,10 @@ class Supervisor:
                 self._died(reason)
 
     def _not_now(self, error: OmlxdError) -> None:
-        """The load was refused for lack of memory."""
-        self.state = "unloaded"
+        """The load was refused: for lack of memory, or for an adapter's files, which may be mended."""
+        self.state, self._reason = "unloaded", error.message
+        if isinstance(error, AdapterError):  # Without a hold.
+            self.restarts.ended_at, self.state = -math.inf, "failed"
         log.warning("%s is not loaded: %s", self.model_id, error.message)
         self._on_lost(error.as_event(), False)
 
@@ -368,6 +374,8 @@ class Supervisor:
             for task in (watching, life.admission):
                 if task is not None:
                     task.cancel()
+            for guest in list(self.guests.values()):
+                guest.end(SHARED)
             self._reaping = in_background(_reap(life))  # Requests in flight fail now, before that.
             self.link = None
         self.restarts.stalls = min(self.restarts.stalls + 1, MOST_STALLS) if life.stalled else 0
@@ -388,6 +396,8 @@ class Supervisor:
     # ----------------------------------------------------------------- what a process says and does
 
     def _handle(self, life: _Life, message: Any) -> None:
+        if self.guests and (message := to_guests(self.guests, message)) is None:
+            return
         if isinstance(message, (wire.Events, wire.Counted, wire.Explained, wire.Embedded)):
             life.heard += 1
             self._on_message(message)
@@ -403,6 +413,12 @@ class Supervisor:
             if life.account is not None:
                 life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
             self._loaded(message.info)
+        elif isinstance(message, wire.AdapterFailed):
+            life.refused = (NotNow if message.now else AdapterError)(message.message, param="model")
+            life.link.terminate()
+        elif isinstance(message, wire.LoadFailed) and message.adapter:
+            life.refused = AdapterError(message.message, param="model")
+            life.link.terminate()
         elif isinstance(message, wire.LoadFailed):
             life.failed = message.message or "the engine gave no reason"
             life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.

@@ -42,6 +42,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
     """The status of `engine`, without asking its process."""
     idle = engine.idle_s
     load_bytes, kv_bytes = pool.estimate(engine) or (None, None)
+    if engine.host is not None and engine.info is not None:
+        load_bytes = engine.info.weight_bytes
     return InstalledStatus(
         id=engine.model_id,
         state=engine.state,
@@ -68,7 +70,8 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         tools=engine.described.tools,
         layers=engine.footprint.layers if engine.footprint else None,
         hidden_size=engine.footprint.hidden_size if engine.footprint else None,
-        adapter=str(engine.settings.adapter or engine.installed.adapter or ""),
+        adapter=str(engine.adapter or ""),
+        shares=engine.host.model_id if engine.host and engine.state != "unloaded" else "",
     )
 
 

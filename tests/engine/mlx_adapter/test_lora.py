@@ -17,7 +17,7 @@ from omlxd.cli.models import installed
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.fingerprint import adapter_fingerprint, file_identities
-from omlxd.errors import ModelError
+from omlxd.errors import AdapterError
 from omlxd.kv.files.namespace import Installed, NamespaceInfo, describe_namespace
 from omlxd.models import demo
 
@@ -68,13 +68,13 @@ def test_another_file_is_another_adapter(base: Path, adapter: Path, tmp_path: Pa
 def test_a_broken_adapter_is_refused_with_a_sentence(base, adapter, tmp_path, harm, words):
     folder = shutil.copytree(adapter, tmp_path / "broken")
     harm(folder)
-    with pytest.raises(ModelError) as caught:
+    with pytest.raises(AdapterError) as caught:
         mlx_adapter.load(base, adapter=str(folder))
     assert words in caught.value.message and str(folder) in caught.value.message
 
 
 def test_an_adapter_of_another_base_is_refused_and_names_a_tensor(adapter: Path):
-    with pytest.raises(ModelError, match=r"is no adapter of this model: model\.layers.*lora_"):
+    with pytest.raises(AdapterError, match=r"is no adapter of this model: model\.layers.*lora_"):
         mlx_adapter.load(family_model("qwen3"), adapter=str(adapter))
 
 

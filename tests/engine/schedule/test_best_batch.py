@@ -24,13 +24,13 @@ def a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def batch(*lengths: int) -> DecodeBatch:
     made = DecodeBatch(None)
-    made.rows = cast(Any, [SimpleNamespace(kv_length=length) for length in lengths])
+    made.rows = cast(Any, [SimpleNamespace(kv_length=length, adapter=None) for length in lengths])
     return made
 
 
 def chosen(length: int, *batches: DecodeBatch, batchable: bool = True) -> DecodeBatch | None:
     loaded = SimpleNamespace(batchable=batchable, layout=LAYOUT, weight_bytes=WEIGHTS)
-    return best_batch(batches, cast(Any, SimpleNamespace(kv_length=length)), cast(Any, loaded))
+    return best_batch(batches, cast(Any, SimpleNamespace(kv_length=length, adapter=None)), cast(Any, loaded))
 
 
 def test_the_layout_is_as_the_figures_here_take_it():

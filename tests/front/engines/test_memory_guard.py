@@ -36,6 +36,7 @@ class Model:
         self.admitted = False
         self.memory_bytes = PROCESS_BYTES
         self.in_flight = int(busy)
+        self.is_busy, self.used_at = busy, 0.0
         self.budgets: list[Budget] = []
         supervisor = SimpleNamespace(loads=1, send=lambda budget: self.budgets.append(budget))
         self.process = SimpleNamespace(used_at=0.0, supervisor=supervisor)

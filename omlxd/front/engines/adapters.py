@@ -1,0 +1,78 @@
+"""Adapters share the engine of their base, unless something of theirs is in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from msgspec.structs import replace
+
+from ...config import ModelSettings
+from ...errors import InvalidRequest, NotNow, OmlxdError
+from ...models.adapters import adapter_state, check_adapter
+from ...wire import CacheSettings, Load, LoadAdapter
+from .guest import GuestLink
+from .model import ModelEngine, for_next_load
+from .supervisor import Link
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 2.0
+"""How long a request waits for a look at its adapter's files."""
+
+
+async def find_host(
+    engine: ModelEngine, base: ModelEngine | None, defaults: ModelSettings
+) -> ModelEngine | None:
+    """The model in whose engine `engine` is to be; None: it gets one of its own, which the log says.
+
+    base      of which it is an adapter; None: of none
+    defaults  settings of a model that has none of its own
+    Raises AdapterError for an adapter that can't be used at all.
+    """
+    if engine.adapter is None:
+        return None
+    engine.loaded_state = await asyncio.to_thread(adapter_state, engine.adapter)
+    reason = await asyncio.to_thread(check_adapter, engine.adapter)
+    if base is None:
+        return None
+    differ = for_next_load(base.settings, replace(engine.settings, adapter=base.settings.adapter))
+    if base.adapter is not None:
+        reason = "its base is set to have another adapter"
+    elif base.described.kind != "chat":
+        reason = "its base answers no prompts"
+    elif differ and engine.settings is not defaults:
+        reason = f"its settings differ from its base's: {', '.join(differ)}"
+    if reason:
+        log.info("%s gets an engine of its own: %s", engine.model_id, reason)
+    return None if reason else base
+
+
+async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:
+    """A link to the engine of `host`, which loads the adapter. Raises OmlxdError."""
+    engine.host, engine.loaded_with = host, engine.settings
+    try:
+        await host.process.load()
+    except OmlxdError as error:
+        if host.state in ("failed", "restarting"):
+            raise
+        kind = InvalidRequest if error.code == "invalid_request" else NotNow
+        raise kind(error.message, param=error.param, retry_after=error.retry_after) from error
+    if host.state != "ready":
+        raise NotNow(f"The engine of {host.model_id} ended; retry.", retry_after=1)
+    folder, channel = str(engine.adapter), engine.process.channel
+    link = GuestLink(host.process.supervisor, channel)
+    link.send(LoadAdapter(channel=channel, folder=folder, model_id=engine.model_id))
+    load = Load(model_path=str(host.folder), model_id=engine.model_id, cache=CacheSettings(), adapter=folder)
+    return link, load
+
+
+async def take_up_changes(engine: ModelEngine) -> None:
+    """Let go of an adapter whose files have changed since it was loaded: the next request loads it again."""
+    if engine.adapter is None or engine.state != "ready":
+        return
+    look = asyncio.create_task(asyncio.to_thread(adapter_state, engine.adapter))
+    await asyncio.wait({look}, timeout=LOOK_S)
+    state = look.result() if look.done() else ()
+    if state and state != engine.loaded_state and engine.process.begin_unload():
+        log.info("%s is loaded again: its files have changed", engine.model_id)

@@ -1,0 +1,83 @@
+"""What the files of a LoRA adapter say, without MLX: whether it is whole, and can share an engine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+
+from ..common.files import check_small, read_small, safetensors_header
+from ..errors import AdapterError
+from .footprint import Tensor
+
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
+_IN_A_LAYER = re.compile(r"(.*\.)?layers\.\d+\..+\.(lora_a|lora_b|m)")
+
+
+class _Config(msgspec.Struct):
+    lora_parameters: dict[str, object] | None = None
+    num_layers: int = 0
+    fine_tune_type: str = "lora"
+
+
+def check_adapter(folder: Path) -> str:
+    """Why the adapter in `folder` can't share an engine with its base; "": it can.
+
+    Raises AdapterError, which names the file, for what is no whole adapter.
+    """
+    config_file, weights = (folder / name for name in ADAPTER_FILES)
+    try:
+        config = msgspec.json.decode(read_small(config_file), type=_Config)
+        header = _header(weights)
+    except OSError as error:
+        file, why = error.filename or folder, error.strerror or error
+        raise _broken(f"{file} can't be read: {why}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _broken(f"{config_file} is no adapter_config.json of mlx-lm's ({error})") from error
+    if config.fine_tune_type == "full":
+        return "it replaces whole weights"
+    if not config.lora_parameters or not {"rank", "scale"} <= config.lora_parameters.keys():
+        raise _broken(f"{config_file} has no lora_parameters with a rank and a scale, as mlx-lm writes them")
+    if beyond := next((name for name in header if not _IN_A_LAYER.fullmatch(name)), None):
+        return f"{beyond} is in no layer"
+    return ""
+
+
+def adapter_bytes(folder: Path) -> int:
+    """Of its matrices, on disk; 0 when they can't be read."""
+    try:
+        return (folder / ADAPTER_FILES[1]).stat().st_size
+    except OSError:
+        return 0
+
+
+def adapter_state(folder: Path) -> tuple[int, ...]:
+    """What changes when its files do; () when they can't be read."""
+    try:
+        stats = [(folder / name).stat() for name in ADAPTER_FILES]
+    except OSError:
+        return ()
+    return tuple(part for stat in stats for part in (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    """Tensors by name. Raises OSError and AdapterError."""
+    size = file.stat().st_size
+    check_small(file.stat(), file, sys.maxsize)
+    with file.open("rb") as opened:
+        header = safetensors_header(opened, size)
+    try:
+        tensors = msgspec.json.decode(header or b"", type=dict[str, Tensor | None])
+    except msgspec.MsgspecError as error:
+        raise _broken(f"{file} is truncated or no safetensors file ({size} bytes)") from error
+    named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    ends = max((tensor.data_offsets[1] for tensor in named.values()), default=0)
+    if header is None or not named or size < 8 + len(header) + ends:
+        raise _broken(f"{file} is truncated or holds no tensors ({size} bytes)")
+    return named
+
+
+def _broken(what: str) -> AdapterError:
+    return AdapterError(f"the adapter can't be used: {what}.", param="model")

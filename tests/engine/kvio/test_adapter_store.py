@@ -1,0 +1,46 @@
+"""The store of an adapter in its base's engine: what it is named, and what RAM it may hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from adapters import make_adapter
+
+from omlxd.engine.host import EngineHost
+from omlxd.engine.kvio.hot_budget import HotTiers
+from omlxd.models import demo
+from omlxd.wire import CacheSettings, Load
+
+
+def test_its_name_is_that_of_an_engine_of_its_own(tmp_path: Path):
+    """So files of either are hits for the other."""
+    base = demo.build_demo(tmp_path / "base")
+    adapter = str(make_adapter(base, tmp_path / "style"))
+
+    def host(**more: Any) -> EngineHost:
+        load = Load(model_path=str(base), model_id="base", cache=CacheSettings(), **more)
+        return EngineHost(load, None, None)  # type: ignore[arg-type]
+
+    own, shared = host(adapter=adapter), host()
+    other = str(make_adapter(base, tmp_path / "tone", 1))
+    names = [shared._store.of_adapter(folder, "base:x").namespace for folder in (adapter, other)]
+    assert names[0] == own.namespace
+    assert len({shared.namespace, *names}) == 3
+
+
+def test_tiers_of_one_engine_divide_its_budget():
+    tiers = HotTiers(120)
+    pools = [SimpleNamespace(hot_bytes=0) for _ in range(3)]
+    first, second, third = (tiers.part_of(cast(Any, pool)) for pool in pools)
+    assert [first(), second(), third()] == [120, 120, 120]
+    pools[0].hot_bytes = 120
+    assert [first(), second()] == [
+        120,
+        80,
+    ]  # Room for the second's part, which the first gives up when it grows.
+    pools[1].hot_bytes = 30
+    assert [first(), second(), third()] == [90, 80, 50]
+    tiers.budget.share = 60
+    assert [first(), second(), third()] == [40, 40, 20]
