@@ -264,7 +264,7 @@ class EngineService:
         scheduler = self._host.result().scheduler
         while self._connected:
             time.sleep(PULSE_S)
-            if (steps := scheduler.steps) != sent:
+            if (steps := scheduler.progress) != sent:
                 sent = steps
                 self._send(wire.Alive(steps=steps))
 

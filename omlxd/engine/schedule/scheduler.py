@@ -196,6 +196,11 @@ class Scheduler:
         """Sequences that wait for a slot or hold one. Any thread."""
         return len(self.running) + len(self.waiting) + len(self._inbox)
 
+    @property
+    def progress(self) -> int:
+        """Grows while work gets done: steps, and blocks that are read from disk. Any thread."""
+        return self.steps + (self.bridge.store.stats.restored if self.bridge is not None else 0)
+
     def load_metrics(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
         return {

@@ -26,6 +26,7 @@ from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.rates import Rates
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter import cuda_driver
+from omlxd.engine.sequence import State
 from omlxd.kv.files.fs import FileSystem
 from omlxd.kv.hashing import chain_root, hash_blocks
 
@@ -160,6 +161,18 @@ def test_nothing_is_split_where_the_hot_tier_has_no_room(cache: Path, model: Pat
         output = rig.run(TOKENS, 8)
         is_right(rig, output, reference)
         assert (output.cold, output.sequence.recomputed) == (CACHED, 0)
+
+
+def test_a_long_restore_is_progress(cache: Path, model: Path):
+    """Or the stall watch would end the engine over a slow disk."""
+    with Rig(model, cache, fs=SlowDisk(0.05)) as rig:
+        tell(rig, 0, 10.0)
+        output = rig.start(TOKENS, 1)
+        grown: set[int] = set()
+        while not output.first.wait(0.01):
+            if output.sequence.state is State.RESTORING:
+                grown.add(rig.scheduler.progress)
+        assert len(grown) > 3
 
 
 @pytest.mark.usefixtures("either")
