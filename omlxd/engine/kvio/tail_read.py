@@ -25,8 +25,9 @@ from .rates import LEAST_SHARE, Rates
 
 log = logging.getLogger(__name__)
 
-FIRST_PASS_S = 0.1
-"""Seconds that the engine computes at most before the first block has come: the disk may be faster by now."""
+FIRST_PASS_S, PASS_S = 0.1, 0.5
+"""Seconds of computing that the engine claims at a time, at most: before the first block has come, since the
+disk may be faster by now, and later, since other prompts may come between its passes."""
 
 P = TypeVar("P")
 
@@ -117,8 +118,7 @@ class TailRead(Generic[P]):
         share = read_s / (read_s + compute_s)
         if share < LEAST_SHARE / 2:
             return 0
-        if not self.come:
-            most = min(most, max(1, int(FIRST_PASS_S / compute_s)))
+        most = min(most, max(1, int((PASS_S if self.come else FIRST_PASS_S) / compute_s)))
         return min(most, round(share * (nobodys + len(self._reading))))
 
     def wait(self, ready: Callable[[], None]) -> None:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from omlxd.engine.kvio.rates import LEAST_S, Rates
 from omlxd.engine.kvio.tail_read import TailRead
-from omlxd.engine.schedule.prefill import SLICE_S
 
 
 class World:
     """A disk that gives a block every `read_s`, an engine that computes one in `compute_s`, and their clock.
 
-    told  what the rates say at first of how long a block takes to be read
+    told      what the rates say at first of how long a block takes to be read
+    beside_s  that the engine gives to others after each pass
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class World:
         bad: frozenset[int] = frozenset(),
         gone: frozenset[int] = frozenset(),
         cancel_at: float = float("inf"),
+        beside_s: float = 0.0,
     ):
         self.now, self._events, self._order = 0.0, [], itertools.count()
         self._disk_free, self._bad, self._compute_s, self._read_s = 0.0, bad, compute_s, read_s
+        self._beside_s = beside_s
         self.read: list[int] = []
         self.computed: list[int] = []
         self.taken: list[int] = []
@@ -89,7 +91,6 @@ class World:
             tail.stop()
         elif count := tail.claim():
             assert tail.at + count <= tail.end
-            count = min(count, max(1, int(SLICE_S / self._compute_s)))
             first = tail.at
 
             def done() -> None:
@@ -99,7 +100,7 @@ class World:
                 tail.at = first + count
                 self._look()
 
-            self._at(self.now + count * self._compute_s, done)
+            self._at(self.now + count * self._compute_s + self._beside_s, done)
         else:
             tail.wait(self._look)
 
@@ -199,6 +200,12 @@ def test_a_cancelled_one_ends_with_the_reads_under_way(cancel_at: float, compute
     took = world.run()
     assert took <= max(cancel_at, 0) + max(60 * compute_s / 2, threads * 0.5) + 1
     assert not world.tail._reading
+
+
+def test_the_reader_goes_on_while_the_engine_computes_for_others():
+    world = World(200, 0.1, 0.02, beside_s=2.0)
+    assert world.run() <= 13.0
+    assert 80 <= len(world.taken) <= 120, "a pass of 25 blocks takes as long as reading as many"
 
 
 def test_reading_that_proves_fast_is_left_alone():
