@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -16,10 +17,16 @@ ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _IN_A_LAYER = re.compile(r"(.*\.)?layers\.\d+\..+\.(lora_a|lora_b|m)")
 
 
+class _Parameters(msgspec.Struct):
+    rank: Annotated[int, msgspec.Meta(ge=1)]
+    scale: float
+    dropout: float
+
+
 class _Config(msgspec.Struct):
-    lora_parameters: dict[str, object] | None = None
-    num_layers: int = 0
-    fine_tune_type: str = "lora"
+    num_layers: int | None = None
+    lora_parameters: _Parameters | None = None
+    fine_tune_type: Literal["lora", "dora", "full"] = "lora"
 
 
 def check_adapter(folder: Path) -> str:
@@ -38,8 +45,8 @@ def check_adapter(folder: Path) -> str:
         raise _broken(f"{config_file} is no adapter_config.json of mlx-lm's ({error})") from error
     if config.fine_tune_type == "full":
         return "it replaces whole weights"
-    if not config.lora_parameters or not {"rank", "scale"} <= config.lora_parameters.keys():
-        raise _broken(f"{config_file} has no lora_parameters with a rank and a scale, as mlx-lm writes them")
+    if config.lora_parameters is None or config.num_layers is None:
+        raise _broken(f"{config_file} has no num_layers or no lora_parameters, which mlx-lm writes")
     if beyond := next((name for name in header if not _IN_A_LAYER.fullmatch(name)), None):
         return f"{beyond} is in no layer"
     return ""

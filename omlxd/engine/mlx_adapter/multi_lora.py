@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -31,10 +32,12 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters
 
 from ...errors import AdapterError, ModelError
+from ...models.adapters import ADAPTER_FILES, check_adapter
 from .device import backend
 
 log = logging.getLogger(__name__)
 
+_LEAVES = ("lora_a", "lora_b", "m")
 NEAR = 0.02
 """How far logits of a row may be from those that it has alone, as a share of the largest: rounding."""
 
@@ -239,10 +242,17 @@ def _matrices(module: Any) -> list[tuple[str, mx.array]]:
 
 def read_adapter(model: Any, folder: str) -> None:
     """Put mlx-lm's modules of the adapter in `folder` into `model`. Raises AdapterError, some in place."""
+    check_adapter(Path(folder))
     try:
         load_adapters(model, folder)
+        held = mx.load(f"{folder}/{ADAPTER_FILES[1]}").keys()
     except OSError as error:
         raise AdapterError(f"the adapter {folder} can't be read: {error.strerror or error}") from error
     except Exception as error:  # mlx-lm raises what its config or the file's tensors make of it.
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise AdapterError(f"{folder} is no adapter of this model: {first}") from error
+    # mlx-lm leaves zeros, or random numbers, where the file has nothing.
+    wanted = [name for name, _ in tree_flatten(model.parameters()) if name.rpartition(".")[2] in _LEAVES]
+    if missing := [name for name in wanted if name not in held]:
+        count = f"{len(missing)} of {len(wanted)} tensors that its adapter_config.json asks for are missing"
+        raise AdapterError(f"{folder} is no whole adapter of this model: {count}, as {missing[0]}")

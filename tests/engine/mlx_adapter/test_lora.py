@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -53,15 +54,41 @@ def test_another_file_is_another_adapter(base: Path, adapter: Path, tmp_path: Pa
     assert file_identities(base, str(other)) != files != file_identities(base)
 
 
+def keep(folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Leave only these tensors in the adapter's file."""
+    file = folder / "adapters.safetensors"
+    kept = {name: mx.array(tensor) for name, tensor in mx.load(str(file)).items() if wanted(name)}
+    mx.eval(kept)
+    mx.save_safetensors(str(file), kept)
+
+
+def tell(folder: Path, **told: object) -> None:
+    """Have its configuration say so."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | told))
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (lambda folder: (folder / "adapters.safetensors").unlink(), "is no adapter of this model"),
+        (lambda folder: (folder / "adapters.safetensors").unlink(), "can't be read: No such file"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "can't be read: No such file"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{"), "is no adapter of this model"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "is no adapter of this model"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{"), "Input data was truncated"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[1]"), "Expected `object`"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), "num_layers"),
-        (lambda folder: (folder / "adapters.safetensors").write_bytes(b"x" * 99), "no adapter of this model"),
+        (lambda folder: (folder / "adapters.safetensors").write_bytes(b"x" * 99), "is truncated"),
+        (lambda folder: keep(folder, lambda name: False), "holds no tensors"),
+        (lambda folder: keep(folder, lambda name: name.endswith("lora_a")), "14 of 28 tensors that its "),
+        (lambda folder: keep(folder, lambda name: "q_proj" in name), "are missing, as model.layers."),
+        (lambda folder: tell(folder, fine_tune_type="dora"), "are missing, as model.layers."),
+        (lambda folder: tell(folder, fine_tune_type="other"), "Invalid enum value 'other'"),
+        (lambda folder: keep(folder, lambda name: ".1." in name), "are missing, as model.layers.0."),
+        (lambda folder: tell(folder, num_layers=None), "has no num_layers"),
+        (
+            lambda folder: tell(folder, lora_parameters={"rank": "eight"}),
+            "Expected `int`, got `str`",
+        ),
+        (lambda folder: tell(folder, lora_parameters={"rank": 4}), "missing required field `scale`"),
         (lambda folder: shutil.rmtree(folder), "can't be read: "),
     ],
 )
