@@ -210,7 +210,7 @@ class GenerateRequest(Struct, frozen=True):
     timeout_s   seconds from receipt, below the engine's own; 0: the engine's own
     context_limit  tokens of prompt and answer at most; 0: the model's own
     format      what the answer must be; None: anything
-    forced      the answer itself, whose likelihood is asked for; "": the model's own
+    labels      answers whose likelihood is asked for, and nothing is generated; (): the model's own
     collected   the client reads nothing before the end, so after an engine's death the answer may begin anew,
                 with `Restarted`; for the front alone
     return_token_ids  `TokenIds` come with the answer
@@ -226,7 +226,7 @@ class GenerateRequest(Struct, frozen=True):
     context_limit: int = 0
     timeout_s: float = 0.0
     format: AnswerFormat | None = None
-    forced: str = ""
+    labels: tuple[str, ...] = ()
     collected: bool = False
     return_token_ids: bool = False
     keys_file: str = ""
@@ -408,6 +408,19 @@ class ToolCallCut(Struct, frozen=True, tag="tool_call_cut"):
     valid_arguments: str
 
 
+class Scored(Struct, frozen=True, tag="scored"):
+    """How likely the labels of a request are as its answer, in their order.
+
+    logprobs   of each label's tokens, as of a TokenLogprob
+    logits     of each label's first token, before the softmax
+    likeliest  the token that the answer would begin with, and others as `Sampling.logprobs` asks
+    """
+
+    logprobs: tuple[tuple[float, ...], ...]
+    logits: tuple[float, ...]
+    likeliest: TokenLogprob
+
+
 class Restarted(Struct, frozen=True, tag="restarted"):
     """The answer begins anew: its events so far do not count. Made in the front; no engine sends it."""
 
@@ -456,7 +469,16 @@ class ChoiceEvent(Struct, frozen=True, tag="choice"):
 
     index: int
     event: Union[
-        TokenIds, ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut, Restarted, Finished, Failed
+        TokenIds,
+        ReasoningDelta,
+        TextDelta,
+        ToolCallDelta,
+        ToolCall,
+        ToolCallCut,
+        Scored,
+        Restarted,
+        Finished,
+        Failed,
     ]
 
 
@@ -468,6 +490,7 @@ Event = Union[
     ToolCallDelta,
     ToolCall,
     ToolCallCut,
+    Scored,
     ChoiceEvent,
     Restarted,
     Finished,

@@ -69,13 +69,21 @@ MAX_TOKENS = 2**31 - 1
 T = TypeVar("T")
 
 
+class ScoresShape(Struct, frozen=True):
+    """`activated`: as probabilities, else their logarithms. `logits`: with those of labels' first tokens."""
+
+    activated: bool = True
+    logits: bool = False
+
+
 class ParsedRequest(Struct, frozen=True):
     """What a protocol made of a body.
 
     model          as the client spelled it, or ""
     n              answers to each prompt
     more_prompts   answered side by side with that of `generate`, all else being the same
-    labels         of each prompt, as many for each: texts whose likelihood as its answer is asked for
+    labels         of each prompt, texts whose likelihood as its answer is asked for
+    scores         how that is told
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always have it)
     keep_alive     seconds that the model stays loaded after it (`keep_alive_of`); None: not said
     """
@@ -88,6 +96,7 @@ class ParsedRequest(Struct, frozen=True):
     n: int = 1
     more_prompts: tuple[Conversation | RawPrompt, ...] = ()
     labels: tuple[tuple[str, ...], ...] = ()
+    scores: ScoresShape = ScoresShape()
 
     @property
     def answers(self) -> int:

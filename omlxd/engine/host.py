@@ -30,7 +30,7 @@ from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
 from . import blas, mlx_adapter
 from .adapters import Adapters, Served
-from .constrain.constraint import Constraint, ConstraintCompiler, ForcedAnswer
+from .constrain.constraint import Constraint, ConstraintCompiler
 from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
@@ -255,9 +255,10 @@ class EngineHost:
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
-        if request.forced:
-            answer = self._forced(request, rendered, context)
-            constraint, wanted = ForcedAnswer(answer, self.loaded.vocab_size), len(answer)
+        labels = self._labels(request, rendered, context)
+        constraint = None
+        if labels:
+            wanted = max(map(len, labels))
         else:
             constraint = self._constraints.compile(request, thinking=rendered.starts_in_thinking)
         block = self._settings.block_size
@@ -265,10 +266,10 @@ class EngineHost:
         extra_keys = images.extra_keys(block) if images is not None else {}
         parser = OutputParser(
             self.loaded.tokenizer,
-            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls and not request.forced else (),
+            tools=getattr(request.prompt, "tools", ()) if rendered.tool_calls else (),
             starts_in_thinking=rendered.starts_in_thinking,
             stop=request.sampling.stop,
-            reasoning=rendered.reasoning and not request.forced,
+            reasoning=rendered.reasoning,
             one_call=getattr(request.prompt, "one_call", False),
             must_call=getattr(request.prompt, "must_call", False),
         )
@@ -289,6 +290,7 @@ class EngineHost:
             extra_keys=extra_keys,
             max_new=room if wanted is None else max(1, min(wanted, room)),
             reserve=self._kv_reserve,
+            labels=labels,
             keys_file=request.keys_file,
             query=request.query,
             values=request.values,
@@ -309,7 +311,7 @@ class EngineHost:
         sink.is_silent = wanted == 0
         if request.return_token_ids:
             sink.prompt = tuple(tokens)
-        if not request.forced and not sink.is_silent:
+        if not labels and not sink.is_silent:
             sink.learn = lambda answer: self._learn(rendered, sequence, answer)
         if isinstance(request.prompt, RawPrompt) and request.prompt.echo:
             sink.echo(self.loaded.tokenizer.decode(tokens))
@@ -317,17 +319,21 @@ class EngineHost:
         self.scheduler.submit(sequence)
         return sequence
 
-    def _forced(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[int]:
-        """The tokens of an answer that the client sent. Raises OmlxdError."""
-        if rendered.starts_in_thinking:
+    def _labels(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[list[int]]:
+        """The tokens of the answers that the client names. Raises OmlxdError."""
+        if request.labels and rendered.starts_in_thinking:
             raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
-        tokens = self.prompts.continuation(rendered, request.forced)
         special = {*self.loaded.tokenizer.eos_token_ids, *self.loaded.tokenizer.all_special_ids}
-        if not tokens or not special.isdisjoint(tokens):
-            raise InvalidRequest(f"{request.forced[:200]!r} is no text that the model could answer")
-        if len(rendered.tokens) + len(tokens) > context:
-            raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
-        return tokens
+        labels: list[list[int]] = []
+        for text in request.labels:
+            labels.append(tokens := self.prompts.continuation(rendered, text))
+            if not text:
+                raise InvalidRequest("an empty text has no probability")
+            if not tokens or not special.isdisjoint(tokens):
+                raise InvalidRequest(f"{text[:200]!r} is no text that the model could answer")
+            if len(rendered.tokens) + len(tokens) > context:
+                raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
+        return labels
 
     def _over(
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
@@ -350,7 +356,7 @@ class EngineHost:
             self.prompts.learn(rendered.place, answer, prompt, tokens[start:end])
 
     def _sampler(
-        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | ForcedAnswer | None
+        self, request: GenerateRequest, tokens: list[int], constraint: Constraint | None
     ) -> SamplerRow:
         params = RowSampling.of(request.sampling, self._defaults)
         return SamplerRow(

@@ -31,7 +31,7 @@ from ..kv.cold.writer import WritablePayload
 from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, ExtraKey, hash_blocks
 from ..wire import KV_RESERVE
-from .constrain.constraint import Constraint, ForcedAnswer
+from .constrain.constraint import Constraint
 from .mlx_adapter import Adapter, Cache
 from .vision.images import PromptImages
 
@@ -52,6 +52,15 @@ class Likelihood:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(slots=True, frozen=True)
+class LabelScores:
+    """As `chat.Scored` has them; `likeliest` is a token and its likelihood."""
+
+    logprobs: tuple[tuple[float, ...], ...]
+    logits: tuple[float, ...]
+    likeliest: tuple[int, Likelihood]
+
+
 @dataclass(slots=True)
 class SamplerRow:
     """How a sequence's tokens are sampled, and what its sampler remembers (engine/schedule/sampling.py).
@@ -68,7 +77,7 @@ class SamplerRow:
     prompt: Seq[int] = ()
     penalties: Any = None
     step: int = 0
-    constraint: Constraint | ForcedAnswer | None = None
+    constraint: Constraint | None = None
     top_logprobs: int | None = None
 
 
@@ -84,6 +93,7 @@ class Sequence:
     root           parent of the first block
     images         those of its prompt; None: it has none
     adapter        what its passes add to the model; None: nothing
+    labels         answers to be scored, as tokens: the sequence ends with its prompt; (): it generates
     keys_file, values, query  as the request has them (chat.py)
     extra_keys     of blocks, by index, beside their tokens
     hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
@@ -121,6 +131,7 @@ class Sequence:
     sampler: SamplerRow
     sink: Any = None
     reserve: int = KV_RESERVE
+    labels: Seq[Seq[int]] = ()
     keys_file: str = ""
     query: int | None = None
     values: bool = False

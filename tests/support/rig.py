@@ -24,7 +24,7 @@ from omlxd.engine.schedule.mtp import MtpModel
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
 from omlxd.engine.schedule.speculation import Speculation
-from omlxd.engine.sequence import Sequence
+from omlxd.engine.sequence import LabelScores, Sequence
 from omlxd.engine.vision.images import PromptImages
 from omlxd.kv.block_pool import BlockPool
 from omlxd.kv.checkpoint import CheckpointFiles, Checkpoints
@@ -70,6 +70,7 @@ class Output:
         self.likelihoods: list[Any] = []
         self.progressed: list[tuple[int, int]] = []
         self.reason = ""
+        self.scores: LabelScores | None = None
         self.error: Exception | None = None
         self._done = threading.Event()
         self.first = threading.Event()
@@ -81,6 +82,9 @@ class Output:
         self.got.append(token)
         self.likelihoods.append(likelihood)
         self.first.set()
+
+    def scored(self, scores: LabelScores) -> None:
+        self.scores = scores
 
     def finished(self, sequence: Sequence, reason: str) -> None:
         self.reason = reason
@@ -222,6 +226,7 @@ class Rig:
         images: PromptImages | None = None,
         top_logprobs: int | None = None,
         adapter: mlx_adapter.Adapter | None = None,
+        labels: Seq[Seq[int]] = (),
     ) -> Output:
         output = output or Output()
         root = chain_root(self.namespace, salt)
@@ -243,6 +248,7 @@ class Rig:
             ),
             sink=output,
             pins=pins,
+            labels=labels,
         )
         self.scheduler.submit(output.sequence)
         return output

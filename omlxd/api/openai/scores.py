@@ -1,8 +1,8 @@
 """How likely texts are as the answer of a model: `POST /v1/classify` and `POST /v1/score`, in vLLM's shapes.
 
-Each text is the answer once, whatever the model would say; its prompt is computed once. A generative model
-has no classes of its own, so a classification names them: `labels`. A prompt that can't be served is an error
-of its own.
+A generative model has no classes of its own, so a classification names them: `labels`. Nothing is generated:
+the prompt's last logits say how likely a label of one token is, and a longer one is read behind the prompt
+(engine/schedule/scoring.py). A prompt that can't be served is an error of its own.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from ...chat import (
     Finished,
     GenerateRequest,
     RawPrompt,
-    Restarted,
     Sampling,
-    TextDelta,
+    Scored,
     Usage,
 )
-from ...errors import InvalidRequest, OmlxdError, bad_field
-from ..body import ParsedRequest, decode
+from ...errors import OmlxdError, bad_field
+from ..body import ParsedRequest, ScoresShape, decode
 from ..errors import OpenAIDetail, openai_detail
 from . import chat_request
-from .fields import UsageBody, usage_body
+from .fields import TopLogprob, UsageBody, top_logprobs, usage_body
 
 MOST_LABELS = 64
 MOST_TEXTS = 128
@@ -40,15 +39,24 @@ MOST_SCORES = 1024
 Label = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
 Labels = Annotated[list[Label], msgspec.Meta(min_length=1, max_length=MOST_LABELS)]
 _Texts = Union[str, Annotated[list[str], msgspec.Meta(min_length=1, max_length=MOST_TEXTS)]]
+TopCount = Annotated[int, msgspec.Meta(ge=0, le=20)]
 
 
 class ClassifyBody(msgspec.Struct):
-    """`input`: prompts without a template; or `messages`, as in /v1/chat/completions."""
+    """`input`: prompts without a template; or `messages`, as in /v1/chat/completions.
+
+    use_activation  False: `probs` are what the softmax is of
+    logits          also each label's first token's logit
+    top_logprobs    so many of the tokens that the answer would likeliest begin with
+    """
 
     labels: Labels
     input: _Texts | None = None
     messages: msgspec.Raw | UnsetType = UNSET
     model: str | None = None
+    use_activation: bool | None = None
+    logits: bool = False
+    top_logprobs: TopCount = 0
 
 
 class ScoreBody(msgspec.Struct):
@@ -68,56 +76,54 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     if (asked.input is None) == (asked.messages is UNSET):
         raise bad_field("input", "either input or messages is needed")
     if asked.messages is not UNSET:
-        return labelled(chat_request.parse(body, headers), asked.labels)
-    prompts = _list(asked.input or "")
-    return _scored(asked.model, prompts, [check_labels(asked.labels)] * len(prompts), "labels")
+        parsed = chat_request.parse(without_top(body), headers)
+    else:
+        parsed = _prompts(asked.model, _list(asked.input or ""))
+    parsed = labelled(parsed, asked.labels, asked.top_logprobs)
+    if parsed.answers * len(asked.labels) > MOST_SCORES:
+        raise bad_field("labels", f"at most {MOST_SCORES} texts are scored in a request; send several")
+    return replace(parsed, scores=ScoresShape(asked.use_activation is not False, asked.logits))
 
 
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """A body of /v1/score. Raises InvalidRequest naming the field."""
     asked = decode(_score, body)
     first, second = _list(asked.text_1), _list(asked.text_2)
-    if not all(second):
-        raise bad_field("text_2", "it must not be empty")
     if len(first) == 1:
-        return _scored(asked.model, first, [second], "text_2")
+        first = first * len(second)  # A pair each, so that a bad text is an error of its own.
     if len(first) != len(second):
         raise bad_field("text_2", f"as many as text_1 are needed, {len(first)}, or one text_1")
-    return _scored(asked.model, first, [[text] for text in second], "text_2")
+    return replace(_prompts(asked.model, first), labels=tuple((text,) for text in second))
 
 
-def labelled(parsed: ParsedRequest, labels: Sequence[str]) -> ParsedRequest:
-    """`parsed`, whose one prompt is answered by each of `labels`. Raises InvalidRequest."""
+def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> ParsedRequest:
+    """`parsed`, whose prompts are each answered by each of `labels`. Raises InvalidRequest."""
+    if len(set(labels)) < len(labels):
+        raise bad_field("labels", "each may stand there once")
     prompt = parsed.generate.prompt
     if isinstance(prompt, Conversation):
         # A label is no thought: the answer begins at once, unless the request says otherwise.
         prompt = replace(prompt, thinking=bool(prompt.thinking))
-    generate = replace(parsed.generate, prompt=prompt, sampling=_SAMPLING, format=None)
-    return replace(parsed, stream=False, generate=generate, labels=(check_labels(labels),))
+    sampling = replace(_SAMPLING, logprobs=top)
+    generate = replace(parsed.generate, prompt=prompt, sampling=sampling, format=None)
+    prompts = 1 + len(parsed.more_prompts)
+    return replace(parsed, stream=False, n=1, generate=generate, labels=(tuple(labels),) * prompts)
 
 
-def check_labels(labels: Sequence[str]) -> tuple[str, ...]:
-    if len(set(labels)) < len(labels):
-        raise bad_field("labels", "each may stand there once")
-    return tuple(labels)
+def without_top(body: bytes) -> bytes:
+    """A body of labels and messages as a chat's, where `top_logprobs` would need `logprobs`."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields.pop("top_logprobs", None)
+    return msgspec.json.encode(fields)
 
 
 _SAMPLING = Sampling(temperature=0.0, logprobs=0)
 
 
-def _scored(
-    model: str | None, prompts: Sequence[str], labels: Sequence[Sequence[str]], param: str
-) -> ParsedRequest:
-    if sum(map(len, labels)) > MOST_SCORES:
-        raise bad_field(param, f"at most {MOST_SCORES} texts are scored in a request; send several")
+def _prompts(model: str | None, prompts: Sequence[str]) -> ParsedRequest:
     first, *more = [RawPrompt(text) for text in prompts]
-    return ParsedRequest(
-        model=model or "",
-        stream=False,
-        generate=GenerateRequest(first, sampling=_SAMPLING),
-        more_prompts=tuple(more),
-        labels=tuple(map(tuple, labels)),
-    )
+    generate = GenerateRequest(first, sampling=_SAMPLING)
+    return ParsedRequest(model or "", stream=False, generate=generate, more_prompts=tuple(more))
 
 
 def _list(texts: str | list[str]) -> list[str]:
@@ -131,21 +137,22 @@ class Score(msgspec.Struct, frozen=True):
     """`logprob`: natural logarithm of the label's probability as the answer's beginning, over its `tokens`.
 
     share  of the probability of all labels together
+    logit  of its first token
     """
 
     label: str
     logprob: float
     tokens: int
     share: float
+    logit: float
 
 
 class Scores:
     """Takes the events of a `labelled` request; then has the scores of each prompt. `labels`: its own."""
 
     def __init__(self, labels: Sequence[Sequence[str]]):
-        self._labels = [label for of_prompt in labels for label in of_prompt]
-        self._width = len(labels[0])
-        self._logprobs: dict[int, list[float]] = {}
+        self._labels = labels
+        self._scored: dict[int, Scored] = {}
         self._failed: dict[int, OmlxdError] = {}
         self.usage = Usage()
 
@@ -153,44 +160,43 @@ class Scores:
         if isinstance(event, Finished):
             self.usage = replace(event.usage, decode_s=0.0)  # Labels are given, and nothing is decoded.
         elif isinstance(event, ChoiceEvent):
-            self._take(event.index, event.event)
+            if isinstance(event.event, Scored):
+                self._scored[event.index] = event.event
+            elif isinstance(event.event, Failed):
+                self._failed[event.index] = OmlxdError.from_event(event.event)
 
-    def _take(self, index: int, event: Event) -> None:
-        logprobs = self._logprobs.setdefault(index, [])
-        if isinstance(event, Restarted):
-            logprobs.clear()
-        elif isinstance(event, TextDelta):
-            logprobs += [token.logprob for token in event.logprobs]
-        elif isinstance(event, Failed):
-            self._failed[index] = OmlxdError.from_event(event)
-        elif isinstance(event, Finished) and len(logprobs) != event.usage.completion_tokens:
-            self._failed[index] = InvalidRequest(f"labels: {self._labels[index][:200]!r} can't be scored")
+    def top(self, index: int) -> list[TopLogprob]:
+        """The tokens that the answer to a prompt would likeliest begin with, as many as were asked for."""
+        return top_logprobs(self._scored[index].likeliest)
 
     def __iter__(self) -> Iterator[list[Score] | OmlxdError]:
-        """Yield the scores of each prompt, in the order of its labels, or the error of one of them."""
-        for start in range(0, len(self._labels), self._width):
-            choices = range(start, start + self._width)
-            failed = next((self._failed[index] for index in choices if index in self._failed), None)
-            yield failed or self._scores(choices)
+        """Yield the scores of each prompt, in the order of its labels, or its error."""
+        for index, labels in enumerate(self._labels):
+            yield self._failed.get(index) or _scores(labels, self._scored[index])
 
-    def _scores(self, choices: range) -> list[Score]:
-        sums = [math.fsum(self._logprobs[index]) for index in choices]
-        parts = [math.exp(value - max(sums)) for value in sums]
-        return [
-            Score(self._labels[index], value, len(self._logprobs[index]), part / sum(parts))
-            for index, value, part in zip(choices, sums, parts, strict=True)
-        ]
+
+def _scores(labels: Sequence[str], scored: Scored) -> list[Score]:
+    sums = [math.fsum(tokens) for tokens in scored.logprobs]
+    parts = [math.exp(value - max(sums)) for value in sums]
+    return [
+        Score(label, value, len(tokens), part / sum(parts), logit)
+        for label, value, tokens, part, logit in zip(
+            labels, sums, scored.logprobs, parts, scored.logits, strict=True
+        )
+    ]
 
 
 class Classification(msgspec.Struct):
     """`label`: the likeliest. `probs`: of the labels in the request's order; `logprobs`: before they are
-    set against each other."""
+    set against each other; `logits`: of the labels' first tokens, before the softmax over all tokens."""
 
     index: int
     label: str | UnsetType = UNSET
     probs: list[float] | UnsetType = UNSET
     num_classes: int | UnsetType = UNSET
     logprobs: list[float] | UnsetType = UNSET
+    logits: list[float] | UnsetType = UNSET
+    top_logprobs: list[TopLogprob] | UnsetType = UNSET
     error: OpenAIDetail | UnsetType = UNSET
 
 
@@ -233,23 +239,28 @@ class ScoresCollector:
         fields = self._id, self._created, self._parsed.model, usage_body(self._scores.usage)
         if self._pairs:
             return msgspec.json.encode(PairScores(*fields, data=self._pair_scores()))
-        data = [_classification(index, scores) for index, scores in enumerate(self._scores)]
+        data = [self._classification(index, scores) for index, scores in enumerate(self._scores)]
         return msgspec.json.encode(Classifications(*fields, data=data))
 
     def _pair_scores(self) -> list[PairScore]:
         data: list[PairScore] = []
-        for scores in self._scores:
+        for index, scores in enumerate(self._scores):
             if isinstance(scores, OmlxdError):
-                data.append(PairScore(len(data), error=openai_detail(scores)))
-                continue
-            for score in scores:
-                data.append(PairScore(len(data), math.exp(score.logprob / score.tokens)))
+                data.append(PairScore(index, error=openai_detail(scores)))
+            else:
+                (score,) = scores
+                data.append(PairScore(index, math.exp(score.logprob / score.tokens)))
         return data
 
-
-def _classification(index: int, scores: list[Score] | OmlxdError) -> Classification:
-    if isinstance(scores, OmlxdError):
-        return Classification(index, error=openai_detail(scores))
-    best = max(scores, key=lambda score: score.logprob)
-    shares, logprobs = [score.share for score in scores], [score.logprob for score in scores]
-    return Classification(index, best.label, shares, len(scores), logprobs)
+    def _classification(self, index: int, scores: list[Score] | OmlxdError) -> Classification:
+        if isinstance(scores, OmlxdError):
+            return Classification(index, error=openai_detail(scores))
+        shape, best = self._parsed.scores, max(scores, key=lambda score: score.logprob)
+        logprobs = [score.logprob for score in scores]
+        probs = [score.share for score in scores] if shape.activated else logprobs
+        row = Classification(index, best.label, probs, len(scores), logprobs)
+        if shape.logits:
+            row.logits = [score.logit for score in scores]
+        if self._parsed.generate.sampling.logprobs:
+            row.top_logprobs = self._scores.top(index)
+        return row

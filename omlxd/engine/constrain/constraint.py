@@ -233,32 +233,3 @@ class ConstraintCompiler:
         return Grammars(made, format_name(self._tokenizer), controls), _Facts(
             self._tokenizer, self._vocab, made.vocab_size
         )
-
-
-class ForcedAnswer:
-    """Allows one token a step, the next of `tokens`, for scoring one. `vocab`: width of the logits."""
-
-    error: OmlxdError | None = None
-
-    def __init__(self, tokens: Sequence[int], vocab: int):
-        self._tokens = tokens
-        self._vocab = vocab
-        self._at = 0
-        self.mask: np.ndarray | None = self._mask(0)
-
-    def advance(self, token: int) -> None:
-        self._at += 1
-        self.mask = self._mask(self._at)
-
-    def forced_tokens(self) -> list[int]:
-        return list(self._tokens[self._at :])
-
-    def masks_along(self, guesses: Sequence[int]) -> list[np.ndarray | None]:
-        return [self._mask(self._at + index) for index in range(len(guesses) + 1)]
-
-    def _mask(self, at: int) -> np.ndarray | None:
-        if at >= len(self._tokens):
-            return None
-        mask = np.zeros(self._vocab, np.bool_)
-        mask[self._tokens[at]] = True
-        return mask

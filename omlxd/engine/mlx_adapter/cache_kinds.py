@@ -8,6 +8,7 @@ them, but nothing of such a model is reused.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -450,6 +451,11 @@ def arrays_of(tree: Any) -> list[mx.array]:
     if isinstance(tree, mx.array):
         return [tree]
     return [a for child in tree for a in arrays_of(child)] if isinstance(tree, list | tuple) else []
+
+
+def copied(cache: Cache) -> Cache:
+    """A cache of one sequence that goes on by itself; arrays are copied when one of the two is written to."""
+    return copy.deepcopy(cache)
 
 
 # --------------------------------------------------------------------------- caches of a batch

@@ -70,9 +70,15 @@ class LayerHook:
             model.pause = self._pause
 
     def _pause(self, result: Any) -> None:
-        if self.call is not None:
-            mx.eval(arrays_of(result))
+        if self.call is None:
+            return
+        mx.eval(arrays_of(result))
+        mine = _passes.positions, _passes.of_rows
+        _passes.positions, _passes.of_rows = 1, None
+        try:
             self.call()
+        finally:
+            _passes.positions, _passes.of_rows = mine
 
     def _hooked(self, kind: Any) -> Any:
         def __call__(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -335,10 +341,30 @@ def last_positions(count: int) -> Iterator[None]:
         _passes.positions = 1
 
 
+def logits_at(
+    model: Any, tokens: mx.array, cache: Cache, positions: list[list[int]], **inputs: Any
+) -> mx.array:
+    """Logits (rows, positions, vocabulary) of these `positions` of each row of a pass, in float32.
+
+    positions  as many of one row as of another
+    """
+    at = mx.array(positions)[..., None]
+    _passes.of_rows, _passes.taken = at, False
+    try:
+        logits = model(tokens, cache=cache, **inputs)
+    finally:
+        _passes.of_rows = None
+    if not _passes.taken:  # Its head has another name.
+        logits = mx.take_along_axis(logits, at, axis=1)
+    return logits.astype(mx.float32)
+
+
 class _Passes(threading.local):
     positions = 1
     keeps = False
     hidden: mx.array | None = None
+    of_rows: mx.array | None = None
+    taken = False
 
 
 _passes = _Passes()
@@ -356,9 +382,12 @@ def take_hidden() -> mx.array | None:
 
 
 def _last(x: mx.array) -> mx.array:
-    """(batch, tokens, hidden) of the last positions alone: one, but within `last_positions`."""
+    """(batch, tokens, hidden) of positions that count: the last, but within `last_positions`, `logits_at`."""
     if _passes.keeps:
         _passes.hidden = x
+    if x.ndim == 3 and _passes.of_rows is not None:
+        _passes.taken = True
+        return mx.take_along_axis(x, _passes.of_rows, axis=1)
     return x[:, -_passes.positions :] if x.ndim == 3 else x
 
 

@@ -151,6 +151,8 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[QuantisedKVCache]) -> QuantisedBatchKVCache:
+        if caches[0].keys is None:
+            return cls(caches[0].how, [0] * len(caches))  # All are empty.
         batch = cls.of(caches[0])
         for cache in caches[1:]:
             batch.extend(cls.of(cache))

@@ -27,10 +27,22 @@ class AnswerLogprobs:
         self._answer = 0
         self._dropped = 0
 
+    def spelled(self, token: int, likelihood: Likelihood) -> TokenLogprob:
+        """A token as clients see it."""
+        text, raw = _spelled(self._tokenizer, token)
+        top = [(_spelled(self._tokenizer, id), value) for id, value in likelihood.top]
+        return TokenLogprob(
+            token=text,
+            logprob=likelihood.logprob,
+            top=tuple((spelled[0], value) for spelled, value in top),
+            raw=raw,
+            top_raw=tuple(spelled[1] for spelled, _ in top) if any(spelled[1] for spelled, _ in top) else (),
+        )
+
     def add(self, token: int, text: str, likelihood: Likelihood | None) -> None:
         """A token that made `text` certain; it may be empty, or hold what was held back before."""
         if likelihood is not None:
-            logprob = _logprob(self._tokenizer, token, likelihood)
+            logprob = self.spelled(token, likelihood)
             self._pending.append((self._raw, self._raw + len(text), logprob))
         self._raw += len(text)
 
@@ -60,18 +72,6 @@ class AnswerLogprobs:
         """The `length` letters of the answer up to `end` go out never."""
         self.take(end)
         self._dropped += length
-
-
-def _logprob(tokenizer: Any, token: int, likelihood: Likelihood) -> TokenLogprob:
-    text, raw = _spelled(tokenizer, token)
-    top = [(_spelled(tokenizer, id), value) for id, value in likelihood.top]
-    return TokenLogprob(
-        token=text,
-        logprob=likelihood.logprob,
-        top=tuple((spelled[0], value) for spelled, value in top),
-        raw=raw,
-        top_raw=tuple(spelled[1] for spelled, _ in top) if any(spelled[1] for spelled, _ in top) else (),
-    )
 
 
 def _spelled(tokenizer: Any, token: int) -> tuple[str, bytes]:

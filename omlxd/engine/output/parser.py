@@ -102,6 +102,10 @@ class OutputParser:
             self.reasoning_tokens += 1
         return events
 
+    def spelled(self, token: int, likelihood: Likelihood) -> chat.TokenLogprob:
+        """As clients see it; it is no part of the answer."""
+        return self._sink.logprobs.spelled(token, likelihood)
+
     def _control(self, token: int, tag: str) -> list[chat.Event]:
         text = self._detokenizer.finish()
         self._sink.logprobs.add(token, text, None)

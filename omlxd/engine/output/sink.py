@@ -13,10 +13,21 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ...chat import Event, Failed, Finished, FinishReason, Progress, TextDelta, TokenIds, ToolCallCut, Usage
+from ...chat import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Progress,
+    Scored,
+    TextDelta,
+    TokenIds,
+    ToolCallCut,
+    Usage,
+)
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
-from ..sequence import Likelihood, Sequence
+from ..sequence import LabelScores, Likelihood, Sequence
 from .parser import OutputParser
 
 log = logging.getLogger(__name__)
@@ -114,6 +125,9 @@ class RequestSink:
     def token(self, token: int, likelihood: Likelihood | None) -> None:
         self._output.put(lambda: self._guarded(lambda: self._token(token, likelihood)))
 
+    def scored(self, scores: LabelScores) -> None:
+        self._output.put(lambda: self._guarded(lambda: self._scored(scores)))
+
     def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         usage = usage_of(sequence)
         self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage)))
@@ -164,6 +178,10 @@ class RequestSink:
             # The engine is ahead by now, by as much as this thread happens to be behind.
             events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
         return events
+
+    def _scored(self, scores: LabelScores) -> list[tuple[int, Event]]:
+        likeliest = self._parser.spelled(*scores.likeliest)
+        return self._emit([Scored(scores.logprobs, scores.logits, likeliest)])
 
     def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
         if self.is_silent:

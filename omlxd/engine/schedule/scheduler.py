@@ -28,14 +28,15 @@ from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..kvio.hot_budget import evict_unused
 from ..mlx_adapter import Adapter, LoadedModel
-from ..sequence import Likelihood, Sequence, State
+from ..sequence import LabelScores, Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
 from .draft_model import clock
 from .memory_admission import MemoryAdmission
-from .prefill import SMOOTHING, PrefillBudget, compute_chunk, compute_ends, slice_seconds
+from .prefill import SMOOTHING, TOGETHER, PrefillBudget, compute_chunk, compute_ends, slice_seconds
 from .queue import Inbox, RequestQueue, Watchdog
 from .sampling import NO_TOKEN, sample_one
+from .scoring import score, tokens_to_score
 from .speculation import Speculation
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Sink(Protocol):
     def progress(self, event: Progress) -> None: ...
 
     def token(self, token: int, likelihood: Likelihood | None) -> None: ...
+
+    def scored(self, scores: LabelScores) -> None: ...
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None: ...
 
@@ -267,20 +270,26 @@ class Scheduler:
         together = [self.prefill_budget.pick_sequence(sequences)]
         if self._merges_prompts:
             together = self.prefill_budget.ends_together(together[0], sequences)
-        try:
+        with self._over_if_broken(together):
             if len(together) > 1:
                 self._prefill_ends(together)
             else:
                 self._prefill(together[0])
+        return True
+
+    @contextmanager
+    def _over_if_broken(self, sequences: list[Sequence]) -> Iterator[None]:
+        """Compute something of `sequences`, which end if that is interrupted or fails."""
+        try:
+            yield
         except Interrupted:
-            for sequence in together:
+            for sequence in sequences:
                 sequence.cache = None  # Half written. What earlier passes computed has been offered.
                 self._release(sequence)
         except Exception as error:
             log.exception("prefill failed")
-            for sequence in together:
+            for sequence in sequences:
                 self._fail(sequence, _internal(error))
-        return True
 
     def _cut(self, sequence: Sequence) -> None:
         """Before the prompt's last pass, whatever was restored and whoever shares: bits follow the cuts."""
@@ -341,6 +350,9 @@ class Scheduler:
             if saw:
                 self.steps += 1
                 return  # A turn for each image: what else waits has its own in between.
+        if sequence.labels and stop == length:
+            self._score(sequence)
+            return
         if self.memory is not None:
             self.memory.begin_chunk()
         began, decoded = time.perf_counter(), self._decode_s
@@ -367,6 +379,39 @@ class Scheduler:
             sequence.sink.progress(Progress(stop, length))
             return
         self._first_token(sequence, logits[:, -1, :])
+
+    def _score(self, first: Sequence) -> None:
+        """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
+        together, tokens = [first], tokens_to_score(first)
+        for other in sorted(self.running, key=lambda sequence: sequence.arrival):
+            alone = first.images or other.images or not self._loaded.batchable
+            if other is first or alone or not other.labels or other.state is not State.PREFILLING:
+                continue
+            if self._match(other) or other.kv_length < other.last_boundary(self._block):
+                continue
+            if tokens + (more := tokens_to_score(other)) > TOGETHER:
+                break
+            if other.cache is None:
+                other.cache = mlx_adapter.new_cache(self._model, other.capacity)
+            self._begin(other)
+            self._cut(other)
+            together.append(other)
+            tokens += more
+        with self._over_if_broken(together):
+            with self._looking_up(together, self.prefill_budget.seconds(tokens) > LONG_PASS_S):
+                found = [*score(self._loaded, together)]
+            self.steps += 1
+            for sequence, scores in found:
+                self.prefilled_tokens += sequence.remaining_prefill
+                sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
+                if scores is None:
+                    self._spoiled(sequence)
+                elif not sequence.cancelled:
+                    sequence.first_token_s = time.monotonic() - sequence.received
+                    sequence.stored.clear()
+                    sequence.sink.scored(scores)
+                    sequence.sink.finished(sequence, "stop")
+                self._release(sequence)
 
     def _compute(self, sequence: Sequence, stop: int) -> mx.array:
         """As `compute_chunk`. Raises Interrupted, the cache half written, when `sequence` is cancelled."""

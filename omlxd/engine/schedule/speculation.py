@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..constrain.constraint import Constraint, ForcedAnswer
+from ..constrain.constraint import Constraint
 from .draft_model import DraftModel
 from .mtp import MtpModel
 
@@ -375,7 +375,7 @@ class RowSpeculator:
     def __init__(
         self,
         tokens: Seq[int],
-        constraint: Constraint | ForcedAnswer | None = None,
+        constraint: Constraint | None = None,
         shared: Mapping[str, HoldRate] | None = None,
     ):
         self._proposer = NgramProposer(tokens)

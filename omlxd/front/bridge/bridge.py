@@ -146,11 +146,13 @@ class Bridge:
             case Chat():
                 return await self._stream(request.id, chat_request.parse(line), loading)
             case Classify():
-                chat = request.messages is not UNSET
-                parsed = chat_request.parse(line) if chat else completions.parse(line)
+                if request.messages is not UNSET:
+                    parsed = chat_request.parse(scores.without_top(line))
+                else:
+                    parsed = completions.parse(line)
                 _check_one(parsed)
-                labelled = scores.labelled(parsed, request.labels)
-                return await self._classify(request.id, labelled, loading)
+                labelled = scores.labelled(parsed, request.labels, request.top_logprobs)
+                return await self._classify(request, labelled, loading)
             case Inspect():
                 return await self._inspect(request.id, parse_inspect(line), loading)
             case Info():
@@ -179,17 +181,17 @@ class Bridge:
         finally:
             await pump.close()
 
-    async def _classify(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
+    async def _classify(self, request: Classify, parsed: ParsedRequest, loading: Loading | None) -> Line:
         engine = await self._slot.engine(loading, parsed.model)
         pump, result = EventPump(scores_of(engine, parsed)), scores.Scores(parsed.labels)
         try:
             while True:
                 for event in await pump.next(None):
                     if isinstance(event, Failed):
-                        return failure(id, pump.error(event))
+                        return failure(request.id, pump.error(event))
                     result.event(event)
                     if isinstance(event, Finished):
-                        return classified(id, result)
+                        return classified(request, result)
         finally:
             await pump.close()
 

@@ -30,7 +30,7 @@ from msgspec import UNSET, UnsetType
 from ... import chat
 from ...api.body import decode
 from ...api.openai.fields import chat_logprobs
-from ...api.openai.scores import Labels, Scores
+from ...api.openai.scores import Labels, Scores, TopCount
 from ...api.sse import usage_extension
 from ...errors import InvalidRequest, OmlxdError
 
@@ -69,6 +69,8 @@ class Classify(Request, frozen=True, tag="classify"):
 
     labels: Labels
     messages: msgspec.Raw | UnsetType = UNSET
+    logits: bool = False
+    top_logprobs: TopCount = 0
 
 
 class Inspect(Request, frozen=True, tag="inspect"):
@@ -156,12 +158,17 @@ def done(id: Id, finished: chat.Finished) -> Line:
     return line_out(id, "done", reason=finished.reason, usage=usage, stop_sequence=stop)
 
 
-def classified(id: Id, result: Scores) -> Line:
+def classified(request: Classify, result: Scores) -> Line:
     (of_prompt,) = result
     if isinstance(of_prompt, OmlxdError):
-        return failure(id, of_prompt)
+        return failure(request.id, of_prompt)
     best = max(of_prompt, key=lambda score: score.logprob)
-    return line_out(id, "classified", best=best.label, scores=of_prompt, usage=usage_of(result.usage))
+    scores = [msgspec.to_builtins(score) for score in of_prompt]
+    if not request.logits:
+        scores = [{name: value for name, value in score.items() if name != "logit"} for score in scores]
+    top = result.top(0) if request.top_logprobs else []
+    fields = {"scores": scores, "top_logprobs": top, "usage": usage_of(result.usage)}
+    return line_out(request.id, "classified", best=best.label, **fields)
 
 
 def usage_of(usage: chat.Usage) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from ...errors import OmlxdError
 from ..engines.protocol import Engine
 
 AT_ONCE = 8
+SCORED_AT_ONCE = 32
+"""Prompts whose labels are scored: they share passes, and hold a slot for one."""
 _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 """Codes of errors that say nothing of the other prompts."""
 
@@ -38,10 +40,9 @@ def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, No
 
 
 def scores_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
-    """The events of a request's labels, each a choice."""
+    """The events of a request's prompts, each a choice that scores its labels."""
     pairs = zip(_asked(replace(parsed.generate, collected=True), parsed), parsed.labels, strict=True)
-    forced = [replace(request, forced=label) for request, labels in pairs for label in labels]
-    return _choices(engine, forced, len(parsed.labels[0]))
+    return _choices(engine, [replace(request, labels=labels) for request, labels in pairs], 1, SCORED_AT_ONCE)
 
 
 def _asked(first: GenerateRequest, parsed: ParsedRequest) -> list[GenerateRequest]:
@@ -59,8 +60,9 @@ def _choice(request: GenerateRequest, at: int) -> GenerateRequest:
 class _Line:
     """Which choices run, and which may: the first of each prompt, and the others after it."""
 
-    def __init__(self, count: int, n: int):
+    def __init__(self, count: int, n: int, at_once: int):
         self._n = n
+        self._at_once = at_once
         self._may = deque(range(0, count, n))
         self._began: set[int] = set()
         self._running = 0
@@ -75,19 +77,21 @@ class _Line:
 
     def next(self) -> int | None:
         """A choice to start now."""
-        if not self._may or self._running == AT_ONCE:
+        if not self._may or self._running == self._at_once:
             return None
         self._running += 1
         return self._may.popleft()
 
 
-async def _choices(engine: Engine, requests: list[GenerateRequest], n: int) -> AsyncGenerator[Event, None]:
+async def _choices(
+    engine: Engine, requests: list[GenerateRequest], n: int, at_once: int = AT_ONCE
+) -> AsyncGenerator[Event, None]:
     """Of requests in the order of their choices, `n` of each prompt."""
     events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
     finished: dict[int, Finished] = {}
     failed: dict[int, Failed] = {}
     tasks: list[asyncio.Task[None]] = []
-    line = _Line(len(requests), n)
+    line = _Line(len(requests), n, at_once)
 
     async def read(index: int) -> None:
         try:

@@ -8,26 +8,27 @@ import pytest
 from app_client import client
 from fake_engine import FakeEngine, app_of
 
-from omlxd.chat import Conversation, Failed, Finished, RawPrompt, TextDelta, TokenLogprob, Usage
+from omlxd.chat import Conversation, Failed, Finished, RawPrompt, Scored, TokenLogprob, Usage
 
 LOGPROBS = {"yes": (-0.5,), "no": (-1.0, -1.0), "maybe": (-3.0,)}
 
 
+LIKELIEST = TokenLogprob("yes", -0.5, (("yes", -0.5), ("\ufffd", -0.9)), top_raw=(b"", b"\xc3"))
+
+
 class Scoring(FakeEngine):
-    """Answers what is forced, with its tokens' `LOGPROBS`; refuses a prompt of `bad`, breaks at `dead`."""
+    """Scores labels by `LOGPROBS`; refuses a prompt of `bad` and an empty label, breaks at `dead`."""
 
     async def generate(self, request):
         self.requests.append(request)
         text = request.prompt.text if isinstance(request.prompt, RawPrompt) else "chat"
-        if text in ("bad", "dead"):
-            code = "prompt_too_long" if text == "bad" else "internal"
+        if text in ("bad", "dead") or "" in request.labels:
+            code = "internal" if text == "dead" else "prompt_too_long"
             yield Failed(code, f"{text} prompt")
             return
-        values = LOGPROBS.get(request.forced, (-2.0,))
-        for value in values:
-            yield TextDelta("x", (TokenLogprob("x", value),))
-        tokens = len(values) + (request.forced == "unseen")
-        yield Finished("length", Usage(10, 4, 0, tokens))
+        values = tuple(LOGPROBS[label] for label in request.labels)
+        yield Scored(values, tuple(value[0] + 7 for value in values), LIKELIEST)
+        yield Finished("stop", Usage(10, 4, 0, 0))
 
 
 async def post(path: str, **body: object):
@@ -49,9 +50,27 @@ async def test_each_prompt_has_its_class_and_a_bad_one_an_error():
     assert first["logprobs"] == pytest.approx([-0.5, -2.0, -3.0])
     assert {**last, "index": 0} == first and last["index"] == 2
     assert bad.keys() == {"index", "error"} and "bad prompt" in bad["error"]["message"]
-    assert told["usage"]["prompt_tokens"] == 20 and told["usage"]["completion_tokens"] == 8
-    assert [request.forced for request in engine.requests if request.prompt.text == "one"] == labels
+    assert told["usage"]["prompt_tokens"] == 20 and told["usage"]["completion_tokens"] == 0
+    assert [request.prompt.text for request in engine.requests] == ["one", "bad", "two"]
+    assert all(request.labels == tuple(labels) for request in engine.requests)
     assert all(request.sampling.temperature == 0 for request in engine.requests)
+
+
+async def test_logits_and_likeliest_tokens_on_request():
+    asked = {"input": "one", "labels": ["yes", "no"]}
+    engine, answer = await post("/v1/classify", **asked, logits=True, top_logprobs=2, use_activation=False)
+    (row,) = answer.json()["data"]
+    assert row["logits"] == [6.5, 6.0] and row["probs"] == row["logprobs"] == [-0.5, -2.0]
+    assert row["top_logprobs"] == [
+        {"token": "yes", "logprob": -0.5, "bytes": [121, 101, 115]},
+        {"token": "\ufffd", "logprob": -0.9, "bytes": [0xC3]},
+    ]
+    assert engine.requests[0].sampling.logprobs == 2
+    messages = [{"role": "user", "content": "hi"}]
+    _, answer = await post("/v1/classify", messages=messages, labels=["yes"], top_logprobs=2)
+    assert len(answer.json()["data"][0]["top_logprobs"]) == 2
+    _, answer = await post("/v1/classify", **asked)
+    assert not {"logits", "top_logprobs"} & answer.json()["data"][0].keys()
 
 
 async def test_a_conversation_is_classified_without_thinking():
@@ -69,10 +88,20 @@ async def test_scores_of_one_text_with_many_and_of_pairs():
     engine, answer = await post("/v1/score", text_1=["one", "bad"], text_2=["yes", "no"])
     good, bad = answer.json()["data"]
     assert good["score"] == pytest.approx(math.exp(-0.5)) and "bad prompt" in bad["error"]["message"]
-    assert [(r.prompt.text, r.forced) for r in engine.requests] == [("one", "yes"), ("bad", "no")]
+    assert [(r.prompt.text, r.labels) for r in engine.requests] == [("one", ("yes",)), ("bad", ("no",))]
     assert answer.json()["usage"]["omlxd"]["tokens_per_s"] == 0, "nothing is decoded"
     _, answer = await post("/v1/score", text_1="one", text_2="yes")
     assert len(answer.json()["data"]) == 1
+
+
+async def test_an_empty_text_is_an_error_of_its_own_row():
+    _, answer = await post("/v1/score", text_1="one", text_2=["yes", "", "no"])
+    first, empty, last = answer.json()["data"]
+    assert first["score"] == pytest.approx(math.exp(-0.5)) and last["score"] == pytest.approx(math.exp(-1))
+    assert empty["index"] == 1 and "score" not in empty and empty["error"]["message"]
+    assert last["index"] == 2
+    _, answer = await post("/v1/score", text_1="one", text_2="")
+    assert answer.status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -91,7 +120,7 @@ async def test_scores_of_one_text_with_many_and_of_pairs():
         ("/v1/classify", {"messages": [], "labels": ["a"]}, "messages"),
         ("/v1/score", {"text_1": "x"}, "text_2"),
         ("/v1/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "text_2"),
-        ("/v1/score", {"text_1": "x", "text_2": ["a", ""]}, "text_2"),
+        ("/v1/classify", {"input": "x", "labels": ["a"], "top_logprobs": 21}, "top_logprobs"),
         ("/v1/score", {"text_1": "x", "text_2": ["a"] * 129}, "text_2"),
     ],
 )
@@ -102,12 +131,7 @@ async def test_what_is_refused_names_the_field(path, body, param):
 
 
 async def test_an_only_prompt_that_is_bad_and_an_engine_that_fails_are_errors():
-    _, answer = await post("/v1/classify", input="bad", labels=["a", "b"])
+    _, answer = await post("/v1/classify", input="bad", labels=["yes", "no"])
     assert answer.status_code == 400 and "bad prompt" in answer.text
-    _, answer = await post("/v1/classify", input=["dead", "one"], labels=["a"])
+    _, answer = await post("/v1/classify", input=["dead", "one"], labels=["yes"])
     assert answer.status_code == 500
-
-
-async def test_a_label_that_the_model_can_not_say_is_its_prompts_error():
-    _, answer = await post("/v1/classify", input=["one"], labels=["yes", "unseen"])
-    assert "'unseen' can't be scored" in answer.json()["data"][0]["error"]["message"]

@@ -102,7 +102,8 @@ def test_labels_are_as_likely_as_the_answer_s_own_tokens_say(shared: EngineLines
     tops = {top["token"]: top["logprob"] for top in delta["logprobs"][0]["top_logprobs"]}
     words = [token for token in tops if token[0] == " " and token[1:].isalpha()]
     two = words[0] + words[1]
-    found = lines.ask("classify", prompt=prompt, labels=[two, *words])
+    found = lines.ask("classify", prompt=prompt, labels=[two, *words], logits=True, top_logprobs=20)
+    assert {top["token"]: top["logprob"] for top in found["top_logprobs"]}.keys() == tops.keys()
     scores = found["scores"]
     assert [score["label"] for score in scores] == [two, *words]
     assert [score["tokens"] for score in scores] == [2] + [1] * len(words)
@@ -111,12 +112,15 @@ def test_labels_are_as_likely_as_the_answer_s_own_tokens_say(shared: EngineLines
     assert scores[0]["logprob"] < scores[1]["logprob"]
     assert found["best"] == max(scores, key=lambda score: score["logprob"])["label"]
     assert math.isclose(sum(score["share"] for score in scores), 1.0)
-    assert found["usage"]["completion_tokens"] == 2 + len(words)
+    first, second = scores[1:3]
+    assert math.isclose(first["logit"] - second["logit"], first["logprob"] - second["logprob"], abs_tol=1e-3)
+    assert found["usage"]["completion_tokens"] == 0
     assert found["usage"]["cached_hot"] == (found["usage"]["prompt_tokens"] - 1) // BLOCK * BLOCK
     # A conversation's answer begins at once, thinking or not, and a control token is none.
     messages = [{"role": "user", "content": "Is the kettle on?"}]
     found = lines.ask("classify", messages=messages, labels=["yes", "no", "the kettle is on"])
-    assert found["type"] == "classified" and found["usage"]["completion_tokens"] > 3
+    assert found["type"] == "classified" and "logit" not in found["scores"][0]
+    assert found["scores"][2]["tokens"] > 1 and "top_logprobs" not in found
     bad = lines.ask("classify", messages=messages, labels=["yes", "<|im_end|>"])
     assert bad["code"] == "invalid_request" and "<|im_end|>" in bad["message"]
     thinks = lines.ask("classify", messages=messages, labels=["yes"], enable_thinking=True)
