@@ -24,7 +24,9 @@ from omlxd.chat import (
     GenerateRequest,
     RawPrompt,
     ReasoningDelta,
+    Scored,
     TextDelta,
+    TokenLogprob,
     ToolCall,
     Usage,
     Vectors,
@@ -147,6 +149,8 @@ class FakeEngine:
         self.requests.append(replace(request, collected=False))  # All else is the same, streamed or not.
         ended = False
         try:
+            if count := len(request.labels):
+                yield Scored(((-1.0,),) * count, (0.0,) * count, TokenLogprob("yes", -1.0))
             for step in self.script:
                 if isinstance(step, Exception):
                     ended = True
