@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from templates import QWEN3
 from tokenizers import Tokenizer
 
-from omlxd.chat import Conversation, Finished, GenerateRequest, TextDelta, TextPart, TokenLogprob
+from omlxd.chat import Conversation, Finished, GenerateRequest, Scored, TextPart, TokenLogprob
 
 
 def engine_that(kind: str, model_id: str = "org/embed") -> FakeEngine:
@@ -132,9 +132,9 @@ class Judge(FakeEngine):
     async def generate(self, request: GenerateRequest):
         self.requests.append(request)
         text = texts_of(request)[-1].partition("<Document>: ")[2]
-        logprob = -1.0 if request.forced == "yes" else -float(len(text))
-        yield TextDelta(request.forced, (TokenLogprob(request.forced, logprob),))
-        yield Finished("length", replace(USAGE, completion_tokens=1))
+        logprobs = tuple((-1.0 if label == "yes" else -float(len(text)),) for label in request.labels)
+        yield Scored(logprobs, (0.0, 0.0), TokenLogprob("yes", -1.0))
+        yield Finished("stop", replace(USAGE, completion_tokens=0))
 
 
 def texts_of(request: GenerateRequest) -> list[str]:
