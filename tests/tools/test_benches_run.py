@@ -17,7 +17,7 @@ REPO = Path(__file__).resolve().parents[2]
 RUNS = {
     "gpu": ("--shape tiny --tokens 4000 --blocks 64 --only same", "| cold hit |"),
     "restore": ("--shape small --megabytes 20 --threads 1 --blocks 64", "peak memory"),
-    "load_or_compute": ("--shape tiny --tokens 640 --disk 1,0 --rounds 1", "| 1.0 |"),
+    "load_or_compute": ("--shape tiny --tokens 640 --disk 1,0 --rounds 1", "| 1.00 |"),
     "block_files": ("--shape small --megabytes 20 --threads 1", "ColdTier.store"),
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),

@@ -9,8 +9,8 @@
     both      what the engine does with rates that it knows (engine/kvio/cold_reads.py): it computes from the
               front while it reads from the end, where that saves a fifth, else it reads
     unknown   the same in an engine that has measured neither rate yet, as after a restart
-    limit     1 / (1 / read + 1 / computed)
-    computed  the blocks of the prefix that `both` computed, of all
+    limit     1 / (1 / read + 1 / computed), as if each block took as long to compute; the first take less
+    blocks computed  of the prefix, by `both`, of all
 
 Medians of the rounds, in which they follow each other; weights are random, the hot tier is empty.
 """
@@ -130,7 +130,7 @@ def main() -> None:
         bench = LoadBench(args.shape, Path(folder), args.tokens // BLOCK * BLOCK)
         mb = bench.tokens * bench.per_token / 1e6
         print(f"{args.shape}, {bench.tokens} tokens, {mb:.0f} MB of KV, {mx.default_device()}; seconds\n")
-        row("disk", "computed", "read", "both", "both, rates unknown", "limit", "both / limit", "computed")
+        row("disk", "computed", "read", "both", "unknown", "limit", "both / limit", "blocks computed")
         row(*["---"] * 8)
         bench.seconds(None)  # Kernels are compiled, memory is there.
         for slower in map(float, args.disk.split(",")):
