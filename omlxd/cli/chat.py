@@ -13,14 +13,19 @@ import signal
 import sys
 import termios
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Generator, Sequence
+from mimetypes import guess_type
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from ..common.files import read_small
 from ..config import load_settings
+from ..errors import ConfigError
 from ..models.offer import offer_default_model
 from .daemon_client import DaemonError, NoDaemon, TokenTimes, add_url, address, fetch, stream
 from .launch import LaunchError, Models, Target, find_target
@@ -36,8 +41,28 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that would command the terminal."""
 
 
-Message = dict[str, str]
+Message = dict[str, Any]
 """`role` and `content`; `reasoning_content` lets the daemon render the turn as the model generated it."""
+
+
+MOST_FILE_BYTES = 20 << 20
+"""Of an image, for the daemon too."""
+
+
+def image_part(name: str) -> Message:
+    """An image or a PDF from a file, as a part of a message. Raises ConfigError."""
+    path = Path(name).expanduser()
+    try:
+        data = read_small(path, MOST_FILE_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror or error}.") from None
+    kind = "application/pdf" if data.startswith(b"%PDF-") else guess_type(path.name)[0] or ""
+    url = f"data:{kind};base64,{b64encode(data).decode()}"
+    if kind == "application/pdf":
+        return {"type": "file", "file": {"filename": path.name, "file_data": url}}
+    if not kind.startswith("image/"):
+        raise ConfigError(f"{name}: send a PNG, JPEG, WebP or GIF, or a PDF.")
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def ask_body(**fields: Any) -> bytes:
@@ -103,7 +128,9 @@ class Answer:
 
 
 class Conversation:
-    """The turns with one model. `answers`: those that ended or were stopped. `max_tokens`: of an answer."""
+    """The turns with one model. `answers`: those that ended or were stopped. `max_tokens`: of an answer.
+    `images`: parts that go with the next question.
+    """
 
     def __init__(self, target: Target, system: str = "", max_tokens: int = MAX_TOKENS):
         self.target = target
@@ -116,6 +143,7 @@ class Conversation:
         if self._system:
             self._messages.append({"role": "system", "content": self._system})
         self._name = f"chat-{uuid.uuid4().hex}"
+        self.images: list[Message] = []
         self.answers: list[Answer] = []
 
     def ask(self, question: str, show: Callable[[_Delta], None]) -> Answer:
@@ -123,7 +151,9 @@ class Conversation:
 
         KeyboardInterrupt stops the answer, and what came of it is kept.
         """
-        messages: list[Message] = [*self._messages, {"role": "user", "content": question}]
+        parts, self.images = self.images, []
+        content = [*parts, {"type": "text", "text": question}] if parts else question
+        messages: list[Message] = [*self._messages, {"role": "user", "content": content}]
         limit, name = self._max_tokens, self._name
         body = ask_body(model=self.target.model, messages=messages, max_tokens=limit, prompt_cache_key=name)
         answer = Answer()
@@ -152,6 +182,10 @@ class Terminal:
         self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
             "/clear": ("begins a new conversation", self._clear),
             "/model": ("shows the models; `/model NAME` goes on with another one", self._model),
+            "/image": (
+                "`/image FILE` shows the model a picture or a PDF with your next question",
+                self._image,
+            ),
             "/stats": ("shows cached tokens, tokens per second and time to the first token", self._stats),
             "/help": ("shows this", self._help),
         }
@@ -176,7 +210,7 @@ class Terminal:
             try:
                 with _typing_waits():
                     self._take(line)
-            except (DaemonError, LaunchError) as error:
+            except (ConfigError, DaemonError, LaunchError) as error:
                 self._say(error.message, "red")
 
     def _take(self, line: str) -> None:
@@ -205,6 +239,11 @@ class Terminal:
         models = fetch(target.url, target.key, "/v1/models", Models).data
         rows = [("* " if m.id == target.model else "  ") + f"{m.id}  {m.omlxd.state}" for m in models]
         self._say("\n".join(rows))
+
+    def _image(self, rest: str) -> None:
+        name = rest.strip("'\"").replace("\\ ", " ")  # As terminals write a file that is dropped on them.
+        self._conversation.images.append(image_part(name))
+        self._say(f"{Path(name).name} goes with your next question.", "dim")
 
     def _stats(self, rest: str) -> None:
         rows: list[tuple[str, ...]] = [
@@ -295,9 +334,14 @@ def _context(target: Target) -> str:
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Exit status 1 if there is no answer. Raises ConfigError."""
-    parser.usage = "omlxd chat [QUESTION …] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
+    parser.usage = (
+        "omlxd chat [QUESTION …] [--image FILE] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
+    )
     parser.add_argument("question", nargs="*", help="print the answer to it and end; also taken from a pipe")
     parser.add_argument("--model", metavar="NAME", help="default: the first one that is loaded")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="a picture or a PDF; again for more"
+    )
     add_url(parser)
     parser.add_argument("--system", metavar="TEXT", default="", help="what stands before the conversation")
     parser.add_argument(
@@ -305,6 +349,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     )
     args = parser.parse_args(argv)
     question = " ".join(args.question)
+    images = [image_part(name) for name in args.image]
     if not sys.stdin.isatty():
         question = f"{question}\n\n{sys.stdin.read()}".strip()
         if not question:
@@ -314,6 +359,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     try:
         with daemon(args.url, args.model) as target:
             conversation = Conversation(target, args.system, args.max_tokens)
+            conversation.images += images
             console = Console(highlight=False)
             if question:
                 _print_answer(conversation, question, console)

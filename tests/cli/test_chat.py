@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import http.server
+import io
+import json
 import os
 import pty
 import re
@@ -19,11 +21,16 @@ import termios
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from daemon import PATIENCE_S, alive, free_port, wait_until
+from rich.console import Console
 
+from omlxd.cli import chat
+from omlxd.cli.launch import Target
+from omlxd.errors import ConfigError
 from tests.front.process.test_serve import REPO, STUB, Daemon, start  # noqa: F401
 from tests.models.test_resolve import make
 
@@ -219,6 +226,52 @@ def test_questions_from_arguments_and_pipes(start):  # noqa: F811
     )  # As it is, without thoughts.
     assert run(url, "read this:", stdin="script:from the pipe").stdout == "fromthepipe\n"
     assert "standard input is empty" in run(url).stderr
+
+
+def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bodies: list[dict[str, Any]] = []
+
+    def answered(url: str, key: str, path: str, body: bytes, kind: type) -> Iterator[chat.Chunk]:
+        bodies.append(json.loads(body))
+        yield chat.Chunk([chat._Choice(chat._Delta("seen"), "stop")])
+
+    monkeypatch.setattr(chat, "stream", answered)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b.png").write_bytes(b"png")
+    (tmp_path / "k").write_bytes(b"%PDF-1.4")
+    talk = chat.Conversation(Target("http://x", "", "m", None))
+    terminal = chat.Terminal(talk, Console(file=io.StringIO()))
+    for name in ("'a b.png'", "a\\ b.png", "~/k"):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        terminal._take(f"/image {name}")
+    for question in ("what is it?", "and now?"):
+        terminal._take(question)
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}}
+    file = {
+        "type": "file",
+        "file": {"filename": "k", "file_data": "data:application/pdf;base64,JVBERi0xLjQ="},
+    }
+    first, second = (body["messages"] for body in bodies)
+    assert first[0]["content"] == [image, image, file, {"type": "text", "text": "what is it?"}]
+    assert second[:1] == first and second[-1]["content"] == "and now?"
+    with open("large.png", "wb") as large:
+        large.truncate(chat.MOST_FILE_BYTES + 1)
+    (tmp_path / "a.txt").write_text("text")
+    for name, words in (
+        ("none.png", "none.png: No such file or directory."),
+        ("a.txt", "a.txt: send a PNG, JPEG, WebP or GIF, or a PDF."),
+        ("large.png", "large.png: it is larger than 20 MiB."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            chat.image_part(name)
+
+
+def test_a_picture_that_the_model_cannot_see_is_a_sentence(start, tmp_path: Path):  # noqa: F811
+    url, file = start().url, tmp_path / "a.png"
+    file.write_bytes(b"png")
+    done = run(url, "what is it?", "--image", str(file))
+    assert done.returncode == 1 and "tiny reads no images" in done.stderr
+    assert run(url, "what?", "--image", "none.png").stderr == "omlxd: none.png: No such file or directory.\n"
 
 
 def test_an_answer_has_a_limit_of_tokens(start):  # noqa: F811
