@@ -17,7 +17,8 @@ import msgspec
 from ..common.units import human, spoken
 from ..config import ModelSettings, Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
-from ..models.catalog import Catalog, Description, default_model, describe
+from ..models.adapters import adapter_bytes
+from ..models.catalog import Catalog, Description, InstalledModel, default_model, describe
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
@@ -62,7 +63,7 @@ def installed(settings: Settings) -> list[InstalledStatus]:
                 folder=str(model.folder) if model.folder else None,
                 aliases=list(own.aliases) if own else [],
                 pinned=bool(own and own.pin),
-                disk_bytes=weight_bytes(model.folder) if model.folder is not None else None,
+                disk_bytes=_disk_bytes(model),
                 load_bytes=prints.loading(likely_backend()) if prints else None,
                 context_length=prints.context_length if prints else None,
                 kv_bytes_per_token=prints.kv_per_token if prints else None,
@@ -76,6 +77,12 @@ def installed(settings: Settings) -> list[InstalledStatus]:
             )
         )
     return result
+
+
+def _disk_bytes(model: InstalledModel) -> int | None:
+    if model.adapter is not None:
+        return adapter_bytes(model.adapter)
+    return weight_bytes(model.folder) if model.folder is not None else None
 
 
 def _prints(folder: Path, own: ModelSettings | None, settings: Settings) -> Footprint:

@@ -18,7 +18,7 @@ class InstalledStatus(msgspec.Struct, kw_only=True):
     state         `unloaded`, `loading`, `ready`, `unloading`, `restarting`, `failed`; `installed`
                   without a daemon
     source        `folder` (of --model, or imported), `model-dir`, `hub` or `demo`
-    disk_bytes    of its weight files
+    disk_bytes    of its weight files, or of its adapter's
     load_bytes    what loading it may need
     idle_s        how long it stays without a request; null: for good
     expires_in_s  until it goes for being idle; null: it does not

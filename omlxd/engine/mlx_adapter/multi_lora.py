@@ -245,7 +245,7 @@ def read_adapter(model: Any, folder: str) -> None:
     check_adapter(Path(folder))
     try:
         load_adapters(model, folder)
-        held = mx.load(f"{folder}/{ADAPTER_FILES[1]}").keys()
+        held = cast(dict[str, mx.array], mx.load(f"{folder}/{ADAPTER_FILES[1]}"))
     except OSError as error:
         raise AdapterError(f"the adapter {folder} can't be read: {error.strerror or error}") from error
     except Exception as error:  # mlx-lm raises what its config or the file's tensors make of it.

@@ -15,6 +15,7 @@ from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Vectors
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
+from ...models.adapters import adapter_bytes
 from ...models.catalog import Description, InstalledModel, describe
 from ...models.footprint import Footprint, footprint
 from .client import EngineProcess
@@ -106,6 +107,7 @@ class ModelEngine:
         self.host: ModelEngine | None = None
         self.guests: Callable[[], Sequence[ModelEngine]] = lambda: ()
         self.loaded_state: tuple[int, ...] = ()
+        self._adapter_bytes: int | None = None
         self._footprints: tuple[Footprint, Footprint] | None = None
         self._drafts: tuple[Footprint, Footprint] | None = None
 
@@ -210,7 +212,9 @@ class ModelEngine:
 
     @property
     def disk_bytes(self) -> int | None:
-        """Of its weight files."""
+        """Of its weight files; of an adapter that is a model of its own, that adapter's."""
+        if self.installed.adapter is not None:
+            return self._adapter_bytes
         return self._footprints[False].weights if self._footprints else None
 
     @property
@@ -220,6 +224,8 @@ class ModelEngine:
 
     def measure(self) -> None:
         """Read the `footprint`. Blocks for as long as the disk does."""
+        if self.installed.adapter is not None:
+            self._adapter_bytes = adapter_bytes(self.installed.adapter)
         if self.folder is not None:
             self.described = describe(self.folder)
             self._footprints = footprint(self.folder), footprint(self.folder, float32=True)

@@ -159,10 +159,14 @@ def test_adapters_are_models_of_their_own(base: Path, adapter: Path, tmp_path: P
         assert again["choices"][0]["text"] == answers["tiny:style"]["choices"][0]["text"]
         shown = httpx.get(f"{url}/omlxd/models/tiny:style", trust_env=False).json()
         assert shown["adapter"] == str(folder / "style")
+        nbytes = (adapter / "adapters.safetensors").stat().st_size
+        assert shown["disk_bytes"] == nbytes
     settings = load_settings(
         {"base_path": str(tmp_path / "omlxd"), "model": str(folder), "no_hf_cache": "true"}, {}
     )
-    assert [model.id for model in installed(settings)] == ["tiny", "tiny:style", "tiny:tone"]
+    models = {model.id: model.disk_bytes for model in installed(settings)}
+    weights = (folder / "model.safetensors").stat().st_size
+    assert models == {"tiny": weights, "tiny:style": nbytes, "tiny:tone": nbytes}
 
 
 def test_a_models_setting_names_its_adapter_and_a_wrong_one_is_said(base: Path, tmp_path: Path):
