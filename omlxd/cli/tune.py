@@ -52,6 +52,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {usual})"
         )
     parser.add_argument("--learning-rate", type=_rate, default=1e-4, metavar="X", help="(default: 1e-4)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the adapter (default: float32)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with the adapter of that name")
     add_flags(parser, "base_path", "model_dir")
     args = parser.parse_args(argv)
@@ -149,6 +155,7 @@ def _job(
         max_seq_length=args.max_length,
         seed=args.seed,
         resume=args.resume,
+        dtype=args.dtype,
     )
 
 

@@ -55,6 +55,7 @@ class Job(msgspec.Struct, kw_only=True):
 
     memory_limit  bytes that MLX keeps to
     resume        go on with the adapter in `adapter_path`
+    dtype         of the adapter and of AdamW's sums: `float32` or `bfloat16`
     """
 
     model: str
@@ -72,6 +73,7 @@ class Job(msgspec.Struct, kw_only=True):
     grad_checkpoint: bool = False
     resume: bool = False
     memory_limit: int = 0
+    dtype: str = "float32"
 
 
 def read_data(folder: Path) -> tuple[list[Example], list[Example]]:

@@ -188,6 +188,9 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     assert before.keys() == after.keys()
     changes = [mx.abs(after[name] - before[name]).max().item() for name in before]
     assert 0 < max(changes) < 0.01, "one step from where it was"
+    assert run(tmp_path, base, folder, "--iters", "1", "--resume", "--dtype", "bfloat16", *words) == 0
+    half = mx.load(str(target / "adapters.safetensors"))
+    assert {array.dtype for array in half.values()} == {mx.bfloat16} and half.keys() == after.keys()
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
 
 

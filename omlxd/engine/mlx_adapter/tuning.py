@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import msgspec
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm import lora
 from mlx_lm.lora import CONFIG_DEFAULTS, train_model
 from mlx_lm.tuner import trainer
@@ -130,7 +130,7 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
     # Its own draw boxes in colours into files too, and count a model's parameters wrongly.
     patched[0].TrainUI = lambda *_, **__: progress
     patched[1].print_lora_run_header = lambda *_: None
-    patched[1].print_trainable_parameters = _say_what_is_trained
+    patched[1].print_trainable_parameters = lambda model: _make_ready(model, getattr(mx, job.dtype))
 
     def dataset(examples: list[Example]) -> Any:
         return (
@@ -154,6 +154,8 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
         raise Stopped(progress.steps)
 
 
-def _say_what_is_trained(model: Any) -> None:
+def _make_ready(model: Any, dtype: Any) -> None:
+    """Give the adapter in `model`, new or resumed, its type, and say how large it is."""
+    model.update(tree_map(lambda array: array.astype(dtype), model.trainable_parameters()))
     count = sum(cast(mx.array, array).size for _, array in tree_flatten(model.trainable_parameters()))
     say(f"{count} parameters are trained")
