@@ -268,6 +268,11 @@ def media_of(messages: Iterable[Message]) -> Iterator[ImagePart | DocumentPart]:
                 yield from part.documents
 
 
+def first_image(prompt: Conversation | RawPrompt) -> ImagePart | None:
+    parts = media_of(prompt.messages) if isinstance(prompt, Conversation) else ()
+    return next((part for part in parts if isinstance(part, ImagePart)), None)
+
+
 def plain_texts(prompt: Conversation | RawPrompt) -> list[str]:
     """Texts that every template writes as they are, but for blanks at their ends."""
     if isinstance(prompt, RawPrompt):

@@ -20,7 +20,7 @@ import mlx.core as mx
 import msgspec
 
 from .. import wire
-from ..chat import Conversation, GenerateRequest, RawPrompt
+from ..chat import Conversation, GenerateRequest, RawPrompt, first_image
 from ..common.files import read_small
 from ..common.units import CPU_SLOTS, SLOTS
 from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
@@ -124,14 +124,13 @@ class EngineHost:
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
         self.media = Media()
+        self._most_images = load.prompts.max_images
         self.prompts = PromptPipeline(
             self.loaded.tokenizer,
             turn_memory=load.prompts.healing,
             hoist_system=load.prompts.hoist_system,
             files=self._store.turns,
-            read_documents=lambda prompt: read_documents(
-                prompt, self.media, sees=self.images is not None, most_images=load.prompts.max_images
-            ),
+            read_documents=self._read_documents,
             images=self.loaded.blind == "",
             starts_in_thinking=load.prompts.starts_in_thinking,
         )
@@ -370,12 +369,16 @@ class EngineHost:
         scope = Scope(request.session, served.salt(request.cache_salt))
         return self.prompts.render(request.prompt, scope=scope, most=context - 1, refuse=context - 1)
 
+    def _read_documents(self, prompt: Conversation) -> Conversation:
+        """`prompt` with its PDFs as texts or images. Raises InvalidRequest."""
+        if self.loaded.blind and (image := first_image(prompt)):
+            raise bad_field(image.param or "messages", f"this model takes no images: {self.loaded.blind}")
+        sees = self.images is not None
+        return read_documents(prompt, self.media, sees=sees, most_images=self._most_images)
+
     def _place_images(self, rendered: RenderedPrompt, most: int) -> tuple[list[int], PromptImages | None]:
         """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
         if self.images is None:
-            if rendered.images:
-                why = f"this model takes no images: {self.loaded.blind}"
-                raise bad_field(rendered.images[0].param or "messages", why)
             return rendered.tokens, None
         return self.images.place(rendered.tokens, rendered.images, rendered.generated, most)
 

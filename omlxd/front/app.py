@@ -28,6 +28,7 @@ from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
+from ..chat import first_image
 from .engines.link import in_background
 from .engines.protocol import Engine, Engines, check_chats, check_images
 from .http.discovery import Discovery
@@ -209,7 +210,10 @@ class _Routes:
     async def _find_engine(self, parsed: ParsedRequest) -> Engine:
         engine = await self._engines.find_engine(parsed.model)
         check_chats(engine)
-        check_images(engine, self._engines.models(), parsed.generate.prompt)
+        prompt = parsed.generate.prompt
+        if engine.images is None and first_image(prompt) is not None:
+            await self._engines.look_for_models()  # Its folder says whether it sees.
+        check_images(engine, self._engines.models(), prompt)
         return engine
 
     async def _parsed(self, request: Request, parse: Parse) -> tuple[int, ParsedRequest]:

@@ -14,11 +14,10 @@ from ...chat import (
     EmbedRequest,
     Event,
     GenerateRequest,
-    ImagePart,
     RawPrompt,
     Struct,
     Vectors,
-    media_of,
+    first_image,
 )
 from ...cli.owner_api import PinList
 from ...errors import NotFound, bad_field
@@ -183,10 +182,7 @@ class Engines(Protocol):
 
 def check_images(engine: Engine, engines: Sequence[Engine], prompt: Conversation | RawPrompt) -> None:
     """Raises InvalidRequest for images that `engine` can't read; names one of `engines` that can."""
-    if engine.images is not False or not isinstance(prompt, Conversation):
-        return
-    image = next((part for part in media_of(prompt.messages) if isinstance(part, ImagePart)), None)
-    if image is None:
+    if engine.images is not False or (image := first_image(prompt)) is None:
         return
     why = f" ({engine.blind})" if engine.blind else ""
     seeing = next((other.model_id for other in engines if other.images), None)

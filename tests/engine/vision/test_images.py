@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,6 +188,12 @@ def test_without_mlx_vlm_a_vision_model_says_what_to_install(model: Path, monkey
     blind = vision.blindness(model)
     assert blind and "omlxd[vision]" in blind and f"mlx-vlm=={vision.VLM_VERSION}" in blind
     assert footprint(model).blind == blind
+    host = Host(model)
+    try:
+        with pytest.raises(InvalidRequest, match=re.escape(f"this model takes no images: {blind}")):
+            host.ask(request(user("Look", encoded(1))))
+    finally:
+        host.close()
     with pytest.raises(ModelError, match="pip install"):
         mlx_adapter.load(build_vision_family("glm4v", model.parent / "glm4v"))
 

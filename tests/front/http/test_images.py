@@ -11,12 +11,14 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from fake_engine import INFO, FakeEngine
+from app_client import client
+from fake_engine import INFO, FakeEngine, FakeEngines
 from msgspec.structs import replace
 from sdk_clients import claude, gpt
 
 from omlxd.chat import Conversation, ImagePart, Message, RawPrompt, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
+from omlxd.front.app import create_app
 from omlxd.front.engines.model import ModelEngine
 from omlxd.front.engines.protocol import check_images
 from omlxd.front.http.model_list import model_entry
@@ -89,6 +91,23 @@ def test_what_to_install_is_said_before_the_model_was_ever_loaded(tmp_path: Path
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     model.measure()
     assert model_entry(model.card).omlxd.note == ""
+
+
+async def test_the_folders_of_a_model_that_was_never_loaded_are_looked_at():
+    unknown, looks = engine("org/vl", None), []
+    engines: Any = FakeEngines(unknown)
+
+    async def look() -> None:
+        looks.append(unknown)
+        unknown.info = replace(INFO, model_id="org/vl", images=False, blind="mlx-vlm is not installed")
+
+    engines.look_for_models = look
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    async with client(create_app(engines)) as http:
+        for content, refused in (("hi", False), ([url], True)):
+            body = {"model": "vl", "messages": [{"role": "user", "content": content}]}
+            answer = await http.post("/v1/chat/completions", json=body)
+            assert ("mlx-vlm is not installed" in answer.text) == refused == bool(looks)
 
 
 async def test_clients_get_it_before_the_model_is_asked():
