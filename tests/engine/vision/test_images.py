@@ -96,7 +96,7 @@ def test_an_image_is_read_and_hit_again(host: Host):
     usage = finished(second).usage
     assert usage.cached_hot == (usage.prompt_tokens - 1) // BLOCK * BLOCK
     assert host.engine.images.towers == towers + 1
-    assert host.engine.count(ask.prompt) == usage.prompt_tokens
+    assert host.engine.count(0, ask.prompt) == usage.prompt_tokens
     assert host.engine.info.images and host.engine.info.blind == ""
 
 
@@ -154,7 +154,7 @@ def test_an_image_of_the_assistant_is_refused(host: Host):
 
 
 def test_why_a_prompt_missed_names_the_image(host: Host, tmp_path: Path):
-    explainer: Any = host.engine.explain(request(user(LONG, encoded(8), LONG)), -1)
+    explainer: Any = host.engine.explain(0, request(user(LONG, encoded(8), LONG)), -1)
     assert explainer.cause == "never_stored"  # Without a cold tier nothing is known of what stands there.
 
 
