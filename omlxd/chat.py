@@ -216,6 +216,9 @@ class GenerateRequest(Struct, frozen=True):
     return_token_ids  `TokenIds` come with the answer
     keys_file, values  a safetensors file that the prompt's keys are written to, its values too; "": none
     query       position in the prompt whose attention is written there too; negative: from the end
+    kv_from     a prompt-cache file of mlx-lm, which holds the KV of the first tokens of `prompt`: these alone
+                are the prompt; "": none
+    kv_into     one that the prompt's KV is written to; "": none
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -232,6 +235,8 @@ class GenerateRequest(Struct, frozen=True):
     keys_file: str = ""
     values: bool = False
     query: int | None = None
+    kv_from: str = ""
+    kv_into: str = ""
 
 
 class EmbedRequest(Struct, frozen=True):

@@ -9,9 +9,9 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +26,8 @@ STREAM_S = 3600.0
 NO_HEADERS: Mapping[str, str] = {}
 KEY_VARIABLE = "OMLXD_API_KEY"
 _PROC_LOCKS = Path("/proc/locks")
+_PIECE = 1 << 20
+Body = bytes | Iterable[bytes]
 T = TypeVar("T")
 
 
@@ -153,13 +155,36 @@ def fetch(
     key: str,
     path: str,
     type: type[T],
-    body: bytes | None = None,
+    body: Body | None = None,
     seconds: float = ANSWER_S,
     headers: Mapping[str, str] = NO_HEADERS,
 ) -> T:
-    """The answer at `path`; a POST if there is a `body` (JSON). Raises DaemonError."""
+    """The answer at `path`; a POST if there is a `body`: JSON, or pieces of anything. Raises DaemonError."""
     with _sentences(url, key, seconds), _open(url, key, path, body, seconds, headers) as answer:
         return msgspec.json.decode(answer.read(), type=type)
+
+
+def pieces(source: IO[bytes]) -> Iterator[bytes]:
+    """What is left of a file, as a body."""
+    while piece := source.read(_PIECE):
+        yield piece
+
+
+def download(url: str, key: str, path: str, body: bytes, target: IO[bytes]) -> None:
+    """Write the answer to a POST to `target`, all of it. Raises DaemonError; OSError as `target` does."""
+    with _sentences(url, key, STREAM_S):
+        answer = _open(url, key, path, body, STREAM_S)
+    with answer:
+        while piece := _read_piece(url, key, answer):
+            target.write(piece)
+
+
+def _read_piece(url: str, key: str, answer: http.client.HTTPResponse) -> bytes:
+    with _sentences(url, key, STREAM_S):
+        piece = answer.read(_PIECE)
+        if not piece and answer.length:
+            raise http.client.IncompleteRead(piece, answer.length)
+        return piece
 
 
 def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generator[T]:
@@ -181,11 +206,12 @@ def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generat
 
 
 def _open(
-    url: str, key: str, path: str, body: bytes | None, seconds: float, headers: Mapping[str, str] = NO_HEADERS
+    url: str, key: str, path: str, body: Body | None, seconds: float, headers: Mapping[str, str] = NO_HEADERS
 ) -> http.client.HTTPResponse:
     request = urllib.request.Request(f"{url}{path}", body, dict(headers))
     if body is not None:
-        request.add_header("Content-Type", "application/json")
+        kind = "application/json" if isinstance(body, bytes) else "application/octet-stream"
+        request.add_header("Content-Type", kind)
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     # No proxy of the environment's may stand before the loopback.

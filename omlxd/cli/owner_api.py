@@ -266,6 +266,23 @@ class CachedFiles(msgspec.Struct):
     tokens: int
 
 
+class Imported(msgspec.Struct):
+    """Files of an archive: `taken`, `there` before, without room (`full`); a line for each that is `bad`."""
+
+    taken: int = 0
+    there: int = 0
+    full: int = 0
+    bad: list[str] = []
+
+
+class ImportedPrompt(msgspec.Struct):
+    """A prompt whose KV came from a file, and the tokens that were computed of it."""
+
+    model: str
+    tokens: int
+    block_size: int
+
+
 class WhyMiss(msgspec.Struct):
     """`request_id`: of a request that was made. `reached`: tokens restored then; -1: as of now.
 

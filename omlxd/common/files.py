@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Generator
 from pathlib import Path
 from typing import IO
 
@@ -66,6 +67,22 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o600, *, sync: bool = Fal
         with contextlib.suppress(OSError):
             temp.unlink()
         raise
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Generator[IO[bytes]]:
+    """A file that has its name once all is in it; until then another. Raises FileExistsError, OSError."""
+    temp = path.with_name(f"{path.name}.{os.getpid()}.part")
+    if path.exists():
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    temp.unlink(missing_ok=True)
+    try:
+        fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "wb") as target:
+            yield target
+        temp.rename(path)
+    finally:
+        temp.unlink(missing_ok=True)
 
 
 def safetensors_header(file: IO[bytes], size: int, most: int = MAX_HEADER) -> bytes | None:

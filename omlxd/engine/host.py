@@ -35,7 +35,7 @@ from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
-from .mlx_adapter import Quantisation
+from .mlx_adapter import Adapter, Cache, LoadedModel, PromptCacheFile, Quantisation
 from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
@@ -77,7 +77,7 @@ class EngineHost:
         # Of this thread, which is the one that samples: MLX's own begin with the time of day.
         mx.random.seed(secrets.randbits(63) if load.seed is None else load.seed)
         self._settings = load.cache
-        self._path = load.model_path
+        self._path, self._adapter = load.model_path, load.adapter
         self._kv_reserve = load.kv_reserve
         self._output = output
         try:
@@ -240,6 +240,11 @@ class EngineHost:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
         tokens, images = self._place_images(rendered, context - 1)
+        kv_from = self._kv_from(request, tokens) if request.kv_from else None
+        if kv_from is not None:
+            tokens = tokens[: kv_from.tokens]
+        if request.kv_into and (why := _unwritable(self.loaded, images)):
+            raise InvalidRequest(f"This prompt's KV can't be written for mlx-lm: {why}.")
         room = context - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), context - 1)
@@ -293,6 +298,8 @@ class EngineHost:
             keys_file=request.keys_file,
             query=request.query,
             values=request.values,
+            kv_from=kv_from,
+            write_kv=self._writes_kv(request, tokens, served.adapter),
             eos=frozenset((*self.loaded.tokenizer.eos_token_ids, *stops)),
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
@@ -317,6 +324,29 @@ class EngineHost:
         self.prompts.begin(rendered)
         self.scheduler.submit(sequence)
         return sequence
+
+    def _writes_kv(
+        self, request: GenerateRequest, tokens: list[int], adapter: Adapter | None
+    ) -> Callable[[Cache], None] | None:
+        """Writes a cache that holds `tokens` as the request wants it; None: it wants no file."""
+        if not request.kv_into:
+            return None
+        told = {"model": self._path, "adapter": adapter.folder if adapter else self._adapter}
+        file = Path(request.kv_into)
+        return lambda cache: mlx_adapter.write_prompt_cache(file, self.loaded, cache, [*tokens], told)
+
+    def _kv_from(self, request: GenerateRequest, tokens: list[int]) -> PromptCacheFile:
+        """Raises InvalidRequest where the file can't hold the KV of this prompt's first tokens."""
+        file = mlx_adapter.open_prompt_cache(Path(request.kv_from), self.loaded, self._settings.block_size)
+        if self.scheduler.bridge is None:
+            raise InvalidRequest(f"The prompt cache is not taken: {self.info.kv_reuse} is on.")
+        if file.tokens > len(tokens):
+            raise InvalidRequest(
+                f"The prompt cache is not taken: it holds {file.tokens} tokens, and the prompt has only "
+                f"{len(tokens)}; give the prompt that it was made of.",
+                param="prompt",
+            )
+        return file
 
     def _labels(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[list[int]]:
         """The tokens of the answers that the client names. Raises OmlxdError."""
@@ -495,6 +525,11 @@ def _speed(float32: bool, slow: str) -> str:
     """What computes matrix products on a CPU, and how fast; `slow` as wire.Budget has it."""
     weights = ", weights made float32" if float32 else f", weights as stored: {slow}" if slow else ""
     return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
+
+
+def _unwritable(loaded: LoadedModel, images: PromptImages | None) -> str:
+    """Why the KV of a prompt can't be written for mlx-lm; "": it can."""
+    return "it has images" if images is not None else mlx_adapter.unwritable(loaded)
 
 
 def _segment(load: wire.Load) -> int:

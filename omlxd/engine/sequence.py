@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -32,7 +32,7 @@ from ..kv.files.block_file import BlockKey
 from ..kv.hashing import BlockHash, ExtraKey, hash_blocks
 from ..wire import KV_RESERVE
 from .constrain.constraint import Constraint
-from .mlx_adapter import Adapter, Cache
+from .mlx_adapter import Adapter, Cache, PromptCacheFile
 from .vision.images import PromptImages
 
 
@@ -95,6 +95,9 @@ class Sequence:
     adapter        what its passes add to the model; None: nothing
     labels         answers to be scored, as tokens: the sequence ends with its prompt; (): it generates
     keys_file, values, query  as the request has them (chat.py)
+    write_kv       writes what its cache holds of its prompt into a file
+    kv_from        the file of its KV, until that is its own; None: it has none
+    checked        what is left to do until then
     extra_keys     of blocks, by index, beside their tokens
     hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
     kv_length      tokens whose KV is in the cache
@@ -135,6 +138,9 @@ class Sequence:
     keys_file: str = ""
     query: int | None = None
     values: bool = False
+    write_kv: Callable[[Cache], None] | None = None
+    kv_from: PromptCacheFile | None = None
+    checked: Iterator[Cache | None] | None = None
     images: PromptImages | None = None
     adapter: Adapter | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)

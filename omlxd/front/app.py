@@ -59,6 +59,7 @@ from .http.thread_store import ThreadStore
 from .http.trace import trace_of
 from .owner import page
 from .owner.cache_tree import CacheTree
+from .owner.carry import Carrying
 from .owner.engine_metrics import MetricsOf
 from .owner.live import Live
 from .owner.metrics import Metrics
@@ -135,6 +136,9 @@ def create_app(
             Route("/omlxd/cache/pin", routes.pin, methods=["POST"]),
             Route("/omlxd/cache/pins", routes.pins),
             Route("/omlxd/cache/files", routes.cached_files, methods=["POST"]),
+            Route("/omlxd/cache/import", routes.take_archive, methods=["POST"]),
+            Route("/omlxd/cache/prompt-cache/import", routes.take_prompt, methods=["POST"]),
+            Route("/omlxd/cache/prompt-cache/export", routes.give_prompt, methods=["POST"]),
             Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
             Route("/", page.root),
             Route("/web/{name}", page.file),
@@ -187,6 +191,7 @@ class _Routes:
         self._large = asyncio.Semaphore(1)
         self._explaining = Explaining(engines, self._recent, self.messages_dialect, self.responses_dialect)
         self._pinning = Pinning(engines, self._explaining)
+        self._carrying = Carrying(engines, self._explaining, self.settings.spool)
 
     async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
@@ -283,6 +288,15 @@ class _Routes:
 
     async def cached_files(self, request: Request) -> Response:
         return _json(await self._pinning.files(await request.body()))
+
+    async def take_archive(self, request: Request) -> Response:
+        return _json(await self._carrying.take_archive(request))
+
+    async def take_prompt(self, request: Request) -> Response:
+        return _json(await self._carrying.take_prompt(request))
+
+    async def give_prompt(self, request: Request) -> Response:
+        return await self._carrying.give_prompt(await request.body())
 
     async def clear(self, request: Request) -> Response:
         return _json(await self.tree.clear(await request.body()))

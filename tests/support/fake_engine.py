@@ -233,6 +233,9 @@ class FakeEngines:
     async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         return None
 
+    async def cold_settle(self, message: Any) -> int:
+        return 0
+
     def cold_removal(self, path: str) -> Removal | None:
         return self.evicted_log.of(path)
 

@@ -1,7 +1,8 @@
 """`omlxd cache export` and `import`: a model's blocks and records in one tar file, to keep or to carry.
 
 They are hits where the same model is loaded with the same settings, versions and kind of processor: that is
-what a namespace stands for. Each file's digest is checked on its way in.
+what a namespace stands for. Each file's digest is checked on its way in (archive.py). A daemon that holds the
+folder takes the files in itself. For one prompt the file may be mlx-lm's (prompt_cache.py).
 """
 
 from __future__ import annotations
@@ -12,26 +13,22 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
+from ...common.files import new_file, safetensors_header
 from ...common.units import human
 from ...config import Settings
-from ...errors import ConfigError, OmlxdError
-from ...kv.files.fs import FileSystem, put_in_place, write_all
-from ...kv.files.namespace import FILE_NAME, read_namespace
-from ...kv.files.paths import RECORD_SUFFIX, disk_bytes, is_namespace_dir, is_stored_path
-from ..daemon_client import address, fetch
-from ..owner_api import CachedFiles
-from . import inventory
+from ...errors import ConfigError, InvalidRequest, OmlxdError
+from ...kv.files.namespace import FILE_NAME
+from ..daemon_client import STREAM_S, DaemonError, address, fetch, pieces
+from ..owner_api import CachedFiles, Imported
+from . import holder, inventory, prompt_cache
+from .archive import Room, take_archive
 from .clear import named
-from .holder import exclusive
 from .pin import named_request
-from .verify import Verifier
 from .why_miss import ANSWER_S
-
-MOST_BYTES = 1 << 30
-"""Of one file in an archive; blocks have some megabytes."""
 
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
@@ -39,11 +36,12 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
 
     Exit status 1 if blocks of a session have no file.
     """
+    if args.format == "mlx-lm":
+        return prompt_cache.export_file(args, settings)
     files = _of_session(args, settings) if args.session else _of_model(args, root)
     folders = dict.fromkeys(path.partition("/")[0] for path in files)
     nbytes = count = missing = 0
-    fd = os.open(args.archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as target, tarfile.open(fileobj=target, mode="w") as archive:
+    with new_file(args.archive) as target, tarfile.open(fileobj=target, mode="w") as archive:
         for path in [f"{folder}/{FILE_NAME}" for folder in folders] + files:
             try:
                 archive.add(root / path, path, recursive=False)
@@ -85,79 +83,60 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
 
     Raises OmlxdError, OSError.
     """
+    try:
+        source = args.archive.open("rb")
+    except FileNotFoundError:
+        raise OmlxdError(f"{args.archive}: there is no such file") from None
+    with source:
+        header = safetensors_header(source, os.fstat(source.fileno()).st_size)
+        source.seek(0)
+        if header is not None and header.startswith(b"{"):
+            return prompt_cache.import_file(args, settings, source, header)
+        if args.prompt or args.model:
+            raise ConfigError(
+                f"{args.archive} is no prompt cache of mlx-lm: --prompt and --model are for one."
+            )
+        try:
+            daemon = holder.find(root, settings, args.url) if root.is_dir() else None
+            if daemon is not None:
+                done = fetch(
+                    daemon.url, daemon.key, "/omlxd/cache/import", Imported, pieces(source), STREAM_S
+                )
+            else:
+                done = _import_here(source, settings, root)
+        except InvalidRequest as error:
+            raise OmlxdError(f"{args.archive}: {error.message}") from None
+        except DaemonError as error:
+            raise OmlxdError(f"{args.archive}: {error.message}") from None
+    print(*(f"bad: {each}" for each in done.bad), sep="\n", end="\n" if done.bad else "")
+    print(f"{done.taken} files imported, {done.there} were there, {len(done.bad)} bad")
+    if done.full:
+        most = daemon.cap if daemon else settings.cold_cache_bytes
+        print(f"{done.full} files left out: the SSD cache may take {human(most)}")
+    return 1 if done.bad or done.full else 0
+
+
+def _import_here(source: IO[bytes], settings: Settings, root: Path) -> Imported:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    taken = there = bad = full = 0
-    with exclusive(root), _opened(args.archive) as archive:
+    with holder.exclusive(root):
+        return take_archive(source, root, _Room(root, settings.cold_cache_bytes))
+
+
+class _Room(Room):
+    """What a folder that no daemon holds may still take."""
+
+    def __init__(self, root: Path, most: int):
         folders = list(inventory.namespaces(root))
-        room = settings.cold_cache_bytes - sum(each.disk for each in inventory.walk(root, folders))
-        while (member := _next(archive)) is not None:
-            try:
-                if room < disk_bytes(member.size) and not (root / member.name).exists():
-                    full += 1
-                elif _take(archive, member, root):
-                    taken += 1
-                    room -= disk_bytes(member.size)
-                else:
-                    there += 1
-            except _Bad as error:
-                bad += 1
-                print(f"bad: {member.name[:200]!r}: {error}")
-    print(f"{taken} files imported, {there} were there, {bad} bad")
-    if full:
-        print(f"{full} files left out: the SSD cache may take {human(settings.cold_cache_bytes)}")
-    return 1 if bad or full else 0
+        self._left = most - sum(each.disk for each in inventory.walk(root, folders))
 
+    def reserve(self, nbytes: int) -> bool:
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        return True
 
-class _Bad(Exception):
-    """What is wrong with a file of an archive."""
+    def stored(self, path: str, nbytes: int) -> None:
+        pass
 
-
-def _opened(path: Path) -> tarfile.TarFile:
-    try:
-        return tarfile.open(path, "r:")
-    except tarfile.TarError as error:
-        raise OmlxdError(f"{path} is no export: {error}") from error
-
-
-def _next(archive: tarfile.TarFile) -> tarfile.TarInfo | None:
-    try:
-        return archive.next()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise OmlxdError(f"{archive.name} is cut off or damaged from here on: {error}") from error
-
-
-def _take(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> bool:
-    """Put one file in place, with its time of last use; False: there is one already. Raises _Bad."""
-    folder, _, name = member.name.rpartition("/")
-    is_description = name == FILE_NAME and is_namespace_dir(folder)
-    if not member.isfile() or not (is_description or is_stored_path(member.name)):
-        raise _Bad("no block, record or description")
-    if member.size > MOST_BYTES:
-        raise _Bad("it is larger than 1 GiB")
-    target = root / member.name
-    if target.exists():
-        return False
-    try:
-        source = archive.extractfile(member)
-        data = source.read() if source is not None else b""
-    except (tarfile.TarError, OSError) as error:
-        raise _Bad(str(error)) from None
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fs = FileSystem()
-    put_in_place(fs, str(target), lambda fd: write_all(fs, fd, [memoryview(data)]))
-    if fault := _fault(target, is_description):
-        target.unlink()
-        raise _Bad(fault)
-    used = min(float(member.mtime), time.time())
-    os.utime(target, (used, used))
-    return True
-
-
-def _fault(file: Path, is_description: bool) -> str:
-    """What a check of the file finds; "": nothing."""
-    namespace, digest = file.parent.parent.name, file.name[:64]
-    if is_description:
-        return "" if read_namespace(file.parent.parent, file.parent.name) else "it is no description"
-    if file.name.endswith(RECORD_SUFFIX):
-        return Verifier().verify_record(str(file), digest).fault
-    return Verifier().verify(str(file), namespace, digest).fault
+    def released(self, nbytes: int) -> None:
+        self._left += nbytes

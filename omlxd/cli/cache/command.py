@@ -77,8 +77,16 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     warm.add_arguments(warmed)
     pinned = verbs.add_parser("pin", help="have the daemon evict a prompt's KV last")
     pin.add_arguments(pinned)
-    exported = verbs.add_parser("export", help="write a model's blocks and records into a tar file")
-    exported.add_argument("archive", type=Path, metavar="FILE.tar", help="a file that is not there yet")
+    exported = verbs.add_parser(
+        "export", help="write a model's blocks and records into a tar file, or a prompt's KV for mlx-lm"
+    )
+    exported.add_argument("archive", type=Path, metavar="FILE", help="a file that is not there yet")
+    exported.add_argument(
+        "--format",
+        choices=("tar", "mlx-lm"),
+        default="tar",
+        help="mlx-lm: what `mlx_lm.generate --prompt-cache-file` reads, of the session's last prompt alone",
+    )
     whose = exported.add_mutually_exclusive_group(required=True)
     whose.add_argument("--model", metavar="NAME", help="all of this model")
     whose.add_argument(
@@ -87,11 +95,17 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     exported.add_argument(
         "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"
     )
-    imported = verbs.add_parser(
-        "import",
-        help="take an exported file in, once each block is verified; no daemon may run on the folder",
+    imported = verbs.add_parser("import", help="take an exported file in, or mlx-lm's, once it is verified")
+    imported.add_argument(
+        "archive", type=Path, metavar="FILE", help="of `omlxd cache export`, or of `mlx_lm.cache_prompt`"
     )
-    imported.add_argument("archive", type=Path, metavar="FILE.tar")
+    imported.add_argument(
+        "--prompt",
+        metavar="FILE",
+        help="the prompt that mlx-lm's file was made of: its text (-: stdin), or in a .json file its token "
+        "ids or a request that begins with it",
+    )
+    imported.add_argument("--model", metavar="NAME", help="whose KV mlx-lm's file holds")
     why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
     why_miss.add_arguments(why)
     why.set_defaults(run=why_miss.run)

@@ -280,6 +280,13 @@ class KVBridge:
             self._catch_up(sequence)
         return False
 
+    def adopt(self, sequence: Sequence, cache: mlx_adapter.Cache, tokens: int) -> None:
+        """Go on behind `cache`, which holds the prompt's first `tokens` and is verified; keep its blocks."""
+        self.on_match()
+        sequence.table = self.store.new_table()
+        sequence.cache, sequence.kv_length = cache, tokens
+        self.offer(sequence)
+
     def _pin(self, sequence: Sequence) -> None:
         """Take references to the blocks of `sequence.pins` that are cached."""
         blocks = (self.store.pool.get_cached_block(name) for name in sequence.pins)

@@ -64,6 +64,13 @@ from .loading import (
 )
 from .mtp import MtpHeads, MtpState, load_mtp
 from .multi_lora import Adapter, may_share_pass, row_adapters
+from .prompt_cache import (
+    PromptCacheFile,
+    checked_kv,
+    open_prompt_cache,
+    unwritable,
+    write_prompt_cache,
+)
 from .quantised import Quantisation
 from .segments import SEGMENT, LiveSegments, Segment, add_segment
 from .vision import VLM_VERSION, blindness

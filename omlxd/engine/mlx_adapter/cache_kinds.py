@@ -182,12 +182,12 @@ def _leaves(name: str, layer: Any) -> list[tuple[str, Any]]:
     return [leaf for index, member in enumerate(layer.caches) for leaf in _leaves(f"{name}.{index}", member)]
 
 
-def _map_leaves(change: Callable[..., Any], *layers: Any) -> Any:
+def map_leaves(change: Callable[..., Any], *layers: Any) -> Any:
     """`change(*leaves)` for the leaves at each place of `layers`, which are built alike."""
     if not isinstance(layers[0], CacheList):
         return change(*layers)
     members = zip(*(layer.caches for layer in layers), strict=True)
-    return CacheList(*(_map_leaves(change, *member) for member in members))
+    return CacheList(*(map_leaves(change, *member) for member in members))
 
 
 def _of_kind(cache: Cache, *, per_token: bool) -> Iterable[tuple[str, Any, CacheKind]]:
@@ -254,7 +254,7 @@ def quantised(cache: Cache, how: Quantisation) -> Cache:
         kind = KINDS.get(type(leaf))
         return kind.quantise(how) if kind is not None and kind.quantise else leaf
 
-    return [_map_leaves(replaced, layer) for layer in cache]
+    return [map_leaves(replaced, layer) for layer in cache]
 
 
 def segmented(cache: Cache) -> Cache:
@@ -463,7 +463,7 @@ def copied(cache: Cache) -> Cache:
 
 def merge(caches: Sequence[Cache]) -> Cache:
     """One batch cache of several single ones, layer by layer. Copies all of them."""
-    return [_map_leaves(_merge_leaves, *layers) for layers in zip(*caches, strict=True)]
+    return [map_leaves(_merge_leaves, *layers) for layers in zip(*caches, strict=True)]
 
 
 def _merge_leaves(*rows: Any) -> Any:
@@ -478,7 +478,7 @@ copies come. An H100 ran out of memory where rows of 4.8 GB joined lazily."""
 
 def extend(batch: Cache, single: Cache) -> None:
     """Add a row to a batch cache. Copies the batch; takes the layers out of `single`."""
-    _extend(batch, single, lambda layer: _map_leaves(_merge_leaves, layer))
+    _extend(batch, single, lambda layer: map_leaves(_merge_leaves, layer))
 
 
 def extend_batch(batch: Cache, other: Cache) -> None:

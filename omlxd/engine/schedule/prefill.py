@@ -92,7 +92,7 @@ class PrefillBudget:
         behind = sequence.kv_length
         if not behind and sequence.table is not None:
             behind = len(sequence.table.blocks) * self._block
-        alone = sequence.images is not None or sequence.keys_file or sequence.labels
+        alone = sequence.images is not None or sequence.keys_file or sequence.labels or sequence.write_kv
         last = behind and not alone and behind >= sequence.last_boundary(self._block)
         return sequence.prompt_length - behind if last and sequence.prompt_length % self._block else 0
 

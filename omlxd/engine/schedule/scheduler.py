@@ -27,7 +27,7 @@ from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..kvio.hot_budget import evict_unused
-from ..mlx_adapter import Adapter, LoadedModel
+from ..mlx_adapter import Adapter, LoadedModel, PromptCacheFile
 from ..sequence import LabelScores, Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
@@ -239,7 +239,7 @@ class Scheduler:
 
     def _match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""
-        if (bridge := self._bridge_of(sequence)) is None:
+        if (bridge := self._bridge_of(sequence)) is None or sequence.kv_from is not None:
             return False
         began = time.monotonic()
 
@@ -287,7 +287,8 @@ class Scheduler:
                 sequence.cache = None  # Half written. What earlier passes computed has been offered.
                 self._release(sequence)
         except Exception as error:
-            log.exception("prefill failed")
+            if not isinstance(error, OmlxdError):
+                log.exception("prefill failed")
             for sequence in sequences:
                 self._fail(sequence, _internal(error))
 
@@ -334,7 +335,23 @@ class Scheduler:
             sequence.state = State.DECODING
         self._leave(batch, [sequence for sequence in sequences if sequence.cancelled])
 
+    def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
+        """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""
+        bridge = self._bridge_of(sequence)
+        assert bridge is not None
+        if sequence.checked is None:
+            sequence.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
+        self.steps += 1
+        with mlx_adapter.row_adapters([sequence.adapter]):
+            cache = next(sequence.checked)
+        if cache is not None:
+            sequence.kv_from = sequence.checked = None
+            bridge.adopt(sequence, cache, file.at)
+
     def _prefill(self, sequence: Sequence) -> None:
+        if sequence.kv_from is not None:
+            self._take_file(sequence, sequence.kv_from)
+            return
         if self._match(sequence):
             return  # Somebody has computed it meanwhile, and it lies on disk.
         length, start = sequence.prompt_length, sequence.kv_length
@@ -459,6 +476,8 @@ class Scheduler:
             mlx_adapter.write_keys(
                 Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
             )
+        if sequence.write_kv is not None:
+            sequence.write_kv(sequence.cache)
         token, likelihood = sample_one(sequence.sampler, logits)
         self.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
@@ -608,7 +627,7 @@ class Scheduler:
 
     def _over(self, sequence: Sequence) -> None:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
-        sequence.cache = sequence.last_checkpoint = sequence.sink = None
+        sequence.cache = sequence.last_checkpoint = sequence.checked = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self.running:
             self.running.remove(sequence)

@@ -271,6 +271,27 @@ class ColdLedger:
         ledger = self._ledger
         return None if ledger is None else await self._call(ledger.forget, paths, remove)
 
+    async def settle_own(self, message: Reserve | Stored | Released) -> int:
+        """As an engine's account, for files that this process writes; but nothing is evicted for them.
+
+        Bytes granted: all or 0.
+        """
+
+        def settle(ledger: Ledger) -> int:
+            if isinstance(message, Reserve):
+                stats = ledger.stats()
+                if stats.bytes_used + stats.reserved + message.nbytes > stats.cold_cache_bytes:
+                    return 0
+                return ledger.reserve(message.nbytes)
+            if isinstance(message, Stored):
+                ledger.stored(message.files)
+            else:
+                ledger.released(message.nbytes)
+            return 0
+
+        self.hurry()
+        return await self.submit(settle)
+
     def _load_pins(self, ledger: Ledger) -> None:
         self._pins.load()
         ledger.pin(self._pins.files())

@@ -24,7 +24,7 @@ from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
-from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings
+from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings, Released, Reserve, Stored
 from .adapters import find_host, join, take_up_changes
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
@@ -208,6 +208,9 @@ class EnginePool:
 
     async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
         return await self.cold.pin(name, chain)
+
+    async def cold_settle(self, message: Reserve | Stored | Released) -> int:
+        return await self.cold.settle_own(message)
 
     def cold_removal(self, path: str) -> Removal | None:
         return self.cold.removal(path)

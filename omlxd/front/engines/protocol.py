@@ -23,7 +23,7 @@ from ...cli.owner_api import PinList
 from ...errors import NotFound, bad_field
 from ...kv.ledger.evicted_log import Removal
 from ...kv.ledger.ledger import LedgerStats
-from ...wire import Explanation, ModelInfo, Stats
+from ...wire import Explanation, ModelInfo, Released, Reserve, Stats, Stored
 from .pins import PinnedChain
 
 
@@ -157,6 +157,13 @@ class Engines(Protocol):
 
     async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
         """Take files out of the SSD cache: (files, bytes, why some stay); None without one."""
+        ...
+
+    async def cold_settle(self, message: Reserve | Stored | Released) -> int:
+        """Account for a file of the SSD cache that the front writes itself; bytes granted, all or 0.
+
+        Nothing is evicted for it.
+        """
         ...
 
     def cold_removal(self, path: str) -> Removal | None:

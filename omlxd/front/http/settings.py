@@ -109,6 +109,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
                      at once gets a plain HTTP error, and every other stream starts this late at most
     drain_s          most seconds between two parts of a body that was refused: it is read to its end,
                      and discarded, as long as `body_total_s` allows
+    spool            folder of files on their way to an engine or from one; None: no such requests are served
     stopping         is set once the daemon is to stop; None: never
     """
 
@@ -125,4 +126,5 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     ping_interval_s: float = 8.0
     header_grace_s: float = 1.0
     drain_s: float = 30.0
+    spool: Path | None = None
     stopping: asyncio.Event | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 import time
 from collections.abc import Collection
@@ -55,6 +56,9 @@ def advice(path: str, served: Collection[str]) -> str:
     )
 
 
+STREAMED = frozenset({"/omlxd/cache/import", "/omlxd/cache/prompt-cache/import"})
+"""Bodies of any length, which are handed on as they come."""
+
 log = logging.getLogger(__name__)
 
 
@@ -95,7 +99,7 @@ class Shell:
             await self._app(scope, receive, send)
             return
         trace = begin(scope)
-        body = _Body(receive, self._settings, self._bodies, trace)
+        body = _Body(receive, self._settings, self._bodies, trace, scope["path"] in STREAMED)
         versioned = any(name == b"anthropic-version" for name, _ in scope["headers"])
         answer = _Answer(send, trace, protocol_of(scope["path"], versioned))
         try:
@@ -146,13 +150,16 @@ class _Budget:
 class _Body:
     """Counts a request's body as it comes in, and waits for it no longer than the settings say."""
 
-    def __init__(self, receive: Receive, settings: HttpSettings, budget: _Budget, trace: RequestTrace):
+    def __init__(
+        self, receive: Receive, settings: HttpSettings, budget: _Budget, trace: RequestTrace, streamed: bool
+    ):
         self._receive = receive
+        self._streamed = streamed
         self._trace = trace
         self._budget = budget
-        self._limit = settings.max_body_bytes
+        self._limit = math.inf if streamed else settings.max_body_bytes
         self._pause_s = settings.body_pause_s
-        self._deadline = time.monotonic() + settings.body_total_s
+        self._deadline = math.inf if streamed else time.monotonic() + settings.body_total_s
         self._size = 0
         self._complete = False
 
@@ -170,6 +177,8 @@ class _Body:
         if message["type"] == "http.request":
             size = len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
+            if self._streamed:
+                return message  # Nobody holds it.
             if self._size + size > self._limit:
                 raise self._too_large()
             self._budget.take_bytes(size)

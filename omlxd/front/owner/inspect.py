@@ -12,12 +12,13 @@ from msgspec import UNSET, UnsetType
 
 from ...api.body import ParsedRequest, decode
 from ...api.openai import chat_request, completions
-from ...chat import Failed, Finished
+from ...chat import Failed, Finished, GenerateRequest, Usage
 from ...cli.owner_api import Inspected, InspectedLayer
 from ...common.files import safetensors_header
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
+from ..engines.protocol import Engine
 
 KEPT = 32
 """Files that stay in the folder, the newest."""
@@ -66,18 +67,22 @@ async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRe
     file = folder / f"{time.time_ns()}.safetensors"
     file.touch(mode=0o600)
     generate = msgspec.structs.replace(parsed.generate, keys_file=str(file))
-    inspected = False
     try:
-        async with contextlib.aclosing(engine.generate(generate)) as events:
-            async for event in events:
-                if isinstance(event, Failed):
-                    raise OmlxdError.from_event(event)
-                if isinstance(event, Finished):
-                    inspected = True
-                    return await asyncio.to_thread(_inspected, file, event.usage.prompt_tokens)
-    finally:
-        if not inspected:
-            file.unlink(missing_ok=True)
+        usage = await computed(engine, generate)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    return await asyncio.to_thread(_inspected, file, usage.prompt_tokens)
+
+
+async def computed(engine: Engine, generate: GenerateRequest) -> Usage:
+    """Have a prompt computed whose answer nobody reads. Raises OmlxdError."""
+    async with contextlib.aclosing(engine.generate(generate)) as events:
+        async for event in events:
+            if isinstance(event, Failed):
+                raise OmlxdError.from_event(event)
+            if isinstance(event, Finished):
+                return event.usage
     raise Unavailable("The engine stopped in the middle of it; try again.")
 
 

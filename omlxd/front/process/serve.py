@@ -147,6 +147,7 @@ async def _serve(
         keys=keys,
         cors_origins=settings.cors_origin,
         allowed_hosts=(*settings.allowed_host, settings.host, *addresses_of(sockets)),
+        spool=settings.base_path / "spool",
         stopping=stop,
     )
     app = create_app(pool, http, admin_routes(pool))

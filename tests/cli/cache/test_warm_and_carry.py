@@ -6,16 +6,22 @@ import argparse
 import io
 import itertools
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
-from daemon import Daemon, prose, wait_until
+from cache_folder import Cache
+from daemon import REPO, Daemon, prose, wait_until
+from kv_fakes import NAMESPACE
 
 from omlxd.cli.cache import carry, command
 from omlxd.cli.cache.warm import read_requests
 from omlxd.cli.cache.why_miss import read_request
 from omlxd.errors import ConfigError, OmlxdError
+from omlxd.kv.files.paths import disk_bytes
+from omlxd.kv.ledger.ledger import Ledger
 
 
 def cache(*words: object) -> int:
@@ -123,8 +129,6 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
     with Daemon(there) as daemon:
         answer = daemon.http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
         assert answer["usage"]["omlxd"]["cached_cold"] >= 64
-        with pytest.raises(OmlxdError, match="stop it first"):
-            cache("import", archive, "--base-path", there / "omlxd")
 
     damaged, other = tmp_path / "damaged.tar", tmp_path / "other"
     with tarfile.open(archive) as source, tarfile.open(damaged, "w") as target:
@@ -144,9 +148,124 @@ def test_a_warm_cache_is_carried_to_another_machine(tmp_path: Path, capsys):
     assert not list((other / "omlxd" / "cache").rglob("*.safetensors")) and not list(
         tmp_path.rglob("outside")
     )
-    for bad in (b"no tar at all", archive.read_bytes()[:2000]):
-        (tmp_path / "bad.tar").write_bytes(bad)
-        try:
-            assert cache("import", tmp_path / "bad.tar", "--base-path", tmp_path / "third" / "omlxd") == 1
-        except OmlxdError as error:
-            assert "bad.tar is" in error.message
+    for bad, words in RUINED:
+        (tmp_path / "bad.tar").write_bytes(bad(archive.read_bytes()))
+        with pytest.raises(OmlxdError, match=rf"bad\.tar: .*({words})"):
+            cache("import", tmp_path / "bad.tar", "--base-path", tmp_path / "third" / "omlxd")
+    with pytest.raises(OmlxdError, match=r"nothing\.tar: there is no such file"):
+        cache("import", tmp_path / "nothing.tar", "--base-path", tmp_path / "third" / "omlxd")
+
+
+def long_name(data: bytes) -> bytes:
+    member = tarfile.TarInfo("x")
+    member.type, member.size = tarfile.GNUTYPE_LONGNAME, 1 << 40
+    return member.tobuf(tarfile.GNU_FORMAT) + data
+
+
+RUINED = [
+    (lambda data: b"no tar at all", "no export of omlxd"),
+    (lambda data: b"", "no export of omlxd"),
+    (long_name, "a header is too large"),
+    (lambda data: data[:2000], "no export of omlxd|cut off or damaged"),
+    (lambda data: data[: len(data) // 2], "cut off or damaged"),
+    # Where one member ends and the next would begin.
+    (lambda data: data[:1024] + b"\xff" * 512 + data[1536:], "cut off or damaged|no export"),
+    (lambda data: data.rstrip(b"\0") + bytes(-len(data.rstrip(b"\0")) % 512), "cut off or damaged"),
+]
+
+
+def test_a_running_daemon_takes_files_in_and_keeps_its_account(tmp_path: Path, capsys):
+    here, archive = tmp_path / "here", tmp_path / "kv.tar"
+    text = prose(300)
+    (tmp_path / "prompt.txt").write_text(text)
+    with Daemon(here) as daemon:
+        assert cache("warm", tmp_path / "prompt.txt", "--url", daemon.url) == 0
+        model = daemon.model
+    assert cache("export", archive, "--model", model, "--base-path", here / "omlxd") == 0
+    body = archive.read_bytes()
+
+    def held(root: Path) -> int:
+        return sum(disk_bytes(file.stat().st_size) for file in root.rglob("*.[sr]*"))
+
+    with Daemon(tmp_path / "there", "--hot-cache-max-size", "0") as daemon:
+        http, root = daemon.http, tmp_path / "there" / "omlxd" / "cache"
+
+        def account() -> int:
+            return http.get("/omlxd/status").json()["cold"]["bytes"]
+
+        # Broken off: what was whole is there, and nothing else.
+        def half():
+            yield body[: len(body) // 2]
+            raise ConnectionError
+
+        with pytest.raises(ConnectionError):
+            http.post("/omlxd/cache/import", content=half())
+        wait_until(lambda: account() == held(root) > 0)
+        assert not list(root.rglob("*.tmp"))
+        for ruin, words in RUINED:
+            (tmp_path / "bad.tar").write_bytes(ruin(body))
+            with pytest.raises(OmlxdError, match=rf"bad\.tar: .*({words})"):
+                cache("import", tmp_path / "bad.tar", "--url", daemon.url)
+        capsys.readouterr()
+        assert cache("import", archive, "--url", daemon.url) == 0
+        said = capsys.readouterr().out
+        assert " were there, 0 bad" in said and account() == held(root)
+        assert cache("import", archive, "--url", daemon.url) == 0
+        assert "0 files imported" in capsys.readouterr().out
+        answer = http.post("/v1/completions", json={"prompt": text, "max_tokens": 1}).json()
+        assert answer["usage"]["omlxd"]["cached_cold"] >= 640
+        assert (
+            http.post("/omlxd/cache/import", content=b"", headers={"origin": "http://x"}).status_code == 400
+        )
+    with Daemon(tmp_path / "small", "--paged-ssd-cache-max-size", "1MB") as daemon:
+        assert cache("import", archive, "--url", daemon.url) == 1
+        assert "files left out: the SSD cache may take 1 MB" in capsys.readouterr().out
+        assert 0 < held(tmp_path / "small" / "omlxd" / "cache") <= 1_000_000
+    with Daemon(tmp_path / "none", "--paged-ssd-cache-max-size", "0") as daemon:
+        answer = daemon.http.post("/omlxd/cache/import", content=body)
+        assert answer.status_code == 503 and "no SSD cache" in answer.text
+
+
+@pytest.mark.parametrize("verb", ["import", "export"])
+def test_kill_9_leaves_nothing_damaged(tmp_path: Path, verb: str):
+    """The process ends itself in the middle of a file, as SIGKILL would."""
+    root, archive = tmp_path / "cache", tmp_path / "kv.tar"
+    Cache(root, tmp_path / "model")
+    mine = root / NAMESPACE.hex()[:32]
+    files = {file.relative_to(root): file.read_bytes() for file in mine.rglob("*.safetensors")}
+    words = ["--model", "org/tiny", "--paged-ssd-cache-dir", str(root)]
+    assert cache("export", archive, *words) == 0
+    goal = tmp_path / ("goal" if verb == "import" else "goal.tar")
+    code = (
+        "import os, sys, argparse, tarfile\n"
+        "from omlxd.cli.cache import archive, command\n"
+        "from omlxd.kv.files import fs\n"
+        "count = 0\n"
+        "def dies(real):\n"
+        "    def call(*a, **k):\n"
+        "        global count\n"
+        "        count += 1\n"
+        "        if count == 4: os.kill(os.getpid(), 9)\n"
+        "        return real(*a, **k)\n"
+        "    return call\n"
+        "archive.write_all = dies(archive.write_all)\n"
+        "tarfile.TarFile.addfile = dies(tarfile.TarFile.addfile)\n"
+        "command.main(sys.argv[1:], argparse.ArgumentParser())\n"
+    )
+    if verb == "import":
+        argv = ["import", str(archive), "--paged-ssd-cache-dir", str(goal)]
+    else:
+        argv = ["export", str(goal), *words]
+    done = subprocess.run([sys.executable, "-c", code, *argv], check=False, cwd=REPO)
+    assert done.returncode == -9
+    if verb == "export":
+        assert not goal.exists()
+        assert cache(*argv) == 0 and goal.stat().st_size == archive.stat().st_size
+        return
+    whole = {file.relative_to(goal): file.read_bytes() for file in goal.rglob("*.safetensors")}
+    assert 0 < len(whole) < len(files) and all(files[path] == data for path, data in whole.items())
+    assert cache(*argv) == 0
+    ledger = Ledger(goal, 10**9)
+    ledger.open()
+    assert not list(goal.rglob("*.tmp")) and ledger.stats().files == len(files)
+    ledger.close()
