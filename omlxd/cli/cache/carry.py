@@ -26,8 +26,8 @@ from ..daemon_client import STREAM_S, DaemonError, address, fetch, pieces
 from ..owner_api import CachedFiles, Imported
 from . import holder, inventory, prompt_cache
 from .archive import Room, take_archive
+from .asked import named_request
 from .clear import named
-from .pin import named_request
 from .why_miss import ANSWER_S
 
 

@@ -20,6 +20,7 @@ from ...kv.files.paths import is_stored_path
 from ..daemon_client import DaemonError
 from ..status import as_json
 from . import carry, holder, inventory, pin, stats, warm, why_miss
+from .asked import NAMED
 from .check import Outcome, check, summary
 from .clear import named, plan, remove
 from .holder import DaemonRuns, exclusive
@@ -90,7 +91,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     whose = exported.add_mutually_exclusive_group(required=True)
     whose.add_argument("--model", metavar="NAME", help="all of this model")
     whose.add_argument(
-        "--session", metavar="SESSION|FILE", help="what the daemon restores it from, as for `omlxd cache pin`"
+        "--session", metavar="SESSION|FILE", help=f"what the daemon restores this request from: {NAMED}"
     )
     exported.add_argument(
         "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"

@@ -14,8 +14,8 @@ from ...errors import ConfigError
 from ..daemon_client import address, fetch
 from ..owner_api import PinBlocks, PinList, WhyMissBody
 from ..status import as_json, table
+from .asked import NAMED, named_request
 from .stats import ago
-from .warm import read_requests
 from .why_miss import ANSWER_S
 
 
@@ -24,8 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="?",
         metavar="SESSION|FILE",
-        help="a session, a request's id (req_…), or a file as `omlxd cache warm` takes it, of which the "
-        "last request counts; without one the pins are listed",
+        help=f"{NAMED}; without one the pins are listed",
     )
     parser.add_argument("--name", default="", help="what the pin is called; default: SESSION or FILE")
     parser.add_argument("--model", metavar="NAME", help="whose KV, for a file; default: the request's own")
@@ -64,15 +63,3 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         print(*table([("pin", "model", "files", "bytes", "pinned"), *rows]), sep="\n")
     print(f"{len(rows)} pinned, {human(pins.bytes)} of at most {human(pins.most_bytes)}")
     return 0
-
-
-def named_request(what: str, model: str | None = None) -> WhyMissBody:
-    """A session, a request's id, or the last request of a file. Raises ConfigError."""
-    if what.startswith("req_"):
-        return WhyMissBody(request_id=what)
-    if not Path(what).is_file():
-        return WhyMissBody(session=what)
-    *_, (_, request) = read_requests(Path(what))
-    if model:
-        request.body["model"] = model
-    return WhyMissBody(path=request.path, body=request.body, headers=request.headers)

@@ -21,8 +21,7 @@ from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ..daemon_client import STREAM_S, DaemonError, NoDaemon, address, download, fetch, pieces
 from ..owner_api import ImportedPrompt, WhyMissBody
-from .pin import named_request
-from .why_miss import read_request, text_of
+from .asked import named_request, read_request, text_of
 
 _PATH = "/omlxd/cache/prompt-cache"
 

@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ..daemon_client import STREAM_S, address, fetch
 from ..owner_api import DaemonStatus
 from ..status import PATH
-from .why_miss import guessed_path, text_of
+from .asked import guessed_path, text_of
 
 _LIMITS = {
     "/v1/messages": "max_tokens",

@@ -20,9 +20,10 @@ from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation
 from ..daemon_client import NoDaemon, add_url, address, fetch
-from ..owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
+from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
 from . import inventory
+from .asked import NAMED, named_request
 from .stats import ago
 
 ANSWER_S = 120.0
@@ -41,10 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request",
         nargs="?",
-        metavar="REQUEST",
-        help="`last`, an id from the log (req_…), a file of requests' bodies or of "
-        '{"path": …, "body": …} (.json, .jsonl) or of a prompt, or - for stdin; '
-        "without one the last requests are listed",
+        metavar="SESSION|FILE",
+        help=f"{NAMED}; without one the last requests are listed",
     )
     parser.add_argument("--session", metavar="ID", help="the last request of this session")
     parser.add_argument("--path", metavar="PATH", help="where the body goes, as /v1/messages")
@@ -74,10 +73,8 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
             raise ConfigError("--offline: give a file that holds the request.", param="--offline")
     elif args.session:
         asked = WhyMissBody(session=args.session)
-    elif request == LAST or request.startswith("req_"):
-        asked = WhyMissBody(request_id=request)
     else:
-        asked = read_request(request, args.path)
+        asked = named_request(request, path=args.path)
     from_file = asked is not None and bool(asked.path)
     if args.offline and not from_file:
         raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.", param="--offline")
@@ -93,56 +90,6 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
             print("omlxd: no daemon answers; what lies on SSD is looked at", file=sys.stderr)
     assert asked is not None
     return offline(asked, root, args.model)
-
-
-# --------------------------------------------------------------------------- a request from a file
-
-
-def read_request(name: str, path: str | None) -> WhyMissBody:
-    """Read a JSON object, or the last of JSON Lines, from a file or stdin (`-`). Raises ConfigError."""
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror or error}.") from None
-    try:
-        value = _decoded(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        if name != "-" and Path(name).suffix not in (".json", ".jsonl"):
-            return WhyMissBody(path="/v1/completions", body={"prompt": text_of(name, data)})
-        raise ConfigError(f"{name}: no JSON object: {error}.") from None
-    wrapped = isinstance(value.get("body"), dict)
-    body: dict[str, Any] = value["body"] if wrapped else value
-    path = path or (str(value.get("path", "")) if wrapped else "") or guessed_path(body)
-    headers = value.get("headers") if wrapped else None
-    plain = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else {}
-    return WhyMissBody(path=path, body=body, headers=plain)
-
-
-def text_of(name: str, data: bytes) -> str:
-    """A prompt's text. Raises ConfigError."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise ConfigError(f"{name}: it is no text in UTF-8, and no .json or .jsonl.") from None
-
-
-def _decoded(data: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        lines = data.strip().splitlines()
-        if len(lines) < 2:
-            raise
-        return msgspec.json.decode(lines[-1], type=dict[str, Any])
-
-
-def guessed_path(body: dict[str, Any]) -> str:
-    """Which path a body is for: each protocol has a field that it can't do without."""
-    if "input" in body:
-        return "/v1/responses"
-    if "prompt" in body:
-        return "/v1/completions"
-    return "/v1/messages" if "system" in body else "/v1/chat/completions"
 
 
 # --------------------------------------------------------------------------- without a daemon

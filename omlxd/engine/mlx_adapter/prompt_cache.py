@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -343,7 +343,7 @@ def _check_tokens(
         own, theirs = (_pair(name, leaf, _cut(of, stop), start - stop) for of in (held, arrays))
         differ = mx.maximum(*_differences(own, theirs)) <= _limit(leaf, theirs)
         if not mx.all(differ).item():
-            at = start + int(mx.argmin(differ).item())
+            at = start + cast(list[bool], differ.tolist()).index(False)
             raise _refused(f"its KV is not of this prompt from token {at} on")
         yield None
     for name, leaf in windows:

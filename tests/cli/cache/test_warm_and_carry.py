@@ -17,8 +17,8 @@ from daemon import REPO, Daemon, prose, wait_until
 from kv_fakes import NAMESPACE
 
 from omlxd.cli.cache import carry, command
+from omlxd.cli.cache.asked import read_request
 from omlxd.cli.cache.warm import read_requests
-from omlxd.cli.cache.why_miss import read_request
 from omlxd.errors import ConfigError, OmlxdError
 from omlxd.kv.files.paths import disk_bytes
 from omlxd.kv.ledger.ledger import Ledger

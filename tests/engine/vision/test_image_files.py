@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
 import mlx.core as mx
 import numpy as np
 from rig import BLOCK
-from vision_families import build_vision_family
 from vision_rig import Segments, VisionRig, image
 
 from omlxd.engine.mlx_adapter.vision import Features, pack_features, unpack_features
@@ -30,17 +28,6 @@ ENDS_IN_LAST_BLOCK: Segments = [(150, 1), image(1), (3, 2)]
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_vision_family(family, tmp_path_factory.mktemp(family))
-
-
-@pytest.fixture(scope="module")
-def uncached(family: str, model: Path) -> Iterator[VisionRig]:
-    with VisionRig(family, model, reuse=False) as rig:
-        yield rig
 
 
 def records(root: Path) -> list[Path]:

@@ -14,7 +14,7 @@ if not all(map(importlib.util.find_spec, ("mlx_vlm", "PIL"))):
     pytest.skip("mlx-vlm is not installed", allow_module_level=True)
 
 from rig import BLOCK
-from vision_families import IMAGE, VISION_FAMILIES, build_vision_family
+from vision_families import IMAGE, VISION_FAMILIES
 from vision_rig import Segments, VisionRig, image
 
 from omlxd.engine.mlx_adapter import vision
@@ -30,17 +30,6 @@ CLOSE = 1e-3
 @pytest.fixture(scope="module", params=ALL)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_vision_family(family, tmp_path_factory.mktemp(family))
-
-
-@pytest.fixture(scope="module")
-def uncached(family: str, model: Path) -> Iterator[VisionRig]:
-    with VisionRig(family, model, reuse=False) as rig:
-        yield rig
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from fake_engine import USAGE, FakeEngine, FakeEngines, app_of, served
 from omlxd.api.openai import chat_request
 from omlxd.chat import Finished, GenerateRequest, Progress, RawPrompt, TextDelta
 from omlxd.cli import main
-from omlxd.cli.cache.why_miss import as_text, read_request
+from omlxd.cli.cache.asked import read_request
+from omlxd.cli.cache.why_miss import as_text
 from omlxd.cli.owner_api import WhyMiss
 from omlxd.engine.explain import Explainer, Placed
 from omlxd.errors import ConfigError
