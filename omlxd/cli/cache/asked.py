@@ -21,7 +21,8 @@ def named_request(what: str, model: str | None = None, path: str | None = None) 
     """The request that `what` names, as `NAMED` says. `path`: where a body goes. Raises ConfigError."""
     if what == LAST or what.startswith("req_"):
         return WhyMissBody(request_id=what)
-    if what != "-" and Path(what).suffix not in (".json", ".jsonl") and not Path(what).is_file():
+    path_like = what == "-" or what.startswith(("/", "./", "../")) or what.endswith((".json", ".jsonl"))
+    if not path_like and not Path(what).is_file():
         return WhyMissBody(session=what)
     asked = read_request(what, path)
     if model:
