@@ -165,9 +165,9 @@ def test_hostile_images_cost_their_own_request(model, tmp_path):
             message = answer.json()["error"]["message"]
             assert answer.status_code == 400 and why in message
             assert message.startswith("messages.2.content.0.tool_result.content.0.image.source: the image ")
-        many = {"role": "user", "content": [image(png(112, 84, green=shade)) for shade in range(101)]}
+        many = {"role": "user", "content": [image(png(112, 84, green=shade)) for shade in range(101)] * 6}
         ask = {"model": daemon.model, "max_tokens": 4, "messages": [many]}
-        assert "100 images" in daemon.post("/v1/messages", ask).json()["error"]["message"]
+        assert "600 images" in daemon.post("/v1/messages", ask).json()["error"]["message"]
         many["content"].pop()
         assert tokens(daemon.messages(many)) > 100
         assert tokens(daemon.messages(*session(png(1, 1)))) > 100
