@@ -141,7 +141,7 @@ class EmbedderHost:
             raise bad_field(f"input.{at}", "a token id is not in this model's vocabulary")
         return list(ids), [0] * len(ids)
 
-    def count(self, id: int, prompt: Conversation | RawPrompt, session: str = "") -> int:
+    def count(self, prompt: Conversation | RawPrompt, session: str = "", id: int = 0) -> int:
         if isinstance(prompt, Conversation):
             self._refuse()
         return len(prompt.tokens or self._embedder.tokens(prompt.text)[0])

@@ -211,8 +211,8 @@ class EngineHost:
 
     # ----------------------------------------------------------------- requests
 
-    def count(self, id: int, prompt: Conversation | RawPrompt, session: str = "") -> int:
-        """Prompt tokens of `prompt` in `session`. Raises OmlxdError."""
+    def count(self, prompt: Conversation | RawPrompt, session: str = "", id: int = 0) -> int:
+        """Prompt tokens of `prompt` in `session`; `id`: of the question. Raises OmlxdError."""
         served = self.adapters.of_request(id)
         most = self.loaded.context_length - 1
         refuse = wire.COUNTED_CONTEXTS * most

@@ -307,7 +307,7 @@ class EngineService:
 
     def _count(self, message: wire.Count) -> None:
         try:
-            tokens = self._host.result().count(message.id, message.prompt, message.session)
+            tokens = self._host.result().count(message.prompt, message.session, message.id)
             self._send(wire.Counted(id=message.id, tokens=tokens))
         except BaseException as error:  # A library may panic.
             self._fail(message.id, error)

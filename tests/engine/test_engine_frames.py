@@ -135,12 +135,12 @@ class Busy(Idle):
 
     may = threading.Event()
 
-    def count(self, prompt: RawPrompt, session: str) -> int:
+    def count(self, prompt: RawPrompt, session: str, id: int) -> int:
         if len(prompt.text) > service_module.LARGE_CHARS:
             self.may.wait(60)
         return len(prompt.text)
 
-    def engine_stats(self) -> dict[str, float]:
+    def engine_stats(self, id: int) -> dict[str, float]:
         return {"steps": 1.0}
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from adapters import make_adapter
 
 from omlxd.engine.host import EngineHost
 from omlxd.engine.kvio.hot_budget import HotTiers
+from omlxd.errors import NotNow
 from omlxd.models import demo
-from omlxd.wire import CacheSettings, Load
+from omlxd.wire import CacheSettings, Load, LoadAdapter
 
 
 def test_its_name_is_that_of_an_engine_of_its_own(tmp_path: Path):
@@ -28,6 +30,18 @@ def test_its_name_is_that_of_an_engine_of_its_own(tmp_path: Path):
     names = [shared._store.of_adapter(folder, "base:x").namespace for folder in (adapter, other)]
     assert names[0] == own.namespace
     assert len({shared.namespace, *names}) == 3
+
+
+def test_one_that_memory_is_too_short_for_is_refused_for_now(tmp_path: Path):
+    base = demo.build_demo(tmp_path / "base")
+    asked = LoadAdapter(channel=1, folder=str(make_adapter(base, tmp_path / "style")), model_id="base:style")
+    load = Load(model_path=str(base), model_id="base", cache=CacheSettings())
+    host = EngineHost(load, None, None)  # type: ignore[arg-type]
+    host.adapters._check_room(asked)
+    assert host.scheduler.memory is not None
+    host.scheduler.memory.live = 0
+    with pytest.raises(NotNow, match=r"base:style needs about .* and 0 bytes are free now"):
+        host.adapters._check_room(asked)
 
 
 def test_tiers_of_one_engine_divide_its_budget():
