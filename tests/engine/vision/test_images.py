@@ -96,7 +96,7 @@ def test_an_image_is_read_and_hit_again(host: Host):
     usage = finished(second).usage
     assert usage.cached_hot == (usage.prompt_tokens - 1) // BLOCK * BLOCK
     assert host.engine.images.towers == towers + 1
-    assert host.engine.count(0, ask.prompt) == usage.prompt_tokens
+    assert host.engine.count(ask.prompt) == usage.prompt_tokens
     assert host.engine.info.images and host.engine.info.blind == ""
 
 
