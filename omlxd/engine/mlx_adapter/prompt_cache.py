@@ -60,7 +60,7 @@ ROUNDING = {"F32": 2e-3, "F16": 0.03, "BF16": 0.06}
 PACKED = {8: 0.06, 4: 0.1}
 """Most that K or V of a token may differ, as a share of its norm; more where it is packed: mlx-lm computes a
 prompt's first 2,048 tokens before it packs any. Random weights, 3 and 24 layers, on a CPU: the same bits in
-float32 and bfloat16; 3 layers, 0.03 in 8 bits and 0.5 in 4, and so mlx-lm's own files in 4 bits are refused."""
+float32 and bfloat16; 3 layers, 0.03 in 8 bits, 0.5 in 4, and so mlx-lm's own files in 4 bits are refused."""
 
 _NAMES = {KVCache: "KVCache", SegmentedKVCache: "KVCache", QuantisedKVCache: "QuantizedKVCache"}
 _TOKENS = "tokens"
