@@ -187,6 +187,11 @@ class EmbedderHost:
         if reset_peak:
             mx.reset_peak_memory()
 
+    @property
+    def progress(self) -> int:
+        """As the scheduler's. Any thread."""
+        return self.steps
+
     def engine_stats(self, id: int = 0) -> dict[str, float]:
         return {}
 

@@ -135,6 +135,14 @@ def rows(embedded: wire.Embedded) -> np.ndarray:
     return np.frombuffer(embedded.vectors.values, "<f4").reshape(-1, embedded.vectors.width)
 
 
+def test_a_batch_is_progress(host: Host):
+    """Else the front would take a long request for a stuck one."""
+    before = host.host.progress
+    host.ask(texts=tuple(TEXTS))
+    host.ask(texts=tuple(TEXTS))  # The last batch may be counted behind its answer.
+    assert host.host.progress > before
+
+
 def test_a_request_comes_back_in_its_order_whatever_its_batches(host: Host, monkeypatch: pytest.MonkeyPatch):
     whole = rows(host.ask(texts=tuple(TEXTS)))
     monkeypatch.setattr(host.host, "_most", 30)

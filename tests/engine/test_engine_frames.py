@@ -61,7 +61,7 @@ class Idle:
     def __init__(self, *_: Any) -> None:
         self.info = wire.ModelInfo("m", "", 0, 0, 0, 0, "", "", 64, "cpu")
         self.scheduler = self
-        self.steps = 0
+        self.progress = 0
         self.stopped = threading.Event()
 
     def run(self) -> None:
@@ -96,7 +96,7 @@ def test_work_that_sends_no_events_is_told_of(ends: tuple[socket.socket, socket.
     next_of(wire.Loaded)
     host = cast(Idle, service._host.result(30))
     for steps in (3, 7):
-        host.steps = steps
+        host.progress = steps
         assert next_of(wire.Alive).steps == steps
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))
     serving.join(60)

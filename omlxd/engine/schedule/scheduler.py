@@ -202,7 +202,7 @@ class Scheduler:
     @property
     def progress(self) -> int:
         """Grows while work gets done: steps, and blocks that are read from disk. Any thread."""
-        return self.steps + (self.bridge.store.stats.restored if self.bridge is not None else 0)
+        return self.steps + sum(bridge.store.stats.restored for bridge in self.all_bridges)
 
     def load_metrics(self) -> dict[str, float]:
         """Gauges. Any thread: a torn read costs nothing."""
