@@ -59,10 +59,10 @@ GAIN = 1.05
 LOST_SHARE = 0.015
 """Of plain steps: what guesses that fail may cost."""
 
-FIRST_CREDIT = 1.0
+FIRST_CREDIT = 0.5
 """Plain steps that they may cost before there were any."""
 
-MOST_CREDIT = 8.0
+MOST_CREDIT = 4.0
 """Plain steps that they may cost at once: of those won, and saved."""
 
 DECAY = 0.9

@@ -163,8 +163,9 @@ def tables(draw: st.DrawFn) -> Table:
 def test_whatever_passes_cost_and_prompts_promise_the_loss_is_bounded(
     table: Table, rows: int, text: str, seed: int, prompt: float
 ):
-    """Beyond the share and the credit it is what the first pass of each width took at most."""
+    """Beyond the share and the credit it is what the first passes of each width took, and another of one."""
     engine = Engine(table, rows, texts(seed)[text], prompt)
     for _ in range(20):
         engine.run(50)
-        assert engine.lost < FIRST_CREDIT + sum(engine.firsts.values())
+        firsts = engine.firsts.values()
+        assert engine.lost < FIRST_CREDIT + sum(firsts) + max(firsts, default=0.0)
