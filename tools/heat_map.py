@@ -20,7 +20,12 @@ CELL, EDGE = 6, 60
 
 def rows_of(file: Path, layer: int | None) -> list[tuple[str, list[float]]]:
     """(name, attention by token) of each row. Raises ValueError where the file has no attention."""
-    loaded = mx.load(str(file))
+    if not file.is_file():
+        raise ValueError(f"{file} is a folder" if file.is_dir() else f"there is no file {file}")
+    try:
+        loaded = mx.load(str(file), format="safetensors")
+    except RuntimeError:
+        raise ValueError(f"{file} is no file of /omlxd/inspect: those are safetensors files") from None
     assert isinstance(loaded, dict)
     named = {name.removesuffix(".attention"): a for name, a in loaded.items() if name.endswith(".attention")}
     if not named:
@@ -57,7 +62,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         args.picture.write_text(svg(rows_of(args.file, args.layer)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from None
 
 

@@ -15,6 +15,9 @@ from .status import PATH, as_json, ram_tier, table
 
 _HEAD = ("MODEL", "WEIGHTS", "LIVE KV", "RAM TIER", "FREED", "PEAK", "WIRED", "PROCESS")
 
+LEAST = 4096
+"""Bytes. Less is no KV: the state that draws tokens."""
+
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError and DaemonError."""
@@ -52,11 +55,12 @@ def _row(model: ModelStatus) -> tuple[str, ...]:
     held = {name: int(value) for name, value in model.values.items() if name.endswith("_bytes")}
     weights = model.weight_bytes + held.get("adapter_bytes", 0)
     live = held["mlx_active_bytes"] - weights - held.get("kv_hot_bytes", 0)
+    live = live if live >= LEAST else 0
     wired = held.get("mlx_wired_limit_bytes", 0)
     return (
         model.id,
         human(weights),
-        human(max(0, live)),
+        human(live),
         ram_tier(model),
         f"{human(held.get('mlx_cache_bytes', 0))} of {human(held.get('mlx_cache_limit_bytes', 0))}",
         f"{human(held.get('mlx_peak_bytes', 0))} of {human(held.get('mlx_memory_limit_bytes', 0))}",

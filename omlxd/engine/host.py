@@ -231,7 +231,7 @@ class EngineHost:
         """
         if changed := self.loaded.mapped.changed():
             raise ModelError(
-                f"{changed} was written to under its mapping; unload the model and load it again"
+                f"{changed} was written to under its mapping; the model is loaded again: ask again"
             )
         served = self.adapters.of_request(id)
         context = self._context(request)

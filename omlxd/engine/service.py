@@ -164,8 +164,11 @@ class EngineService:
             time.sleep(MEMORY_LOOK_S)
             beyond = process.memory_info().rss - mx.get_active_memory() - mx.get_cache_memory()
         what = f"it took {human(beyond)} beside its model and KV, and {human(most)} is the most"
-        log.error("this engine ends: %s", what)
-        self._send(wire.LoadFailed(message=what))
+        self._end_now(what)
+
+    def _end_now(self, why: str) -> None:
+        log.error("this engine ends: %s", why)
+        self._send(wire.LoadFailed(message=why))
         os._exit(5)
 
     def _read_grants(self, decoder: wire.FrameDecoder, messages: list[Any]) -> None:
@@ -259,11 +262,16 @@ class EngineService:
             os._exit(4)
 
     def _pulse(self) -> None:
-        """Say that work gets done: a long tool call or a restore sends no events."""
-        sent = 0
-        scheduler = self._host.result().scheduler
+        """Say that work gets done: a long tool call or a restore sends no events.
+
+        End this process once a file was written to whose pages are its weights: the next request loads anew.
+        """
+        sent, host = 0, self._host.result()
+        scheduler = host.scheduler
         while self._connected:
             time.sleep(PULSE_S)
+            if isinstance(host, EngineHost) and (file := host.loaded.mapped.changed()):
+                self._end_now(f"{file} was written to under its mapping")
             if (steps := scheduler.progress) != sent:
                 sent = steps
                 self._send(wire.Alive(steps=steps))

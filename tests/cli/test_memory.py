@@ -36,6 +36,10 @@ def test_a_line_a_model():
     assert head.split("  ")[0] == "MODEL" and "idle" not in text
     assert " ".join(line.split()) == "org/tiny 2 GB 995 MB 5 MB of 8 GB 60 MB of 2 GB 4 GB of 20 GB - 2 GB"
     assert memory.as_text(status()) == "no model is loaded"
+    held = loaded.values
+    few = {**held, "mlx_active_bytes": loaded.weight_bytes + held.get("kv_hot_bytes", 0) + 16}
+    idle = memory.as_text(status(msgspec.structs.replace(loaded, values=few))).splitlines()[1]
+    assert idle.split()[:5] == ["org/tiny", "2", "GB", "0", "bytes"], "16 bytes are no KV"
     slow = msgspec.structs.replace(loaded, speed=_speed(False, "float32 needs 2 GB"))
     assert memory.as_text(status(slow)).splitlines()[2:] == [f"org/tiny: {slow.speed}"]
     assert slow.speed.endswith("GFLOP/s, weights as stored: float32 needs 2 GB")

@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -62,6 +63,7 @@ class Idle:
         self.info = wire.ModelInfo("m", "", 0, 0, 0, 0, "", "", 64, "cpu")
         self.scheduler = self
         self.progress = 0
+        self.loaded = SimpleNamespace(mapped=SimpleNamespace(changed=str))
         self.stopped = threading.Event()
 
     def run(self) -> None:

@@ -13,7 +13,6 @@ from ...chat import (
     Finished,
     ReasoningDelta,
     TextDelta,
-    TokenIds,
     ToolCall,
     ToolCallCut,
     ToolCallDelta,
@@ -99,10 +98,6 @@ class OpenAIChatStream(ChoicesStream):
         if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
             delta = self._calls[index].delta(event)
             return self._chunk(delta, index=index) if delta else b""
-        if isinstance(event, TokenIds):
-            ids = ids_of([event])
-            choice = _chunk_choice({}, index) | {"token_ids": ids.pop("token_ids")}
-            return self._chunk_of([choice], self._usage, **ids)
         if isinstance(event, Finished):
             return self._chunk({}, finish_reason=_finish_reason(event, self._shape), index=index)
         return b""
@@ -114,7 +109,10 @@ class OpenAIChatStream(ChoicesStream):
         logprobs: ChatLogprobs | None = None,
         index: int = 0,
     ) -> bytes:
-        return self._chunk_of([_chunk_choice(delta, index, logprobs, finish_reason)], self._usage)
+        choice, ids = _chunk_choice(delta, index, logprobs, finish_reason), self._take_ids(index)
+        if ids:
+            choice["token_ids"] = ids.pop("token_ids")
+        return self._chunk_of([choice], self._usage, **ids)
 
 
 def _chunk_choice(

@@ -43,6 +43,7 @@ class ChoicesStream(ABC):
         self._usage: UnsetType | None = None if include_usage else UNSET
         self._n = n
         self._timings: Timings | UnsetType = UNSET
+        self._ids: list[list[Event]] = [[] for _ in range(n)]
 
     @abstractmethod
     def _of_choice(self, event: Event, index: int) -> bytes:
@@ -52,9 +53,20 @@ class ChoicesStream(ABC):
         # No [DONE] after it: a client that skips the error must not take the answer for whole.
         return data_event(error_body(error, "openai", self._request_id))
 
+    def _take_ids(self, index: int) -> dict[str, Any]:
+        """`ids_of` what came since the choice's last chunk: they go with their text, as vLLM's."""
+        taken, self._ids[index] = ids_of(self._ids[index]), []
+        return taken
+
     def event(self, event: Event) -> bytes:
         if isinstance(event, ChoiceEvent):
+            if isinstance(event.event, TokenIds):
+                self._ids[event.index].append(event.event)
+                return b""
             return self._of_choice(event.event, event.index)
+        if isinstance(event, TokenIds):
+            self._ids[0].append(event)
+            return b""
         if isinstance(event, Finished):
             self._timings = timings_of(event.usage)
             # Of several choices each has finished by itself; this is of them all.

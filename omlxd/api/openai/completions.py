@@ -165,8 +165,6 @@ class OpenAICompletionStream(ChoicesStream):
             return self._chunk(_Choice(event.text, _logprobs(event.logprobs), index=index))
         if isinstance(event, chat.ReasoningDelta):
             return self._chunk(_Choice(event.text, index=index)) if event.text else b""
-        if isinstance(event, chat.TokenIds):
-            return self._chunk(_Choice("", index=index, **ids_of([event])))
         if isinstance(event, chat.Finished):
             return self._chunk(_Choice("", finish_reason=FINISH_REASON[event.reason], index=index))
         if isinstance(event, chat.Failed):
@@ -174,6 +172,8 @@ class OpenAICompletionStream(ChoicesStream):
         return b""
 
     def _chunk(self, choice: _Choice) -> bytes:
+        for name, ids in self._take_ids(choice.index).items():
+            setattr(choice, name, ids)
         return self._chunk_of([choice], self._usage)
 
 

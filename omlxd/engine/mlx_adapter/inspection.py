@@ -71,7 +71,7 @@ def write_keys(
         heads, count, dim = kept.shape
         if attention:
             weights = arrays[f"{name}.attention"] = attention[len(layers) - 1]
-            entropy = -(weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1)
+            entropy = mx.abs((weights * mx.log(mx.maximum(weights, 1e-30))).sum(axis=-1))  # No -0.0.
             layers[-1]["entropy"] = entropy.tolist()
         layers[-1]["keys"] = {"kv_heads": heads, "dim": dim, "first_token": tokens - count, "norms": norms}
     mx.save_safetensors(str(file), arrays, {"omlxd": json.dumps(layers)})

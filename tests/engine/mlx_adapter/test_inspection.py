@@ -69,12 +69,39 @@ def test_attention_of_a_token_is_what_the_whole_pass_gives_it(tmp_path: Path, mo
         assert mx.allclose((weights[:, None] @ seen)[:, 0], output[0, :, at], atol=1e-3)
         entropy = -(np.array(weights) * np.log(np.maximum(np.array(weights), 1e-30))).sum(axis=-1)
         assert layer["entropy"] == pytest.approx(entropy.tolist(), abs=1e-4)
-        assert min(layer["entropy"]) >= 0 and max(layer["entropy"]) <= np.log(at + 1) + 1e-4
+        assert not np.signbit(layer["entropy"]).any() and max(layer["entropy"]) <= np.log(at + 1) + 1e-4
     picture = svg(rows_of(file, None))
     assert picture.count("<rect") == len(outputs) * (at + 1) and picture.endswith("</svg>")
     assert len(rows_of(file, 0)) == heads
     with pytest.raises(ValueError, match="--layer: there are"):
         rows_of(file, 99)
+
+
+def test_a_token_that_sees_itself_alone_has_no_entropy_and_no_minus(tmp_path: Path):
+    loaded = mlx_adapter.load(family_model("qwen3"))
+    cache = mlx_adapter.new_cache(loaded.model, 100)
+    mx.eval(loaded.model(mx.arange(1, 9)[None], cache=cache))
+    attention = mlx_adapter.attention_from(loaded.model, cache, 1, 0)
+    mlx_adapter.write_keys(file := tmp_path / "keys.safetensors", cache, 8, False, attention)
+    layers = json.loads(mx.load(str(file), return_metadata=True)[1]["omlxd"])
+    assert "-0.0" not in json.dumps([layer["entropy"] for layer in layers])
+
+
+def test_a_picture_of_what_is_no_such_file_says_so(tmp_path: Path):
+    text, empty = tmp_path / "notes.txt", tmp_path / "keys.safetensors"
+    text.write_text("hello")
+    mx.save_safetensors(str(empty), {"layers.0.keys": mx.zeros((1, 2))})
+    array = tmp_path / "array.npy"
+    mx.save(str(array), mx.zeros((2,)))
+    for file, why in (
+        (tmp_path / "none.safetensors", "there is no file"),
+        (tmp_path, "is a folder"),
+        (text, "is no file of /omlxd/inspect"),
+        (array, "is no file of /omlxd/inspect"),
+        (empty, "holds no attention"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            rows_of(file, None)
 
 
 def test_attention_is_told_of_plain_kv_alone(tmp_path: Path):

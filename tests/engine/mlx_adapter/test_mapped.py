@@ -8,10 +8,13 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from daemon import PATIENCE_S, Daemon
+from families import build_family
 from host import Host, finished, raw
 
 from omlxd.engine import mlx_adapter
@@ -181,7 +184,36 @@ def test_a_model_of_views_computes_the_same_and_refuses_requests_once_a_file_was
         host.engine.loaded.mapped = views.mapped
         assert finished(host.ask(raw("a", max_tokens=1)))
         os.utime(next(folder.glob("*.safetensors")), ns=(1, 1))
-        with pytest.raises(ModelError, match="written to under its mapping; unload the model"):
+        with pytest.raises(ModelError, match="written to under its mapping; the model is loaded again"):
             host.send(raw("a", max_tokens=1))
     finally:
         host.close()
+
+
+def test_a_daemon_loads_a_file_that_was_written_to_again_and_says_that_one_is_cut(tmp_path: Path):
+    large = {"intermediate_size": 50_000, "num_hidden_layers": 1}  # A window has 33 MiB at least.
+    (file,) = (folder := build_family("qwen3", tmp_path / "model", changes=large)).glob("*.safetensors")
+    align(file)
+    with Daemon(tmp_path / "home", "--weights-mmap", "on", model=folder) as daemon:
+
+        def state() -> str:
+            (model,) = daemon.http.get("/omlxd/models").json()["models"]
+            return model["state"]
+
+        def until_ended() -> None:
+            end = time.monotonic() + PATIENCE_S
+            while state() == "ready":
+                assert time.monotonic() < end, daemon.logged()[-2000:]
+                time.sleep(0.1)
+
+        asked = {"prompt": "a kettle", "max_tokens": 1, "temperature": 0}
+        first = daemon.http.post("/v1/completions", json=asked)
+        os.utime(file, ns=(1, 1))
+        until_ended()
+        again = daemon.http.post("/v1/completions", json=asked)
+        assert again.status_code == 200, again.text
+        assert again.json()["choices"] == first.json()["choices"]
+        os.truncate(file, file.stat().st_size // 2)
+        until_ended()
+        cut = daemon.http.post("/v1/completions", json=asked)
+        assert cut.status_code == 503 and "is truncated" in cut.text, cut.text

@@ -77,6 +77,9 @@ async def test_ids_stand_where_vllm_has_them(path: str):
         assert [id for choice in choices for id in choice.get("token_ids", ())] == [7, 8]
         holders = answers if path == "/v1/chat/completions" else choices
         assert [h["prompt_token_ids"] for h in holders if "prompt_token_ids" in h] == [[1, 2, 3]]
+    # A chunk has the ids of its own text.
+    texts = [(c.get("text") or c.get("delta", {}).get("content"), c.get("token_ids")) for c in choices]
+    assert [pair for pair in texts if pair[0] or pair[1]] == [("Hello", [7]), (" there", [8])]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from kv_fakes import (
 )
 
 from omlxd.kv.cold.flusher import SEEN_EACH, SecondUse, write_policy
+from omlxd.kv.cold.unwritten import Unwritten
+from omlxd.kv.files.block_file import BlockKey
 
 
 def test_second_use_writes_what_a_second_request_finds_hot(tmp_path):
@@ -94,3 +96,14 @@ def test_what_was_seen_is_bounded_and_seldom_wrong():
         policy(dice.randbytes(32), 0)
     assert sum(policy(h, 0) for h in old) < 50, "forgotten"
     assert len(policy._newer) + len(policy._older) == size
+
+
+def test_a_block_that_is_written_late_keeps_what_is_in_its_key_beside_its_tokens():
+    image = (("image", "digest"),)
+    waiting = Unwritten()
+    key = BlockKey(KEYS[0].block_hash, KEYS[0].parent, KEYS[0].tokens, image)
+    for due in (False, True):
+        waiting.add(key, None, 10, due=due)
+        noted, was_due = waiting.pop(key.block_hash) or pytest.fail("it is not noted")
+        assert was_due is due and noted.key.extra_keys == image
+        assert list(noted.key.tokens) == list(key.tokens)
