@@ -81,7 +81,7 @@ class EmbedderHost:
 
     send        sends a frame
     fail(id, e) tells the client of request `id` what went wrong
-    progress    batches computed
+    steps       batches computed
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EmbedderHost:
         self._fail = fail
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._most = BATCH_TOKENS.get(mlx_adapter.backend(), GPU_TOKENS)
-        self.progress = 0
+        self.steps = 0
         self.scheduler = self
         embedder = self._embedder
         mlx_adapter.set_limits(embedder.weight_bytes, load.budget)
@@ -163,7 +163,7 @@ class EmbedderHost:
                 continue
             try:
                 more = job.step(self._embedder)
-                self.progress += 1
+                self.steps += 1
                 if more:
                     self._jobs.put(job)
                     continue

@@ -146,9 +146,9 @@ def test_a_batch_is_progress(host: Host):
 def test_a_request_comes_back_in_its_order_whatever_its_batches(host: Host, monkeypatch: pytest.MonkeyPatch):
     whole = rows(host.ask(texts=tuple(TEXTS)))
     monkeypatch.setattr(host.host, "_most", 30)
-    before = host.host.progress
+    before = host.host.steps
     embedded = host.ask(texts=tuple(TEXTS))
-    assert host.host.progress - before > 2 and np.abs(rows(embedded) - whole).max() < 2e-6
+    assert host.host.steps - before > 2 and np.abs(rows(embedded) - whole).max() < 2e-6
     counts = [host.host.count(RawPrompt(text)) for text in TEXTS]
     assert embedded.vectors.tokens == sum(counts)
     ids = tuple(tuple(host.host._embedder.tokens(text)[0]) for text in TEXTS)
@@ -191,7 +191,7 @@ def test_an_embedder_answers_no_prompts_and_scores_nothing(host: Host):
 
 
 def test_what_nobody_waits_for_is_not_computed(host: Host):
-    before = host.host.progress
+    before = host.host.steps
     host.host.embed(wire.Embed(2, EmbedRequest(("a",))), lambda: False, lambda: None)
     host.ask(texts=("b",))
-    assert host.host.progress == before + 1
+    assert host.host.steps == before + 1
