@@ -67,7 +67,7 @@ class _Header(tarfile.TarInfo):
         return member
 
     @classmethod
-    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         try:
             return super().fromtarfile(archive)
         except tarfile.HeaderError as error:
