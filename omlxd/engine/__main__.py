@@ -11,6 +11,10 @@ It sets what MLX's backends read from the environment, before they compute. A us
 |                             |      | compute then differ by 4e-6 instead of 7e-3, and a hit on an answer  |
 |                             |      | gives a cold run's tokens (H100, tools/bench/gpu_identity.py: 25 of  |
 |                             |      | 25 families; with TF32 23 of 25). bfloat16 models have few of them    |
+| `MLX_MAX_OPS_PER_BUFFER`    | 400  | kernels of a launch graph, and millions of elements that they read:   |
+| `MLX_MAX_MB_PER_BUFFER`     |20000 | a step of 4 rows of 16,000 to 20,500 tokens takes 11.8 ms, and 13.0   |
+|                             |      | with MLX's own limits, which end a graph every other layer (8B shape, |
+|                             |      | H100). Not on macOS                                                   |
 
 Not set: `MLX_CUDA_USE_CUDNN_SDPA=0`. cuDNN's attention for single tokens sums in another order from run to
 run (bfloat16 and float16, 256 tokens and more), so that two runs of one prompt, with a hit or without, may
@@ -38,11 +42,13 @@ from ..common.private_trace import LineFormatter
 from . import blas
 
 DEFAULTS = {"MLX_CUDA_GRAPH_CACHE_SIZE": "4000", "MLX_ENABLE_TF32": "0"}
+LINUX = {"MLX_MAX_OPS_PER_BUFFER": "400", "MLX_MAX_MB_PER_BUFFER": "20000"}
+"""Metal reads these too, and nobody has tried them there."""
 
 
 def set_backend_defaults() -> None:
     """Call before MLX computes anything: it reads them once."""
-    for name, value in DEFAULTS.items():
+    for name, value in (DEFAULTS | (LINUX if sys.platform == "linux" else {})).items():
         os.environ.setdefault(name, value)
 
 

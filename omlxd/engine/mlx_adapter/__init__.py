@@ -9,6 +9,7 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `mx.load` of a file-like object allocates each array and has the object fill it
   (engine/mlx_adapter/arrays.py);
+- a CUDA kernel may write into an array that it was given (attention_kernel.py, compiled_step.py);
 - `mlx::core::clear_cache` is a symbol of its library (engine/mlx_adapter/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
@@ -48,11 +49,14 @@ from .cache_kinds import (
     token_range,
     trim,
 )
+from .compiled_step import CompiledStep
+from .cuda_driver import give_spare_back
 from .device import backend, compute_dtype, storage_dtype, versions
 from .inspection import attention_from, write_keys
 from .loading import (
     LayerHook,
     LoadedModel,
+    keeps_hidden,
     last_position_only,
     last_positions,
     load,

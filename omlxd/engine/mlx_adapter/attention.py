@@ -92,9 +92,11 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`: by the kernel where it can, else by MLX's own."""
+    if hasattr(cache, "attend"):  # A step that is being compiled.
+        return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
     if new <= MOST_NEW and sinks is None and (places := _places(cache, keys, values, mask, new)) is not None:
-        kernel = _kernel_for(queries, keys)
+        kernel = kernel_for(queries, keys)
         if kernel is not None and new <= kernel.most_new:
             return kernel(queries, cache.keys, cache.values, places, scale)
     return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
@@ -131,7 +133,7 @@ def note_plain_mask(mask: mx.array) -> None:
     _plain_mask = weakref.ref(mask)
 
 
-def _kernel_for(queries: mx.array, keys: mx.array) -> Kernel | None:
+def kernel_for(queries: mx.array, keys: mx.array) -> Kernel | None:
     width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
     key = width, group, queries.dtype
     if key not in _kernels:
@@ -147,6 +149,7 @@ def _checked(width: int, group: int, dtype: Any) -> Kernel | None:
     try:
         for new in {1, min(5, kernel.most_new)}:
             far = max(far, _difference(kernel, width, group, dtype, new))
+        far = max(far, _step_difference(kernel, width, group, dtype))
     except Exception as error:
         log.warning("decode attends by MLX's own kernels: ours does not run here (%s)", error)
         return None
@@ -182,3 +185,23 @@ def _difference(kernel: Any, width: int, group: int, dtype: Any, new: int) -> fl
     want = mx.fast.scaled_dot_product_attention(*exact, scale=scale, mask=mask)
     far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
     return far if far == far else float("inf")
+
+
+def _step_difference(kernel: Any, width: int, group: int, dtype: Any) -> float:
+    """The largest of what `Kernel.step` gives and puts, from what it should; no rounding: infinite or 0."""
+    end, shape = SPAN + 17, (2, 2, SPAN + 40, width)
+    queries, keys, values = (
+        mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
+        for seed, size in enumerate([(2, 2 * group, 1, width), shape, shape])
+    )
+    starts, ends, scale = [3, 0], [end, end - 9], width**-0.5
+    want = kernel(queries, keys, values, (starts, ends), scale)
+    columns = [mx.arange(2), [e - 1 for e in ends]]
+    fresh = tuple(array[columns[0], :, mx.array(columns[1])][:, :, None] for array in (keys, values))
+    seen = mx.arange(shape[2]) != mx.array(columns[1])[:, None]
+    held = tuple(mx.where(seen[:, None, :, None], array, 0) for array in (keys, values))
+    mx.eval(want, fresh, held)
+    got = kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale)
+    mx.eval(got)
+    same = all(mx.array_equal(a, b).item() for a, b in zip(got, (want, keys, values), strict=True))
+    return 0.0 if same else float("inf")

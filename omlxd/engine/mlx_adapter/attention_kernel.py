@@ -2,7 +2,8 @@
 
 Both read a row's own KV alone, in spans cut at fixed places, with sums in a fixed order;
 `omlxd_decode_merge` puts the spans together by log-sum-exp. MLX compiles them at their first call.
-attention.py says when they run.
+attention.py says when they run. `omlxd_decode_step` is `omlxd_decode_spans` that also puts the new token's KV
+into its place, for compiled_step.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import mlx.core as mx
+
+from . import nvrtc
 
 SPAN = 512
 """Tokens of a row that one block of threads reads. Cut at fixed places, not by how many rows there are.
@@ -60,23 +63,29 @@ TILE_WIDTHS = (64, 128)
 """A wider head's sums of 16 queries have no room in registers."""
 
 _HEADER = """
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-template <typename T> struct PairOf;
-template <> struct PairOf<__nv_bfloat16> { using type = __nv_bfloat162; };
-template <> struct PairOf<__half> { using type = __half2; };
-__device__ inline float2 omlxd_floats(__nv_bfloat162 x) { return __bfloat1622float2(x); }
-__device__ inline float2 omlxd_floats(__half2 x) { return __half22float2(x); }
+#define INFINITY __int_as_float(0x7f800000)
+struct bfloat16 { unsigned short bits; };
+struct float16 { unsigned short bits; };
+template <typename T> __device__ float2 omlxd_floats(unsigned pair);
+template <> __device__ inline float2 omlxd_floats<bfloat16>(unsigned pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+template <> __device__ inline float2 omlxd_floats<float16>(unsigned pair) {
+  float2 x;
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(x.x), "=f"(x.y) : "r"(pair));
+  return x;
+}
 __device__ inline float omlxd_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-template <typename Pair> __device__ inline void omlxd_eight(uint4 bits, float* out) {
-  const Pair* pairs = reinterpret_cast<const Pair*>(&bits);
+template <typename T> __device__ inline void omlxd_eight(uint4 bits, float* out) {
+  const unsigned pairs[4] = {bits.x, bits.y, bits.z, bits.w};
   #pragma unroll
   for (int e = 0; e < 4; e++) {
-    const float2 x = omlxd_floats(pairs[e]);
+    const float2 x = omlxd_floats<T>(pairs[e]);
     out[2 * e] = x.x;
     out[2 * e + 1] = x.y;
   }
@@ -91,28 +100,41 @@ template <typename Pair> __device__ inline void omlxd_eight(uint4 bits, float* o
   }
 template <typename T> __device__ void omlxd_mma(
     float* d, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1);
-OMLXD_MMA(__nv_bfloat16, "bf16")
-OMLXD_MMA(__half, "f16")
-__device__ inline void omlxd_pair(__nv_bfloat162* x, float a, float b) { *x = __floats2bfloat162_rn(a, b); }
-__device__ inline void omlxd_pair(__half2* x, float a, float b) { *x = __floats2half2_rn(a, b); }
+#define OMLXD_ROUND(T, NAME) \\
+  template <> __device__ inline unsigned omlxd_pair<T>(float a, float b) { \\
+    unsigned x; \\
+    asm("cvt.rn." NAME "x2.f32 %0, %1, %2;" : "=r"(x) : "f"(b), "f"(a)); \\
+    return x; \\
+  } \\
+  template <> __device__ inline T omlxd_round<T>(float x) { \\
+    T y; \\
+    asm("cvt.rn." NAME ".f32 %0, %1;" : "=h"(y.bits) : "f"(x)); \\
+    return y; \\
+  }
+template <typename T> __device__ unsigned omlxd_pair(float a, float b);
+template <typename T> __device__ T omlxd_round(float x);
+OMLXD_MMA(bfloat16, "bf16")
+OMLXD_MMA(float16, "f16")
+OMLXD_ROUND(bfloat16, "bf16")
+OMLXD_ROUND(float16, "f16")
 """
 
 _SPANS = """
   // grid (spans, KV heads x parts of a group, rows); a warp reads EACH tokens at once, LANES lanes a token
-  using Pair = typename PairOf<T>::type;
   constexpr int LANES = D / 8, EACH = 32 / LANES;
   const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / (GROUP / H);
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slot = lane / LANES, part = lane % LANES;
   const long query = ((long)row * KV_HEADS * GROUP + (long)blockIdx.y * H);
-  const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2];
+  const long head = ((long)row * KV_HEADS + kv_head) * capacity;
   const uint4* K = reinterpret_cast<const uint4*>(keys) + head * LANES + part;
   const uint4* V = reinterpret_cast<const uint4*>(values) + head * LANES + part;
+  READ
   float qs[H][8], best[H], total[H], sum[H][8];
   #pragma unroll
   for (int h = 0; h < H; h++) {
-    omlxd_eight<Pair>(reinterpret_cast<const uint4*>(q)[(query + h) * LANES + part], qs[h]);
+    omlxd_eight<T>(reinterpret_cast<const uint4*>(q)[(query + h) * LANES + part], qs[h]);
     best[h] = -1e30f; total[h] = 0.f;
     #pragma unroll
     for (int e = 0; e < 8; e++) { qs[h][e] *= scale[0] * 1.44269504f; sum[h][e] = 0.f; }
@@ -122,14 +144,14 @@ _SPANS = """
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int token = base + u * WARPS * EACH;
-      k[u] = token < to ? K[(long)token * LANES] : make_uint4(0, 0, 0, 0);
-      v[u] = token < to ? V[(long)token * LANES] : make_uint4(0, 0, 0, 0);
+      k[u] = token < to ? read(K, fresh_k, token) : make_uint4(0, 0, 0, 0);
+      v[u] = token < to ? read(V, fresh_v, token) : make_uint4(0, 0, 0, 0);
     }
     float score[UNROLL][H];
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       float x[8];
-      omlxd_eight<Pair>(k[u], x);
+      omlxd_eight<T>(k[u], x);
       #pragma unroll
       for (int h = 0; h < H; h++) {
         float dot = 0.f;
@@ -159,7 +181,7 @@ _SPANS = """
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       float x[8];
-      omlxd_eight<Pair>(v[u], x);
+      omlxd_eight<T>(v[u], x);
       #pragma unroll
       for (int h = 0; h < H; h++)
         #pragma unroll
@@ -203,17 +225,34 @@ _SPANS = """
   }
 """
 
+_READ = """const uint4 *fresh_k = nullptr, *fresh_v = nullptr;
+  auto read = [&](const uint4* from, const uint4*, int token) { return from[(long)token * LANES]; };
+"""
+
+_READ_AND_PUT = """const long fresh = ((long)row * KV_HEADS + kv_head) * LANES + part;
+  const uint4* fresh_k = reinterpret_cast<const uint4*>(new_keys) + fresh;
+  const uint4* fresh_v = reinterpret_cast<const uint4*>(new_values) + fresh;
+  const bool puts = blockIdx.y % (GROUP / H) == 0;
+  auto read = [&](const uint4* from, const uint4* fresh, int token) {
+    if (token + 1 < end) return from[(long)token * LANES];
+    const uint4 x = *fresh;
+    if (puts) const_cast<uint4*>(from)[(long)token * LANES] = x;
+    return x;
+  };
+"""
+"""The newest token is read from where the projections left it, by all blocks; one of those that read the same
+KV head puts it into the cache, which nothing else reads there in this step."""
+
 _TILES = """
   // grid (spans, KV heads x tiles of 16 queries, rows). A warp reads 16 tokens at once for all 16 queries:
   // fragments of mma.m16n8k16, whose k and n are dealt out so that a lane reads 16 bytes at a time.
-  using Pair = typename PairOf<T>::type;
   constexpr int TILES = D / 64;
-  const int fresh = q_shape[2], queries = GROUP * fresh, tiles = (queries + 15) / 16;
+  const int fresh = new_tokens, queries = GROUP * fresh, tiles = (queries + 15) / 16;
   const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
-  const long head = ((long)row * KV_HEADS + kv_head) * keys_shape[2] * D;
+  const long head = ((long)row * KV_HEADS + kv_head) * capacity * D;
   const uint4* K = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(keys) + head);
   const uint4* V = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(values) + head);
   // Query m of a head's group: new token m / GROUP, head m % GROUP.
@@ -286,7 +325,7 @@ _TILES = """
       for (int i = 0; i < 2; i++) {
         const float a = omlxd_exp2(score[i][2 * h] - now), b = omlxd_exp2(score[i][2 * h + 1] - now);
         total[h] += a + b;
-        omlxd_pair(reinterpret_cast<Pair*>(&weight[h][i]), a, b);
+        weight[h][i] = omlxd_pair<T>(a, b);
       }
     }
     #pragma unroll
@@ -342,7 +381,7 @@ _TILES = """
 _MERGE = """
   // grid (queries of all rows); a thread for each dimension
   const long head = blockIdx.x;
-  const int most = sums_shape[2], row = head / sums_shape[1];
+  const int most = span_count, row = head / queries;
   const int spans = (ends[row] - starts[row] + SPAN - 1) / SPAN;
   const float* pairs = weights + head * most * 2;
   float best = -1e30f, total = 0.f, x = 0.f;
@@ -353,28 +392,64 @@ _MERGE = """
     total += weight * pairs[s * 2 + 1];
     x += weight * sums[(head * most + s) * D + threadIdx.x];
   }
-  out[head * D + threadIdx.x] = static_cast<T>(x / total);
+  out[head * D + threadIdx.x] = omlxd_round<T>(x / total);
 """
 
 
-class Kernel:
-    """The kernels for one width, group and type. They compile at their first calls. Raises what MLX raises.
+_ARGUMENTS = {
+    "spans": "const T* q, const T* keys, const T* values",
+    "step": "const T* q, const T* new_keys, const T* new_values, const T* keys, const T* values",
+    "tiles": "const T* q, const T* keys, const T* values",
+}
+_BODIES = {
+    "spans": _SPANS.replace("READ", _READ),
+    "step": _SPANS.replace("READ", _READ_AND_PUT),
+    "tiles": _TILES,
+    "merge": _MERGE,
+}
+_TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
-    Its calls are compiled too: a call then costs the host 28 microseconds, and 51 if MLX puts the source
-    together each time.
+
+def source_of(name: str, width: int, group: int, dtype: Any, span: int) -> tuple[str, str]:
+    """(function, CUDA source) of a kernel: spans, step, tiles or merge."""
+    kind = _TYPES[dtype]
+    function = f"omlxd_decode_{name}_{kind}_{width}_{group}_{span}"
+    numbers = {"D": width, "GROUP": group, "SPAN": span, "WARPS": WARPS}
+    numbers |= {"H": most_heads(group), "UNROLL": UNROLL}
+    constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
+    if name == "merge":
+        arguments = (
+            "const float* sums, const float* weights, const int* starts, const int* ends, T* out, "
+            "const int span_count, const int queries"
+        )
+    else:
+        arguments = (
+            f"{_ARGUMENTS[name]}, const int* starts, const int* ends, const float* scale, float* sums, "
+            "float* weights, const int capacity, const int new_tokens, const int KV_HEADS"
+        )
+    head = f"{_HEADER}using T = {kind};\nconstexpr int {constants};\n"
+    return function, f'{head}extern "C" __global__ void {function}({arguments}) {{\n{_BODIES[name]}\n}}\n'
+
+
+def most_heads(group: int) -> int:
+    """Query heads of a group that a lane keeps."""
+    return max(heads for heads in range(1, 9) if group % heads == 0)
+
+
+class Kernel:
+    """The kernels for one width, group and type. They compile at their first calls. Raises what NVRTC, the
+    driver and MLX raise.
+
+    Its calls are compiled too: a call then costs the host 28 microseconds, and 51 if MLX puts it together
+    each time.
     """
 
     def __init__(self, width: int, group: int, dtype: Any, span: int = SPAN):
         self._width, self._group, self._dtype, self._span = width, group, dtype, span
         self.most_new = MOST_NEW if width in TILE_WIDTHS else 1
         """New tokens a row that it takes."""
-        self._heads = max(heads for heads in range(1, 9) if group % heads == 0)
-        inputs, outputs = ["q", "keys", "values", "starts", "ends", "scale"], ["sums", "weights"]
-        self._spans: Any = mx.fast.cuda_kernel("omlxd_decode_spans", inputs, outputs, _SPANS, _HEADER)
-        self._tiles: Any = mx.fast.cuda_kernel("omlxd_decode_tiles", inputs, outputs, _TILES, _HEADER)
-        self._merge: Any = mx.fast.cuda_kernel(
-            "omlxd_decode_merge", ["sums", "weights", "starts", "ends"], ["out"], _MERGE, _HEADER
-        )
+        self._heads = most_heads(group)
+        self._code: dict[tuple[str, int], tuple[str, bytes]] = {}
         # Each shape by itself: MLX looks through all shapes of a function one by one.
         self._compiled = lru_cache(64)(lambda queries, keys: mx.compile(partial(self._attend)))
 
@@ -394,6 +469,23 @@ class Kernel:
         call = self._compiled(queries.shape, keys.shape)
         return call(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32))
 
+    def step(
+        self,
+        queries: mx.array,
+        fresh: tuple[mx.array, mx.array],
+        held: tuple[mx.array, mx.array],
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values).
+
+        fresh  (rows, KV heads, 1, width) each
+        held   (rows, KV heads, capacity, width), in one piece; written in place, column `ends[row] - 1`
+        """
+        scales = _constant("scale", (scale,), mx.float32)
+        return self._attend(queries, *held, starts, ends, scales, fresh), *held
+
     def _attend(
         self,
         queries: mx.array,
@@ -402,40 +494,52 @@ class Kernel:
         starts: mx.array,
         ends: mx.array,
         scale: mx.array,
+        fresh: Sequence[mx.array] = (),
     ) -> mx.array:
         rows, heads, new = queries.shape[:3]
         kv_heads, capacity = keys.shape[1:3]
         if new == 1:
-            kernel, span, parts = self._spans, self._span, heads // self._heads
-            extra = [("H", self._heads), ("UNROLL", UNROLL)]
+            name, span, parts = "step" if fresh else "spans", self._span, heads // self._heads
         else:
-            kernel, span, parts = self._tiles, TILE_SPAN, kv_heads * -(-self._group * new // 16)
-            extra = []
+            name, span, parts = "tiles", TILE_SPAN, kv_heads * -(-self._group * new // 16)
         spans = -(-capacity // span)
-        sums, weights = kernel(
-            inputs=[queries, keys, values, starts, ends, scale],
-            template=[
-                ("T", self._dtype),
-                ("D", self._width),
-                ("GROUP", self._group),
-                ("KV_HEADS", kv_heads),
-                ("SPAN", span),
-                ("WARPS", WARPS),
-                *extra,
-            ],
+        sums, weights = self._run(
+            name,
+            span,
+            [queries, *fresh, keys, values, starts, ends, scale],
+            [capacity, new, kv_heads],
             grid=(spans * 32 * WARPS, parts, rows),
             threadgroup=(32 * WARPS, 1, 1),
             output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],
             output_dtypes=[mx.float32, mx.float32],
         )
-        return self._merge(
-            inputs=[sums, weights, starts, ends],
-            template=[("T", self._dtype), ("D", self._width), ("SPAN", span)],
+        return self._run(
+            "merge",
+            span,
+            [sums, weights, starts, ends],
+            [spans, heads * new],
             grid=(rows * heads * new * self._width, 1, 1),
             threadgroup=(self._width, 1, 1),
             output_shapes=[queries.shape],
             output_dtypes=[self._dtype],
         )[0]
+
+    def _run(
+        self, name: str, span: int, inputs: list[mx.array], scalars: list[int], **how: Any
+    ) -> list[mx.array]:
+        """One kernel, compiled at its first call."""
+        if (name, span) not in self._code:
+            function, source = source_of(name, self._width, self._group, self._dtype, span)
+            self._code[name, span] = function, nvrtc.machine_code(source)
+        function, code = self._code[name, span]
+        return mx.fast.precompiled_cuda_kernel(
+            name=function,
+            compiled_source=code,
+            inputs=inputs,
+            scalars=scalars,
+            ensure_row_contiguous=True,
+            **how,
+        )
 
 
 _constants: dict[str, tuple[Any, mx.array]] = {}

@@ -35,8 +35,8 @@ bfloat16 on an H100 (medians of a noisy host's, up to three runs):
 cuDNN's sums come in another order from run to run, so that bits differ even between two cold runs.
 """
 
-MOST_ROOM = 2048
-"""Tokens that a batch grows by at most: to copy it so often costs a token 12 microseconds (8 rows of 32,000,
+MOST_ROOM = 1024
+"""Tokens that a batch grows by at most: to copy it so often costs a token 25 microseconds (8 rows of 32,000,
 an 8B shape), and a quarter of them all would be 9 GB."""
 
 SHORT = 1024
@@ -102,6 +102,16 @@ class EvenBatchKVCache(BatchKVCache):
         """Whether each column is every row's."""
         return self._ends is None and not any(self.starts)
 
+    @classmethod
+    def merge(cls, caches: Any) -> Any:
+        """Of one cache: a batch of one, which has the cache's arrays."""
+        if len(caches) != 1 or caches[0].keys is None:
+            return super().merge(caches)
+        own, batch = caches[0], cls([0])
+        batch.keys, batch.values, batch._idx = own.keys, own.values, own.offset
+        batch.offset = batch.offset + own.offset
+        return batch
+
     def _set_ends(self, ends: list[int]) -> None:
         self._idx = max(ends)
         self._ends = ends if min(ends) < self._idx else None
@@ -116,6 +126,13 @@ class EvenBatchKVCache(BatchKVCache):
             self.keys, self.values = put_tokens(self.keys, keys, ends), put_tokens(self.values, values, ends)
             self._ends = [end + more for end in ends]
         return self.keys_and_values()
+
+    def advance(self, offset: mx.array) -> None:
+        """A new token of each row has been put into the arrays. `offset`: tokens of each row now."""
+        self._idx += 1
+        self.offset = offset
+        if self._ends is not None:
+            self._ends = [end + 1 for end in self._ends]
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row."""
@@ -146,7 +163,25 @@ class EvenBatchKVCache(BatchKVCache):
         self._set_ends(ends)
 
     def _extend(self, other: Any) -> None:
-        super().extend(other)
+        """Copies each row once, into arrays with room for what the next steps add."""
+        if self.keys is None or other.keys is None:
+            super().extend(other)
+            return
+        end = max(self._idx, other._idx)
+        capacity = _batch_capacity(end + max(1, min(end // 4, MOST_ROOM)))
+        for name in ("keys", "values"):
+            parts = [(cache._idx, getattr(cache, name)) for cache in (self, other)]
+            rows = [part.shape[0] for _, part in parts]
+            joint = mx.zeros(
+                (sum(rows), parts[0][1].shape[1], capacity, parts[0][1].shape[3]), parts[0][1].dtype
+            )
+            for (length, part), first in zip(parts, (0, rows[0]), strict=True):
+                joint[first : first + part.shape[0], :, end - length : end] = part[..., :length, :]
+            setattr(self, name, joint)
+            setattr(other, name, None)
+        self.left_padding = mx.concatenate([cache.left_padding + end - cache._idx for cache in (self, other)])
+        self.offset = mx.concatenate([self.offset, other.offset])
+        self._idx = end
 
     def filter(self, batch_indices: Any) -> None:
         ends, before = self.ends, self._idx

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import (
 
 from ...kv.layout import Group, KVLayout
 from .batch_kv import EvenBatchKVCache, WindowBatchKVCache, next_step, round_up
+from .cuda_driver import give_spare_back
 from .device import SAFETENSORS_DTYPE
 from .quantised import PARTS, Quantisation, QuantisedBatchKVCache, QuantisedKVCache
 from .segments import Segment, SegmentedBatchKVCache, SegmentedKVCache
@@ -301,6 +302,7 @@ def new_cache(model: Any, capacity: int) -> Cache:
     Growing copies the whole array (facts: 1.6 times the peak, quadratic time), and at admission
     the size is known.
     """
+    give_spare_back()
     cache = make_prompt_cache(model)
     for _, leaf, _ in _of_kind(cache, per_token=True):
         leaf.step = round_up(capacity)
@@ -314,6 +316,7 @@ def filled_cache(
 
     segments  hold the first `base` of these, and `arrays` the others; without `arrays` there are none
     """
+    give_spare_back()
     cache = make_prompt_cache(model)
     for name, leaf, kind in _of_kind(cache, per_token=True):
         if segments:
@@ -473,7 +476,8 @@ def _merge_leaves(*rows: Any) -> Any:
 
 LARGE = 1 << 30
 """Bytes of a batch from which on a layer is copied once the one before has been: originals go before other
-copies come. An H100 ran out of memory where rows of 4.8 GB joined lazily."""
+copies come. An H100 ran out of memory where rows of 4.8 GB joined lazily, and where the pool that MLX
+allocates from kept what they left in pieces."""
 
 
 def extend(batch: Cache, single: Cache) -> None:
@@ -487,18 +491,31 @@ def extend_batch(batch: Cache, other: Cache) -> None:
 
 
 def _extend(batch: Cache, other: Cache, as_batch: Callable[[Any], Any]) -> None:
-    large = sum(array.nbytes for array in state_arrays(batch)) >= LARGE
+    copied = _copier(batch)
     for index, into in enumerate(batch):
         into.extend(as_batch(other[index]))
         other[index] = None
-        if large:
-            mx.eval(state_arrays([into]))
+        copied(into)
+
+
+def _copier(batch: Cache) -> Callable[[Any], None]:
+    """What to call with each layer of `batch` that has a lazy copy: of a large batch it is made at once."""
+    if sum(array.nbytes for array in state_arrays(batch)) < LARGE:
+        return lambda layer: None
+
+    def copied(layer: Any) -> None:
+        mx.eval(state_arrays([layer]))
+        give_spare_back()
+
+    return copied
 
 
 def keep_rows(batch: Cache, rows: Sequence[int]) -> None:
     """Drop every other row of a batch cache."""
+    copied = _copier(batch)
     for layer in batch:
         layer.filter(list(rows))
+        copied(layer)
 
 
 def row_tensors(batch: Cache, row: int, start: int, stop: int) -> dict[str, mx.array]:

@@ -5,6 +5,7 @@ libcuda is there wherever MLX's CUDA backend runs; no package is needed. Device 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from functools import cache
 from typing import Any
@@ -58,14 +59,51 @@ def keep_on_host(view: memoryview) -> None:
         _call("cuMemAdvise_v2", ctypes.c_uint64(address), ctypes.c_size_t(view.nbytes), advice, location)
 
 
-def free_memory() -> int:
-    """Bytes of the GPU's memory that no process holds, and of the pool that MLX allocates from those that
-    nothing has: the pool keeps what a batch had before it was copied, 45 GB of an H100's 85. Raises
-    DriverError."""
+@cache
+def architecture() -> int:
+    """Compute capability of the GPU, as 90 for 9.0. Raises DriverError."""
+    numbers = [ctypes.c_int(), ctypes.c_int()]
+    for attribute, number in zip((75, 76), numbers, strict=True):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_…
+        _call("cuDeviceGetAttribute", ctypes.byref(number), attribute, 0)
+    return numbers[0].value * 10 + numbers[1].value
+
+
+SPARE = 2 << 30
+"""Bytes that MLX's pool may keep of what was freed, once memory is short."""
+
+SHORT = 4
+"""Memory is short where less than one part of so many is free."""
+
+
+def _memory() -> tuple[int, int, int, int, ctypes.c_void_p]:
+    """(free bytes of the GPU, all, bytes of the pool that MLX allocates from, of these in use, the pool)."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     pool, reserved, used = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_uint64()
     _call("cuDeviceGetMemPool", ctypes.byref(pool), 0)
     for attribute, value in ((_RESERVED, reserved), (_USED, used)):
         _call("cuMemPoolGetAttribute", pool, attribute, ctypes.byref(value))
-    return free.value + reserved.value - used.value
+    return free.value, total.value, reserved.value, used.value, pool
+
+
+def free_memory() -> int:
+    """Bytes of the GPU's memory that can be had. Raises DriverError.
+
+    The pool that MLX allocates from keeps what was freed. Of what smaller arrays left it makes no large one:
+    an H100 with 6.7 GB free and 30 GB in such pieces had no room for 5 GB. So where memory is short the pool
+    gives back what it can, and the rest does not count.
+    """
+    free, total, reserved, used, _ = _memory()
+    if free >= total // SHORT:
+        return free + reserved - used
+    give_spare_back()
+    return _memory()[0]
+
+
+def give_spare_back() -> None:
+    """Have MLX's pool give back what nothing has, where memory is short. Does nothing without CUDA."""
+    with contextlib.suppress(DriverError):
+        free, total, reserved, used, pool = _memory()
+        if free < total // SHORT and reserved - used > SPARE:
+            _call("cuCtxSynchronize")  # What was freed on the way counts only then.
+            _call("cuMemPoolTrimTo", pool, ctypes.c_size_t(used + SPARE))

@@ -30,6 +30,7 @@ from .cache_kinds import (
     can_take_back,
     extend,
     is_batchable,
+    keep_rows,
     layout_of,
     merge,
     quantise_obstacle,
@@ -40,6 +41,7 @@ from .cache_kinds import (
     states_of,
     trim,
 )
+from .compiled_step import AFTER, CompiledStep
 from .device import backend
 from .mapped import MappedWeights
 from .multi_lora import Adapters, read_adapter
@@ -285,12 +287,17 @@ def _try(model: Any, passes: list[list[int]]) -> tuple[Cache, mx.array]:
 def _attend_unequal(model: Any) -> None:
     """One token for rows of unequal length, which end together and apart: what that needs is compiled and
     checked now, in no request. An H100's host takes 7 s for rows that end apart."""
-    batch = merge([_try(model, [[0]])[0]])
+    step, one = CompiledStep(model), _try(model, [[0]])[0]
+    mx.eval(step(mx.array([[0]]), one, AFTER), state_arrays(one))
+    batch = merge([one])
     extend(batch, _try(model, [[0, 1]])[0])
     mx.eval(model(mx.array([[0], [0]]), cache=batch))
+    mx.eval(step(mx.array([[0], [0]]), batch, AFTER), state_arrays(batch))
     if can_take_back(batch, 2):
         trim(batch, [1, 0])
         mx.eval(model(mx.array([[0], [0]]), cache=batch))
+    keep_rows(batch, [0])
+    mx.eval(state_arrays(batch))
 
 
 def share_prefixes(model: Any, tokens: int) -> LiveSegments:
@@ -373,6 +380,11 @@ _passes = _Passes()
 def keep_hidden() -> None:
     """From now on passes on this thread keep what their head takes: `take_hidden` gives it."""
     _passes.keeps = True
+
+
+def keeps_hidden() -> bool:
+    """Whether passes on this thread keep what their head takes."""
+    return _passes.keeps
 
 
 def take_hidden() -> mx.array | None:

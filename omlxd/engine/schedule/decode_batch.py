@@ -20,7 +20,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from .. import mlx_adapter
-from ..mlx_adapter import LoadedModel
+from ..mlx_adapter import CompiledStep, LoadedModel
 from ..sequence import Likelihood, SamplerRow, Sequence
 from .draft_model import DraftRows, Wanted, clock, drafting, seeded
 from .mtp import MtpRows
@@ -37,10 +37,19 @@ class DecodeBatch:
     model        called as model(tokens (rows, n), cache=…)
     speculation  of the engine; None: every pass computes one token a row
     grid         no pass with guesses goes beyond its multiples: there state at a position is kept; 0: any may
+    compiled     steps of the model; None: each is built anew
     """
 
-    def __init__(self, model: Any, speculation: Speculation | None = None, grid: int = 0):
+    def __init__(
+        self,
+        model: Any,
+        speculation: Speculation | None = None,
+        grid: int = 0,
+        compiled: CompiledStep | None = None,
+    ):
         self._model = model
+        self._compiled = compiled
+        self._steps = 0  # Since the rows changed.
         self._grid = grid
         self._speculation = speculation
         self._speculators: dict[Sequence, RowSpeculator] = {}
@@ -99,6 +108,7 @@ class DecodeBatch:
     def _compose(self) -> None:
         """The rows have changed."""
         self._sampler = None
+        self._steps = 0
         self._speculates, kept = self._may_speculate(), self._speculators
         self._speculators = {
             row: kept.get(row) or self._speculator(row) for row in (self.rows if self._speculates else ())
@@ -324,7 +334,14 @@ class DecodeBatch:
         """Logits of `tokens` (rows, n), whose KV goes into the cache."""
         deltas = [sequence.images.delta if sequence.images is not None else 0 for sequence in self.rows]
         moved = {"deltas": deltas} if any(deltas) else {}
-        with mlx_adapter.row_adapters([sequence.adapter for sequence in self.rows]):
+        adapters = [sequence.adapter for sequence in self.rows]
+        plain = tokens.shape[1] == 1 and not moved and not any(adapters) and not mlx_adapter.keeps_hidden()
+        if self._compiled is not None and plain:
+            logits = self._compiled(tokens, self._cache, self._steps)
+            self._steps += 1
+            if logits is not None:
+                return logits
+        with mlx_adapter.row_adapters(adapters):
             return self._model(tokens, cache=self._cache, **moved)
 
     def _record(self, hidden: mx.array | None, start: int) -> None:

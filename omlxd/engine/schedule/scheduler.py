@@ -27,7 +27,7 @@ from ...errors import OmlxdError
 from .. import mlx_adapter
 from ..kvio.bridge import KVBridge, last_token_alone
 from ..kvio.hot_budget import evict_unused
-from ..mlx_adapter import Adapter, LoadedModel, PromptCacheFile
+from ..mlx_adapter import Adapter, CompiledStep, LoadedModel, PromptCacheFile
 from ..sequence import LabelScores, Likelihood, Sequence, State
 from ..vision.images import Images
 from .decode_batch import DecodeBatch, best_batch
@@ -92,6 +92,7 @@ class Scheduler:
         self._changes: list[Callable[[], None]] = []
         self._slots = slots
         self._block = block_size
+        self._compiled = CompiledStep(self._model)
         self._inbox = Inbox()
         self.waiting = RequestQueue()
         self.running: list[Sequence] = []  # They hold a slot each.
@@ -497,7 +498,7 @@ class Scheduler:
         if best is None:
             states = self._loaded.states
             grid = self._block if states is not None and states.tensors else 0
-            best = DecodeBatch(self._model, self.speculation, grid)
+            best = DecodeBatch(self._model, self.speculation, grid, self._compiled)
             self._batches.append(best)
         return best
 

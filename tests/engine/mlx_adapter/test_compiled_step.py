@@ -1,0 +1,76 @@
+"""A compiled decode step beside the model's own, with a kernel of MLX's ops in place of CUDA's."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import FAMILIES, build_family
+from family_configs import CONFIGS
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
+
+STEPS = 6
+
+
+def batch_of(
+    loaded: mlx_adapter.LoadedModel, lengths: tuple[int, ...], capacity: int = 64
+) -> mlx_adapter.Cache:
+    caches = []
+    for seed, length in enumerate(lengths):
+        cache = mlx_adapter.new_cache(loaded.model, capacity)
+        tokens = mx.random.randint(5, 200, (1, length), key=mx.random.key(seed))
+        mx.eval(loaded.model(tokens, cache=cache))
+        mlx_adapter.after_prefill(cache, length)
+        caches.append(cache)
+    if len(caches) == 1:
+        return caches[0]
+    batch = mlx_adapter.merge(caches[:1])
+    for cache in caches[1:]:
+        mlx_adapter.extend(batch, cache)
+    return batch
+
+
+class Steps:
+    """Decodes the same tokens with `compiled` where it may, and counts the steps that it did."""
+
+    def __init__(
+        self, loaded: mlx_adapter.LoadedModel, cache: mlx_adapter.Cache, compiled: CompiledStep | None
+    ):
+        self.loaded, self.cache, self.compiled = loaded, cache, compiled
+        self.at = self.done = self.count = 0
+
+    def run(self, rows: int, steps: int = STEPS) -> list[np.ndarray]:
+        out = []
+        for _ in range(steps):
+            tokens = mx.array([[10 + 7 * self.at + row] for row in range(rows)])
+            logits = self.compiled(tokens, self.cache, self.count) if self.compiled else None
+            self.done += logits is not None
+            self.count, self.at = self.count + 1, self.at + 1
+            logits = self.loaded.model(tokens, cache=self.cache) if logits is None else logits
+            out.append(np.array(logits[:, -1].astype(mx.float32)))
+        return out
+
+
+@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], tmp_path, reference):
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    reference()
+    want = Steps(loaded, batch_of(loaded, lengths), None).run(len(lengths))
+    steps = Steps(loaded, cache := batch_of(loaded, lengths), CompiledStep(loaded.model))
+    np.testing.assert_allclose(steps.run(len(lengths)), want, atol=2e-4)
+    if family in COMPILED:
+        assert steps.done == STEPS - compiled_step.AFTER
+        for name, array in mlx_adapter.tensors(cache).items() if len(lengths) == 1 else ():
+            again = batch_of(loaded, lengths)
+            Steps(loaded, again, None).run(1)
+            np.testing.assert_allclose(np.array(array), np.array(mlx_adapter.tensors(again)[name]), atol=1e-5)
+    else:
+        assert steps.done == 0
+
+
+COMPILED = tuple(
+    name for name in FAMILIES if CONFIGS[name].classes == {"KVCache"} and not name.startswith("deepseek")
+)
