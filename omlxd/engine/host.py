@@ -123,6 +123,7 @@ class EngineHost:
             self.scheduler.bridge.weights_changed = self.loaded.mapped.changed
             if self.scheduler.memory is not None:
                 self.scheduler.memory.store = self.scheduler.bridge.store
+                self._store.leave_room_for(self._promised)
         self.media = Media()
         self._most_images = load.prompts.max_images
         self.prompts = PromptPipeline(
@@ -148,6 +149,10 @@ class EngineHost:
         base = Served(None, self._store, self.info)
         self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
         self._store.read_newest(self.scheduler.post)
+
+    def _promised(self) -> int:
+        memory, scheduler = self.scheduler.memory, self.scheduler
+        return memory.promised([*scheduler.running]) if memory is not None else 0
 
     def _draft_model(self, load: wire.Load) -> DraftModel:
         """Its weights count as the model's own. Raises ModelError."""

@@ -47,6 +47,7 @@ class HotBudget:
     """Call it for the budget in bytes. `limit` None: as much as is safe; `used`: the tier's bytes now.
 
     share  what the front leaves to this engine beside the others; None: all
+    promised  bytes that requests which were admitted have still to take
     """
 
     def __init__(self, limit: int | None, used: Callable[[], int]):
@@ -55,6 +56,7 @@ class HotBudget:
         self._read_at = float("-inf")
         self._budget = 0
         self.share: int | None = None
+        self.promised: Callable[[], int] = lambda: 0
 
     def __call__(self) -> int:
         own = self._own()
@@ -68,7 +70,7 @@ class HotBudget:
             self._read_at = now
             total, available = memory()
             reserve = max(RESERVE_BYTES, int(total * RESERVE_FRACTION))
-            spare = max(0, self._used() + available - reserve)
+            spare = max(0, self._used() + available - reserve - self.promised())
             self._budget = min(int(total * MOST_FRACTION), spare)
         return self._budget
 

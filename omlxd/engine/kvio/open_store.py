@@ -152,6 +152,11 @@ class ModelStore:
         if self.bridge is not None:
             evict_unused(self.bridge.store)
 
+    def leave_room_for(self, promised: Callable[[], int]) -> None:
+        """`promised`: bytes that the hot tier leaves to requests which were admitted. Any thread calls it."""
+        if self.bridge is not None:
+            self._hot_budget.promised = promised
+
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
         if self._clock is not None:

@@ -11,7 +11,7 @@ the next prompt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -38,8 +38,8 @@ is fused: a prompt that is much longer is tried, and measured, rather than refus
 refused 103,431 tokens, which it computes in 8 s, for what chunks of 4,000 had taken."""
 LOOK_S = 0.2
 """Between two looks at what the tiers have of a prompt that waits."""
-RESERVE_FRACTION, CUDA_RESERVE_FRACTION = 0.02, 0.06
-"""Of the memory, left free; on CUDA also for copies of a layer while rows join a batch."""
+RESERVE_FRACTION, CUDA_RESERVE_FRACTION = 0.02, 0.08
+"""Of the memory, left free; on CUDA also for copies of a layer, and room, as rows join a batch."""
 
 
 class MemoryAdmission:
@@ -104,6 +104,8 @@ class MemoryAdmission:
         shared = self._shared(sequence, running)
         need = self.need(sequence) - shared
         total, room = self._room(running)
+        if need > room - self._hot():
+            room -= self._held_hot(running)
         hot: list[Block] = []
         if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
             through, hot = self._through_cache(sequence, room + shared)
@@ -197,16 +199,19 @@ class MemoryAdmission:
         """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
         total, available = self._measure()
         hot = self._hot()
-        promised = sum(
-            self._kv(s) - self._shared(s, running[:index])
-            for index, s in enumerate(running)
-            if s.cache is None and s.state is not State.DECODING
-        )
         reserve = CUDA_RESERVE_FRACTION if mlx_adapter.backend() == "cuda" else RESERVE_FRACTION
         room = available + hot - int(total * reserve)
         if self.live is not None:
             room = min(room, self.live - (mx.get_active_memory() - hot))
-        return total, max(0, room - promised)
+        return total, max(0, room - self.promised(running))
+
+    def promised(self, running: list[Sequence]) -> int:
+        """Bytes of KV that sequences which were admitted have still to take."""
+        return sum(
+            self._kv(s) - self._shared(s, running[:index])
+            for index, s in enumerate(running)
+            if s.cache is None and s.state is not State.DECODING
+        )
 
     def room(self, running: list[Sequence]) -> int:
         """Bytes that may be taken now beside `running`, the hot tier giving way."""
@@ -238,6 +243,31 @@ class MemoryAdmission:
             for store in self._all_stores:
                 excess -= store.pool.evict(excess)
             own.pool.free(hot)
+            for store, block in self._hot_blocks(running, copied=True):
+                if excess > 0 and block.payload is not None:
+                    excess -= block.payload.nbytes
+                    store.pool.drop_payload(block)
+            mlx_adapter.give_spare_back()
+
+    def _held_hot(self, running: list[Sequence]) -> int:
+        """Bytes of hot blocks that can't go: a sequence has still to copy them, or they are not on disk."""
+        held = {id(block): block.payload for _, block in self._hot_blocks(running, copied=False)}
+        return sum(payload.nbytes for payload in held.values() if payload is not None)
+
+    def _hot_blocks(self, running: list[Sequence], *, copied: bool) -> Iterator[tuple[KVStore, Block]]:
+        """Hot blocks of `running`, ends first: those that only the disk needs to keep, or the others.
+
+        A sequence that has its KV goes on without the blocks that it was restored from.
+        """
+        for sequence in running:
+            if sequence.table is None or (store := self._store_of(sequence)) is None:
+                continue
+            own = sequence.cache is not None or sequence.state is State.DECODING
+            length = sequence.kv_length // store.block_size if own else 0
+            for index in range(len(sequence.table.blocks) - 1, -1, -1):
+                block = sequence.table.blocks[index]
+                if block.payload is not None and (index < length and block.on_disk) == copied:
+                    yield store, block
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

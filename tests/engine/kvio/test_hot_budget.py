@@ -50,3 +50,10 @@ def test_memory_is_read_twice_a_second_at_most(monkeypatch):
 def test_memory_of_this_machine_makes_sense():
     total, available = hot_budget.memory()
     assert 0 < available <= total
+
+
+def test_what_was_promised_to_requests_is_left_to_them(monkeypatch):
+    monkeypatch.setattr(hot_budget, "memory", lambda: (64 * GB, 30 * GB))
+    budget = HotBudget(None, lambda: 10 * GB)
+    budget.promised = lambda: 20 * GB
+    assert budget() == 40 * GB - int(64 * GB * hot_budget.RESERVE_FRACTION) - 20 * GB

@@ -17,8 +17,10 @@ from families import build_family
 from kv_fakes import check_pool
 from rig import Rig
 
+from omlxd.engine.kvio import cold_reads
 from omlxd.engine.kvio import transport as staging
 from omlxd.engine.kvio.payload import MLXPayload, read_payload
+from omlxd.engine.kvio.restore import Restore
 from omlxd.engine.kvio.transport import StagedTransport
 from omlxd.engine.mlx_adapter import cuda_driver, storage_dtype
 from omlxd.kv.layout import Group, KVLayout
@@ -160,3 +162,29 @@ def test_a_damaged_file_ends_the_prefix(tmp_path: Path):
         assert rig.store.stats.corrupt == 1
         assert_same(rig, tokens, reference, hot=256, cold=0)
     reference.close()
+
+
+def test_restores_whose_payloads_are_many_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Payloads of eight long prompts, read before any of them was joined, filled a GPU's memory."""
+    model = build_family("qwen3", tmp_path / "qwen3")
+    prompts = [prompt(300, seed) for seed in range(4)]
+    cache = tmp_path / "cache"
+    with Rig(model, cache) as rig:
+        want = [rig.run(tokens, 4).tokens() for tokens in prompts]
+    begun: list[int] = []
+    start = Restore.start
+    with Rig(model, cache, hot=0) as rig:
+
+        def count(restore: Restore) -> None:
+            begun.append(len(rig.scheduler.bridge.reads._under_way))
+            start(restore)
+
+        monkeypatch.setattr(Restore, "start", count)
+        outputs = [rig.start(tokens, 4) for tokens in prompts]
+        assert [output.tokens() for output in outputs] == want
+        together, begun = max(begun), []
+        monkeypatch.setattr(cold_reads, "STAGED_BYTES", 0)
+        outputs = [rig.start(tokens, 4) for tokens in prompts]
+        assert [output.tokens() for output in outputs] == want
+        assert [output.cold for output in outputs] == [256] * len(prompts)
+    assert (together, begun) == (3, [0] * len(prompts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -367,6 +368,33 @@ def test_hot_blocks_give_way_to_a_prompt(rig: Rig):
     memory.available = RESERVE + need - hot // 2
     assert len(rig.start([7, *PROMPT[::-1]], 4).tokens()) == 4
     assert not memory.wants
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_hot_blocks_of_a_running_request_give_way_where_the_disk_has_them(tmp_path: Path, on_disk: bool):
+    """It has copied them. Those that are nowhere else are no room: the prompt waits."""
+    with Rig(family_model("qwen3"), tmp_path if on_disk else None, hot=1 << 30) as rig:
+        memory = Memory(rig, 10**9)
+        first = rig.start(PROMPT, 100_000)
+        assert first.first.wait(60)
+        blocks = rig.on_engine(lambda: first.sequence.table.blocks[: len(PROMPT) // BLOCK])
+        if on_disk:
+            deadline = time.monotonic() + 60
+            while not all(block.on_disk for block in blocks):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        held = sum(block.payload.nbytes for block in blocks)
+        memory.available = RESERVE + kv(rig, 600 + 4) - held // 2
+        second = rig.start([7, *PROMPT[::-1]], 4)
+        if not on_disk:
+            for _ in range(3):
+                rig.on_engine(lambda: None)
+            assert second.sequence.cache is None and not second.got
+            memory.available = 10**9
+        assert len(second.tokens()) == 4
+        gone = [block for block in blocks if block.payload is None]
+        assert bool(gone) == on_disk and not first.reason
+        rig.scheduler.cancel(first.sequence)
 
 
 def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
