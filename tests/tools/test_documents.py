@@ -50,7 +50,9 @@ OTHERS_FLAGS = {
     "--svg": "tools/bench/session_ttft.py's",
     "--synthetic": "tools/replay.py's",
     **dict.fromkeys(
-        ("--contexts", "--rounds", "--server", "--shape", "--size", "--talks", "--turns"), "tools/bench's"
+        ("--contexts", "--more", "--only", "--output", "--rounds", "--server", "--shape", "--size", "--talks")
+        + ("--tokens", "--turns", "--words"),
+        "tools/bench's",
     ),
 }
 

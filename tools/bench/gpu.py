@@ -406,7 +406,8 @@ class GPUBench(Bench):
     # ----------------------------------------------------------------- equality
 
     def same(self) -> None:
-        """Greedy tokens of a cold run, a hot hit and a cold-tier hit; time to the first token of each."""
+        """Greedy tokens of a cold run, a hot hit, a cold-tier hit, and a hit beside seven others; time to the
+        first token of each."""
         print("\n## Same tokens, and the first token's time\n")
         row(
             "block",
@@ -427,20 +428,31 @@ class GPUBench(Bench):
                 cold = ColdTier(root, self.cold(tokens, block)[0].format)
                 computed: tuple[list[int], mx.array] | None = None
                 bridge = self._bridge(block, cold, ledger)
-                for run in ("computed", "computed again", "hot hit", "cold hit"):
+                for run in ("computed", "computed again", "hot hit", "cold hit", "beside seven"):
                     if run == "cold hit":
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
                     watch = Watch(self.model)
                     self.loaded.model = bridge._model = bridge.reads._model = watch
-                    sequence = self._run(tokens, 0 if run == "computed again" else block, 64, bridge)
+                    others = [self.prompt(300 * i, seed=i) for i in range(1, 8)] if "beside" in run else []
+                    again = run == "computed again"
+                    sequence = self._run(tokens, 0 if again else block, 64, bridge, others)
                     self.loaded.model = self.model
                     got, first = sequence.tokens[length:], watch.first[-1]
                     computed = computed or (got, first)
                     apart = cast(float, mx.abs(first - computed[1]).max().item())
                     hot, colds = sequence.restored_hot, sequence.restored_cold
                     taken = sequence.first_token_s
-                    row(block, length, run, taken, hot, colds, got == computed[0], f"{apart:.3g}")
+                    row(
+                        block,
+                        length,
+                        run,
+                        taken,
+                        hot,
+                        colds,
+                        got == computed[0],
+                        "-" if others else f"{apart:.3g}",
+                    )
                 bridge.close(1)
                 ledger.close()
                 shutil.rmtree(root, ignore_errors=True)

@@ -16,7 +16,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import MLXPayload, copy_blocks
 from omlxd.engine.kvio.transport import transport
-from omlxd.engine.mlx_adapter import attention
+from omlxd.engine.mlx_adapter import CompiledStep, attention
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
@@ -58,6 +58,7 @@ class Bench:
         self.model, self.folder, self.tokens, self.blocks = self.loaded.model, folder, tokens, blocks
         self.per_token = self.layout.nbytes(1)
         self.words = min(4096, self.loaded.vocab_size)
+        self.compiled = CompiledStep(self.model)
 
     # ----------------------------------------------------------------- material
 
@@ -133,8 +134,8 @@ class Bench:
             sink=sink,
         )
 
-    def _batch(self, rows: int, length: int, factory: Callable[[Any], DecodeBatch] = DecodeBatch) -> Any:
-        batch = factory(self.model)
+    def _batch(self, rows: int, length: int, factory: Callable[..., DecodeBatch] = DecodeBatch) -> Any:
+        batch = factory(self.model, compiled=self.compiled)
         for index in range(rows):
             batch.add_row(self._decoding(length, index))
             mx.eval(batch._inputs, [layer.state[:2] for layer in batch._cache])
@@ -149,14 +150,26 @@ class Bench:
         sequence.kv_length = length
         return sequence
 
-    def _run(self, tokens: Seq[int], block: int, new: int, bridge: KVBridge | None = None) -> Sequence:
-        """A request through the scheduler on this thread. `block` 0: no reuse; no bridge: a hot tier."""
-        scheduler = Scheduler(self.loaded, None, slots=1, block_size=block or self.blocks[0])
+    def _run(
+        self,
+        tokens: Seq[int],
+        block: int,
+        new: int,
+        bridge: KVBridge | None = None,
+        others: Seq[Seq[int]] = (),
+    ) -> Sequence:
+        """A request through the scheduler on this thread, beside those of `others`, which come before it.
+
+        `block` 0: no reuse; no bridge: a hot tier.
+        """
+        scheduler = Scheduler(self.loaded, None, slots=1 + len(others), block_size=block or self.blocks[0])
         if block:
             scheduler.bridge = bridge or self._bridge(block)
             scheduler.bridge.reads._post = scheduler.bridge.store._post = scheduler.post
         sink = Collector()
         sequence = self._sequence(tokens, block or self.blocks[0], new, sink)
+        for other in others:
+            scheduler.submit(self._sequence(other, block or self.blocks[0], 2 * new, Collector()))
         scheduler.submit(sequence)
         while not sink.ended or scheduler.active_sequences:
             scheduler.turn()

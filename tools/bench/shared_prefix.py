@@ -22,7 +22,7 @@ blas.put_first()  # As an engine does, before anything imports MLX.
 import mlx.core as mx  # noqa: E402
 
 from omlxd.engine import mlx_adapter  # noqa: E402
-from omlxd.engine.mlx_adapter import Cache, Segment  # noqa: E402
+from omlxd.engine.mlx_adapter import Cache, Segment, attention  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 from tools.bench.shapes import SHAPES, build  # noqa: E402
 
@@ -82,6 +82,7 @@ def main() -> int:
     parser.add_argument("--segment", type=int, default=mlx_adapter.SEGMENT)
     options = parser.parse_args()
     shape = SHAPES[options.shape]
+    attention.install()
     loaded = build(shape)
     assert loaded.layout is not None
     names = {name: (g.heads, g.dim) for g in loaded.layout.groups for name in g.names}

@@ -37,6 +37,13 @@ def text(folder: Path, tokens: int, seed: int) -> str:
     return " " + " ".join(np.random.default_rng(seed).choice(words, tokens))
 
 
+def server_of(name: str, command: str, model: Path, home: str) -> Server:
+    """The server that COMMAND starts, once it answers."""
+    port = free_port()
+    words = shlex.split(command.format(port=port, model=model, home=home))
+    return Server(name, words, port, model.name if name.startswith("omlxd") else str(model))
+
+
 def measure(server: Server, prompts: list[str], output: int) -> tuple[float, float, float]:
     """(tokens a second over all streams, largest TTFT, largest gap), in seconds."""
     for prompt in prompts:
@@ -57,10 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     print("| server | streams | contexts | tok/s | TTFT s | largest gap s |\n|" + "---|" * 6)
     for name, command in options.server or [("omlxd", OURS)]:
-        port, home = free_port(), tempfile.mkdtemp(prefix="streams-")
-        words = shlex.split(command.format(port=port, model=options.model, home=home))
-        model = options.model.name if name.startswith("omlxd") else str(options.model)
-        server = Server(name, words, port, model)
+        server = server_of(name, command, options.model, tempfile.mkdtemp(prefix="streams-"))
         for number, row in enumerate(options.contexts):
             lengths = [int(length) for length in row.split(",")]
             prompts = [text(options.model, n, 1000 * number + i) for i, n in enumerate(lengths)]
