@@ -50,8 +50,20 @@ OTHERS_FLAGS = {
     "--svg": "tools/bench/session_ttft.py's",
     "--synthetic": "tools/replay.py's",
     **dict.fromkeys(
-        ("--contexts", "--more", "--only", "--output", "--rounds", "--server", "--shape", "--size", "--talks")
-        + ("--tokens", "--turns", "--words"),
+        (
+            "--contexts",
+            "--more",
+            "--only",
+            "--output",
+            "--rounds",
+            "--server",
+            "--shape",
+            "--size",
+            "--talks",
+            "--tokens",
+            "--turns",
+            "--words",
+        ),
         "tools/bench's",
     ),
 }
