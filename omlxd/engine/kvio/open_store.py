@@ -155,7 +155,7 @@ class ModelStore:
     def leave_room_for(self, promised: Callable[[], int]) -> None:
         """`promised`: bytes that the hot tier leaves to requests which were admitted. Any thread calls it."""
         if self.bridge is not None:
-            self._hot_budget.promised = promised
+            self._tiers.budget.promised = promised
 
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
