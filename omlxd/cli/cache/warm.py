@@ -8,6 +8,7 @@ Any other file is the text of a prompt.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import STREAM_S, address, fetch
+from ..daemon_client import STREAM_S, DaemonError, address, fetch
 from ..owner_api import DaemonStatus
 from ..status import PATH
 from .asked import guessed_path, text_of
@@ -64,7 +65,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Raises OmlxdError; nothing is sent before all files have been read."""
+    """Exit status 1 if the daemon refused a request; the others are computed all the same.
+
+    Raises OmlxdError; nothing is sent before all files have been read.
+    """
+    status = 0
     requests = [request for file in args.file for request in read_requests(file)]
     url, key = address(args.url, settings)
     for place, request in requests:
@@ -73,10 +78,15 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
             request.body["model"] = args.model
         body = msgspec.json.encode(request.body)
         path, headers = request.path, request.headers
-        used = fetch(url, key, path, _Answer, body, STREAM_S, headers).usage.omlxd
+        try:
+            used = fetch(url, key, path, _Answer, body, STREAM_S, headers).usage.omlxd
+        except DaemonError as error:
+            print(f"omlxd: {place}: {error.message}", file=sys.stderr)
+            status = 1
+            continue
         cached = used.cached_hot + used.cached_cold
         print(f"{place}: {used.computed} tokens computed, {cached} were cached", flush=True)
-    return 0
+    return status
 
 
 def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:

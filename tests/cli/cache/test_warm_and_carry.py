@@ -69,6 +69,19 @@ def test_a_body_alone_and_a_text_are_taken_by_all_who_read_requests(tmp_path: Pa
     assert asked.body["prompt"] == request.body["prompt"] == "a text"
 
 
+def test_a_request_that_is_refused_keeps_no_other_from_being_warmed(tmp_path: Path, capsys):
+    asked = {"prompt": prose(60)}
+    lines = [asked, {**asked, "temperature": "hot"}, {"prompt": f"Again: {prose(60)}"}]
+    file = tmp_path / "asked.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    with Daemon(tmp_path / "home") as daemon:
+        assert cache("warm", file, "--url", daemon.url) == 1
+    told = capsys.readouterr()
+    assert [line.partition(":")[0] for line in told.out.splitlines()] == [f"{file} line 1", f"{file} line 3"]
+    (error,) = told.err.splitlines()
+    assert error.startswith(f"omlxd: {file} line 2: ") and "temperature" in error
+
+
 def test_an_export_is_its_owners_alone_and_says_what_has_no_file(tmp_path: Path, monkeypatch, capsys):
     path = f"{'ab' * 16}/cd/{'cd' * 32}.safetensors"
     monkeypatch.setattr(carry, "_of_session", lambda args, settings: [path])
