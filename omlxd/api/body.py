@@ -84,6 +84,7 @@ class ParsedRequest(Struct, frozen=True):
     more_prompts   answered side by side with that of `generate`, all else being the same
     labels         of each prompt, texts whose likelihood as its answer is asked for
     scores         how that is told
+    fields         of each prompt, what the body calls the field that an engine's error names
     include_usage  an OpenAI stream ends with a chunk of usage (other protocols always have it)
     keep_alive     seconds that the model stays loaded after it (`keep_alive_of`); None: not said
     """
@@ -97,6 +98,7 @@ class ParsedRequest(Struct, frozen=True):
     more_prompts: tuple[Conversation | RawPrompt, ...] = ()
     labels: tuple[tuple[str, ...], ...] = ()
     scores: ScoresShape = ScoresShape()
+    fields: tuple[dict[str, str], ...] = ()
 
     @property
     def answers(self) -> int:

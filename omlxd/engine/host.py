@@ -359,12 +359,13 @@ class EngineHost:
             raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
         special = {*self.loaded.tokenizer.eos_token_ids, *self.loaded.tokenizer.all_special_ids}
         labels: list[list[int]] = []
-        for text in request.labels:
+        for index, text in enumerate(request.labels):
+            param = f"labels.{index}"
             labels.append(tokens := self.prompts.continuation(rendered, text))
             if not text:
-                raise InvalidRequest("an empty text has no probability")
+                raise InvalidRequest("an empty text has no probability", param=param)
             if not tokens or not special.isdisjoint(tokens):
-                raise InvalidRequest(f"{text[:200]!r} is no text that the model could answer")
+                raise InvalidRequest(f"{text[:200]!r} is no text that the model could answer", param=param)
             if len(rendered.tokens) + len(tokens) > context:
                 raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
         return labels

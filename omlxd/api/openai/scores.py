@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Literal, Union
 
 import msgspec
@@ -60,13 +61,19 @@ class ClassifyBody(msgspec.Struct):
 
 
 class ScoreBody(msgspec.Struct):
-    """One `text_1` with each `text_2`, or as many of both, in pairs."""
+    """One `text_1` with each `text_2`, or as many of both, in pairs; the other names are vLLM's for them."""
 
-    text_1: _Texts
-    text_2: _Texts
+    text_1: _Texts | UnsetType = UNSET
+    text_2: _Texts | UnsetType = UNSET
+    queries: _Texts | UnsetType = UNSET
+    documents: _Texts | UnsetType = UNSET
+    items: _Texts | UnsetType = UNSET
+    data_1: _Texts | UnsetType = UNSET
+    data_2: _Texts | UnsetType = UNSET
     model: str | None = None
 
 
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 _classify, _score = msgspec.json.Decoder(ClassifyBody), msgspec.json.Decoder(ScoreBody)
 
 
@@ -78,7 +85,9 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     if asked.messages is not UNSET:
         parsed = chat_request.parse(without_top(body), headers)
     else:
-        parsed = _prompts(asked.model, _list(asked.input or ""))
+        texts = asked.input or ""
+        parsed = _prompts(asked.model, _list(texts))
+        parsed = replace(parsed, fields=tuple({"prompt": name} for name in _names("input", texts)))
     parsed = labelled(parsed, asked.labels, asked.top_logprobs)
     if parsed.answers * len(asked.labels) > MOST_SCORES:
         raise bad_field("labels", f"at most {MOST_SCORES} texts are scored in a request; send several")
@@ -88,12 +97,32 @@ def parse_classify(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
 def parse_score(body: bytes, headers: Mapping[str, str]) -> ParsedRequest:
     """A body of /v1/score. Raises InvalidRequest naming the field."""
     asked = decode(_score, body)
-    first, second = _list(asked.text_1), _list(asked.text_2)
+    (name, given), (other, others) = _given(asked)
+    first, second, names = _list(given), _list(others), _names(name, given)
     if len(first) == 1:
-        first = first * len(second)  # A pair each, so that a bad text is an error of its own.
+        # A pair each, so that a bad text is an error of its own.
+        first, names = first * len(second), names * len(second)
     if len(first) != len(second):
-        raise bad_field("text_2", f"as many as text_1 are needed, {len(first)}, or one text_1")
-    return replace(_prompts(asked.model, first), labels=tuple((text,) for text in second))
+        raise bad_field(other, f"as many as {name} are needed, {len(first)}, or one of {name}")
+    fields = zip(names, _names(other, others), strict=True)
+    return replace(
+        _prompts(asked.model, first),
+        labels=tuple((text,) for text in second),
+        fields=tuple({"prompt": prompt, "labels.0": label} for prompt, label in fields),
+    )
+
+
+def _given(asked: ScoreBody) -> list[tuple[str, str | list[str]]]:
+    """Name and texts of both sides. Raises InvalidRequest where one is missing or a third is given."""
+    given = {name: getattr(asked, name) for name in dict.fromkeys(chain(*_PAIRS))}
+    given = {name: texts for name, texts in given.items() if texts is not UNSET}
+    pair = max(_PAIRS, key=lambda pair: len(given.keys() & {*pair}))
+    for name in pair:
+        if name not in given:
+            raise bad_field(name, "this field is required")
+    if more := given.keys() - {*pair}:
+        raise bad_field(min(more), f"the texts are those of {' and '.join(pair)} already; leave it out")
+    return [(name, given[name]) for name in pair]
 
 
 def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> ParsedRequest:
@@ -128,6 +157,11 @@ def _prompts(model: str | None, prompts: Sequence[str]) -> ParsedRequest:
 
 def _list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
+
+
+def _names(field: str, texts: str | list[str]) -> list[str]:
+    """What an error calls each text."""
+    return [field] if isinstance(texts, str) else [f"{field}.{index}" for index in range(len(texts))]
 
 
 # --------------------------------------------------------------------------- answers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -42,7 +42,8 @@ def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, No
 def scores_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
     """The events of a request's prompts, each a choice that scores its labels."""
     pairs = zip(_asked(replace(parsed.generate, collected=True), parsed), parsed.labels, strict=True)
-    return _choices(engine, [replace(request, labels=labels) for request, labels in pairs], 1, SCORED_AT_ONCE)
+    requests = [replace(request, labels=labels) for request, labels in pairs]
+    return _choices(engine, requests, 1, SCORED_AT_ONCE, parsed.fields)
 
 
 def _asked(first: GenerateRequest, parsed: ParsedRequest) -> list[GenerateRequest]:
@@ -84,7 +85,11 @@ class _Line:
 
 
 async def _choices(
-    engine: Engine, requests: list[GenerateRequest], n: int, at_once: int = AT_ONCE
+    engine: Engine,
+    requests: list[GenerateRequest],
+    n: int,
+    at_once: int = AT_ONCE,
+    fields: Sequence[Mapping[str, str]] = (),
 ) -> AsyncGenerator[Event, None]:
     """Of requests in the order of their choices, `n` of each prompt."""
     events: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
@@ -121,6 +126,8 @@ async def _choices(
                 line.choice_ended()
                 event = event.as_event()
             if isinstance(event, Failed):
+                if fields and event.param:
+                    event = replace(event, param=fields[index].get(event.param, event.param))
                 failed[index] = event
                 if event.code not in _OF_THE_PROMPT or len(failed) == len(requests) or len(requests) == n:
                     yield event

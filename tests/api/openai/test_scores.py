@@ -9,6 +9,7 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 
 from omlxd.chat import Conversation, Failed, Finished, RawPrompt, Scored, TokenLogprob, Usage
+from omlxd.errors import InvalidRequest
 
 LOGPROBS = {"yes": (-0.5,), "no": (-1.0, -1.0), "maybe": (-3.0,)}
 
@@ -22,7 +23,12 @@ class Scoring(FakeEngine):
     async def generate(self, request):
         self.requests.append(request)
         text = request.prompt.text if isinstance(request.prompt, RawPrompt) else "chat"
-        if text in ("bad", "dead") or "" in request.labels:
+        if text == "":
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if "" in request.labels:
+            at = request.labels.index("")
+            raise InvalidRequest("an empty text has no probability", param=f"labels.{at}")
+        if text in ("bad", "dead"):
             code = "internal" if text == "dead" else "prompt_too_long"
             yield Failed(code, f"{text} prompt")
             return
@@ -100,8 +106,20 @@ async def test_an_empty_text_is_an_error_of_its_own_row():
     assert first["score"] == pytest.approx(math.exp(-0.5)) and last["score"] == pytest.approx(math.exp(-1))
     assert empty["index"] == 1 and "score" not in empty and empty["error"]["message"]
     assert last["index"] == 2
+    assert empty["error"]["param"] == "text_2.1"
     _, answer = await post("/v1/score", text_1="one", text_2="")
-    assert answer.status_code == 400
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "text_2"
+
+
+@pytest.mark.parametrize("pair", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+async def test_the_texts_of_a_score_have_other_names_in_vllm(pair):
+    one, two = pair
+    engine, answer = await post("/v1/score", **{one: ["one", ""], two: ["yes", "no"]})
+    first, empty = answer.json()["data"]
+    assert first["score"] == pytest.approx(math.exp(-0.5)) and empty["error"]["param"] == f"{one}.1"
+    assert engine.requests[0].prompt.text == "one" and engine.requests[0].labels == ("yes",)
+    _, answer = await post("/v1/score", **{one: "", two: ["yes", "no"]})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == one
 
 
 @pytest.mark.parametrize(
@@ -119,6 +137,12 @@ async def test_an_empty_text_is_an_error_of_its_own_row():
         ("/v1/classify", {"input": "x", "messages": [], "labels": ["a"]}, "input"),
         ("/v1/classify", {"messages": [], "labels": ["a"]}, "messages"),
         ("/v1/score", {"text_1": "x"}, "text_2"),
+        ("/v1/score", {}, "text_1"),
+        ("/v1/score", {"queries": "x"}, "documents"),
+        ("/v1/score", {"items": "x"}, "queries"),
+        ("/v1/score", {"queries": "x", "text_2": "x"}, "text_1"),
+        ("/v1/score", {"queries": "x", "documents": ["x"], "items": "x"}, "items"),
+        ("/v1/score", {"data_1": ["x", "y"], "data_2": ["x"]}, "data_2"),
         ("/v1/score", {"text_1": ["x", "y"], "text_2": ["x"]}, "text_2"),
         ("/v1/classify", {"input": "x", "labels": ["a"], "top_logprobs": 21}, "top_logprobs"),
         ("/v1/score", {"text_1": "x", "text_2": ["a"] * 129}, "text_2"),
@@ -131,6 +155,8 @@ async def test_what_is_refused_names_the_field(path, body, param):
 
 
 async def test_an_only_prompt_that_is_bad_and_an_engine_that_fails_are_errors():
+    _, answer = await post("/v1/classify", input=["one", ""], labels=["yes"])
+    assert answer.json()["data"][1]["error"]["param"] == "input.1"
     _, answer = await post("/v1/classify", input="bad", labels=["yes", "no"])
     assert answer.status_code == 400 and "bad prompt" in answer.text
     _, answer = await post("/v1/classify", input=["dead", "one"], labels=["yes"])

@@ -291,8 +291,9 @@ def test_beside_a_free_answer(host: Host):
 
 @pytest.mark.parametrize("label", ["<|im_end|>", "yes<|im_end|>", ""])
 def test_control_tokens_and_empty_texts_are_no_answer(host: Host, label: str):
-    with pytest.raises(InvalidRequest, match=r"no text that the model could answer|an empty text"):
+    with pytest.raises(InvalidRequest, match=r"no text that the model could answer|an empty text") as caught:
         host.ask(scoring_of(raw("Kettles"), "yes", label))
+    assert caught.value.param == "labels.1"
 
 
 def test_where_the_template_begins_with_thinking(host: Host):
