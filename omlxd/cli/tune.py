@@ -114,10 +114,15 @@ def _claimed(target: Path, base_path: Path) -> Iterator[int]:
         (base_path / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield lock
-    except BlockingIOError:
-        raise DaemonError(f"{target} is being trained already; wait, or give another --name.") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DaemonError(f"{target} is being trained already; wait, or give another --name.") from None
+        try:
+            yield lock
+        finally:
+            with contextlib.suppress(OSError):
+                target.rmdir()  # It is empty where nothing was saved.
     finally:
         os.close(lock)
 
@@ -160,13 +165,27 @@ def _job(
 
 
 def _installed(settings: Settings, name: str) -> InstalledModel:
-    models = Catalog(settings).models().values()
-    named = [model for model in models if name in (model.id, model.id.rpartition("/")[2], model.spec)]
-    if not named or named[0].folder is None or not looks_like_model(named[0].folder):
+    base, _, adapter = name.rpartition(":")
+    for tuned in Catalog(msgspec.structs.replace(settings, model=base)).models().values() if base else ():
+        if tuned.adapter is not None and tuned.adapter.name == adapter and base in _names(tuned, tuned.base):
+            raise ConfigError(
+                f"{name} is an adapter, and only a base is tuned; "
+                f"`omlxd tune {base} --name {adapter} --resume --data FOLDER` goes on with it.",
+                param="model",
+            )
+    named = [
+        model
+        for model in Catalog(settings).models().values()
+        if model.adapter is None and name in _names(model, model.id)
+        if model.folder is not None and looks_like_model(model.folder)
+    ]
+    if not named:
         raise ConfigError(f"There is no model {name!r} on this machine; `omlxd models pull` downloads one.")
-    if named[0].adapter is not None:
-        raise ConfigError(f"{named[0].id} has an adapter; name its base, and --resume to go on.")
     return named[0]
+
+
+def _names(model: InstalledModel, id: str) -> tuple[str, ...]:
+    return id, id.rpartition("/")[2], model.spec
 
 
 def fit_memory(job: Job, folder: Path, settings: Settings) -> None:

@@ -123,6 +123,7 @@ def test_names_and_what_is_not_there(tmp_path: Path, base: Path, words, said):
     folder = data(tmp_path / "orders", ROW)
     with pytest.raises(ConfigError, match=said):
         run(tmp_path, base, folder, *words)
+    assert not list(tmp_path.glob("adapters/tiny/*")), "no empty folder stays"
     with pytest.raises(ConfigError, match="no model 'nobody' on this machine"):
         run(tmp_path, Path("nobody"), folder)
 
@@ -189,9 +190,62 @@ def test_an_adapter_is_trained_resumed_and_offered(tmp_path: Path, base: Path, c
     changes = [mx.abs(after[name] - before[name]).max().item() for name in before]
     assert 0 < max(changes) < 0.01, "one step from where it was"
     assert run(tmp_path, base, folder, "--iters", "1", "--resume", "--dtype", "bfloat16", *words) == 0
+    with pytest.raises(ConfigError, match=f"is an adapter.*omlxd tune {base} --name orders --resume"):
+        run(tmp_path, Path(f"{base}:orders"), folder)
+    with pytest.raises(ConfigError, match=r"is an adapter.*omlxd tune tiny --name orders --resume"):
+        run(tmp_path, Path("tiny:orders"), folder, "--model-dir", str(base.parent))
     half = mx.load(str(target / "adapters.safetensors"))
     assert {array.dtype for array in half.values()} == {mx.bfloat16} and half.keys() == after.keys()
     assert mlx_adapter.load(base, adapter=str(target)).layout is not None
+
+
+def weights(home: Path, name: str) -> dict[str, mx.array]:
+    found = mx.load(str(home / "adapters" / "tiny" / name / "adapters.safetensors"))
+    mx.eval(found)
+    assert isinstance(found, dict)
+    return found
+
+
+def furthest(one: dict[str, mx.array], other: dict[str, mx.array]) -> float:
+    assert one.keys() == other.keys()
+    return max(mx.abs(one[name] - other[name]).max().item() for name in one)
+
+
+def test_a_training_that_goes_on_is_as_one_without_a_stop(tmp_path: Path, base: Path, capfd):
+    folder = data(tmp_path / "orders", *[ROW] * 2, valid=ROW)
+    words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
+    assert run(tmp_path, base, folder, *words, "--iters", "8", "--name", "whole") == 0
+    assert run(tmp_path, base, folder, *words, "--iters", "5", "--name", "parts") == 0
+    assert furthest(weights(tmp_path, "whole"), weights(tmp_path, "parts")) > 1e-3
+    assert run(tmp_path, base, folder, *words, "--iters", "3", "--name", "parts", "--resume") == 0
+    assert furthest(weights(tmp_path, "whole"), weights(tmp_path, "parts")) < 1e-5
+    assert "no fitting" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["gone", "cut", "of another adapter"])
+def test_a_training_that_goes_on_without_its_moments_begins_slowly(
+    tmp_path: Path, base: Path, lost: str, capfd
+):
+    folder = data(tmp_path / "orders", *[ROW] * 2, valid=ROW)
+    words = ("--max-length", "64", "--batch-size", "2", "--learning-rate", "1e-3")
+    assert run(tmp_path, base, folder, *words, "--iters", "3") == 0
+    target = tmp_path / "adapters" / "tiny" / "orders"
+    moments, matrices = target / "optimizer.safetensors", target / "adapters.safetensors"
+    if lost == "gone":
+        moments.unlink()
+    elif lost == "cut":
+        moments.write_bytes(moments.read_bytes()[:-1000])
+    else:
+        mx.save_safetensors(str(matrices), {name: 2 * a for name, a in weights(tmp_path, "orders").items()})
+    before = weights(tmp_path, "orders")
+    capfd.readouterr()
+    assert run(tmp_path, base, folder, *words, "--iters", "1", "--resume") == 0
+    assert "no fitting optimizer.safetensors" in capfd.readouterr().out
+    slow = weights(tmp_path, "orders")
+    assert 0 < furthest(before, slow) < 1e-4, "a twentieth of the rate, not three times the rate"
+    assert run(tmp_path, base, folder, *words, "--iters", "1", "--resume") == 0
+    assert "no fitting" not in capfd.readouterr().out
+    assert 0 < furthest(slow, weights(tmp_path, "orders")) < 2e-4, "it goes on to rise"
 
 
 def test_a_save_that_fails_is_one_sentence_and_the_earlier_adapter_stays(tmp_path: Path, base: Path, capfd):

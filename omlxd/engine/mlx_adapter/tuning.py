@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 import msgspec
-from mlx.utils import tree_flatten, tree_map
+import numpy as np
+from mlx import optimizers
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm import lora
 from mlx_lm.lora import CONFIG_DEFAULTS, train_model
 from mlx_lm.tuner import trainer
@@ -26,6 +29,10 @@ from .device import backend
 from .loading import read_model
 
 ADAPTER = "adapters.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+"""AdamW's moments and steps, beside the adapter that they belong to. Whoever serves it does not read them."""
+WARM_UP = 20
+"""Steps in which the rate rises, where an adapter goes on without its moments."""
 
 
 class Stopped(Exception):
@@ -40,6 +47,7 @@ class _Progress:
 
     The earlier adapter stays as it is until a new one is whole and on disk.
 
+    moments  of the optimizer, set as the training starts
     before   steps of earlier trainings
     stop     asked between steps: whether to end
     stopped  it said so; mlx-lm then saves and returns as at the end
@@ -47,6 +55,7 @@ class _Progress:
 
     def __init__(self, folder: Path, reports: Any, before: int, stop: Callable[[], bool]):
         self.steps, self.stopped = 0, False
+        self.moments: _Moments | None = None
         self._folder, self._reports, self._before, self._stop = folder, reports, before, stop
 
     def __enter__(self) -> _Progress:
@@ -80,12 +89,72 @@ class _Progress:
         say(f"saved, also as {copy.name}")
 
     def publish(self) -> None:
-        """Raises OSError."""
-        for file in sorted(self._folder.iterdir()):  # The adapter's matrices are the last.
+        """Raises OSError, and RuntimeError of MLX."""
+        assert self.moments is not None
+        self.moments.save(self._folder)
+        # The adapter's matrices are the last.
+        for file in sorted(self._folder.iterdir(), key=lambda file: file.name == ADAPTER):
             with file.open("rb+") as opened:
                 os.fsync(opened.fileno())
             file.replace(self._folder.parent / file.name)
         self._reports.on_save(self.steps)
+
+
+class _Moments:
+    """What AdamW remembers between steps, on disk too.
+
+    mlx-lm's AdamW has no bias correction: its first 20 steps are three to six times the rate, which a new
+    adapter bears and a trained one does not. One that goes on without its moments has the correction,
+    and a rate that rises for `WARM_UP` steps; so it has in later trainings, too.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Any, resumed: Path | None):
+        """`resumed`: folder of the adapter whose training goes on."""
+        self._optimizer, self._corrected = optimizer, False
+        optimizer.init(parameters)
+        if resumed is not None and not self._load(resumed):
+            say(f"no fitting {OPTIMIZER} is beside the adapter: the rate rises for {WARM_UP} steps")
+            self._corrected = True
+        if self._corrected:
+            rate = optimizer.learning_rate.item()
+            optimizer.bias_correction = True
+            optimizer._maybe_schedule(
+                "learning_rate", optimizers.linear_schedule(rate / WARM_UP, rate, WARM_UP)
+            )
+
+    def _flat(self) -> dict[str, mx.array]:
+        flat = cast(dict[str, mx.array], tree_flatten(self._optimizer.state, destination={}))
+        return {name: array for name, array in flat.items() if name != "learning_rate"}
+
+    def save(self, folder: Path) -> None:
+        """Beside the adapter in `folder`."""
+        said = {"adapter": _digest(folder / ADAPTER), "corrected": "yes" if self._corrected else ""}
+        mx.save_safetensors(str(folder / OPTIMIZER), self._flat(), said)
+
+    def _load(self, folder: Path) -> bool:
+        """Whether those in `folder` are there, and of its adapter as it is."""
+        own = self._flat()
+        try:
+            kept, said = cast(Any, mx.load(str(folder / OPTIMIZER), return_metadata=True))
+            if said.get("adapter") != _digest(folder / ADAPTER):
+                return False
+            if {name: array.shape for name, array in kept.items()} != {
+                name: array.shape for name, array in own.items()
+            }:
+                return False
+            mx.eval(kept)
+        except (OSError, RuntimeError, ValueError):
+            return False
+        state = {name: array.astype(own[name].dtype) for name, array in kept.items()}
+        state["learning_rate"] = self._optimizer.learning_rate
+        self._optimizer.state = tree_unflatten(state)
+        self._corrected = bool(said.get("corrected"))
+        return True
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def say(line: str) -> None:
@@ -131,6 +200,14 @@ def train_adapter(job: Job, reports: Any, before: int, stop: Callable[[], bool])
     patched[0].TrainUI = lambda *_, **__: progress
     patched[1].print_lora_run_header = lambda *_: None
     patched[1].print_trainable_parameters = lambda model: _make_ready(model, getattr(mx, job.dtype))
+
+    def train(model: Any, optimizer: Any, **rest: Any) -> None:
+        resumed = target if job.resume else None
+        progress.moments = _Moments(optimizer, model.trainable_parameters(), resumed)
+        np.random.seed([job.seed, before])  # mlx-lm's order of examples: another one when it goes on.
+        trainer.train(model=model, optimizer=optimizer, **rest)
+
+    patched[1].train = train
 
     def dataset(examples: list[Example]) -> Any:
         return (
