@@ -68,11 +68,15 @@ async def join(engine: ModelEngine, host: ModelEngine) -> tuple[Link, Load]:
 
 
 async def take_up_changes(engine: ModelEngine) -> None:
-    """Let go of an adapter whose files have changed since it was loaded: the next request loads it again."""
+    """Let go of an adapter whose files have changed since it was loaded: the next request loads it again.
+
+    Answers in flight end first, with the weights that they began with; requests that come meanwhile wait.
+    """
     if engine.adapter is None or engine.state != "ready":
         return
     look = asyncio.create_task(asyncio.to_thread(adapter_state, engine.adapter))
     await asyncio.wait({look}, timeout=LOOK_S)
-    state = look.result() if look.done() else ()
-    if state and state != engine.loaded_state and engine.process.begin_unload():
-        log.info("%s is loaded again: its files have changed", engine.model_id)
+    state, running = look.result() if look.done() else (), engine.in_flight
+    if state and state != engine.loaded_state and engine.state == "ready" and engine.process.begin_turn():
+        when = f" once {running} running requests have ended" if running else ""
+        log.info("%s is loaded again%s: its files have changed", engine.model_id, when)

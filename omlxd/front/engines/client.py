@@ -58,6 +58,7 @@ class EngineProcess:
         self._trial: Request | None = None
         self._trial_ends: asyncio.TimerHandle | None = None
         self._closing = False
+        self._turning = False
         self.supervisor = Supervisor(
             model_id,
             spawn,
@@ -167,6 +168,20 @@ class EngineProcess:
         self.supervisor.begin_unload(grace_s)
         return True
 
+    def begin_turn(self) -> bool:
+        """Have it unload and load again: now, or once the requests that the engine has are answered.
+
+        What is submitted meanwhile waits for the next load. False: this was asked for already.
+        """
+        began, self._turning = not self._turning, True
+        self._turn()
+        return began
+
+    def _turn(self) -> None:
+        sent = any(request.sends for request in self._requests.requests.values())
+        if self._turning and self.state == "ready" and not (sent or self._closing):
+            self.supervisor.begin_unload()
+
     def give_up_load(self) -> None:
         """Fail loads under way, which the owner ends, unless requests wait: they are answered first."""
         if self.state in ("loading", "restarting") and not self._requests:
@@ -197,10 +212,10 @@ class EngineProcess:
     def _submit(self, id: int, message: Any, answer: EngineStream | asyncio.Future[Any]) -> None:
         request = self._requests.add_request(id, message, answer)
         self.used_at = time.monotonic()
-        if self.state == "ready":
-            self._send(request)
-        else:
+        if self.state != "ready":
             self.supervisor.start()
+        elif not self._turning:
+            self._send(request)
 
     def _send(self, request: Request) -> None:
         assert request.frame is not None and self.supervisor.link is not None
@@ -228,6 +243,7 @@ class EngineProcess:
 
     def _request_ended(self) -> None:
         self.used_at = time.monotonic()
+        self._turn()
         if not self._requests:
             self._on_change()
 
@@ -244,7 +260,7 @@ class EngineProcess:
     # ----------------------------------------------------------------- what the supervisor calls
 
     def _on_ready(self) -> None:
-        self.used_at = time.monotonic()
+        self.used_at, self._turning = time.monotonic(), False
         for request in self._requests.requests.values():
             if not request.sends:
                 self._send(request)

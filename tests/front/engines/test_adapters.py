@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,6 +167,45 @@ def test_an_adapter_that_was_trained_on_is_served_at_once(daemon: Daemon, model:
         assert text(daemon, "tiny:style") == text(daemon, "tiny:tone") != before
     finally:
         shutil.copytree(kept, model / "style", dirs_exist_ok=True)
+    assert text(daemon, "tiny:style") == before
+
+
+def test_one_that_was_trained_on_is_served_anew_while_requests_for_it_never_cease(
+    daemon: Daemon, model: Path, tmp_path: Path
+):
+    """Those that run end with the old weights, those that come later have the new ones."""
+    make_adapter(model, model / "further", 9)
+    before, other = text(daemon, "tiny:style"), text(daemon, "tiny:further")
+    kept = shutil.copytree(model / "style", tmp_path / "kept")
+    body = {"model": "tiny:style", "prompt": "Go on.", "max_tokens": 600, "temperature": 0, "stream": True}
+    looped, over, said = threading.Barrier(3), threading.Event(), list[int]()
+
+    def keep_asking(wait_s: float) -> None:
+        looped.wait()
+        time.sleep(wait_s)  # So that one runs while the other begins.
+        while not over.is_set():
+            with daemon.http.stream("POST", "/v1/completions", json=body) as answer:
+                said.append(answer.status_code)
+                assert '"finish_reason":"length"' in "".join(answer.iter_lines()).replace(" ", "")
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            asking = [threads.submit(keep_asking, wait_s) for wait_s in (0.0, 0.3)]
+            try:
+                looped.wait()
+                wait_until(lambda: shown(daemon, "tiny:style")["in_flight"] == 2, why=daemon.logged)
+                new = Path(shutil.copy(model / "further" / "adapters.safetensors", tmp_path))
+                new.replace(model / "style" / "adapters.safetensors")
+                assert text(daemon, "tiny:style") == other != before
+                assert "running requests have ended: its files have changed" in daemon.logged()
+            finally:
+                over.set()
+            for each in asking:
+                each.result()
+        assert set(said) == {200}
+    finally:
+        shutil.copytree(kept, model / "style", dirs_exist_ok=True)
+        shutil.rmtree(model / "further")
     assert text(daemon, "tiny:style") == before
 
 

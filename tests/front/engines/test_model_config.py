@@ -234,7 +234,7 @@ def test_on_disk_means_the_files_whatever_the_weights_become(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(20_000))
     process: Any = SimpleNamespace(supervisor=SimpleNamespace(model_id="m", info=None))
-    model = ModelEngine(SimpleNamespace(folder=tmp_path), process, may_load=lambda: True)  # type: ignore[arg-type]
+    model = ModelEngine(SimpleNamespace(folder=tmp_path, adapter=None), process, may_load=lambda: True)  # type: ignore[arg-type]
     assert model.disk_bytes is None
     model.measure()
     for model.float32 in (False, True):
