@@ -394,12 +394,14 @@ class Counted(Struct, frozen=True, tag="counted"):
 class OtherNamespace(Struct, frozen=True):
     """KV of the same model that was made otherwise: it holds `tokens` of the prompt.
 
-    differs  what is not the same: weights, block size, versions, …; empty where nobody knows
+    differs  what else is not the same: weights, block size, versions, …; empty where nobody knows
+    adapter  whose it is, in words, where it is not of the adapter that was asked; "": of that one, or unknown
     """
 
     name: str
     tokens: int
     differs: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 class Explanation(Struct, frozen=True, rename={"prompt": "given"}):

@@ -231,8 +231,10 @@ class Explainer:
                 held += info.block_size
             if held > chain * self.block_size:
                 differs = _differences(own.facts if own else {}, info.facts)
+                whose = _whose(info, own) if own and "adapter" in differs else ""
+                differs.pop("adapter", None)
                 others.append(
-                    wire.OtherNamespace(name=namespace_dir(other), tokens=held, differs=tuple(differs))
+                    wire.OtherNamespace(namespace_dir(other), held, tuple(differs.values()), adapter=whose)
                 )
         return tuple(sorted(others, key=lambda other: -other.tokens))
 
@@ -255,22 +257,34 @@ def _fits(folder: str, info: NamespaceInfo) -> bool:
     return len(digest) == 64 and digest.startswith(folder) and info.block_size > 0
 
 
-def _differences(own: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Names of the facts that differ; of weights, the files."""
+def _whose(other: NamespaceInfo, own: NamespaceInfo) -> str:
+    """In words, of KV of another adapter than ours, or of none."""
+    name = Path(other.adapter).name
+    if not other.facts.get("adapter"):
+        return "the model itself"
+    if not name:
+        return "another adapter"
+    if other.adapter == own.adapter:
+        return f"the adapter {name} with other files"
+    return f"the adapter {other.adapter if name == Path(own.adapter).name else name}"
+
+
+def _differences(own: dict[str, Any], other: dict[str, Any]) -> dict[str, str]:
+    """The facts that differ, by name, in words; of weights, the files."""
     if not own or not other:
-        return []
-    names: list[str] = []
+        return {}
+    names: dict[str, str] = {}
     for name in sorted(own.keys() | other.keys()):
         here, there = own.get(name), other.get(name)
         if here == there:
             continue
         if isinstance(here, dict) and isinstance(there, dict):
             parts = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-            names.append(f"{name} ({', '.join(parts)})")
+            names[name] = f"{name} ({', '.join(parts)})"
         elif isinstance(here, (int, str)) and isinstance(there, (int, str)):
-            names.append(f"{name} ({there}, now {here})")
+            names[name] = f"{name} ({there}, now {here})"
         else:
-            names.append(name)
+            names[name] = name
     return names
 
 

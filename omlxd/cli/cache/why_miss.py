@@ -18,7 +18,7 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
-from ...wire import Explanation
+from ...wire import Explanation, OtherNamespace
 from ..daemon_client import NoDaemon, add_url, address, fetch
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
@@ -173,6 +173,9 @@ def _because(why: Explanation, now: float) -> str:
             f"a checkpoint of it stands, and the last one before stands at token {stood}"
             + (f"; {_image(why)} stands stored from token {why.position} on" if why.other_image else "")
         )
+    if why.elsewhere and all(other.adapter and not other.differs for other in why.elsewhere):
+        whose = ", ".join(dict.fromkeys(other.adapter for other in why.elsewhere))
+        return f"{here}: it is stored, but for {whose}; adapters share no KV with the model or each other:"
     return f"{here}: " + {
         "other_image": f"{_image(why)} stands stored there, from token {why.position} on "
         f"(last used {ago(why.stored_used, now)})",
@@ -189,9 +192,10 @@ def _image(why: Explanation) -> str:
     return f"another image than {why.image}" if why.image else "another image"
 
 
-def _other(other: Any) -> str:
+def _other(other: OtherNamespace) -> str:
+    whose = f", for {other.adapter}" if other.adapter else ""
     differs = f"; differs in {', '.join(other.differs)}" if other.differs else ""
-    return f"namespace {other.name[:8]} holds {other.tokens} tokens of it{differs}"
+    return f"namespace {other.name[:8]} holds {other.tokens} tokens of it{whose}{differs}"
 
 
 def _listed(requests: list[RequestLine]) -> list[str]:

@@ -139,7 +139,9 @@ const CAUSES = {
   differs: ({ stored_used }) => `Another text stands stored there (last used ${ago(stored_used)}).`,
   other_image: ({ stored_used }) => `Another image stands stored there (last used ${ago(stored_used)}).`,
   never_stored: () => "Never stored, and nothing else in its place (or gone before this daemon began).",
-  other_namespace: () => "It is stored, but as made with another model file or setting.",
+  other_namespace: ({ elsewhere }) => elsewhere?.length && elsewhere.every((other) => other.adapter && !other.differs?.length)
+    ? `It is stored, but for ${[...new Set(elsewhere.map((other) => other.adapter))].join(", ")}; adapters share no KV with the model or each other.`
+    : "It is stored, but as made with another model file or setting.",
   no_checkpoint: ({ chain_tokens, hot_tokens, cold_tokens }) => `The blocks reach token ${number(chain_tokens)}, but the model's state can be restored only at a checkpoint; the last one stands at token ${number(hot_tokens + cold_tokens)}.`,
   evicted: ({ gone_at }) => `It was stored, and evicted ${ago(gone_at)}.`,
   cleared: ({ gone_at }) => `It was stored, and cleared ${ago(gone_at)}.`,
@@ -158,7 +160,7 @@ async function why(request) {
     h("div", { class: "row" }, h("h3", { id: "why-title" }, "Why it missed"), h("span", { class: "gap" }), button("Close", () => { els.why.hidden = true; }, { class: "quiet" })),
     h("p", {}, `${model}: prompt of ${number(told.prompt_tokens)} tokens, blocks of ${told.block_size}. ${restored}${computed}.`),
     h("p", {}, h("b", {}, ["none", "reuse_off", "no_checkpoint"].includes(told.cause) ? "" : `First miss at token ${number(told.position)}. `), (CAUSES[told.cause] ?? (() => told.cause))(told)),
-    told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
+    told.elsewhere?.length ? h("ul", {}, ...told.elsewhere.map((other) => h("li", {}, `Namespace ${other.name.slice(0, 8)} holds ${number(other.tokens)} tokens of it${other.adapter ? `, for ${other.adapter}` : ""}${other.differs?.length ? `; it differs in ${other.differs.join(", ")}` : ""}.`))) : null,
     sides.length ? h("div", { class: "sides" }, ...sides.map(([name, text, other]) => h("figure", {}, h("figcaption", {}, name), beside(told.before ?? "", text, other)))) : null);
   els.why.hidden = false;
   els.why.focus();

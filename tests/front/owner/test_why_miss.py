@@ -47,7 +47,7 @@ FACTS = {"weights": {"a.safetensors": "1", "config.json": "2"}, "block_size": SI
 class Files:
     """A cache dir of header-only block files, and an explainer over it. Tokens are their own text."""
 
-    def __init__(self, root: Path, facts: dict = FACTS, stands=None):
+    def __init__(self, root: Path, facts: dict = FACTS, stands=None, adapter: str = ""):
         self.root = root
         self.namespace = namespace_of(facts)
         self.size = facts["block_size"]
@@ -61,6 +61,7 @@ class Files:
                 block_bytes=1,
                 facts=facts,
                 facts_digest=self.namespace.hex(),
+                adapter=adapter,
             ),
             FileSystem(),
         )
@@ -179,6 +180,40 @@ def test_another_namespace_of_the_same_model(tmp_path: Path):
     # One that reaches no further than ours tells nothing.
     new.store(tokens)
     assert new.why(tokens).elsewhere == ()
+
+
+def test_kv_of_another_adapter_is_told_as_such(tmp_path: Path):
+    """Each asks for what another one stored: none sees a digest."""
+
+    def of(root: str, adapter: str, digest: str, **facts) -> Files:
+        return Files(tmp_path / root, {**FACTS, "adapter": digest, **facts}, adapter=adapter)
+
+    def told(asks: Files, stored: Files) -> tuple[str, str]:
+        tokens = list(range(1, 21))
+        stored.store(tokens)
+        text = as_text(WhyMiss("org/m", asks.why(tokens)))
+        assert "another model file" not in text and "differs in" not in text and "d1" not in text
+        (cause,) = [line for line in text.splitlines() if "first miss" in line]
+        return cause, text
+
+    kettle, base = ("/a/kettle", "d1"), ("", "")
+    cause, text = told(of("a", *base), of("a", *kettle))
+    assert "it is stored, but for the adapter kettle; adapters share no KV" in cause
+    assert " holds 16 tokens of it, for the adapter kettle\n" in text
+    assert "but for the model itself; adapters" in told(of("b", *kettle), of("b", *base))[0]
+    assert "but for the adapter pot; adapters" in told(of("c", *kettle), of("c", "/a/pot", "d2"))[0]
+    assert "but for the adapter /b/kettle; " in told(of("d", *kettle), of("d", "/b/kettle", "d2"))[0]
+    assert (
+        "but for the adapter kettle with other files; "
+        in told(of("e", *kettle), of("e", "/a/kettle", "d2"))[0]
+    )
+    assert "but for another adapter; " in told(of("f", *kettle), of("f", "", "d2"))[0]
+    # Something else is not the same either.
+    asks, stored = of("g", *base), of("g", *kettle, block_size=2)
+    stored.store(tokens := list(range(1, 21)))
+    text = as_text(WhyMiss("org/m", asks.why(tokens)))
+    assert "another model file or setting" in text
+    assert " for the adapter kettle; differs in block_size (2, now 4)" in text
 
 
 def test_a_chain_without_a_checkpoint(tmp_path: Path):
