@@ -98,12 +98,12 @@ def _messages(url: str, schema: dict[str, Any]) -> list[Case]:
     image, document = {"type": "image", "source": source}, {"type": "document", "source": source}
     servers = [{"type": "url", "url": url, "name": "x"}]
     hi = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
-    at, inside = "messages.0.content.1", "messages.2.content.0.content.0"
+    at, inside = "messages.0.content.1", "messages.2.content.0.tool_result.content.0"
     told = [
-        ("an image", user(image), f"{at}.source"),
-        ("a document", user(document), f"{at}.source"),
-        ("an image of a tool", result(image), f"{inside}.source"),
-        ("a document of a tool", result(document), f"{inside}.source"),
+        ("an image", user(image), f"{at}.image.source"),
+        ("a document", user(document), f"{at}.document.source"),
+        ("an image of a tool", result(image), f"{inside}.image.source"),
+        ("a document of a tool", result(document), f"{inside}.document.source"),
         ("a server of tools", {**hi, "mcp_servers": servers}, "mcp_servers"),
         (
             "a schema",

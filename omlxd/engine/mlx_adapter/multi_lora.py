@@ -28,7 +28,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.utils import load_adapters
 
 from ...errors import AdapterError, ModelError
@@ -156,6 +155,8 @@ class Adapters:
         if not modules:
             raise AdapterError(f"{folder} is no adapter of this model: it changes no layer")
         scales = {getattr(module, "scale", None) for module in modules.values()}
+        from mlx_lm.tuner.lora import LoRALinear  # With an adapter it is there; without one nobody needs it.
+
         if len(scales) == 1 and all(type(module) is LoRALinear for module in modules.values()):
             adapter.scale, adapter.mixes = float(scales.pop() or 0), True
         self.loaded.append(adapter)
