@@ -24,7 +24,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     add_url(parser)
     parser.add_argument("model", nargs="?", default="", help="show this model alone, or give back of it")
     parser.add_argument(
-        "--trim", action="store_true", help="give back freed arrays and RAM blocks; the SSD keeps its copies"
+        "--trim",
+        action="store_true",
+        help="give back freed arrays and RAM blocks, an engine's adapters included; the SSD keeps its copies",
     )
     parser.add_argument("--reset-peak", action="store_true", help="count the peak anew")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -36,8 +38,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     else:
         status = fetch(url, key, PATH, DaemonStatus)
         if args.model:
-            status.models = [m for m in status.models if args.model in (m.id, m.id.rpartition("/")[2])]
-            if not status.models:
+            asked = [m for m in status.models if args.model in (m.id, m.id.rpartition("/")[2])]
+            ids = {id for model in asked for id in (model.id, model.shares)}
+            status.models = [model for model in status.models if model.id in ids]
+            if not asked:
                 raise ConfigError(f"The daemon knows no model {args.model!r}; see `omlxd status`.")
     print(as_json(status) if args.json else as_text(status))
     return 0
@@ -48,7 +52,13 @@ def as_text(status: DaemonStatus) -> str:
     keeps to."""
     loaded = [model for model in status.models if "mlx_active_bytes" in model.values]
     slow = [f"{model.id}: {model.speed}" for model in loaded if "weights as stored: " in model.speed]
-    return "\n".join([*table([_HEAD, *map(_row, loaded)]), *slow]) if loaded else "no model is loaded"
+    shared = [
+        f"{model.id} is in the engine of {model.shares}: a figure there, or a --trim, is of both"
+        for model in status.models
+        if model.shares
+    ]
+    lines = [*table([_HEAD, *map(_row, loaded)]), *slow, *shared]
+    return "\n".join(lines) if loaded else "no model is loaded"
 
 
 def _row(model: ModelStatus) -> tuple[str, ...]:

@@ -45,6 +45,16 @@ def test_a_line_a_model():
     assert slow.speed.endswith("GFLOP/s, weights as stored: float32 needs 2 GB")
 
 
+def test_an_adapters_figures_are_those_of_the_engine_that_it_shares(monkeypatch: pytest.MonkeyPatch, capsys):
+    base, other = model(id="org/tiny", values=FIGURES), model(id="org/other", values=FIGURES)
+    adapter = msgspec.structs.replace(model(id="org/tiny:style", shares="org/tiny"), values={})
+    monkeypatch.setattr(memory, "fetch", lambda *args: status(base, adapter, other))
+    assert memory.main(["tiny:style", "--url", "http://127.0.0.1:1"], argparse.ArgumentParser()) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].startswith("org/tiny ") and len(shown) == 3
+    assert shown[2] == "org/tiny:style is in the engine of org/tiny: a figure there, or a --trim, is of both"
+
+
 def test_the_command_asks_and_orders(monkeypatch: pytest.MonkeyPatch, capsys):
     asked = []
 

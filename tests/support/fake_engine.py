@@ -98,6 +98,7 @@ class FakeEngine:
         self.in_flight = 0
         self.trouble = ""
         self.is_refused = False
+        self.shares = ""
         self.explanation = wire.Explanation(cause="none")
         self.values: dict[str, float] | None = {}
         self.script = tuple(script)

@@ -252,6 +252,9 @@ def read_adapter(model: Any, folder: str) -> None:
     except Exception as error:  # mlx-lm raises what its config or the file's tensors make of it.
         first = next((line.strip() for line in str(error).splitlines()[1:]), str(error))
         raise AdapterError(f"{folder} is no adapter of this model: {first}") from error
+    matrices = ((name, array) for name, array in held.items() if name.rpartition(".")[2] in _LEAVES)
+    if unsound := next((name for name, array in matrices if not mx.isfinite(array).all().item()), ""):
+        raise AdapterError(f"the adapter {folder} can't be used: {unsound} holds numbers that are not finite")
     # mlx-lm leaves zeros, or random numbers, where the file has nothing.
     wanted = [name for name, _ in tree_flatten(model.parameters()) if name.rpartition(".")[2] in _LEAVES]
     if missing := [name for name in wanted if name not in held]:

@@ -145,6 +145,11 @@ class ModelEngine:
         return self.settings.adapter or self.installed.adapter
 
     @property
+    def shares(self) -> str:
+        """The model whose engine it is in, if it is an adapter; "": it has one of its own, or none."""
+        return self.host.model_id if self.host is not None and self.state != "unloaded" else ""
+
+    @property
     def used_at(self) -> float:
         """When it or a guest was last used, on the monotonic clock."""
         return max(each.process.used_at for each in (self, *self.guests()))

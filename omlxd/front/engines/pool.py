@@ -351,7 +351,8 @@ class EnginePool:
             now, next_at = time.monotonic(), math.inf
             for engine in self._engines.values():
                 if engine.expires_at <= now:
-                    log.info("%s has been idle for its time", engine.model_id)
+                    asked = "it was to be unloaded once its requests had ended" if engine.leaving else ""
+                    log.info("%s goes: %s", engine.model_id, asked or "it has been idle for its time")
                     self._let_go(engine)
                 next_at = min(next_at, engine.expires_at)
             with contextlib.suppress(TimeoutError):

@@ -71,6 +71,7 @@ class Engine(Protocol):
     pid             of the engine process; None without one
     in_flight       requests running or waiting
     trouble         a sentence on why it can't serve; "" if it can, or nobody knows why
+    shares          the model whose engine it is in, if it is an adapter; "": it has its own, or none
     is_refused      a request for it would be refused, since it is not loaded and none loads it
     """
 
@@ -92,6 +93,8 @@ class Engine(Protocol):
     def in_flight(self) -> int: ...
     @property
     def trouble(self) -> str: ...
+    @property
+    def shares(self) -> str: ...
     @property
     def is_refused(self) -> bool: ...
     @property

@@ -71,7 +71,7 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
         layers=engine.footprint.layers if engine.footprint else None,
         hidden_size=engine.footprint.hidden_size if engine.footprint else None,
         adapter=str(engine.adapter or ""),
-        shares=engine.host.model_id if engine.host and engine.state != "unloaded" else "",
+        shares=engine.shares,
     )
 
 

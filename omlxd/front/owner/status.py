@@ -111,6 +111,7 @@ def _status(engine: Engine, metrics: EngineMetrics | None) -> ModelStatus:
         state=engine.state,
         trouble=_why_not(engine),
         pid=engine.pid or 0,
+        shares=engine.shares,
         starts=engine.starts,
         resident=metrics.resident,
         running=metrics.running,

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from adapters import make_adapter
 from daemon import Daemon, family_model, wait_until
@@ -134,14 +135,20 @@ def test_an_engine_that_dies_takes_no_adapter_for_good(daemon: Daemon, alone: di
 
 
 def test_a_broken_adapter_is_an_error_for_it_alone_until_it_is_mended(daemon: Daemon, model: Path):
-    good, broken, foreign = model / "style", model / "broken", model / "foreign"
+    good, broken, foreign, unsound = (model / name for name in ("style", "broken", "foreign", "unsound"))
     shutil.copytree(good, broken)
     (broken / "adapters.safetensors").write_bytes(b"x" * 99)
     make_adapter(family_model("qwen3"), foreign)
+    weights = mx.load(str(good / "adapters.safetensors"))
+    assert isinstance(weights, dict)
+    weights[first := min(weights)][0, 0] = float("nan")
+    shutil.copytree(good, unsound)
+    mx.save_safetensors(str(unsound / "adapters.safetensors"), weights)
     try:
         for name, words in (
             ("broken", "adapters.safetensors is truncated"),
             ("foreign", "no adapter of this"),
+            ("unsound", f"{first} holds numbers that are not finite"),
         ):
             for _ in range(4):  # Nothing is held back after some failures.
                 answer = ask(daemon, f"tiny:{name}")
@@ -154,6 +161,7 @@ def test_a_broken_adapter_is_an_error_for_it_alone_until_it_is_mended(daemon: Da
     finally:
         shutil.rmtree(broken)
         shutil.rmtree(foreign)
+        shutil.rmtree(unsound)
 
 
 def test_an_adapter_that_was_trained_on_is_served_at_once(daemon: Daemon, model: Path, tmp_path: Path):

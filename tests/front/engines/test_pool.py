@@ -214,7 +214,8 @@ async def test_loading_a_loaded_model_begins_its_time_anew(tmp_path: Path):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pinned: bool):
+async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pinned: bool, caplog):
+    caplog.set_level("INFO", "omlxd")
     async with pool(tmp_path, "a") as made:
         made.pin("a", pinned)
         asking = asyncio.create_task(ask(made, "a", "one gate two"))
@@ -223,6 +224,7 @@ async def test_unloading_a_busy_model_waits_for_its_requests(tmp_path: Path, pin
         (tmp_path / "gate").touch()
         assert words(await asking) == ["one", "two"]
         await until(lambda: made.resolve("a").state == "unloaded")
+        assert "a goes: it was to be unloaded once its requests had ended" in caplog.text
         assert made.resolve("a").is_pinned == pinned
         if pinned:
             assert words(await ask(made, "a")) == ["hello"]
