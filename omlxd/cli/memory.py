@@ -53,7 +53,7 @@ def as_text(status: DaemonStatus) -> str:
     loaded = [model for model in status.models if "mlx_active_bytes" in model.values]
     slow = [f"{model.id}: {model.speed}" for model in loaded if "weights as stored: " in model.speed]
     shared = [
-        f"{model.id} is in the engine of {model.shares}: a figure there, or a --trim, is of both"
+        f"{model.id} is in the engine of {model.shares}: a figure there, or a --trim, is of all in it"
         for model in status.models
         if model.shares
     ]
