@@ -52,7 +52,8 @@ def test_an_adapters_figures_are_those_of_the_engine_that_it_shares(monkeypatch:
     assert memory.main(["tiny:style", "--url", "http://127.0.0.1:1"], argparse.ArgumentParser()) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].startswith("org/tiny ") and len(shown) == 3
-    assert shown[2] == "org/tiny:style is in the engine of org/tiny: a figure there, or a --trim, is of all in it"
+    said = "org/tiny:style is in the engine of org/tiny: a figure there, or a --trim, is of all in it"
+    assert shown[2] == said
 
 
 def test_the_command_asks_and_orders(monkeypatch: pytest.MonkeyPatch, capsys):
