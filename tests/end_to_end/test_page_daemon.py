@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -62,7 +63,7 @@ async def test_models_and_cache_of_a_real_daemon(tmp_path: Path):
             await page.click("text=Clear all of")
             await page.click("text=Remove")
             await page.wait_for_selector("text=are gone from SSD")
-            assert before > 0 and await sums(page) == 0
+            assert before > 0 and await sums(page, empty=True) == 0
             await page.click("nav >> text=Models")
             await page.click("button:has-text('Unload')")
             await page.wait_for_selector(".state:text('unloaded')")
@@ -85,10 +86,14 @@ async def pin(page: Any) -> None:
     await page.wait_for_selector("text=Nothing is.")
 
 
-async def sums(page: Any) -> int:
-    """Blocks that the tree has, once it was read."""
-    await page.wait_for_selector("#cache [role=status] >> text=blocks in")
-    return int((await page.inner_text("#cache [role=status]")).split()[0].replace(",", ""))
+async def sums(page: Any, empty: bool = False) -> int:
+    """Blocks that the tree has, once it was read; `empty`: once it has none."""
+    for _ in range(300):
+        count, _, rest = (await page.inner_text("#cache [role=status]")).partition(" ")
+        if rest.startswith("blocks in") and empty <= (count == "0"):
+            return int(count.replace(",", ""))
+        await asyncio.sleep(0.1)
+    raise AssertionError("the tree was not read")
 
 
 # --------------------------------------------------------------------------- size
