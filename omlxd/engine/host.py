@@ -151,8 +151,8 @@ class EngineHost:
         self._store.read_newest(self.scheduler.post)
 
     def _promised(self) -> int:
-        memory, scheduler = self.scheduler.memory, self.scheduler
-        return memory.promised([*scheduler.running]) if memory is not None else 0
+        memory = self.scheduler.memory
+        return memory.promised([*self.scheduler.running]) if memory is not None else 0
 
     def _draft_model(self, load: wire.Load) -> DraftModel:
         """Its weights count as the model's own. Raises ModelError."""

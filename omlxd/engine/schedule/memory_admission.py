@@ -208,9 +208,9 @@ class MemoryAdmission:
     def promised(self, running: list[Sequence]) -> int:
         """Bytes of KV that sequences which were admitted have still to take."""
         return sum(
-            self._kv(s) - self._shared(s, running[:index])
-            for index, s in enumerate(running)
-            if s.cache is None and s.state is not State.DECODING
+            self._kv(sequence) - self._shared(sequence, running[:index])
+            for index, sequence in enumerate(running)
+            if sequence.cache is None and sequence.state is not State.DECODING
         )
 
     def room(self, running: list[Sequence]) -> int:

@@ -77,7 +77,7 @@ class PrefillBudget:
         together, longest = [first], self._end(first)
         for sequence in sorted(sequences, key=lambda sequence: sequence.arrival):
             end = self._end(sequence)
-            alike = mlx_adapter.may_share_pass([sequence.adapter, *(other.adapter for other in together)])
+            alike = mlx_adapter.may_share_pass([row.adapter for row in (sequence, *together)])
             fits = alike and max(end, longest) * (len(together) + 1) <= most
             if sequence is not first and end and fits:
                 together.append(sequence)
