@@ -62,10 +62,25 @@ ADDED = {
     "omlxd chat": ("cli/chat.py", "cli/own_daemon.py", "front/process/start_page.py"),
     "omlxd bench, perplexity": ("cli/bench.py", "engine/perplexity.py", "engine/mlx_adapter/perplexity.py"),
     "LoRA training": ("cli/tune.py", "engine/tune.py", "engine/mlx_adapter/tuning.py", "models/tuning.py"),
-    "cache export, import, warm": ("cli/cache/carry.py", "cli/cache/warm.py"),
+    "cache export, import, warm": (
+        *("cli/cache/carry.py", "cli/cache/warm.py", "cli/cache/archive.py", "cli/cache/prompt_cache.py"),
+        *("engine/mlx_adapter/prompt_cache.py", "front/owner/carry.py"),
+    ),
+    "LoRA adapters, served": (
+        *("engine/adapters.py", "engine/mlx_adapter/multi_lora.py", "front/engines/adapters.py"),
+        *("front/engines/guest.py", "models/adapters.py"),
+    ),
+    "load or compute": ("engine/kvio/rates.py", "engine/kvio/tail_read.py"),
     "memory and key inspection": ("cli/memory.py", "engine/mlx_adapter/inspection.py"),
-    "guessed tokens": ("engine/schedule/speculation.py", "engine/schedule/draft_model.py"),
-    "attention kernels": ("engine/mlx_adapter/attention*.py",),
+    "guessed tokens": (
+        *("engine/schedule/speculation.py", "engine/schedule/draft_model.py", "engine/schedule/mtp.py"),
+        "engine/mlx_adapter/mtp.py",
+    ),
+    "labels in shared passes": ("engine/schedule/scoring.py",),
+    "attention kernels, compiled steps": (
+        *("engine/mlx_adapter/attention*.py", "engine/mlx_adapter/compiled_step.py"),
+        "engine/mlx_adapter/nvrtc.py",
+    ),
     "OpenBLAS on CPUs": ("engine/blas.py",),
     "hostile model folders": (
         *("common/child_process.py", "common/child_loop.py", "engine/prompt/template_process.py"),
