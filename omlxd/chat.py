@@ -471,29 +471,7 @@ class Failed(Struct, frozen=True, tag="failed"):
     param: str | None = None
 
 
-class ChoiceEvent(Struct, frozen=True, tag="choice"):
-    """An event of one of several answers, numbered from 0. Made in the front; no engine sends it.
-
-    Failed: the prompt of this answer can't be served, and the others go on.
-    """
-
-    index: int
-    event: Union[
-        TokenIds,
-        ReasoningDelta,
-        TextDelta,
-        ToolCallDelta,
-        ToolCall,
-        ToolCallCut,
-        Scored,
-        Restarted,
-        Finished,
-        Failed,
-    ]
-
-
-Event = Union[
-    Progress,
+AnswerEvent = Union[
     TokenIds,
     ReasoningDelta,
     TextDelta,
@@ -501,8 +479,21 @@ Event = Union[
     ToolCall,
     ToolCallCut,
     Scored,
-    ChoiceEvent,
     Restarted,
     Finished,
     Failed,
 ]
+"""An event of one answer."""
+
+
+class ChoiceEvent(Struct, frozen=True, tag="choice"):
+    """An event of one of several answers, numbered from 0. Made in the front; no engine sends it.
+
+    Failed: the prompt of this answer can't be served, and the others go on.
+    """
+
+    index: int
+    event: AnswerEvent
+
+
+Event = Union[AnswerEvent, Progress, ChoiceEvent]
