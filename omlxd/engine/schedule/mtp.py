@@ -27,7 +27,7 @@ MOST = 1024
 
 
 class MtpModel:
-    """What `Speculation` has for its draft model. `vocab_size`: of the model."""
+    """A model's heads in the place of a draft model."""
 
     def __init__(self, heads: mlx_adapter.MtpHeads):
         self.heads = heads
@@ -46,6 +46,7 @@ class MtpRows:
     """What the heads keep of a batch's row: states of its tokens that they have not read, and their KV.
 
     seconds  that the last guesses took; 0: there were none, or the heads had more to read than usual
+    _next    token whose state is to come
     """
 
     heads: mlx_adapter.MtpHeads
@@ -53,6 +54,7 @@ class MtpRows:
     _sequence: Sequence | None = None
     _state: mlx_adapter.MtpState | None = None
     _unread: list[mx.array] = field(default_factory=list)
+    _next: int = 0
 
     def keep(self, sequences: Container[Sequence]) -> None:
         """Drop all others."""
@@ -61,13 +63,14 @@ class MtpRows:
 
     def record(self, sequence: Sequence, start: int, hidden: mx.array) -> None:
         """Take the states (tokens, hidden) of a pass over the sequence's tokens from `start` on."""
-        waiting, state = sum(map(len, self._unread)), self._state
-        follows = sequence is self._sequence and state is not None and state.position + waiting == start
-        if not follows or waiting + len(hidden) > MOST:
-            hidden, end = hidden[-MOST:], start + len(hidden)
+        state, end = self._state, start + len(hidden)
+        follows = sequence is self._sequence and state is not None and start == self._next
+        if state is None or not follows or end - state.position > MOST:
+            hidden = hidden[-MOST:]
             self._sequence, self._unread = sequence, []
             self._state = self.heads.new_state(end - len(hidden))
         self._unread.append(hidden)
+        self._next = end
 
     def guess(self, wanted: Seq[Wanted], width: int) -> dict[Sequence, list[int]]:
         """Up to `width` tokens that may come next."""
