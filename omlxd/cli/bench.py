@@ -9,7 +9,6 @@ Lewis Carroll's "Alice's Adventures in Wonderland" of 1865, which is in the publ
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -24,11 +23,10 @@ import msgspec
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
 from .chat import Usage, ask_body
-from .daemon_client import KEY_VARIABLE, DaemonError, TokenTimes, fetch, stream
+from .daemon_client import Daemon, DaemonError, TokenTimes
 from .launch import find_target
 from .own_daemon import own_daemon
-from .owner_api import DaemonStatus, InstalledStatuses, ModelStatus
-from .status import PATH
+from .owner_api import InstalledStatuses, ModelStatus
 
 TEXT = Path(__file__).parents[1] / "models" / "bench_text.txt"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -38,7 +36,6 @@ PERPLEXITY_TOKENS, QUICK_TOKENS = 4096, 1024
 COUNT_S = 60.0
 WRITE_S = 600.0
 """How long blocks may take to reach the SSD."""
-KEY = os.environ.get(KEY_VARIABLE, "")
 _UNWRITTEN = ("kv_unwritten_blocks", "kv_store_queue_bytes")
 
 
@@ -164,8 +161,8 @@ def measure(
     """
     with tempfile.TemporaryDirectory(prefix="omlxd-bench-") as folder:
         flags = ("--model", model, "--paged-ssd-cache-dir", folder, "--hot-cache-write", "through")
-        with own_daemon(*flags) as url:
-            bench = _Bench(url)
+        with own_daemon(*flags) as daemon:
+            bench = _Bench(daemon)
             report, path = bench.report(), bench.folder()
             most = (report.context_length - ANSWER_TOKENS) * 97 // 100
             lengths = [n for n in wanted or LENGTHS if n <= most]
@@ -177,8 +174,8 @@ def measure(
             answers = [bench.cold_and_hot(length) for length in lengths]
             report.cache_bytes = bench.cache_bytes()
         _say("restarting")
-        with own_daemon(*flags) as url:
-            bench = _Bench(url)
+        with own_daemon(*flags) as daemon:
+            bench = _Bench(daemon)
             show("\nSeconds to the first token\n" + _line(_LENGTHS, _LENGTHS))
             for length, (result, text) in zip(lengths, answers, strict=True):
                 report.lengths.append(bench.after_restart(length, result, text))
@@ -197,10 +194,10 @@ def measure(
 class _Bench:
     """A daemon with the model loaded, and prompts for it."""
 
-    def __init__(self, url: str):
-        self._url = url
+    def __init__(self, daemon: Daemon):
+        self._daemon = daemon
         _say("loading the model")
-        self._model = find_target(url, KEY, None).model
+        self._model = find_target(daemon, None).model
         self._text = TEXT.read_text()
         usage = self._ask(self._text[:1500]).usage  # The model is loaded by now, and its kernels are made.
         self._letters_per_token = 1500 / usage.prompt_tokens
@@ -216,11 +213,11 @@ class _Bench:
         )
 
     def folder(self) -> Path:
-        models = fetch(self._url, KEY, "/omlxd/models", InstalledStatuses).models
+        models = self._daemon.fetch("/omlxd/models", InstalledStatuses).models
         return Path(next(model.folder or "" for model in models if model.id == self._model))
 
     def cache_bytes(self) -> int:
-        cold = fetch(self._url, KEY, PATH, DaemonStatus).cold
+        cold = self._daemon.status().cold
         return cold.bytes if cold else 0
 
     def cold_and_hot(self, length: int) -> tuple[LengthResult, str]:
@@ -263,13 +260,13 @@ class _Bench:
         text = head + self._text * (2 * letters // len(self._text) + 1)
         messages = [{"role": "user", "content": text[:letters]}]
         body = msgspec.json.encode({"model": self._model, "messages": messages})
-        counted = fetch(self._url, KEY, "/v1/messages/count_tokens", _Count, body, COUNT_S).input_tokens
+        counted = self._daemon.fetch("/v1/messages/count_tokens", _Count, body, COUNT_S).input_tokens
         return text[: letters * length // counted]
 
     def _ask(self, prompt: str) -> _Answer:
         times, text, usage = TokenTimes(), "", Usage(0, 0)
         body = ask_body(model=self._model, prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0.0)
-        with closing(stream(self._url, KEY, "/v1/completions", body, _Chunk)) as chunks:
+        with closing(self._daemon.stream("/v1/completions", body, _Chunk)) as chunks:
             for chunk in chunks:
                 usage = chunk.usage or usage
                 if new := "".join(choice.text for choice in chunk.choices):
@@ -290,7 +287,7 @@ class _Bench:
         return time.perf_counter() - began
 
     def _status(self) -> ModelStatus:
-        return next(m for m in fetch(self._url, KEY, PATH, DaemonStatus).models if m.id == self._model)
+        return next(m for m in self._daemon.status().models if m.id == self._model)
 
 
 # --------------------------------------------------------------------------- quality

@@ -27,7 +27,7 @@ from ..common.files import read_small
 from ..config import load_settings
 from ..errors import ConfigError
 from ..models.offer import offer_default_model
-from .daemon_client import DaemonError, NoDaemon, TokenTimes, add_url, address, fetch, stream
+from .daemon_client import DaemonError, NoDaemon, TokenTimes, add_url, find_daemon
 from .launch import LaunchError, Models, Target, find_target
 from .own_daemon import own_daemon
 from .status import table
@@ -157,7 +157,7 @@ class Conversation:
         limit, name = self._max_tokens, self._name
         body = ask_body(model=self.target.model, messages=messages, max_tokens=limit, prompt_cache_key=name)
         answer = Answer()
-        chunks = stream(self.target.url, self.target.key, "/v1/chat/completions", body, Chunk)
+        chunks = self.target.stream("/v1/chat/completions", body, Chunk)
         with contextlib.closing(chunks):
             try:
                 for chunk in chunks:
@@ -233,10 +233,10 @@ class Terminal:
     def _model(self, rest: str) -> None:
         target = self._conversation.target
         if rest:
-            self._conversation.target = target = find_target(target.url, target.key, rest)
+            self._conversation.target = target = find_target(target, rest)
             self._say(f"{target.model}, {_context(target)}", "dim")
             return
-        models = fetch(target.url, target.key, "/v1/models", Models).data
+        models = target.fetch("/v1/models", Models).data
         rows = [("* " if m.id == target.model else "  ") + f"{m.id}  {m.omlxd.state}" for m in models]
         self._say("\n".join(rows))
 
@@ -379,9 +379,8 @@ def daemon(url: str | None, model: str | None) -> Generator[Target]:
 
     Raises ConfigError, DaemonError, LaunchError.
     """
-    where, key = address(url)
     try:
-        target = find_target(where, key, model)
+        target = find_target(find_daemon(url), model)
     except NoDaemon:
         if url is not None:
             raise
@@ -392,7 +391,7 @@ def daemon(url: str | None, model: str | None) -> Generator[Target]:
     # The daemon's own offer would reach nobody.
     asyncio.run(offer_default_model(load_settings({"model": model} if model else {})))
     with own_daemon(*(["--model", model] if model else [])) as own:
-        yield find_target(own, key, None)
+        yield find_target(own, None)
 
 
 def _print_answer(conversation: Conversation, question: str, console: Console) -> None:

@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar
 from urllib.parse import urlsplit
@@ -19,15 +20,15 @@ import msgspec
 from ..config import Settings, is_loopback, load_settings
 from ..errors import ConfigError, OmlxdError
 from ..kv.files.paths import LOCK_NAME
+from .owner_api import DaemonStatus
 
 ANSWER_S = 10.0
 STREAM_S = 3600.0
 """The daemon sends a ping every few seconds: only a machine that sleeps is silent for long."""
-NO_HEADERS: Mapping[str, str] = {}
 KEY_VARIABLE = "OMLXD_API_KEY"
 _PROC_LOCKS = Path("/proc/locks")
 _PIECE = 1 << 20
-Body = bytes | Iterable[bytes]
+Body = msgspec.Struct | bytes | Iterable[bytes]
 T = TypeVar("T")
 
 
@@ -62,12 +63,110 @@ class TokenTimes:
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that `address` reads."""
+    """Add the flag that `find_daemon` reads."""
     parser.add_argument("--url", help="the daemon's address; default: that of the one that runs")
 
 
-def address(url: str | None, settings: Settings | None = None) -> tuple[str, str]:
-    """Return (URL, key) of the daemon: of --url, else of `settings`; None: the environment's.
+def pieces(source: IO[bytes]) -> Iterator[bytes]:
+    """What is left of a file, as a body."""
+    while piece := source.read(_PIECE):
+        yield piece
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """Where a daemon listens, and the key that it takes; "" for none. Every method raises DaemonError."""
+
+    url: str
+    key: str = ""
+
+    def fetch(
+        self,
+        path: str,
+        type: type[T],
+        body: Body | None = None,
+        seconds: float = ANSWER_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        """The answer at `path`; a POST if there is a `body`: JSON, or pieces of anything."""
+        with self._sentences(seconds), self._open(path, body, seconds, headers) as answer:
+            return msgspec.json.decode(answer.read(), type=type)
+
+    def status(self, seconds: float = ANSWER_S) -> DaemonStatus:
+        return self.fetch("/omlxd/status", DaemonStatus, seconds=seconds)
+
+    def download(self, path: str, body: msgspec.Struct) -> Generator[bytes]:
+        """The answer to a POST, in pieces."""
+        with self._sentences(STREAM_S), self._open(path, body, STREAM_S) as answer:
+            yield from pieces(answer)
+            if answer.length:
+                raise http.client.IncompleteRead(b"", answer.length)
+
+    def stream(self, path: str, body: bytes, type: type[T]) -> Generator[T]:
+        """The events of a POST that is answered as SSE, to `[DONE]`. Closing it ends the request.
+
+        DaemonError also for an event that is an error, and for a stream that breaks off.
+        """
+        with self._sentences(STREAM_S), self._open(path, body, STREAM_S) as answer:
+            while line := answer.readline():
+                if not line.startswith(b"data: "):
+                    continue
+                data = line[6:].strip()
+                if data == b"[DONE]":
+                    return
+                if data.startswith(b'{"error"') and (message := _message(data)):
+                    raise DaemonError(message)
+                yield msgspec.json.decode(data, type=type)
+            raise ConnectionResetError
+
+    def _open(
+        self, path: str, body: Body | None, seconds: float, headers: Mapping[str, str] | None = None
+    ) -> http.client.HTTPResponse:
+        body = msgspec.json.encode(body) if isinstance(body, msgspec.Struct) else body
+        request = urllib.request.Request(f"{self.url}{path}", body, dict(headers or {}))
+        if body is not None:
+            kind = "application/json" if isinstance(body, bytes) else "application/octet-stream"
+            request.add_header("Content-Type", kind)
+        if self.key:
+            request.add_header("Authorization", f"Bearer {self.key}")
+        # No proxy of the environment's may stand before the loopback.
+        handlers: list[urllib.request.BaseHandler] = [_StaysHere()]
+        if is_loopback(urlsplit(self.url).hostname or ""):
+            handlers.append(urllib.request.ProxyHandler({}))
+        return urllib.request.build_opener(*handlers).open(request, timeout=seconds)
+
+    @contextlib.contextmanager
+    def _sentences(self, seconds: float) -> Generator[None]:
+        """Turn what goes wrong with a request into DaemonError."""
+        try:
+            yield
+        except urllib.error.HTTPError as error:
+            with error:
+                said = _message(error.read(65536))
+            if error.code == 401 and self.key:
+                said = f"The daemon at {self.url} doesn't take the key in {KEY_VARIABLE}: it is wrong."
+            elif error.code == 401:
+                said = f"The daemon at {self.url} wants its key: set {KEY_VARIABLE}."
+            raise DaemonError(said or f"{error.url} answers with status {error.code}; is it omlxd?") from None
+        except msgspec.MsgspecError:
+            problem = f"{self.url} answers, but not as omlxd does; give the daemon's own --url."
+            raise DaemonError(problem) from None
+        except ValueError:  # What HTTP can't carry in a header, a line break say.
+            problem = f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces."
+            raise DaemonError(problem) from None
+        except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+                problem = f"{self.url} does not answer within {seconds:.0f} s; see its log, or `omlxd status`"
+                raise DaemonError(f"{problem} later.") from None
+            if isinstance(error, (http.client.IncompleteRead, ConnectionResetError)):
+                problem = f"The daemon at {self.url} ended in the middle of its answer; see its log."
+                raise DaemonError(problem) from None
+            problem = f"Nothing answers at {self.url}; start the daemon with `omlxd serve`, or say with --url"
+            raise NoDaemon(f"{problem} where it is.") from None
+
+
+def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
+    """The daemon at --url, else that of `settings`; None: the environment's.
 
     Where none listens there, it is the one that holds the cache dir of `settings`, on another port. Raises
     ConfigError.
@@ -75,11 +174,11 @@ def address(url: str | None, settings: Settings | None = None) -> tuple[str, str
     if url is None:
         settings = settings or load_settings({})
         others = _addresses_of_holder(settings.paged_ssd_cache_dir)
-        for where in ([address_of(settings)[0]] if others and settings.port else []) + others:
+        for where in ([daemon_of(settings).url] if others and settings.port else []) + others:
             with contextlib.suppress(DaemonError):
-                fetch(where, "", "/health", _Health, seconds=ANSWER_S)
-                return where, settings.api_key
-        return address_of(settings)
+                Daemon(where).fetch("/health", _Health, seconds=ANSWER_S)
+                return Daemon(where, settings.api_key)
+        return daemon_of(settings)
     try:
         parts = urlsplit(url)
         fine = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -87,17 +186,17 @@ def address(url: str | None, settings: Settings | None = None) -> tuple[str, str
         fine = False
     if not fine:
         raise ConfigError(f"--url: {url!r} is no address like http://127.0.0.1:8000.", param="--url")
-    return url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE, "")
+    return Daemon(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE, ""))
 
 
-def address_of(settings: Settings) -> tuple[str, str]:
-    """(URL, key) of a daemon of these settings. Raises ConfigError where its port is any free one."""
+def daemon_of(settings: Settings) -> Daemon:
+    """A daemon of these settings. Raises ConfigError where its port is any free one."""
     if not settings.port:
         raise ConfigError(
             f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens.",
             param="--url",
         )
-    return _url(settings.host, settings.port), settings.api_key
+    return Daemon(_url(settings.host, settings.port), settings.api_key)
 
 
 def _url(host: str, port: int) -> str:
@@ -148,112 +247,6 @@ def _is_alive(pid: int) -> bool:
     except OSError:
         return True  # It is somebody else's.
     return True
-
-
-def fetch(
-    url: str,
-    key: str,
-    path: str,
-    type: type[T],
-    body: Body | None = None,
-    seconds: float = ANSWER_S,
-    headers: Mapping[str, str] = NO_HEADERS,
-) -> T:
-    """The answer at `path`; a POST if there is a `body`: JSON, or pieces of anything. Raises DaemonError."""
-    with _sentences(url, key, seconds), _open(url, key, path, body, seconds, headers) as answer:
-        return msgspec.json.decode(answer.read(), type=type)
-
-
-def pieces(source: IO[bytes]) -> Iterator[bytes]:
-    """What is left of a file, as a body."""
-    while piece := source.read(_PIECE):
-        yield piece
-
-
-def download(url: str, key: str, path: str, body: bytes, target: IO[bytes]) -> None:
-    """Write the answer to a POST to `target`, all of it. Raises DaemonError; OSError as `target` does."""
-    with _sentences(url, key, STREAM_S):
-        answer = _open(url, key, path, body, STREAM_S)
-    with answer:
-        while piece := _read_piece(url, key, answer):
-            target.write(piece)
-
-
-def _read_piece(url: str, key: str, answer: http.client.HTTPResponse) -> bytes:
-    with _sentences(url, key, STREAM_S):
-        piece = answer.read(_PIECE)
-        if not piece and answer.length:
-            raise http.client.IncompleteRead(piece, answer.length)
-        return piece
-
-
-def stream(url: str, key: str, path: str, body: bytes, type: type[T]) -> Generator[T]:
-    """The events of a POST that is answered as SSE, to `[DONE]`. Closing it ends the request.
-
-    Raises DaemonError, also for an event that is an error and for a stream that breaks off.
-    """
-    with _sentences(url, key, STREAM_S), _open(url, key, path, body, STREAM_S) as answer:
-        while line := answer.readline():
-            if not line.startswith(b"data: "):
-                continue
-            data = line[6:].strip()
-            if data == b"[DONE]":
-                return
-            if data.startswith(b'{"error"') and (message := _message(data)):
-                raise DaemonError(message)
-            yield msgspec.json.decode(data, type=type)
-    raise DaemonError(f"The daemon at {url} ended in the middle of its answer; see its log.")
-
-
-def _open(
-    url: str, key: str, path: str, body: Body | None, seconds: float, headers: Mapping[str, str] = NO_HEADERS
-) -> http.client.HTTPResponse:
-    request = urllib.request.Request(f"{url}{path}", body, dict(headers))
-    if body is not None:
-        kind = "application/json" if isinstance(body, bytes) else "application/octet-stream"
-        request.add_header("Content-Type", kind)
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
-    # No proxy of the environment's may stand before the loopback.
-    handlers: list[urllib.request.BaseHandler] = [_StaysHere()]
-    if is_loopback(urlsplit(url).hostname or ""):
-        handlers.append(urllib.request.ProxyHandler({}))
-    return urllib.request.build_opener(*handlers).open(request, timeout=seconds)
-
-
-@contextlib.contextmanager
-def _sentences(url: str, key: str, seconds: float) -> Generator[None]:
-    """Turn what goes wrong with a request into DaemonError."""
-    try:
-        yield
-    except urllib.error.HTTPError as error:
-        with error:
-            said = _message(error.read(65536)) if error.code != 401 else ""
-        if error.code == 401:
-            if key:
-                raise DaemonError(
-                    f"The daemon at {url} doesn't take the key in {KEY_VARIABLE}: it is wrong."
-                ) from None
-            raise DaemonError(f"The daemon at {url} wants its key: set {KEY_VARIABLE}.") from None
-        if said:
-            raise DaemonError(said) from None
-        raise DaemonError(f"{error.url} answers with status {error.code}; is it omlxd?") from None
-    except msgspec.MsgspecError:
-        raise DaemonError(f"{url} answers, but not as omlxd does; give the daemon's own --url.") from None
-    except ValueError:  # What HTTP can't carry in a header, a line break say.
-        raise DaemonError(f"{KEY_VARIABLE}: a key is letters, digits and signs, with no spaces.") from None
-    except (OSError, http.client.HTTPException) as error:
-        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
-            raise DaemonError(
-                f"{url} does not answer within {seconds:.0f} s; see its log, or `omlxd status` later."
-            ) from None
-        if isinstance(error, (http.client.IncompleteRead, ConnectionResetError)):
-            raise DaemonError(
-                f"The daemon at {url} ended in the middle of its answer; see its log."
-            ) from None
-        raise NoDaemon(
-            f"Nothing answers at {url}; start the daemon with `omlxd serve`, or say with --url where it is."
-        ) from None
 
 
 class _StaysHere(urllib.request.HTTPRedirectHandler):

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -20,7 +20,7 @@ import msgspec
 from ..common.files import write_atomic
 from ..config import is_loopback
 from ..errors import ConfigError, OmlxdError
-from .daemon_client import KEY_VARIABLE, DaemonError, add_url, address, fetch
+from .daemon_client import KEY_VARIABLE, Daemon, DaemonError, add_url, find_daemon
 
 LOADING_S = 900.0
 MAX_OUTPUT_TOKENS = 32_000
@@ -32,17 +32,15 @@ class LaunchError(OmlxdError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A daemon and one of its models.
+class Target(Daemon):
+    """A daemon, with one of its models.
 
     context  tokens; None where the daemon can't tell
     sees     the model takes images. Claude Code takes every model for one that does, and can't be told
     """
 
-    url: str
-    key: str
-    model: str
-    context: int | None
+    model: str = field(kw_only=True)
+    context: int | None = field(kw_only=True)
     sees: bool = False
 
     @property
@@ -255,22 +253,22 @@ class Models(msgspec.Struct):
     data: list[_Model]
 
 
-def find_target(url: str, key: str, name: str | None) -> Target:
+def find_target(daemon: Daemon, name: str | None) -> Target:
     """Return the model called `name` (None: the first one) once it has loaded. Raises LaunchError,
     DaemonError.
     """
     deadline = time.monotonic() + LOADING_S
     announced, pause_s = False, 0.1
     while True:
-        models = fetch(url, key, "/v1/models", Models).data
-        model = _chosen(models, name) or _called(url, key, name or "", models)
+        models = daemon.fetch("/v1/models", Models).data
+        model = _chosen(models, name) or _called(daemon, name or "", models)
         if model.omlxd.kind != "chat":
             raise LaunchError(f"{model.id} answers no prompts; name another one with --model.")
         if model.omlxd.state != "loading":
-            sees = "image" in model.omlxd.input_modalities
-            return Target(url, key, model.id, model.max_input_tokens, sees)
+            sees, most = "image" in model.omlxd.input_modalities, model.max_input_tokens
+            return Target(daemon.url, daemon.key, model=model.id, context=most, sees=sees)
         if time.monotonic() > deadline:
-            raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {url}.")
+            raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {daemon.url}.")
         if not announced:
             print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
             announced = True
@@ -288,10 +286,10 @@ def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
     return next((model for model in models if name in (model.id, model.id.rpartition("/")[2])), None)
 
 
-def _called(url: str, key: str, name: str, models: Sequence[_Model]) -> _Model:
+def _called(daemon: Daemon, name: str, models: Sequence[_Model]) -> _Model:
     """The model that the daemon knows by an alias. Raises LaunchError."""
     try:
-        return fetch(url, key, "/v1/models/" + quote(name), _Model)
+        return daemon.fetch("/v1/models/" + quote(name), _Model)
     except DaemonError:
         there_are = ", ".join(model.id for model in models)
         raise LaunchError(f"There is no model {name!r} there; the models are: {there_are}.") from None
@@ -334,9 +332,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     if args.agent is None:
         raise ConfigError(f"Say which agent: {', '.join(AGENTS)}.")
     agent = AGENTS[args.agent]
-    url, key = address(args.url)
+    daemon = find_daemon(args.url)
     path = None if args.print_env else _program(agent)
-    target = find_target(url, key, args.model)
+    target = find_target(daemon, args.model)
     start = _with_folder(agent, agent.start(target), args.save)
     if warning := too_small(agent, target):
         print(f"omlxd: {warning}", file=sys.stderr)
@@ -344,7 +342,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         print(shell_text(agent, start, rest))
         return 0
     sys.stdout.flush()
-    os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, url))
+    os.execve(path, [agent.program, *start.flags, *rest], environment(os.environ, start, daemon.url))
 
 
 def as_list() -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import msgspec
-
 from ..common.units import human
 from ..errors import ConfigError
-from .daemon_client import add_url, address, fetch
+from .daemon_client import add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus, TidyMemory
-from .status import PATH, as_json, ram_tier, table
+from .status import as_json, ram_tier, table
 
 _HEAD = ("MODEL", "WEIGHTS", "LIVE KV", "RAM TIER", "FREED", "PEAK", "WIRED", "PROCESS")
 
@@ -31,12 +29,12 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--reset-peak", action="store_true", help="count the peak anew")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
-    url, key = address(args.url)
+    daemon = find_daemon(args.url)
     if args.trim or args.reset_peak:
         body = TidyMemory(model=args.model, trim=args.trim, reset_peak=args.reset_peak)
-        status = fetch(url, key, "/omlxd/memory", DaemonStatus, msgspec.json.encode(body))
+        status = daemon.fetch("/omlxd/memory", DaemonStatus, body)
     else:
-        status = fetch(url, key, PATH, DaemonStatus)
+        status = daemon.status()
         if args.model:
             asked = [m for m in status.models if args.model in (m.id, m.id.rpartition("/")[2])]
             ids = {id for model in asked for id in (model.id, model.shares)}

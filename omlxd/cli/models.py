@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -22,7 +21,7 @@ from ..models.catalog import Catalog, Description, InstalledModel, default_model
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
-from .daemon_client import DaemonError, NoDaemon, add_url, address, fetch
+from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
 from .owner_api import (
     InstalledStatus,
     InstalledStatuses,
@@ -177,8 +176,6 @@ def as_page(model: InstalledStatus) -> str:
     return "\n".join([model.id, *(f"  {name.ljust(width)}  {value}" for name, value in facts.items())])
 
 
-T = TypeVar("T")
-
 LOAD_S = 3600.0
 """A load may download the model first."""
 
@@ -243,7 +240,7 @@ def _list(args: argparse.Namespace) -> int:
         _say(args, LocalModels(models), lambda: as_local_table(models))
         return 0
     try:
-        result = _ask(args, "/omlxd/models", InstalledStatuses)
+        result = find_daemon(args.url).fetch("/omlxd/models", InstalledStatuses)
     except NoDaemon as error:
         result = InstalledStatuses(installed(settings_of(args, *_FOLDER_OPTIONS)))
         _say_absence(args, error)
@@ -253,7 +250,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     try:
-        result = _ask(args, "/omlxd/models/" + quote(args.model), InstalledStatus)
+        result = find_daemon(args.url).fetch("/omlxd/models/" + quote(args.model), InstalledStatus)
     except NoDaemon as error:
         models = installed(settings_of(args, *_FOLDER_OPTIONS))
         names = [model.id for model in models]
@@ -308,20 +305,22 @@ def _import(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace) -> int:
     body = LoadModel(args.model, args.keep_alive)
-    result = _ask(args, "/omlxd/models/load", InstalledStatus, body, LOAD_S)
+    result = find_daemon(args.url).fetch("/omlxd/models/load", InstalledStatus, body, LOAD_S)
     _say(args, result, lambda: f"{result.id} is loaded ({_where(result)})")
     return 0
 
 
 def _unload(args: argparse.Namespace) -> int:
-    result = _ask(args, "/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
+    result = find_daemon(args.url).fetch("/omlxd/models/unload", Unloaded, UnloadModel(args.model), 120.0)
     waits = f"{result.id} goes when its {result.in_flight} requests in flight have ended"
     _say(args, result, lambda: f"{result.id} is unloaded" if result.gone else waits)
     return 0
 
 
 def _pin(args: argparse.Namespace) -> int:
-    result = _ask(args, "/omlxd/models/pin", InstalledStatus, PinModel(args.model, not args.off))
+    result = find_daemon(args.url).fetch(
+        "/omlxd/models/pin", InstalledStatus, PinModel(args.model, not args.off)
+    )
     _say(args, result, lambda: f"{result.id} is {'pinned' if result.pinned else 'no longer pinned'}")
     return 0
 
@@ -331,24 +330,15 @@ def _alias(args: argparse.Namespace) -> int:
         raise ConfigError(
             "`omlxd models alias NAME MODEL` gives a name, `omlxd models alias NAME --off` ends it."
         )
-    result = _ask(args, "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model))
+    result = find_daemon(args.url).fetch(
+        "/omlxd/models/alias", InstalledStatuses, NameModel(args.alias, args.model)
+    )
     owner = next((model.id for model in result.models if args.alias in model.aliases), None)
     _say(args, result, lambda: f"{args.alias} means {owner}" if owner else f"{args.alias} means nothing now")
     return 0
 
 
 # --------------------------------------------------------------------------- asking and telling
-
-
-def _ask(
-    args: argparse.Namespace,
-    path: str,
-    type: type[T],
-    body: msgspec.Struct | None = None,
-    seconds: float = 10.0,
-) -> T:
-    url, key = address(args.url)
-    return fetch(url, key, path, type, None if body is None else msgspec.json.encode(body), seconds)
 
 
 def _say(args: argparse.Namespace, answer: msgspec.Struct, text: Callable[[], str]) -> None:

@@ -7,20 +7,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import IO
 
-from .daemon_client import DaemonError, NoDaemon
+from ..config import load_settings
+from .daemon_client import Daemon, DaemonError, NoDaemon
 
 END_S = 20.0
 """How long it may take to write its blocks to SSD."""
 
 
 @contextmanager
-def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generator[str]:
-    """The URL of a new daemon, which ends with the block. Raises DaemonError if it can't serve.
+def own_daemon(*flags: str) -> Generator[Daemon]:
+    """A new daemon, which ends with the block. Raises DaemonError if it can't serve.
 
     SIGTERM and SIGHUP end the block; nothing ends it if this process is killed.
     """
@@ -29,7 +30,6 @@ def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generat
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "omlxd", "serve", "--port", "0", *flags],
-                env=environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -44,7 +44,7 @@ def own_daemon(*flags: str, environ: Mapping[str, str] | None = None) -> Generat
                     process.wait()
                     raise _gave_up(log)
                 try:
-                    yield address[1]
+                    yield Daemon(address[1], load_settings({}).api_key)
                 except NoDaemon as error:
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(END_S)

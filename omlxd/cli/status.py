@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..common.units import human
-from .daemon_client import add_url, address, fetch
+from .daemon_client import add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
 
 
@@ -72,17 +72,14 @@ def duration(seconds: float) -> str:
     return " ".join(words[:2])
 
 
-PATH = "/omlxd/status"
-
-
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     """Raises ConfigError and DaemonError."""
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     args = parser.parse_args(argv)
-    url, key = address(args.url)
-    status = fetch(url, key, PATH, DaemonStatus)
-    print(as_json(status) if args.json else as_text(status, url))
+    daemon = find_daemon(args.url)
+    status = daemon.status()
+    print(as_json(status) if args.json else as_text(status, daemon.url))
     return 0
 
 

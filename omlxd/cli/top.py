@@ -18,9 +18,9 @@ from rich.text import Text
 
 from ..common.units import human
 from ..errors import ConfigError
-from .daemon_client import DaemonError, NoDaemon, add_url, address, fetch
+from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
-from .status import PATH, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
+from .status import cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
 
 INTERVAL_S = 1.0
 WIDE = 100
@@ -37,9 +37,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     parser.add_argument("--looks", metavar="N", default="0", help="end after N updates (default: never)")
     args = parser.parse_args(argv)
     interval, looks = _number(args.interval, "--interval", 0.1), _number(args.looks, "--looks", 0)
-    url, key = address(args.url)
+    daemon = find_daemon(args.url)
     with contextlib.suppress(KeyboardInterrupt):
-        watch(lambda: fetch(url, key, PATH, DaemonStatus), url, Console(), interval, int(looks))
+        watch(daemon.status, daemon.url, Console(), interval, int(looks))
     return 0
 
 

@@ -22,7 +22,7 @@ from ..models.adapters import ADAPTER_FILES
 from ..models.catalog import Catalog, InstalledModel, looks_like_model, own_adapters
 from ..models.footprint import footprint
 from ..models.tuning import Example, Job, lora_of, memory_need, read_data
-from .daemon_client import DaemonError, NoDaemon, address_of, fetch
+from .daemon_client import DaemonError, NoDaemon, daemon_of
 from .owner_api import DaemonStatus, TidyMemory
 
 _NUMBERS = {
@@ -211,8 +211,7 @@ def _free(settings: Settings, trim: bool) -> int:
     """Bytes that this machine and --memory-limit leave beside the daemon."""
     held = 0
     try:
-        body = msgspec.json.encode(TidyMemory(trim=trim))
-        status = fetch(*address_of(settings), "/omlxd/memory", DaemonStatus, body)
+        status = daemon_of(settings).fetch("/omlxd/memory", DaemonStatus, TidyMemory(trim=trim))
         held = sum(model.resident for model in status.models)
     except NoDaemon:
         pass

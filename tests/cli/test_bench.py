@@ -15,6 +15,7 @@ import pytest
 from daemon import demo_model, family_model
 
 from omlxd.cli import bench
+from omlxd.cli.daemon_client import Daemon
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -58,12 +59,12 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_prompt_fits_though_the_texts_first_lines_have_more_letters_a_token(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def count(url: str, key: str, path: str, type: Any, body: bytes, seconds: float) -> Any:
+    def count(self: Daemon, path: str, type: Any, body: bytes, seconds: float) -> Any:
         return type(len(json.loads(body)["messages"][0]["content"]) // 3)
 
     made = object.__new__(bench._Bench)
-    made._url, made._model, made._text, made._letters_per_token = "", "m", "x" * 1000, 3.85
-    monkeypatch.setattr(bench, "fetch", count)
+    made._daemon, made._model, made._text, made._letters_per_token = Daemon(""), "m", "x" * 1000, 3.85
+    monkeypatch.setattr(Daemon, "fetch", count)
     assert 7800 < len(made._prompt(7915)) // 3 <= 7915
 
 
@@ -71,7 +72,7 @@ def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.Monk
     """Nothing waits for the perplexity, nor one of its rows for the next."""
     seen: list[str] = []
 
-    class Daemon:
+    class Measured:
         def __init__(self, url: str):
             pass
 
@@ -101,7 +102,7 @@ def test_each_result_is_there_as_soon_as_it_is_measured(monkeypatch: pytest.Monk
         yield bench.KVResult(kv="8", trouble="it has none")
 
     monkeypatch.setattr(bench, "own_daemon", lambda *flags: contextlib.nullcontext(""))
-    monkeypatch.setattr(bench, "_Bench", Daemon)
+    monkeypatch.setattr(bench, "_Bench", Measured)
     monkeypatch.setattr(bench, "perplexity", perplexity)
     bench.measure("m", [128, 256], 1024, seen.append)
     assert seen[-1] == "8: it has none"

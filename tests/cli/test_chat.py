@@ -231,15 +231,15 @@ def test_questions_from_arguments_and_pipes(start):  # noqa: F811
 def test_pictures_and_pdfs_go_with_one_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bodies: list[dict[str, Any]] = []
 
-    def answered(url: str, key: str, path: str, body: bytes, kind: type) -> Iterator[chat.Chunk]:
+    def answered(self: Target, path: str, body: bytes, kind: type) -> Iterator[chat.Chunk]:
         bodies.append(json.loads(body))
         yield chat.Chunk([chat._Choice(chat._Delta("seen"), "stop")])
 
-    monkeypatch.setattr(chat, "stream", answered)
+    monkeypatch.setattr(Target, "stream", answered)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a b.png").write_bytes(b"png")
     (tmp_path / "k").write_bytes(b"%PDF-1.4")
-    talk = chat.Conversation(Target("http://x", "", "m", None))
+    talk = chat.Conversation(Target("http://x", model="m", context=None))
     terminal = chat.Terminal(talk, Console(file=io.StringIO()))
     for name in ("'a b.png'", "a\\ b.png", "~/k"):
         monkeypatch.setenv("HOME", str(tmp_path))

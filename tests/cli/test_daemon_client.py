@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from omlxd.cli import daemon_client
-from omlxd.cli.daemon_client import DaemonError, NoDaemon, fetch
-from omlxd.cli.owner_api import DaemonStatus
+from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
 from omlxd.config import load_settings
 
 
@@ -24,13 +23,13 @@ def silent() -> Iterator[str]:
 
 def test_one_that_is_slow_is_not_told_to_be_started(silent: str):
     with pytest.raises(DaemonError, match="does not answer within 1 s") as caught:
-        fetch(silent, "", "/omlxd/status", DaemonStatus, seconds=1.0)
+        Daemon(silent).status(1.0)
     assert not isinstance(caught.value, NoDaemon)
 
 
 def test_none_at_all_is(silent: str):
     with pytest.raises(NoDaemon, match="Nothing answers"):
-        fetch("http://127.0.0.1:1", "", "/omlxd/status", DaemonStatus)
+        Daemon("http://127.0.0.1:1").status()
 
 
 def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_path: Path, monkeypatch):
@@ -41,7 +40,7 @@ def test_a_program_that_only_has_the_last_daemons_process_id_is_no_daemon(tmp_pa
     settings.paged_ssd_cache_dir.mkdir()
     (settings.paged_ssd_cache_dir / ".lock").write_text(f"{os.getpid()}\n")
     with socket.create_server(("127.0.0.1", 0)):
-        assert daemon_client.address(None, settings) == ("http://127.0.0.1:9", "")
+        assert daemon_client.find_daemon(None, settings) == Daemon("http://127.0.0.1:9")
 
 
 def test_a_key_follows_no_redirect(silent: str):
@@ -61,8 +60,6 @@ def test_a_key_follows_no_redirect(silent: str):
         port = server.server_port
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with pytest.raises(DaemonError, match="status 302; is it omlxd"):
-            fetch(
-                f"http://127.0.0.1:{server.server_port}", "s3cret", "/omlxd/status", DaemonStatus, seconds=60
-            )
+            Daemon(f"http://127.0.0.1:{server.server_port}", "s3cret").status(60)
         server.shutdown()
     assert asked == ["Bearer s3cret"]

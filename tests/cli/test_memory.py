@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from omlxd.chat import Finished, TextDelta, Usage
 from omlxd.cli import memory
-from omlxd.cli.daemon_client import DaemonError
+from omlxd.cli.daemon_client import Daemon, DaemonError
 from omlxd.engine.host import _speed
 from omlxd.errors import ConfigError
 from omlxd.models import demo
@@ -48,7 +48,7 @@ def test_a_line_a_model():
 def test_an_adapters_figures_are_those_of_the_engine_that_it_shares(monkeypatch: pytest.MonkeyPatch, capsys):
     base, other = model(id="org/tiny", values=FIGURES), model(id="org/other", values=FIGURES)
     adapter = msgspec.structs.replace(model(id="org/tiny:style", shares="org/tiny"), values={})
-    monkeypatch.setattr(memory, "fetch", lambda *args: status(base, adapter, other))
+    monkeypatch.setattr(Daemon, "fetch", lambda *args, seconds=0.0: status(base, adapter, other))
     assert memory.main(["tiny:style", "--url", "http://127.0.0.1:1"], argparse.ArgumentParser()) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[1].startswith("org/tiny ") and len(shown) == 3
@@ -59,11 +59,11 @@ def test_an_adapters_figures_are_those_of_the_engine_that_it_shares(monkeypatch:
 def test_the_command_asks_and_orders(monkeypatch: pytest.MonkeyPatch, capsys):
     asked = []
 
-    def fetch(url, key, path, type, body=None, seconds=0.0):
-        asked.append((path, json.loads(body) if body else None))
+    def fetch(self, path, type, body=None, seconds=0.0):
+        asked.append((path, msgspec.to_builtins(body)))
         return status(model(values=FIGURES))
 
-    monkeypatch.setattr(memory, "fetch", fetch)
+    monkeypatch.setattr(Daemon, "fetch", fetch)
     for words in ([], ["--trim"], ["tiny", "--reset-peak", "--json"]):
         assert memory.main(["--url", "http://127.0.0.1:1", *words], argparse.ArgumentParser()) == 0
     assert [path for path, _ in asked] == ["/omlxd/status", "/omlxd/memory", "/omlxd/memory"]

@@ -22,7 +22,7 @@ import pytest
 from daemon import alive, wait_until
 
 from omlxd.cli import tune
-from omlxd.cli.daemon_client import DaemonError, NoDaemon
+from omlxd.cli.daemon_client import Daemon, DaemonError, NoDaemon
 from omlxd.config import load_settings
 from omlxd.engine import mlx_adapter
 from omlxd.engine.tune import LossCurve, draw
@@ -105,7 +105,7 @@ def no_daemon(monkeypatch: pytest.MonkeyPatch):
     def fetch(*args):
         raise NoDaemon("nothing answers")
 
-    monkeypatch.setattr(tune, "fetch", fetch)
+    monkeypatch.setattr(Daemon, "fetch", fetch)
     monkeypatch.setenv("HF_HUB_CACHE", "/nowhere")
 
 

@@ -15,14 +15,12 @@ import time
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from ...common.files import new_file, safetensors_header
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError, InvalidRequest, OmlxdError
 from ...kv.files.namespace import FILE_NAME
-from ..daemon_client import STREAM_S, DaemonError, address, fetch, pieces
+from ..daemon_client import STREAM_S, DaemonError, find_daemon, pieces
 from ..owner_api import CachedFiles, Imported
 from . import holder, inventory, prompt_cache
 from .archive import Room, take_archive
@@ -71,8 +69,8 @@ def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
 
 
 def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
-    asked = msgspec.json.encode(named_request(args.session))
-    found = fetch(*address(args.url, settings), "/omlxd/cache/files", CachedFiles, asked, ANSWER_S)
+    asked = named_request(args.session)
+    found = find_daemon(args.url, settings).fetch("/omlxd/cache/files", CachedFiles, asked, ANSWER_S)
     if not found.files:
         raise ConfigError(f"--session: nothing of {args.session!r} is cached.", param="--session")
     return found.files
@@ -99,9 +97,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
         try:
             daemon = holder.find(root, settings, args.url) if root.is_dir() else None
             if daemon is not None:
-                done = fetch(
-                    daemon.url, daemon.key, "/omlxd/cache/import", Imported, pieces(source), STREAM_S
-                )
+                done = daemon.fetch("/omlxd/cache/import", Imported, pieces(source), STREAM_S)
             else:
                 done = _import_here(source, settings, root)
         except InvalidRequest as error:

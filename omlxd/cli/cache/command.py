@@ -148,7 +148,7 @@ def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     result = stats.collect(root, cap, settings.sources["paged_ssd_cache_max_size"])
     with contextlib.suppress(DaemonRuns):
         if daemon := holder.find(root, settings, args.url):
-            result.live = daemon.status
+            result.live = daemon.at_first
             result.cap_bytes, result.cap_source = daemon.cap, "the daemon's"
     print(as_json(result) if args.json else stats.as_text(result))
     return 0

@@ -9,15 +9,13 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import DaemonError, address, fetch, holder
+from ..daemon_client import Daemon, DaemonError, find_daemon, holder
 from ..owner_api import DaemonStatus, Forget, Forgotten
 
 
@@ -52,25 +50,23 @@ _SECONDS = 60.0
 
 
 @dataclass(slots=True, frozen=True)
-class Holder:
-    """The daemon that holds the folder. `status`: as it was when it was found."""
+class Holder(Daemon):
+    """The daemon that holds the folder. `at_first`: its status as it was when it was found."""
 
-    url: str
-    key: str
-    status: DaemonStatus
+    at_first: DaemonStatus = field(kw_only=True)
 
     @property
     def cap(self) -> int:
         """Most bytes that the folder may take."""
-        return self.status.cold.cap if self.status.cold else 0
+        return self.at_first.cold.cap if self.at_first.cold else 0
 
     def forget(self, paths: Sequence[str], *, remove: bool) -> tuple[int, int, list[str]]:
         """(files gone, bytes on disk gone, why some stay); see `Forget`. Raises DaemonError."""
         files = nbytes = 0
         troubles: list[str] = []
         for at in range(0, len(paths), _BATCH):
-            body = msgspec.json.encode(Forget(paths=list(paths[at : at + _BATCH]), remove=remove))
-            done = fetch(self.url, self.key, "/omlxd/cache/forget", Forgotten, body, _SECONDS)
+            body = Forget(paths=list(paths[at : at + _BATCH]), remove=remove)
+            done = self.fetch("/omlxd/cache/forget", Forgotten, body, _SECONDS)
             files, nbytes = files + done.files, nbytes + done.bytes
             troubles += done.troubles
         return files, nbytes, troubles
@@ -82,18 +78,18 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
     if pid is None:
         return None
     try:
-        where, key = address(url, settings)
-        status = fetch(where, key, "/omlxd/status", DaemonStatus)
+        daemon = find_daemon(url, settings)
+        status = daemon.status()
     except (DaemonError, ConfigError):
         raise DaemonRuns(root, pid) from None
     if status.cold is None or not _same(Path(status.cold.dir), root):
         raise DaemonRuns(root, pid)  # The one that answers is another.
-    return Holder(where, key, status)
+    return Holder(daemon.url, daemon.key, at_first=status)
 
 
 def folder_of(url: str) -> Path:
     """The cache dir of the daemon at `url`. Raises DaemonError, ConfigError."""
-    cold = fetch(*address(url), "/omlxd/status", DaemonStatus).cold
+    cold = find_daemon(url).status().cold
     if cold is None:
         raise DaemonError(f"The daemon at {url} has no SSD cache, or its folder can't be used.")
     return Path(cold.dir)

@@ -6,12 +6,10 @@ import argparse
 import time
 from pathlib import Path
 
-import msgspec
-
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import address, fetch
+from ..daemon_client import find_daemon
 from ..owner_api import PinBlocks, PinList, WhyMissBody
 from ..status import as_json, table
 from .asked import NAMED, named_request
@@ -34,18 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     """Raises OmlxdError."""
-    url, key = address(args.url, settings)
+    daemon = find_daemon(args.url, settings)
     if args.off and not args.what:
         raise ConfigError("--off: say what to unpin.", param="--off")
     if not args.what:
-        pins = fetch(url, key, "/omlxd/cache/pins", PinList)
+        pins = daemon.fetch("/omlxd/cache/pins", PinList)
     else:
         asked = PinBlocks(name=args.name or args.what, pinned=not args.off)
         if asked.pinned:
             named = named_request(args.what, args.model)
             for field in WhyMissBody.__struct_fields__:
                 setattr(asked, field, getattr(named, field))
-        pins = fetch(url, key, "/omlxd/cache/pin", PinList, msgspec.json.encode(asked), ANSWER_S)
+        pins = daemon.fetch("/omlxd/cache/pin", PinList, asked, ANSWER_S)
     if args.json:
         print(as_json(pins))
         return 0

@@ -19,7 +19,7 @@ from ...common.files import new_file, safetensors_header
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
-from ..daemon_client import STREAM_S, DaemonError, NoDaemon, address, download, fetch, pieces
+from ..daemon_client import STREAM_S, DaemonError, NoDaemon, find_daemon, pieces
 from ..owner_api import ImportedPrompt, WhyMissBody
 from .asked import named_request, read_request, text_of
 
@@ -44,9 +44,9 @@ def export_file(args: argparse.Namespace, settings: Settings) -> int:
         raise ConfigError(
             "--format mlx-lm: say with --session whose prompt it is to hold.", param="--session"
         )
-    asked = msgspec.json.encode(named_request(args.session))
+    asked = named_request(args.session)
     with new_file(args.archive) as target:
-        download(*address(args.url, settings), f"{_PATH}/export", asked, target)
+        target.writelines(find_daemon(args.url, settings).download(f"{_PATH}/export", asked))
         size = target.tell()
     with args.archive.open("rb") as file:
         told = _metadata(safetensors_header(file, size) or b"")
@@ -77,7 +77,8 @@ def import_file(args: argparse.Namespace, settings: Settings, source: IO[bytes],
         yield from pieces(source)
 
     try:
-        done = fetch(*address(args.url, settings), f"{_PATH}/import", ImportedPrompt, sent(), STREAM_S)
+        daemon = find_daemon(args.url, settings)
+        done = daemon.fetch(f"{_PATH}/import", ImportedPrompt, sent(), STREAM_S)
     except NoDaemon as error:
         raise OmlxdError(f"{args.archive}: a daemon's model must verify it. {error.message}") from None
     except DaemonError as error:

@@ -18,9 +18,7 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import STREAM_S, DaemonError, address, fetch
-from ..owner_api import DaemonStatus
-from ..status import PATH
+from ..daemon_client import STREAM_S, Daemon, DaemonError, find_daemon
 from .asked import guessed_path, text_of
 
 _LIMITS = {
@@ -71,15 +69,15 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     """
     status = 0
     requests = [request for file in args.file for request in read_requests(file)]
-    url, key = address(args.url, settings)
+    daemon = find_daemon(args.url, settings)
     for place, request in requests:
-        _wait_until_idle(url, key)
+        _wait_until_idle(daemon)
         if args.model:
             request.body["model"] = args.model
         body = msgspec.json.encode(request.body)
         path, headers = request.path, request.headers
         try:
-            used = fetch(url, key, path, _Answer, body, STREAM_S, headers).usage.omlxd
+            used = daemon.fetch(path, _Answer, body, STREAM_S, headers).usage.omlxd
         except DaemonError as error:
             print(f"omlxd: {place}: {error.message}", file=sys.stderr)
             status = 1
@@ -120,6 +118,6 @@ def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
             yield place, request
 
 
-def _wait_until_idle(url: str, key: str) -> None:
-    while any(model.running or model.waiting for model in fetch(url, key, PATH, DaemonStatus).models):
+def _wait_until_idle(daemon: Daemon) -> None:
+    while any(model.running or model.waiting for model in daemon.status().models):
         time.sleep(LOOK_S)

@@ -19,7 +19,7 @@ import msgspec
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation, OtherNamespace
-from ..daemon_client import NoDaemon, add_url, address, fetch
+from ..daemon_client import NoDaemon, add_url, find_daemon
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
 from . import inventory
@@ -80,10 +80,10 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
         raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.", param="--offline")
     if not args.offline:
         try:
-            url, key = address(args.url, settings)
+            daemon = find_daemon(args.url, settings)
             if asked is None:
-                return fetch(url, key, "/omlxd/requests", RecentList)
-            return fetch(url, key, "/omlxd/why-miss", WhyMiss, msgspec.json.encode(asked), ANSWER_S)
+                return daemon.fetch("/omlxd/requests", RecentList)
+            return daemon.fetch("/omlxd/why-miss", WhyMiss, asked, ANSWER_S)
         except NoDaemon:
             if not from_file or args.url:
                 raise

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ...config import Settings, add_flags, settings_of
-from ..daemon_client import address
+from ..daemon_client import find_daemon
 from ..status import as_json
 from . import disk, machine, network
 from .finding import Finding, bad
@@ -48,7 +48,7 @@ def _host_and_port(url: str | None) -> dict[str, str]:
     """What `url` sets of the settings. Raises ConfigError."""
     if url is None:
         return {}
-    parts = urlsplit(address(url)[0])
+    parts = urlsplit(find_daemon(url).url)
     return {"host": parts.hostname or "", "port": str(parts.port or {"http": 80, "https": 443}[parts.scheme])}
 
 

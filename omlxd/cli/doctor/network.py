@@ -16,8 +16,7 @@ import psutil
 
 from ...config import Settings, is_loopback
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import DaemonError, address_of, fetch
-from ..owner_api import DaemonStatus
+from ..daemon_client import Daemon, DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
@@ -35,9 +34,9 @@ def check_port(settings: Settings) -> Finding:
         return ok("port", "0: any free one is taken")
     if _is_free(host, port):
         return ok("port", f"{port} on {host} is free; no daemon listens there")
-    url, key = address_of(settings)
+    daemon = daemon_of(settings)
     try:
-        health = fetch(url, "", "/health", _Health, seconds=_SECONDS)
+        health = Daemon(daemon.url).fetch("/health", _Health, seconds=_SECONDS)
     except DaemonError:
         who = _holder(port)
         return bad(
@@ -46,15 +45,17 @@ def check_port(settings: Settings) -> Finding:
             f"Stop that program, or choose another port: `omlxd serve --port {port + 1}`.",
         )
     try:
-        status = fetch(url, key, "/omlxd/status", DaemonStatus, seconds=_SECONDS)
+        status = daemon.status(_SECONDS)
     except DaemonError as error:
-        return warn("port", f"omlxd {health.version} listens on {url}, but: {error.message}", error.message)
-    daemon = f"omlxd {status.version} (process {status.pid})"
+        return warn(
+            "port", f"omlxd {health.version} listens on {daemon.url}, but: {error.message}", error.message
+        )
+    who = f"omlxd {status.version} (process {status.pid})"
     # The daemon looks when it writes; this machine's owner asks now.
     if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
-        facts = f"{daemon} has no SSD cache: its folder {cold.dir} is away"
+        facts = f"{who} has no SSD cache: its folder {cold.dir} is away"
         return bad("port", facts, "Put the folder back, or restart omlxd.")
-    return ok("port", f"{daemon} listens on {url}")
+    return ok("port", f"{who} listens on {daemon.url}")
 
 
 def _is_free(host: str, port: int) -> bool:

@@ -104,10 +104,10 @@ def _commands(engine: ModelEngine, url: str, settings: Settings, key_required: b
 
 def _is_default(url: str) -> bool:
     """Whether commands look at `url` by themselves, where no variable says otherwise."""
-    from ...cli.daemon_client import address_of
+    from ...cli.daemon_client import daemon_of
 
     try:
-        return address_of(load_settings({}, {}))[0] == url
+        return daemon_of(load_settings({}, {})).url == url
     except ConfigError:
         return False
 
