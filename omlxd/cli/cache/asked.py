@@ -15,6 +15,16 @@ NAMED = (
     "a session; `last` or a request's id (req_…), as the log has it; or a file, - for stdin: of a request's "
     'body or of {"path": …, "body": …} (.json; .jsonl: the last counts), or of a prompt'
 )
+NO_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What JSON of anybody's may raise."""
+
+
+class Recorded(msgspec.Struct):
+    """A request as a trace has it."""
+
+    body: dict[str, Any]
+    path: str = ""
+    headers: dict[str, str] = {}
 
 
 def named_request(what: str, model: str | None = None, path: str | None = None) -> WhyMissBody:
@@ -32,22 +42,42 @@ def named_request(what: str, model: str | None = None, path: str | None = None) 
 
 def read_request(name: str, path: str | None) -> WhyMissBody:
     """Read a JSON object, or the last of JSON Lines, from a file or stdin (`-`). Raises ConfigError."""
+    data = read_data(name)
+    lines = data.strip().splitlines()
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror or error}.") from None
-    try:
-        value = _decoded(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        try:
+            request = recorded(data)
+        except msgspec.MsgspecError:
+            if len(lines) < 2:
+                raise
+            request = recorded(lines[-1])
+    except NO_JSON as error:
         if name != "-" and Path(name).suffix not in (".json", ".jsonl"):
             return WhyMissBody(path="/v1/completions", body={"prompt": text_of(name, data)})
         raise ConfigError(f"{name}: no JSON object: {error}.") from None
-    wrapped = isinstance(value.get("body"), dict)
-    body: dict[str, Any] = value["body"] if wrapped else value
-    path = path or (str(value.get("path", "")) if wrapped else "") or guessed_path(body)
-    headers = value.get("headers") if wrapped else None
-    plain = {str(k): str(v) for k, v in headers.items()} if isinstance(headers, dict) else {}
-    return WhyMissBody(path=path, body=body, headers=plain)
+    return WhyMissBody(path=path or request.path, body=request.body, headers=request.headers)
+
+
+def recorded(data: bytes) -> Recorded:
+    """A request of a trace, or a body alone: each protocol has a field that it can't do without.
+
+    Raises what `NO_JSON` lists.
+    """
+    value = msgspec.json.decode(data, type=dict[str, Any])
+    request = msgspec.convert(value if "body" in value else {"body": value}, Recorded)
+    if not request.path:
+        paths = {"input": "/v1/responses", "prompt": "/v1/completions", "system": "/v1/messages"}
+        known = (path for field, path in paths.items() if field in request.body)
+        request.path = next(known, "/v1/chat/completions")
+    return request
+
+
+def read_data(name: str) -> bytes:
+    """What the file `name` holds, or stdin (`-`). Raises ConfigError."""
+    try:
+        return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror or error}.") from None
 
 
 def text_of(name: str, data: bytes) -> str:
@@ -56,22 +86,3 @@ def text_of(name: str, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise ConfigError(f"{name}: it is no text in UTF-8, and no .json or .jsonl.") from None
-
-
-def _decoded(data: bytes) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        lines = data.strip().splitlines()
-        if len(lines) < 2:
-            raise
-        return msgspec.json.decode(lines[-1], type=dict[str, Any])
-
-
-def guessed_path(body: dict[str, Any]) -> str:
-    """Which path a body is for: each protocol has a field that it can't do without."""
-    if "input" in body:
-        return "/v1/responses"
-    if "prompt" in body:
-        return "/v1/completions"
-    return "/v1/messages" if "system" in body else "/v1/chat/completions"

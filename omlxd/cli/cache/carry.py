@@ -100,9 +100,7 @@ def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
                 done = daemon.fetch("/omlxd/cache/import", Imported, pieces(source), STREAM_S)
             else:
                 done = _import_here(source, settings, root)
-        except InvalidRequest as error:
-            raise OmlxdError(f"{args.archive}: {error.message}") from None
-        except DaemonError as error:
+        except (InvalidRequest, DaemonError) as error:
             raise OmlxdError(f"{args.archive}: {error.message}") from None
     print(*(f"bad: {each}" for each in done.bad), sep="\n", end="\n" if done.bad else "")
     print(f"{done.taken} files imported, {done.there} were there, {len(done.bad)} bad")

@@ -10,11 +10,12 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...common.units import human
+from ...kv.files.paths import is_stored_path
 from . import inventory
 from .inventory import Found
 from .verify import Verifier
@@ -41,15 +42,13 @@ class Outcome:
     strangers: int = 0
     bad: list[Bad] = field(default_factory=list)
 
+    def removed_paths(self) -> list[str]:
+        """Of files that a daemon counts."""
+        return [bad.path for bad in self.bad if bad.removed and is_stored_path(bad.path)]
 
-def check(
-    root: Path,
-    *,
-    sample: tuple[int, int] = (1, 1),
-    delete_bad: bool = False,
-    say: Callable[[str], None] = print,
-) -> Outcome:
-    """Verify `sample[0]` of every `sample[1]` files, and all misplaced entries; `say` each bad one.
+
+def check(root: Path, *, sample: tuple[int, int] = (1, 1), delete_bad: bool = False) -> Outcome:
+    """Verify `sample[0]` of every `sample[1]` files, and all misplaced entries; print each bad one.
 
     Raises FileNotFoundError without a cache dir.
     """
@@ -59,7 +58,7 @@ def check(
             chosen.append(file)
         elif file.kind == "misplaced":
             outcome.bad.append(_misplaced(root, file, delete_bad))
-            say(_line(outcome.bad[-1]))
+            print(_line(outcome.bad[-1]))
         elif file.kind == "temporary":
             outcome.temporary += 1
         else:
@@ -67,13 +66,11 @@ def check(
     some, of = sample
     if some < of:
         chosen = random.sample(chosen, -(-len(chosen) * some // of))
-    _verify(root, chosen, outcome, delete_bad, say)
+    _verify(root, chosen, outcome, delete_bad)
     return outcome
 
 
-def _verify(
-    root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool, say: Callable[[str], None]
-) -> None:
+def _verify(root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool) -> None:
     verifier, progress = Verifier(), _Progress(len(chosen), sum(file.size for file in chosen))
     alike: dict[tuple[str, str], dict[int, list[tuple[Found, os.stat_result]]]] = {}
 
@@ -83,7 +80,7 @@ def _verify(
             bad.removed = _remove_same(f"{root}/{file.path}", seen)
         outcome.bad.append(bad)
         progress.clear()
-        say(_line(bad))
+        print(_line(bad))
 
     for file in chosen:
         path = f"{root}/{file.path}"

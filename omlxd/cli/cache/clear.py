@@ -1,27 +1,27 @@
-"""`omlxd cache clear`, and the removals of `omlxd cache scrub`: only while no daemon holds the folder."""
+"""`omlxd cache clear`, and the removals of `omlxd cache scrub`: by the daemon that holds the folder, if any."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...common.units import human
 from ...kv.files.namespace import FILE_NAME, NamespaceInfo
 from . import inventory
-from .holder import exclusive
+from .holder import Holder, exclusive
 from .inventory import Found
 
 
 @dataclass(slots=True)
 class Plan:
-    """What would go: `files` of the namespaces `folders`, all of them if `everything`."""
+    """What would go: `files` of the namespaces `folders`."""
 
     folders: Mapping[str, NamespaceInfo | None]
-    files: list[Found] = field(default_factory=list)
-    everything: bool = False
+    files: list[Found]
 
     @property
     def bytes(self) -> int:
@@ -50,23 +50,32 @@ def named(folders: Mapping[str, NamespaceInfo | None], name: str) -> Mapping[str
     return exact or last or prefix
 
 
-def plan(root: Path, folders: Mapping[str, NamespaceInfo | None], older_than_s: float | None) -> Plan:
-    """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds."""
-    planned = Plan(folders, everything=older_than_s is None)
-    before = time.time() - (older_than_s or 0)
-    for file in inventory.walk(root, list(folders)):
-        if older_than_s is None:
-            if file.kind in ("block", "record", "temporary"):
-                planned.files.append(file)
-        elif file.kind in ("block", "record") and file.used < before:
-            planned.files.append(file)
+def plan(
+    root: Path,
+    folders: Mapping[str, NamespaceInfo | None],
+    older_than_s: float | None,
+    daemon: Holder | None = None,
+) -> Plan:
+    """Everything of omlxd's in `folders`, or only blocks and records not used for `older_than_s` seconds.
+
+    daemon  the one that holds the folder: temporary files are its own, and stay
+    """
+    kinds = ["block", "record", *(["temporary"] if older_than_s is None and daemon is None else [])]
+    before = math.inf if older_than_s is None else time.time() - older_than_s
+    files = [
+        file for file in inventory.walk(root, list(folders)) if file.kind in kinds and file.used < before
+    ]
     # A prefix is used by whoever goes on from it, so what is older lies after what is newer in a chain.
-    planned.files.sort(key=lambda file: file.used)
-    return planned
+    return Plan(folders, sorted(files, key=lambda file: file.used))
 
 
-def remove(root: Path, planned: Plan) -> tuple[int, int, list[str]]:
-    """Do it, under the lock: (files gone, bytes on disk gone, why some stay). Raises DaemonRuns, OSError."""
+def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int, int, list[str]]:
+    """Do it: (files gone, bytes on disk gone, why some stay). `daemon`: has it remove them.
+
+    Raises DaemonError; DaemonRuns and OSError without one.
+    """
+    if daemon is not None:
+        return daemon.forget([file.path for file in planned.files], remove=True)
     gone = nbytes = 0
     troubles: list[str] = []
     with exclusive(root):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,16 +17,16 @@ from pathlib import Path
 from ...common.units import human
 from ...config import Settings, add_flags, settings_of
 from ...errors import ConfigError, OmlxdError
-from ...kv.files.paths import is_stored_path
 from ..daemon_client import DaemonError
 from ..status import as_json
 from . import carry, holder, inventory, pin, stats, warm, why_miss
 from .asked import NAMED
-from .check import Outcome, check, summary
+from .check import check, summary
 from .clear import named, plan, remove
 from .holder import DaemonRuns, exclusive
 from .scrub import scrub
 
+Verb = Callable[[argparse.Namespace, Settings, Path], int]
 _FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
 _AGE = re.compile(r"(\d{1,6}(?:\.\d+)?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -37,12 +38,11 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     args = parser.parse_args(argv)
     settings = settings_of(args, *_FOLDER_OPTIONS)
     root = settings.paged_ssd_cache_dir
-    verb: Callable[[argparse.Namespace, Settings, Path], int] = args.run
     try:
         asks = args.run in (why_miss.run, warm.run, pin.run)
         if args.url and not asks and not (args.paged_ssd_cache_dir or args.base_path):
             root = holder.folder_of(args.url)
-        return verb(args, settings, root)
+        return args.run(args, settings, root)
     except FileNotFoundError as error:
         raise OmlxdError(told(error) if root.is_dir() else f"there is no SSD cache at {root}") from error
     except BrokenPipeError:
@@ -61,25 +61,33 @@ def told(error: OSError) -> str:
 
 def _add_verbs(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    shown = verbs.add_parser("stats", help="what each model takes")
+
+    def verb(name: str, run: Verb, text: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=text)
+        made.set_defaults(run=run)
+        add_flags(made, *_FOLDER_OPTIONS)
+        made.add_argument("--url", help="address of the daemon that holds the folder, if one does")
+        return made
+
+    shown = verb("stats", _stats, "what each model takes")
     shown.add_argument("--json", action="store_true", help="one JSON object")
-    checked = verbs.add_parser("check", help="verify files; exit 1 if any is bad")
+    checked = verb("check", _check, "verify files; exit 1 if any is bad")
     extent = checked.add_mutually_exclusive_group()
     extent.add_argument("--all", action="store_true", help="every file (the default)")
     extent.add_argument("--sample", metavar="N/M", type=_fraction, help="N of every M files, by chance")
     checked.add_argument("--delete-bad", action="store_true", help="remove bad files; a daemon may run")
-    scrubbed = verbs.add_parser("scrub", help="check everything, remove bad files and leftovers")
+    scrubbed = verb("scrub", _scrub, "check everything, remove bad files and leftovers")
     scrubbed.add_argument("--orphans", action="store_true", help="and the KV of models that are gone")
-    cleared = verbs.add_parser("clear", help="remove KV, by model or by age")
+    cleared = verb("clear", _clear, "remove KV, by model or by age")
     cleared.add_argument("--model", metavar="NAME", help="of this model (or the start of its namespace)")
     cleared.add_argument("--older-than", metavar="AGE", type=_age, help="not used for that long, as 30d, 12h")
     cleared.add_argument("--yes", action="store_true", help="don't ask")
-    warmed = verbs.add_parser("warm", help="have the daemon compute prompts while it is idle")
-    warm.add_arguments(warmed)
-    pinned = verbs.add_parser("pin", help="have the daemon evict a prompt's KV last")
-    pin.add_arguments(pinned)
-    exported = verbs.add_parser(
-        "export", help="write a model's blocks and records into a tar file, or a prompt's KV for mlx-lm"
+    warm.add_arguments(verb("warm", warm.run, "have the daemon compute prompts while it is idle"))
+    pin.add_arguments(verb("pin", pin.run, "have the daemon evict a prompt's KV last"))
+    exported = verb(
+        "export",
+        carry.export_files,
+        "write a model's blocks and records into a tar file, or a prompt's KV for mlx-lm",
     )
     exported.add_argument("archive", type=Path, metavar="FILE", help="a file that is not there yet")
     exported.add_argument(
@@ -93,10 +101,13 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     whose.add_argument(
         "--session", metavar="SESSION|FILE", help=f"what the daemon restores this request from: {NAMED}"
     )
+    newer = functools.partial(_age, flag="--newer-than")
     exported.add_argument(
-        "--newer-than", metavar="AGE", type=_newer, help="used within that time, as 30d, 12h"
+        "--newer-than", metavar="AGE", type=newer, help="used within that time, as 30d, 12h"
     )
-    imported = verbs.add_parser("import", help="take an exported file in, or mlx-lm's, once it is verified")
+    imported = verb(
+        "import", carry.import_files, "take an exported file in, or mlx-lm's, once it is verified"
+    )
     imported.add_argument(
         "archive", type=Path, metavar="FILE", help="of `omlxd cache export`, or of `mlx_lm.cache_prompt`"
     )
@@ -107,19 +118,7 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
         "ids or a request that begins with it",
     )
     imported.add_argument("--model", metavar="NAME", help="whose KV mlx-lm's file holds")
-    why = verbs.add_parser("why-miss", help="why a prompt's cached prefix ends")
-    why_miss.add_arguments(why)
-    why.set_defaults(run=why_miss.run)
-    add_flags(why, *_FOLDER_OPTIONS)
-    runs = (
-        *((shown, _stats), (checked, _check), (scrubbed, _scrub), (cleared, _clear), (warmed, warm.run)),
-        (pinned, pin.run),
-        *((exported, carry.export_files), (imported, carry.import_files)),
-    )
-    for verb, run in runs:
-        verb.set_defaults(run=run)
-        add_flags(verb, *_FOLDER_OPTIONS)
-        verb.add_argument("--url", help="address of the daemon that holds the folder, if one does")
+    why_miss.add_arguments(verb("why-miss", why_miss.run, "why a prompt's cached prefix ends"))
 
 
 def _fraction(text: str) -> tuple[int, int]:
@@ -134,10 +133,6 @@ def _age(text: str, flag: str = "--older-than") -> float:
     if not match:
         raise ConfigError(f"{flag}: {text!r} is no age; write 30d, 12h, 90m or 2w.")
     return float(match[1]) * _SECONDS[match[2]]
-
-
-def _newer(text: str) -> float:
-    return _age(text, "--newer-than")
 
 
 # --------------------------------------------------------------------------- verbs
@@ -157,20 +152,13 @@ def _stats(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 def _check(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     outcome = check(root, sample=args.sample or (1, 1), delete_bad=args.delete_bad)
     print(summary(outcome))
-    _tell_daemon(args, settings, root, outcome)
-    return 1 if outcome.bad else 0
-
-
-def _tell_daemon(args: argparse.Namespace, settings: Settings, root: Path, outcome: Outcome) -> None:
-    """What was removed under a daemon leaves its account."""
-    gone = [bad.path for bad in outcome.bad if bad.removed and is_stored_path(bad.path)]
-    if not gone:
-        return
     try:
-        if result := holder.find(root, settings, args.url):
-            result.forget(gone, remove=False)
+        # What was removed under a daemon leaves its account.
+        if (gone := outcome.removed_paths()) and (daemon := holder.find(root, settings, args.url)):
+            daemon.forget(gone, remove=False)
     except (DaemonRuns, DaemonError):
         print("the running daemon counts the removed files until it restarts or evicts them")
+    return 1 if outcome.bad else 0
 
 
 def _scrub(args: argparse.Namespace, settings: Settings, root: Path) -> int:
@@ -189,13 +177,9 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         names = sorted({info.model_id if info else folder[:8] for folder, info in infos.items()})
         raise ConfigError(f"--model: nothing of {args.model!r} is cached; cached: {', '.join(names) or '-'}.")
     daemon = holder.find(root, settings, args.url)
-    if daemon is None:
-        with exclusive(root):  # Told now, and not after the question.
-            planned = plan(root, chosen, args.older_than)
-    else:
-        planned = plan(root, chosen, args.older_than)
-        # Temporary files are being written.
-        planned.files = [file for file in planned.files if file.kind != "temporary"]
+    # A daemon that does not answer is told now, and not after the question.
+    with exclusive(root) if daemon is None else contextlib.nullcontext():
+        planned = plan(root, chosen, args.older_than, daemon)
     if not planned.files:
         print("nothing to remove")
         return 0
@@ -207,10 +191,7 @@ def _clear(args: argparse.Namespace, settings: Settings, root: Path) -> int:
         if input(f"remove {what}? [y/N] ").strip().lower() not in ("y", "yes"):
             print("nothing removed")
             return 1
-    if daemon is None:
-        files, nbytes, troubles = remove(root, planned)
-    else:
-        files, nbytes, troubles = daemon.forget([file.path for file in planned.files], remove=True)
+    files, nbytes, troubles = remove(root, planned, daemon)
     for trouble in troubles:
         print(f"can't remove {trouble}", file=sys.stderr)
     print(f"removed {files} files, {human(nbytes)}")

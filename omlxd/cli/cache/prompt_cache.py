@@ -8,7 +8,6 @@ computes enough of it again to believe that (engine/mlx_adapter/prompt_cache.py)
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -21,7 +20,7 @@ from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ..daemon_client import STREAM_S, DaemonError, NoDaemon, find_daemon, pieces
 from ..owner_api import ImportedPrompt, WhyMissBody
-from .asked import named_request, read_request, text_of
+from .asked import NO_JSON, named_request, read_data, read_request, text_of
 
 _PATH = "/omlxd/cache/prompt-cache"
 
@@ -91,7 +90,7 @@ def import_file(args: argparse.Namespace, settings: Settings, source: IO[bytes],
 def _metadata(header: bytes) -> _Metadata:
     try:
         return msgspec.json.decode(header, type=_Header).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except NO_JSON:
         raise OmlxdError("its header makes no sense: it is damaged, or no prompt cache of mlx-lm") from None
 
 
@@ -106,14 +105,11 @@ def _prompt(name: str) -> WhyMissBody:
     """A text, as `mlx_lm.cache_prompt` takes it, JSON token ids, or a request. Raises ConfigError."""
     if Path(name).suffix == ".jsonl":
         return read_request(name, None)
-    try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror or error}.") from None
+    data = read_data(name)
     if Path(name).suffix != ".json":
         message = {"role": "user", "content": text_of(name, data)}
         return WhyMissBody(path="/v1/chat/completions", body={"messages": [message]})
     try:
         return WhyMissBody(path="/v1/completions", body={"prompt": msgspec.json.decode(data, type=list[int])})
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except NO_JSON:
         return read_request(name, None)

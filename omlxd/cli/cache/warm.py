@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError
 from ..daemon_client import STREAM_S, Daemon, DaemonError, find_daemon
-from .asked import guessed_path, text_of
+from .asked import NO_JSON, Recorded, read_data, recorded, text_of
 
 _LIMITS = {
     "/v1/messages": "max_tokens",
@@ -29,14 +28,6 @@ _LIMITS = {
 }
 LOOK_S = 1.0
 """Between two looks at whether the daemon is idle."""
-
-
-class Recorded(msgspec.Struct):
-    """A request as a trace has it."""
-
-    body: dict[str, Any]
-    path: str = ""
-    headers: dict[str, str] = {}
 
 
 class _Cached(msgspec.Struct):
@@ -89,28 +80,22 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
 
 def read_requests(file: Path) -> Iterator[tuple[str, Recorded]]:
     """Yield (where it stands, request for one token). Raises ConfigError, which names the line."""
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from None
+    data = read_data(str(file))
     if not data.strip():
         raise ConfigError(f"{file}: it is empty.")
     if file.suffix not in (".json", ".jsonl"):
-        yield (
-            str(file),
-            Recorded({"prompt": text_of(str(file), data), "max_tokens": 1}, "/v1/completions"),
-        )
+        body = {"prompt": text_of(str(file), data), "max_tokens": 1}
+        yield str(file), Recorded(body, "/v1/completions")
         return
     lines = [data] if file.suffix == ".json" else data.splitlines()
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{file} line {number}"
             try:
-                value = msgspec.json.decode(line, type=dict[str, Any])
-                request = msgspec.convert(value if "body" in value else {"body": value}, Recorded)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                request = recorded(line)
+            except NO_JSON as error:
                 raise ConfigError(f"{place}: {error}.") from None
-            request.path = request.path.partition("?")[0] or guessed_path(request.body)
+            request.path = request.path.partition("?")[0]
             if request.path not in _LIMITS:
                 raise ConfigError(f"{place}: {request.path!r} is none of {', '.join(_LIMITS)}.")
             request.body.pop("max_completion_tokens", None)

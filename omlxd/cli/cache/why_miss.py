@@ -19,7 +19,7 @@ import msgspec
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
 from ...wire import Explanation, OtherNamespace
-from ..daemon_client import NoDaemon, add_url, find_daemon
+from ..daemon_client import NoDaemon, find_daemon
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table
 from . import inventory
@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--session", metavar="ID", help="the last request of this session")
     parser.add_argument("--path", metavar="PATH", help="where the body goes, as /v1/messages")
-    add_url(parser)
     parser.add_argument("--offline", action="store_true", help="ask no daemon: only what lies on SSD counts")
     parser.add_argument("--model", metavar="NAME", help="whose KV to look at, with --offline")
     parser.add_argument("--json", action="store_true", help="one JSON object")
