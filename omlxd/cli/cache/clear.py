@@ -1,4 +1,4 @@
-"""`omlxd cache clear`, and the removals of `omlxd cache scrub`: by the daemon that holds the folder, if any."""
+"""`omlxd cache clear`, and removals of `omlxd cache scrub`: by the daemon that holds the folder, or alone."""
 
 from __future__ import annotations
 

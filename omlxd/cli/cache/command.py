@@ -101,10 +101,8 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     whose.add_argument(
         "--session", metavar="SESSION|FILE", help=f"what the daemon restores this request from: {NAMED}"
     )
-    newer = functools.partial(_age, flag="--newer-than")
-    exported.add_argument(
-        "--newer-than", metavar="AGE", type=newer, help="used within that time, as 30d, 12h"
-    )
+    newer, text = functools.partial(_age, flag="--newer-than"), "used within that time, as 30d, 12h"
+    exported.add_argument("--newer-than", metavar="AGE", type=newer, help=text)
     imported = verb(
         "import", carry.import_files, "take an exported file in, or mlx-lm's, once it is verified"
     )

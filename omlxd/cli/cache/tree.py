@@ -145,14 +145,19 @@ def tree_of(root: Path, namespace: str, info: Any) -> Tree:
 
 def _note_newest(blocks: dict[str, _Block], roots: list[str]) -> None:
     """In `newest` when anything from a block on was last used."""
+    for name in _upwards(blocks, roots):
+        block = blocks[name]
+        block.newest = max([block.used, *(blocks[child].newest for child in block.children)])
+
+
+def _upwards(blocks: dict[str, _Block], roots: list[str]) -> Iterator[str]:
+    """Blocks from `roots` on, children before parents."""
     order: list[str] = []
     waiting = [*roots]
     while waiting:
         order.append(name := waiting.pop())
         waiting += blocks[name].children
-    for name in reversed(order):
-        block = blocks[name]
-        block.newest = max([block.used, *(blocks[child].newest for child in block.children)])
+    return reversed(order)
 
 
 def _beside(blocks: dict[str, _Block], names: list[str]) -> Iterator[tuple[str, int]]:
@@ -181,12 +186,8 @@ def _decoder(model_path: str) -> Any:
 def files_below(root: Path, namespace: str, id: str) -> Iterator[str]:
     """Files of the node `id` and of all below it, children before parents; "": all of the namespace."""
     blocks, others = read_blocks(root, namespace)
-    waiting = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
-    order: list[str] = []
-    while waiting:
-        order.append(name := waiting.pop())
-        waiting += blocks[name].children
-    for name in reversed(order):
+    roots = [name for name in blocks if name.startswith(id) and (id or blocks[name].parent not in blocks)]
+    for name in _upwards(blocks, roots):
         yield from blocks[name].checkpoints
         yield blocks[name].path
     if not id:
