@@ -27,11 +27,12 @@ Images = Annotated[int, Meta(ge=1, le=100_000)]
 _ORIGIN = r"^(\*|[a-z][a-z0-9+.-]*://[A-Za-z0-9.:_\[\]-]+)\Z"
 
 
-def _option(name: str, usage: str, *, wrong: str = "", none: str | None = None) -> Meta:
+def _option(usage: str, *, wrong: str = "", none: str | None = None) -> Meta:
     """usage: `METAVAR=default`, "" for a switch. wrong: what a refused value is. none: the text for None."""
     metavar, _, default = usage.partition("=")
-    extra = {"metavar": metavar, "default": default if metavar else "false", "wrong": wrong, "none": none}
-    return Meta(description=_HELP[name], extra=extra)
+    return Meta(
+        extra={"metavar": metavar, "default": default if metavar else "false", "wrong": wrong, "none": none}
+    )
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,19 +94,18 @@ NEXT_LOAD = ModelSettings.__struct_fields__[ModelSettings.__struct_fields__.inde
 
 
 _HELP = {
-    "model": "model to load at start: local folder, hub id as ORG/NAME (downloaded once), or"
-    " a name under --model-dir; default: none with --model-dir, else "
-    "SmolLM2-135M-Instruct, or a demo model of random weights until it is fetched",
+    "model": "model to load at start: local folder, hub id as ORG/NAME (downloaded once), or a name under "
+    "--model-dir; default: none with --model-dir, else SmolLM2-135M-Instruct, or a demo model of random "
+    "weights until it is fetched",
     "model_dir": "folder of models, as DIR/NAME or DIR/ORG/NAME; they are loaded when they are asked for",
-    "model_ttl": "how long a model that was loaded on demand stays without a request, as 30m or "
-    "2h; 0: until its memory is needed",
+    "model_ttl": "how long a model that was loaded on demand stays without a request, as 30m or 2h; 0: until "
+    "its memory is needed",
     "max_loaded_models": "models that are loaded at the same time; 0: as many as memory allows",
     "no_jit_load": "load no model because a request names it, only by --model and `omlxd models load`",
-    "memory_limit": "most that weights, live KV and RAM caches of all models may take together, as "
-    "24GB or 60%% of RAM; auto: what the machine and its GPU have; off: nothing is "
-    "estimated, refused or divided",
-    "stall_timeout": "how long an engine that has work may make no progress before it is ended and "
-    "started again; 0: for ever",
+    "memory_limit": "most that weights, live KV and RAM caches of all models may take together, as 24GB or "
+    "60%% of RAM; auto: what the machine and its GPU have; off: nothing is estimated, refused or divided",
+    "stall_timeout": "how long an engine that has work may make no progress before it is ended and started "
+    "again; 0: for ever",
     "no_hf_cache": "don't offer the models that lie in the Hugging Face cache",
     "host": "address to listen on; any but loopback needs --api-key",
     "port": "port to listen on; 0 takes a free one and prints it",
@@ -122,35 +122,33 @@ _HELP = {
     "ssd_cache_ttl": "how long a block stays in the SSD cache without use, as 30d; 0: until its place is "
     "needed",
     "if_cache_busy": "if another omlxd holds the SSD cache's folder: stop, or no-ssd to serve without one",
-    "hot_cache_max_size": "most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; "
-    "auto: grows up to what memory safely allows",
-    "hot_cache_write": "through: blocks go to SSD as they are made; back: as they leave RAM, lie idle,"
-    " or at the end",
+    "hot_cache_max_size": "most that the RAM cache may take, as 8GB or 20%% of RAM; 0: no RAM cache; auto: "
+    "grows up to what memory safely allows",
+    "hot_cache_write": "through: blocks go to SSD as they are made; back: as they leave RAM, lie idle, or at "
+    "the end",
     "initial_cache_blocks": "cache blocks made ready at start; more are made on demand",
     "block_size": "tokens in a cache block, a power of two from 16 to 1024",
-    "kv_bits": "bits of a number of the KV cache: 8 takes about half of the memory and disk "
-    "that 16 does, 4 about a quarter, and answers change; 0: as the model computes "
-    "it",
+    "kv_bits": "bits of a number of the KV cache: 8 takes about half of the memory and disk that 16 does, 4 "
+    "about a quarter, and answers change; 0: as the model computes it",
     "kv_group_size": "numbers that share a scale with --kv-bits; must divide the width of the model's heads",
-    "cpu_weights": "on a CPU: auto makes weights float32, which is many times faster, when they take "
-    "at most half of the free memory; as-stored: never",
+    "cpu_weights": "on a CPU: auto makes weights float32, which is many times faster, when they take at most "
+    "half of the free memory; as-stored: never",
     "weights_mmap": "weights as views of their files, which engines of one model share: auto where it was "
     "tried (Linux, CPU) and weights stay as stored; on: wherever it can be; off: they are read",
-    "cpu_blas": "on a Linux CPU: auto has OpenBLAS compute matrix products, if it is installed; "
-    "off: MLX's own BLAS, which is slow",
+    "cpu_blas": "on a Linux CPU: auto has OpenBLAS compute matrix products, if it is installed; off: MLX's "
+    "own BLAS, which is slow",
     "no_cache": "compute every prompt from its first token: no RAM cache, no SSD cache",
     "max_concurrent_requests": "requests that decode at the same time; more wait their turn",
-    "request_timeout": "longest that a request may take, as 600 (seconds) or 1h; its answer then ends "
-    "as one that is too long; 0: no limit",
-    "seed": "where a model's random numbers begin when it is loaded, for requests without a"
-    " seed of their own: the same requests in the same order then get the same "
-    "answers; random: anywhere",
+    "request_timeout": "longest that a request may take, as 600 (seconds) or 1h; its answer then ends as one "
+    "that is too long; 0: no limit",
+    "seed": "where a model's random numbers begin when it is loaded, for requests without a seed of their "
+    "own: the same requests in the same order then get the same answers; random: anywhere",
     "speculation": "auto: while one request decodes alone, several guessed tokens are checked in a pass "
     "where that is faster, and answers stay the same; off: one token a pass",
-    "share_prefix": "auto: on a CPU, running requests that begin alike hold the KV of that once; "
-    "on: on a GPU too, where it has not been tried; off: each holds its own",
-    "hoist_system": "put system messages that stand before the first answer at the head of the "
-    "prompt: always, never, or auto",
+    "share_prefix": "auto: on a CPU, running requests that begin alike hold the KV of that once; on: on a "
+    "GPU too, where it has not been tried; off: each holds its own",
+    "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
+    "always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
     "max_images": "images that a request may hold, the pages of PDFs among them where the model sees",
     "log_level": "one of debug, info, warning, error",
@@ -158,10 +156,10 @@ _HELP = {
     "log_file": "file to log to, rotated; default: standard error",
     "log_file_size": "size at which --log-file is put aside and a new one begun",
     "log_file_count": "log files that were put aside and are kept",
-    "cors_origin": "web pages that may use this daemon from a browser, as https://chat.example, "
-    "with commas between; default: none",
-    "allowed_host": "further names that a request may call this daemon by, as a proxy before it "
-    "does; with commas between; default: localhost alone",
+    "cors_origin": "web pages that may use this daemon from a browser, as https://chat.example, with commas "
+    "between; default: none",
+    "allowed_host": "further names that a request may call this daemon by, as a proxy before it does; with "
+    "commas between; default: localhost alone",
 }
 
 
@@ -175,93 +173,87 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
               their `full_name`
     """
 
-    model: Annotated[str, _option("model", "MODEL")]
-    model_dir: Annotated[Path | None, _option("model_dir", "DIR", none="")]
-    model_ttl: Annotated[Stay, _option("model_ttl", "TIME=60m")]
-    max_loaded_models: Annotated[int, Meta(ge=0, le=1000), _option("max_loaded_models", "N=0")]
-    no_jit_load: Annotated[bool, _option("no_jit_load", "")]
-    memory_limit_bytes: Annotated[Bytes | None, _option("memory_limit", "SIZE=auto", none="auto")] = field(
+    model: Annotated[str, _option("MODEL")]
+    model_dir: Annotated[Path | None, _option("DIR", none="")]
+    model_ttl: Annotated[Stay, _option("TIME=60m")]
+    max_loaded_models: Annotated[int, Meta(ge=0, le=1000), _option("N=0")]
+    no_jit_load: Annotated[bool, _option("")]
+    memory_limit_bytes: Annotated[Bytes | None, _option("SIZE=auto", none="auto")] = field(
         name="memory_limit"
     )
-    stall_timeout: Annotated[Seconds, _option("stall_timeout", "TIME=120s")]
-    no_hf_cache: Annotated[bool, _option("no_hf_cache", "")]
+    stall_timeout: Annotated[Seconds, _option("TIME=120s")]
+    no_hf_cache: Annotated[bool, _option("")]
     host: Annotated[
         str,
         Meta(pattern=r"^[A-Za-z0-9.:_%-]+\Z"),
-        _option("host", "ADDR=127.0.0.1", wrong="no address; 127.0.0.1 is this machine alone"),
+        _option("ADDR=127.0.0.1", wrong="no address; 127.0.0.1 is this machine alone"),
     ]
-    port: Annotated[int, Meta(ge=0, le=65535), _option("port", "N=8000")]
-    ollama_port: Annotated[int, Meta(ge=0, le=65535), _option("ollama_port", "N=0")]
+    port: Annotated[int, Meta(ge=0, le=65535), _option("N=8000")]
+    ollama_port: Annotated[int, Meta(ge=0, le=65535), _option("N=0")]
     api_key: Annotated[
         str,
         Meta(pattern=r"^[\x21-\x7e]*\Z"),
-        _option("api_key", "KEY", wrong="a key is letters, digits and signs, with no spaces"),
+        _option("KEY", wrong="a key is letters, digits and signs, with no spaces"),
     ]
-    base_path: Annotated[Path, _option("base_path", "DIR=~/.omlxd")]
-    paged_ssd_cache_dir: Annotated[Path, _option("paged_ssd_cache_dir", "DIR")]
-    cold_cache_bytes: Annotated[Bytes, _option("paged_ssd_cache_max_size", "SIZE=100GB")] = field(
-        name="paged_ssd_cache_max_size"
-    )
+    base_path: Annotated[Path, _option("DIR=~/.omlxd")]
+    paged_ssd_cache_dir: Annotated[Path, _option("DIR")]
+    cold_cache_bytes: Annotated[Bytes, _option("SIZE=100GB")] = field(name="paged_ssd_cache_max_size")
     ssd_cache_admission: Annotated[
         str,
         Meta(pattern=r"^(always|second-use|min-length:\d{1,9})\Z"),
         _option(
-            "ssd_cache_admission",
             "POLICY=always",
             wrong="none of always, second-use and min-length:N with N in tokens, as min-length:1000",
         ),
     ]
-    ssd_cache_daily_write_budget: Annotated[Bytes, _option("ssd_cache_daily_write_budget", "SIZE=0")]
-    ssd_cache_ttl: Annotated[Stay, _option("ssd_cache_ttl", "TIME=0")]
-    if_cache_busy: Annotated[Literal["stop", "no-ssd"], _option("if_cache_busy", "WHAT=stop")]
-    hot_cache_bytes: Annotated[Bytes | None, _option("hot_cache_max_size", "SIZE=auto", none="auto")] = field(
+    ssd_cache_daily_write_budget: Annotated[Bytes, _option("SIZE=0")]
+    ssd_cache_ttl: Annotated[Stay, _option("TIME=0")]
+    if_cache_busy: Annotated[Literal["stop", "no-ssd"], _option("WHAT=stop")]
+    hot_cache_bytes: Annotated[Bytes | None, _option("SIZE=auto", none="auto")] = field(
         name="hot_cache_max_size"
     )
-    hot_cache_write: Annotated[Literal["through", "back"], _option("hot_cache_write", "MODE=through")]
-    initial_cache_blocks: Annotated[int, Meta(ge=1, le=10_000_000), _option("initial_cache_blocks", "N=256")]
+    hot_cache_write: Annotated[Literal["through", "back"], _option("MODE=through")]
+    initial_cache_blocks: Annotated[int, Meta(ge=1, le=10_000_000), _option("N=256")]
     # A turn recomputes up to a block, so small is better until files are slow to read. Files to arrays as a
     # share of plain reads in the same round, an 8B shape, 2 virtual CPUs, page cache warm, median of 7 rounds
     # (tools/bench/restore.py, 1.5 GB): of 64, three runs, 2 threads .98, 1.20 and .99, lowest round .54; of
     # 128 and 256, one run, 1.04 and 1.00. With 500 MB of 64 .89; with 3 GB, two runs, .70 and 1.09. Dropped,
     # 1.26 and more. A small model's pieces are half as long: .64 of plain (7.2 GB/s).
-    block_size: Annotated[BlockSize, _option("block_size", "N=64")]
-    kv_bits: Annotated[KvBits, _option("kv_bits", "N=0")]
-    kv_group_size: Annotated[KvGroup, _option("kv_group_size", "N=64")]
-    cpu_weights: Annotated[CpuWeights, _option("cpu_weights", "WHAT=auto")]
-    weights_mmap: Annotated[WeightsMmap, _option("weights_mmap", "WHAT=auto")]
-    cpu_blas: Annotated[Literal["auto", "off"], _option("cpu_blas", "WHAT=auto")]
-    no_cache: Annotated[bool, _option("no_cache", "")]
-    max_concurrent_requests: Annotated[
-        Slots | None, _option("max_concurrent_requests", "N=auto", none="auto")
-    ]
-    request_timeout: Annotated[Limit, _option("request_timeout", "TIME=1h")]
+    block_size: Annotated[BlockSize, _option("N=64")]
+    kv_bits: Annotated[KvBits, _option("N=0")]
+    kv_group_size: Annotated[KvGroup, _option("N=64")]
+    cpu_weights: Annotated[CpuWeights, _option("WHAT=auto")]
+    weights_mmap: Annotated[WeightsMmap, _option("WHAT=auto")]
+    cpu_blas: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
+    no_cache: Annotated[bool, _option("")]
+    max_concurrent_requests: Annotated[Slots | None, _option("N=auto", none="auto")]
+    request_timeout: Annotated[Limit, _option("TIME=1h")]
     seed: Annotated[
         Annotated[int, Meta(ge=0, lt=10**18)] | None,
-        _option("seed", "N=random", wrong="neither a whole number nor `random`", none="random"),
+        _option("N=random", wrong="neither a whole number nor `random`", none="random"),
     ]
-    speculation: Annotated[Literal["auto", "off"], _option("speculation", "WHAT=auto")]
-    share_prefix: Annotated[SharePrefix, _option("share_prefix", "WHAT=auto")]
-    hoist_system: Annotated[Hoist, _option("hoist_system", "WHEN=auto")]
-    no_healing: Annotated[bool, _option("no_healing", "")]
+    speculation: Annotated[Literal["auto", "off"], _option("WHAT=auto")]
+    share_prefix: Annotated[SharePrefix, _option("WHAT=auto")]
+    hoist_system: Annotated[Hoist, _option("WHEN=auto")]
+    no_healing: Annotated[bool, _option("")]
     # As many as Anthropic takes with a million tokens. Pictures are read one by one (engine/vision/media.py),
     # and what waits for the tower is bounded in bytes: a model's context is full before memory is.
-    max_images: Annotated[Images, _option("max_images", "N=600")]
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("log_level", "LEVEL=info")]
-    log_format: Annotated[Literal["text", "json"], _option("log_format", "FORMAT=text")]
-    log_file: Annotated[Path | None, _option("log_file", "FILE", none="")]
-    log_file_size: Annotated[FileBytes, _option("log_file_size", "SIZE=10MB")]
-    log_file_count: Annotated[int, Meta(ge=1, le=100), _option("log_file_count", "N=5")]
+    max_images: Annotated[Images, _option("N=600")]
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _option("LEVEL=info")]
+    log_format: Annotated[Literal["text", "json"], _option("FORMAT=text")]
+    log_file: Annotated[Path | None, _option("FILE", none="")]
+    log_file_size: Annotated[FileBytes, _option("SIZE=10MB")]
+    log_file_count: Annotated[int, Meta(ge=1, le=100), _option("N=5")]
     cors_origin: Annotated[
         tuple[Annotated[str, Meta(pattern=_ORIGIN)], ...],
         _option(
-            "cors_origin",
             "ORIGINS",
             wrong="no origin; one is written https://chat.example, with no path, or *",
         ),
     ]
     allowed_host: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]+\Z")], ...],
-        _option("allowed_host", "NAMES", wrong="no name of a host; give it without a port"),
+        _option("NAMES", wrong="no name of a host; give it without a port"),
     ]
     config: Path | None = None
     models: dict[str, ModelSettings] = {}
@@ -312,7 +304,7 @@ def _options() -> Iterable[Option]:
                     name=each.encode_name,
                     field=each.name,
                     type=each.type,
-                    help=meta.description,
+                    help=_HELP[each.encode_name],
                     **{**meta.extra, "wrong": meta.extra["wrong"] or expected(each.type)},
                 )
 
