@@ -16,7 +16,7 @@ from pathlib import Path
 from ...config import add_flags
 from ...errors import ConfigError
 from .launchd import Launchd
-from .manager import Manager, Status
+from .manager import Status
 from .plan import ignored_variables, make_plan
 from .systemd import Systemd
 
@@ -32,7 +32,7 @@ def main(
 ) -> int:
     """Run `omlxd service`; tests replace `platform` and `home`. Raises ConfigError and ServiceError."""
     args = _parse(list(argv), parser)
-    manager: Manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
+    manager = Launchd(home or Path.home()) if platform == "darwin" else Systemd(home or Path.home())
     return _run(args, manager)
 
 
@@ -75,7 +75,7 @@ def _serve_flags(words: list[str], parser: argparse.ArgumentParser) -> dict[str,
     return {name: value for name, value in vars(parser.parse_args(words)).items() if value is not None}
 
 
-def _run(args: argparse.Namespace, manager: Manager) -> int:
+def _run(args: argparse.Namespace, manager: Launchd | Systemd) -> int:
     verb = args.verb
     if verb == "install":
         plan = make_plan(args.flags, log_file=manager.log_file(), at_login=args.at_login)

@@ -40,7 +40,7 @@ POLL_S = 0.2
 
 
 class Launchd:
-    """The LaunchAgent of user `uid`, whose home is `home`."""
+    """The LaunchAgent of user `uid`, whose home is `home`. Every method raises ServiceError."""
 
     name = "launchd"
 
@@ -52,9 +52,11 @@ class Launchd:
         self._logs = home / "Library" / "Logs" / "omlxd"
 
     def log_file(self) -> Path | None:
+        """Where the daemon should log by default; None: the manager keeps what it prints."""
         return self._logs / "omlxd.log"
 
     def install(self, plan: Plan) -> bool:
+        """Write the files and start listening; False when just that was installed already."""
         content = plistlib.dumps(agent(plan, self._logs / "stdio.log"))
         there, was_loaded = read_ours(self.file, MARK), self._loaded()
         if there == content and was_loaded:
@@ -82,6 +84,7 @@ class Launchd:
             raise ServiceError(f"{self._logs} can't be made: {error.strerror}.") from error
 
     def uninstall(self) -> bool:
+        """Stop, and remove what `install` wrote; False when there was nothing."""
         if read_ours(self.file, MARK) is None:
             return False
         self._bootout()
@@ -97,6 +100,7 @@ class Launchd:
             raise ServiceError(f"launchd would not start it: {done.said}.")
 
     def stop(self) -> None:
+        """Stop the daemon and close its port, until `start` or the next login."""
         check_installed(self.file, MARK)
         self._bootout()
 
@@ -123,6 +127,7 @@ class Launchd:
         )
 
     def logs(self, lines: int, follow: bool) -> list[str]:
+        """The command that shows them."""
         check_installed(self.file, MARK)
         agent = plistlib.loads(self.file.read_bytes())
         words = agent["ProgramArguments"]

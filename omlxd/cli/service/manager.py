@@ -1,4 +1,4 @@
-"""What `omlxd service` asks of a service manager, and how its tool is called."""
+"""What launchd and systemd have in common: their state, how their tools are called, files and addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from ...common.files import write_atomic
 from ...errors import OmlxdError
-from .plan import Plan
 
 State = Literal["running", "waiting", "failed", "stopped", "not installed"]
 
@@ -34,38 +33,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     file: Path
     pid: int | None = None
     last_exit: str = ""
-
-
-class Manager(Protocol):
-    """launchd or systemd, for the user who asks. Every method raises ServiceError."""
-
-    name: str
-
-    def log_file(self) -> Path | None:
-        """Where the daemon should log by default; None: the manager keeps what it prints."""
-        ...
-
-    def install(self, plan: Plan) -> bool:
-        """Write the files and start listening; False when just that was installed already."""
-        ...
-
-    def uninstall(self) -> bool:
-        """Stop, and remove what `install` wrote; False when there was nothing."""
-        ...
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None:
-        """Stop the daemon and close its port, until `start` or the next login."""
-        ...
-
-    def restart(self) -> None: ...
-
-    def status(self) -> Status: ...
-
-    def logs(self, lines: int, follow: bool) -> list[str]:
-        """The command that shows them."""
-        ...
 
 
 class Ran(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ JOURNALS = ("/var/log/journal", "/run/log/journal")
 
 
 class Systemd:
-    """The units of the user whose home is `home`."""
+    """The units of the user whose home is `home`. Methods mean what those of `Launchd` do."""
 
     name = "systemd"
 
