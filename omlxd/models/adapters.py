@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 
-from ..common.files import check_small, read_small, safetensors_header
-from ..errors import AdapterError
-from .footprint import Tensor
+from ..common.files import read_small
+from ..errors import AdapterError, ModelError
+from .resolve import read_tensors
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 _IN_A_LAYER = re.compile(r"(.*\.)?layers\.\d+\..+\.(lora_a|lora_b|m)")
@@ -37,17 +36,21 @@ def check_adapter(folder: Path) -> str:
     config_file, weights = (folder / name for name in ADAPTER_FILES)
     try:
         config = msgspec.json.decode(read_small(config_file), type=_Config)
-        header = _header(weights)
+        tensors = read_tensors(weights)
+    except ModelError as error:
+        raise _broken(error.message) from error
     except OSError as error:
         file, why = error.filename or folder, error.strerror or error
         raise _broken(f"{file} can't be read: {why}") from error
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _broken(f"{config_file} is no adapter_config.json of mlx-lm's ({error})") from error
+    if not tensors:
+        raise _broken(f"{weights} holds no tensors")
     if config.fine_tune_type == "full":
         return "it replaces whole weights"
     if config.lora_parameters is None or config.num_layers is None:
         raise _broken(f"{config_file} has no num_layers or no lora_parameters, which mlx-lm writes")
-    if beyond := next((name for name in header if not _IN_A_LAYER.fullmatch(name)), None):
+    if beyond := next((name for name in tensors if not _IN_A_LAYER.fullmatch(name)), None):
         return f"{beyond} is in no layer"
     return ""
 
@@ -67,23 +70,6 @@ def adapter_state(folder: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return tuple(part for stat in stats for part in (stat.st_ino, stat.st_size, stat.st_mtime_ns))
-
-
-def _header(file: Path) -> dict[str, Tensor]:
-    """Tensors by name. Raises OSError and AdapterError."""
-    size = file.stat().st_size
-    check_small(file.stat(), file, sys.maxsize)
-    with file.open("rb") as opened:
-        header = safetensors_header(opened, size)
-    try:
-        tensors = msgspec.json.decode(header or b"", type=dict[str, Tensor | None])
-    except msgspec.MsgspecError as error:
-        raise _broken(f"{file} is truncated or no safetensors file ({size} bytes)") from error
-    named = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    ends = max((tensor.data_offsets[1] for tensor in named.values()), default=0)
-    if header is None or not named or size < 8 + len(header) + ends:
-        raise _broken(f"{file} is truncated or holds no tensors ({size} bytes)")
-    return named
 
 
 def _broken(what: str) -> AdapterError:

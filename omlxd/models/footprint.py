@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..common.files import check_small, read_small, safetensors_header
+from ..common.files import read_small
 from ..common.units import CPU_PREFILL_CHUNK, DRAFT_CONTEXT, PREFILL_CHUNK, available_ram
+from ..errors import ModelError
+from .resolve import Tensor, WeightIndex, read_tensors
 
 PROCESS_BYTES = 200 * 10**6
 """What an engine takes before it has a model: Python, MLX and its libraries."""
@@ -283,25 +285,11 @@ def _float32_bytes(folder: Path, config: dict[str, Any]) -> int:
     return total
 
 
-class Tensor(msgspec.Struct):
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data_offsets: tuple[int, int] = (0, 0)
-
-
-class WeightIndex(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
 def _header(file: Path) -> dict[str, Tensor]:
     """A weight file's tensors by name; empty when it can't be read."""
     try:
-        check_small(file.stat(), file, sys.maxsize)
-        with file.open("rb") as opened:
-            header = safetensors_header(opened, file.stat().st_size) or b""
-        tensors = msgspec.json.decode(header, type=dict[str, Tensor | None])
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    except (OSError, msgspec.MsgspecError):
+        return read_tensors(file)
+    except (OSError, ModelError):
         return {}
 
 

@@ -17,7 +17,6 @@ import msgspec
 
 from ..common.files import SMALL, check_small, read_small, safetensors_header
 from ..errors import ModelError
-from .footprint import Tensor, WeightIndex
 
 DEFAULT_ID = "SmolLM2-135M-Instruct"
 """The default model, once it was fetched (models/smollm.py)."""
@@ -247,24 +246,37 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _check_weights(path: Path) -> None:
     """Compare the size that a safetensors header promises with the file's."""
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        if start.startswith(b"version "):
+        if file.read(8) == b"version ":
             raise ModelError(f"--model: {path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
-        file.seek(0)
-        header = safetensors_header(file, size)
-    if header is None:
-        raise ModelError(
-            f"--model: {path} is truncated or no safetensors file ({size} bytes). Copy or download it again."
-        )
+    try:
+        read_tensors(path)
+    except ModelError as error:
+        raise ModelError(f"--model: {error.message}. Copy or download it again.") from error
+
+
+class WeightIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class Tensor(msgspec.Struct):
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Tensors that a safetensors file's header promises. Raises OSError; ModelError where less is there."""
+    size = file.stat().st_size
+    check_small(file.stat(), file, sys.maxsize)
+    with file.open("rb") as opened:
+        header = safetensors_header(opened, size) or b""
     try:
         entries = msgspec.json.decode(header, type=dict[str, Tensor | None])
-        ends = [tensor.data_offsets[1] for tensor in entries.values() if tensor is not None]
-    except msgspec.DecodeError as error:
-        raise ModelError(f"--model: {path} is no safetensors file ({error}).") from error
-    promised = 8 + len(header) + max(ends, default=0)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ModelError(f"{file} is truncated or no safetensors file ({size} bytes)") from error
+    tensors = {name: tensor for name, tensor in entries.items() if tensor is not None}
+    promised = 8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
     if size < promised:
-        raise ModelError(
-            f"--model: {path} is truncated: {size} bytes of {promised}. Copy or download it again."
-        )
+        raise ModelError(f"{file} is truncated: {size} bytes of {promised}")
+    return tensors
