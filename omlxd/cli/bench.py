@@ -22,8 +22,8 @@ import msgspec
 
 from ..common.units import human
 from ..errors import ConfigError, OmlxdError
-from .chat import Usage, ask_body
-from .daemon_client import Daemon, DaemonError, TokenTimes
+from .chat import Answer, Chunk, Usage, ask_body
+from .daemon_client import Daemon, DaemonError
 from .launch import find_target
 from .own_daemon import own_daemon
 from .owner_api import InstalledStatuses, ModelStatus
@@ -95,7 +95,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
     tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
     try:
-        report = measure(args.model, wanted, tokens, _hide if args.json else _show)
+        report = measure(args.model, wanted, tokens, (lambda text: None) if args.json else _show)
     except OmlxdError as error:
         if isinstance(error, ConfigError):
             raise
@@ -124,30 +124,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 # --------------------------------------------------------------------------- speed
 
 
-class _Choice(msgspec.Struct):
-    text: str = ""
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice]
-    usage: Usage | None = None
-
-
 class _Count(msgspec.Struct):
     input_tokens: int
-
-
-class _Answer(msgspec.Struct):
-    """`ttft_s`: seconds from the request to the first token."""
-
-    text: str
-    ttft_s: float
-    tokens_per_s: float | None
-    usage: Usage
-
-    @property
-    def cached(self) -> int:
-        return self.usage.omlxd.cached_hot + self.usage.omlxd.cached_cold
 
 
 def measure(
@@ -199,7 +177,7 @@ class _Bench:
         _say("loading the model")
         self._model = find_target(daemon, None).model
         self._text = TEXT.read_text()
-        usage = self._ask(self._text[:1500]).usage  # The model is loaded by now, and its kernels are made.
+        _, usage = self._ask(self._text[:1500])  # The model is loaded by now, and its kernels are made.
         self._letters_per_token = 1500 / usage.prompt_tokens
 
     def report(self) -> Report:
@@ -225,18 +203,18 @@ class _Bench:
         _say(f"{length} tokens, cold")
         result, prompt = LengthResult(prompt_tokens=length), self._prompt(length)
         try:
-            cold = self._ask(prompt)
+            cold, usage = self._ask(prompt)
             result.write_s = self._wait_written()
-            hot = self._ask(prompt)
+            hot, hot_usage = self._ask(prompt)
         except DaemonError as error:
             result.trouble = error.message
             return result, ""
-        result.prompt_tokens = cold.usage.prompt_tokens
-        result.cold_s, result.ram_s, result.ram_cached = cold.ttft_s, hot.ttft_s, hot.cached
-        result.prefill_tokens_per_s = (cold.usage.prompt_tokens - cold.cached) / cold.ttft_s
+        result.prompt_tokens, result.ram_cached = usage.prompt_tokens, hot_usage.omlxd.all
+        result.cold_s, result.ram_s = cold.times.first_s, hot.times.first_s
+        result.prefill_tokens_per_s = (usage.prompt_tokens - usage.omlxd.all) / result.cold_s
         result.decode_tokens_per_s = cold.tokens_per_s
         result.equal_tokens = hot.text == cold.text
-        _say(f"{result.prompt_tokens} tokens: cold {cold.ttft_s:.3f} s, from RAM {hot.ttft_s:.3f} s")
+        _say(f"{result.prompt_tokens} tokens: cold {result.cold_s:.3f} s, from RAM {result.ram_s:.3f} s")
         return result, cold.text
 
     def after_restart(self, length: int, result: LengthResult, text: str) -> LengthResult:
@@ -245,11 +223,11 @@ class _Bench:
             return result
         _say(f"{length} tokens, from SSD")
         try:
-            answer = self._ask(self._prompt(length))
+            answer, usage = self._ask(self._prompt(length))
         except DaemonError as error:
             result.trouble = error.message
             return result
-        result.ssd_s, result.ssd_cached = answer.ttft_s, answer.cached
+        result.ssd_s, result.ssd_cached = answer.times.first_s, usage.omlxd.all
         result.equal_tokens = bool(result.equal_tokens) and answer.text == text
         return result
 
@@ -263,18 +241,15 @@ class _Bench:
         counted = self._daemon.fetch("/v1/messages/count_tokens", _Count, body, COUNT_S).input_tokens
         return text[: letters * length // counted]
 
-    def _ask(self, prompt: str) -> _Answer:
-        times, text, usage = TokenTimes(), "", Usage(0, 0)
+    def _ask(self, prompt: str) -> tuple[Answer, Usage]:
+        answer = Answer()
         body = ask_body(model=self._model, prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0.0)
-        with closing(self._daemon.stream("/v1/completions", body, _Chunk)) as chunks:
+        with closing(self._daemon.stream("/v1/completions", body, Chunk)) as chunks:
             for chunk in chunks:
-                usage = chunk.usage or usage
-                if new := "".join(choice.text for choice in chunk.choices):
-                    text += new
-                    times.token_came()
-        if not text:
-            times.token_came()  # None has text: the answer's end stands for the first.
-        return _Answer(text, times.first_s, times.tokens_per_s(usage.completion_tokens), usage)
+                answer.add(chunk)
+        if not answer.text:
+            answer.times.token_came()  # None has text: the answer's end stands for the first.
+        return answer, answer.usage or Usage(0, 0)
 
     def _wait_written(self) -> float:
         """Seconds until all blocks are on SSD."""
@@ -365,10 +340,6 @@ def _number(value: float | None, digits: int) -> str:
 
 def _show(text: str) -> None:
     print(text, flush=True)
-
-
-def _hide(text: str) -> None:
-    pass
 
 
 def _say(text: str) -> None:

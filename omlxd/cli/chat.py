@@ -76,13 +76,20 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    delta: _Delta
+    """`text`: of a completion, which has no `delta`."""
+
+    delta: _Delta = msgspec.field(default_factory=_Delta)
     finish_reason: str | None = None
+    text: str = ""
 
 
 class _Cached(msgspec.Struct):
     cached_hot: int = 0
     cached_cold: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.cached_hot + self.cached_cold
 
 
 class Usage(msgspec.Struct):
@@ -111,10 +118,11 @@ class Answer:
             return _Delta()
         choice = chunk.choices[0]
         delta, self.finish_reason = choice.delta, choice.finish_reason or self.finish_reason
-        if delta.content or delta.reasoning_content:
+        text, thinking = choice.text or delta.content or "", delta.reasoning_content or ""
+        if text or thinking:
             self.times.token_came()
-            self.text += delta.content or ""
-            self.thinking += delta.reasoning_content or ""
+            self.text += text
+            self.thinking += thinking
         return delta
 
     @property
@@ -320,8 +328,8 @@ def _figures(answer: Answer) -> tuple[str, ...]:
     speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
     if usage is None:  # It was stopped: no usage came.
         return ("-", "-", "-", "-", ttft, f"{answer.times.count}+", speed)
-    hot, cold = usage.omlxd.cached_hot, usage.omlxd.cached_cold
-    counts = map(str, (usage.prompt_tokens, hot, cold, usage.prompt_tokens - hot - cold))
+    prompt, cached = usage.prompt_tokens, usage.omlxd
+    counts = map(str, (prompt, cached.cached_hot, cached.cached_cold, prompt - cached.all))
     return (*counts, ttft, str(usage.completion_tokens), speed)
 
 

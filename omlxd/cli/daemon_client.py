@@ -92,6 +92,10 @@ class Daemon:
         with self._sentences(seconds), self._open(path, body, seconds, headers) as answer:
             return msgspec.json.decode(answer.read(), type=type)
 
+    def version(self, seconds: float = ANSWER_S) -> str:
+        """Of whatever daemon is there, which needs no key to say it."""
+        return Daemon(self.url).fetch("/health", _Health, seconds=seconds).version
+
     def status(self, seconds: float = ANSWER_S) -> DaemonStatus:
         return self.fetch("/omlxd/status", DaemonStatus, seconds=seconds)
 
@@ -176,8 +180,8 @@ def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
         others = _addresses_of_holder(settings.paged_ssd_cache_dir)
         for where in ([daemon_of(settings).url] if others and settings.port else []) + others:
             with contextlib.suppress(DaemonError):
-                Daemon(where).fetch("/health", _Health, seconds=ANSWER_S)
-                return Daemon(where, settings.api_key)
+                (daemon := Daemon(where, settings.api_key)).version(ANSWER_S)
+                return daemon
         return daemon_of(settings)
     try:
         parts = urlsplit(url)
@@ -258,6 +262,7 @@ class _StaysHere(urllib.request.HTTPRedirectHandler):
 
 class _Health(msgspec.Struct):
     version: str
+    status: str
 
 
 class _Told(msgspec.Struct):

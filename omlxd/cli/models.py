@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-import msgspec
-
 from ..common.units import human, spoken
 from ..config import ModelSettings, Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
@@ -279,7 +277,7 @@ def _pull(args: argparse.Namespace) -> int:
         folder = asyncio.run(fetch_default_model(settings_of(args, *_FOLDER_OPTIONS).base_path))
     else:
         folder = asyncio.run(fetch_from_hub(args.model))
-    print(msgspec.json.encode({"id": args.model, "folder": str(folder)}).decode() if args.json else folder)
+    _say(args, {"id": args.model, "folder": str(folder)}, lambda: str(folder))
     return 0
 
 
@@ -297,9 +295,8 @@ def _import(args: argparse.Namespace) -> int:
             last = model.name.rpartition("/")[2].removesuffix(":latest")
             name = re.sub(r"[^\w.-]+", "-", last).lstrip(".-")
             folder = asyncio.run(import_gguf(model.path, base_path, name or "imported"))
-    made = {"id": folder.name, "folder": str(folder)}
     serve = f"omlxd serve --model {shlex.quote(str(folder))}"
-    print(msgspec.json.encode(made).decode() if args.json else f"{folder}\n\n{serve}")
+    _say(args, {"id": folder.name, "folder": str(folder)}, lambda: f"{folder}\n\n{serve}")
     return 0
 
 
@@ -338,8 +335,5 @@ def _alias(args: argparse.Namespace) -> int:
     return 0
 
 
-# --------------------------------------------------------------------------- asking and telling
-
-
-def _say(args: argparse.Namespace, answer: msgspec.Struct, text: Callable[[], str]) -> None:
+def _say(args: argparse.Namespace, answer: object, text: Callable[[], str]) -> None:
     print(as_json(answer) if args.json else text())

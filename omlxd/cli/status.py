@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -12,44 +11,22 @@ from ..common.units import human
 from .daemon_client import add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
 
+RESTORED = ("prefix_cache_hits_hot_total", "prefix_cache_hits_cold_total")
+"""Counters of prompt tokens that came from RAM and from SSD."""
+
 
 def hit_rate(model: ModelStatus) -> float | None:
     """Part of all prompt tokens that was restored; None before the first prompt."""
     asked = model.values.get("prefix_cache_queries_total", 0.0)
-    return restored(model) / asked if asked else None
+    return sum(model.values.get(name, 0.0) for name in RESTORED) / asked if asked else None
 
 
-def restored(model: ModelStatus) -> float:
-    """Prompt tokens restored from RAM or SSD."""
-    values = model.values
-    return values.get("prefix_cache_hits_hot_total", 0.0) + values.get("prefix_cache_hits_cold_total", 0.0)
-
-
-@dataclass(slots=True, frozen=True)
-class Rates:
-    """What one model did a second between two looks: tokens, and bytes of block files."""
-
-    computed: float = 0.0
-    restored: float = 0.0
-    generated: float = 0.0
-    written: float = 0.0
-    read: float = 0.0
-
-
-def rates(before: ModelStatus | None, now: ModelStatus, seconds: float) -> Rates:
+def rate(before: ModelStatus | None, now: ModelStatus, seconds: float, *counters: str) -> float:
+    """What `counters` grew by a second between two looks; 0 without a look before."""
     if before is None or seconds <= 0:
-        return Rates()
-
-    def rate(name: str) -> float:
-        return max(0.0, now.values.get(name, 0.0) - before.values.get(name, 0.0)) / seconds
-
-    return Rates(
-        computed=rate("prompt_tokens_total"),
-        restored=rate("prefix_cache_hits_hot_total") + rate("prefix_cache_hits_cold_total"),
-        generated=rate("generation_tokens_total"),
-        written=rate("kv_bytes_written_total"),
-        read=rate("kv_bytes_restored_total"),
-    )
+        return 0.0
+    grew = (now.values.get(name, 0.0) - before.values.get(name, 0.0) for name in counters)
+    return sum(max(0.0, more) for more in grew) / seconds
 
 
 def model_of(status: DaemonStatus | None, id: str) -> ModelStatus | None:

@@ -20,7 +20,7 @@ from ..common.units import human
 from ..errors import ConfigError
 from .daemon_client import DaemonError, NoDaemon, add_url, find_daemon
 from .owner_api import DaemonStatus, ModelStatus
-from .status import cold_line, duration, hit_rate, mlx_memory, model_of, percent, rates
+from .status import RESTORED, cold_line, duration, hit_rate, mlx_memory, model_of, percent, rate
 
 INTERVAL_S = 1.0
 WIDE = 100
@@ -133,15 +133,16 @@ def _short(id: str) -> str:
 
 
 def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[RenderableType]:
-    rate = rates(before, model, seconds)
+    computed = rate(before, model, seconds, "prompt_tokens_total")
+    generated = rate(before, model, seconds, "generation_tokens_total")
     return [
         model.id,
         Text(model.state, style=_STATE_STYLES.get(model.state, "yellow")),
         str(model.running),
         str(model.waiting),
-        f"{rate.computed:,.0f}",
-        f"{rate.restored:,.0f}",
-        f"{rate.generated:,.1f}",
+        f"{computed:,.0f}",
+        f"{rate(before, model, seconds, *RESTORED):,.0f}",
+        f"{generated:,.1f}",
         percent(hit_rate(model)),
         human(int(model.values.get("kv_hot_bytes", 0))),
         human(model.resident) if model.resident else "-",
@@ -151,6 +152,8 @@ def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list
 
 def _flow(now: DaemonStatus, before: DaemonStatus | None, seconds: float) -> str:
     """What went to and from the SSD a second, over all models."""
-    each = [rates(model_of(before, model.id), model, seconds) for model in now.models]
-    written, read = sum(r.written for r in each), sum(r.read for r in each)
-    return f"; written {human(int(written))}/s, read {human(int(read))}/s"
+
+    def flow(counter: str) -> str:
+        return human(int(sum(rate(model_of(before, m.id), m, seconds, counter) for m in now.models)))
+
+    return f"; written {flow('kv_bytes_written_total')}/s, read {flow('kv_bytes_restored_total')}/s"

@@ -26,16 +26,15 @@ from .daemon_client import DaemonError, NoDaemon, daemon_of
 from .owner_api import DaemonStatus, TidyMemory
 
 _NUMBERS = {
-    "iters": (200, 10**6, "steps of training"),
-    "batch-size": (4, 1024, "examples in a step"),
-    "rank": (None, 1024, "of the adapter's matrices"),
-    "layers": (None, 1000, "that are adapted, the last ones; 0: all"),
-    "max-length": (2048, 10**6, "tokens of an example; what is beyond is cut"),
-    "seed": (0, 2**31, "of the order of examples and of the first numbers"),
+    "iters": (200, 1, 10**6, "steps of training"),
+    "batch-size": (4, 1, 1024, "examples in a step"),
+    "rank": (None, 1, 1024, "of the adapter's matrices"),
+    "layers": (None, 0, 1000, "that are adapted, the last ones; 0: all"),
+    "max-length": (2048, 2, 10**6, "tokens of an example; what is beyond is cut"),
+    "seed": (0, 0, 2**31, "of the order of examples and of the first numbers"),
 }
 _RANK, _LAYERS = 8, 0
 """Of a new adapter. One that is resumed keeps its own."""
-_LEAST = {"layers": 0, "seed": 0, "max-length": 2}
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
@@ -45,8 +44,8 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
         "--data", required=True, type=Path, metavar="FOLDER", help="with train.jsonl, valid.jsonl"
     )
     parser.add_argument("--name", help="of the adapter; default: the data folder's")
-    for name, (default, most, text) in _NUMBERS.items():
-        kind = _whole_number(_LEAST.get(name, 1), most)
+    for name, (default, least, most, text) in _NUMBERS.items():
+        kind = _whole_number(least, most)
         usual = {"rank": _RANK, "layers": _LAYERS}.get(name, default)
         parser.add_argument(
             f"--{name}", type=kind, default=default, metavar="N", help=f"{text} (default: {usual})"

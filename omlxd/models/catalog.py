@@ -6,6 +6,7 @@ A client's model name is compared with this list and never joined to a path.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -77,20 +78,17 @@ class Catalog:
 
     def look(self) -> None:
         """Read the folders. Blocks for as long as they do."""
-        settings = self.settings
-        result: dict[str, InstalledModel] = {}
+        settings, own = self.settings, self.settings.base_path / "models"
         default = default_model(settings)
-        if default is not None:
-            result[default.id] = default
-        if settings.model_dir is not None:
-            for model in in_folder(settings.model_dir):
-                result.setdefault(model.id, model)
-        for model in in_folder(settings.base_path / "models", "folder"):
-            if own_folder(model.id, settings.base_path) is not None:
-                result.setdefault(model.id, model)
-        if not settings.no_hf_cache:
-            for model in in_hub_cache(hub_cache_dir()):
-                result.setdefault(model.id, model)
+        installed = itertools.chain(
+            (default,) if default else (),
+            in_folder(settings.model_dir) if settings.model_dir else (),
+            (m for m in in_folder(own, "folder") if own_folder(m.id, settings.base_path)),
+            () if settings.no_hf_cache else in_hub_cache(hub_cache_dir()),
+        )
+        result: dict[str, InstalledModel] = {}
+        for model in installed:
+            result.setdefault(model.id, model)
         for model in list(result.values()):
             for tuned in adapters_of(model, settings.base_path):
                 result.setdefault(tuned.id, tuned)

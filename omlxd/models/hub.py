@@ -43,23 +43,18 @@ def main(argv: list[str]) -> int:
     try:
         bar: Any = _Lines if "--progress" in argv else None
         print(snapshot_download(repo, allow_patterns=PATTERNS, tqdm_class=bar))
+        return 0
     except GatedRepoError:
-        return _fail(f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN.")
+        problem = f"{repo} asks for its terms to be accepted: do so on its hub page, then set HF_TOKEN."
     except RepositoryNotFoundError:
-        return _fail(f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN.")
+        problem = f"the hub has no model {repo}, or it is private: check the name, or set HF_TOKEN."
     except (ConnectionError, httpx.TransportError, LocalEntryNotFoundError):
-        return _fail(
-            f"{repo} can't be downloaded: the hub can't be reached; check the network, "
-            "or unset HF_HUB_OFFLINE."
-        )
+        reason = "the hub can't be reached; check the network, or unset HF_HUB_OFFLINE."
+        problem = f"{repo} can't be downloaded: {reason}"
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        return _fail(f"{repo} can't be downloaded: {reason[0]}")
-    return 0
-
-
-def _fail(sentence: str) -> int:
-    print(sentence)
+        problem = f"{repo} can't be downloaded: {reason[0]}"
+    print(problem)
     return 1
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from omlxd.cli import main, top
 from omlxd.cli.daemon_client import DaemonError, NoDaemon
 from omlxd.cli.owner_api import ColdStatus, DaemonStatus, ModelStatus
-from omlxd.cli.status import as_text, duration, hit_rate, rates
+from omlxd.cli.status import as_text, duration, hit_rate, rate
 
 URL = "http://127.0.0.1:8000"
 
@@ -57,9 +57,10 @@ def test_durations_and_rates():
     ]
     assert hit_rate(model()) == 0.75
     assert hit_rate(ModelStatus(id="m", state="loading")) is None
-    rate = rates(model(), model(values={"generation_tokens_total": 60.0, "prompt_tokens_total": 0.0}), 2.0)
-    assert (rate.generated, rate.computed) == (10.0, 0.0)
-    assert rates(None, model(), 2.0).generated == 0.0
+    now = model(values={"generation_tokens_total": 60.0, "prompt_tokens_total": 0.0})
+    assert rate(model(), now, 2.0, "generation_tokens_total") == 10.0
+    assert rate(model(), now, 2.0, "prompt_tokens_total") == 0.0
+    assert rate(None, model(), 2.0, "generation_tokens_total") == 0.0
 
 
 def test_status_as_text():

@@ -12,14 +12,16 @@ from pathlib import Path
 import msgspec
 
 from ...common.units import human
-from ...kv.checkpoint import KIND as CHECKPOINT
+from ...kv.checkpoint import KIND
 from ...kv.files.namespace import NamespaceInfo
 from ..owner_api import DaemonStatus
 from ..status import table
 from . import inventory
 from .holder import holder
 from .inventory import Found
-from .verify import Verifier
+from .tree import read_head
+
+_CHECKPOINT = f'"kind":"{KIND}"'.encode()
 
 
 class NamespaceStats(msgspec.Struct, kw_only=True):
@@ -78,17 +80,16 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
         infos = inventory.namespaces(root)
     rows = {name: _described(name, info) for name, info in infos.items()}
     others: dict[str, list[Found]] = {"temporary": [], "misplaced": [], "stranger": []}
-    kinds: dict[tuple[str, int], str] = {}
-    verifier = Verifier()
+    is_checkpoint: dict[tuple[str, int], bool] = {}
     for file in inventory.walk(root, list(infos)):
         if file.kind not in ("block", "record"):
             others[file.kind].append(file)
             continue
         of_size = (file.namespace, file.size)
-        if file.kind == "block" and of_size not in kinds:
+        if file.kind == "block" and of_size not in is_checkpoint:
             with contextlib.suppress(OSError):
-                kinds[of_size] = verifier.kind(f"{root}/{file.path}")
-        _count(rows[file.namespace], file, kinds.get(of_size, ""))
+                is_checkpoint[of_size] = _CHECKPOINT in read_head(f"{root}/{file.path}")
+        _count(rows[file.namespace], file, is_checkpoint.get(of_size, False))
     pid = holder(root)
     return CacheStats(
         cache_dir=str(root),
@@ -118,13 +119,13 @@ def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
     )
 
 
-def _count(row: NamespaceStats, file: Found, kind: str) -> None:
+def _count(row: NamespaceStats, file: Found, is_checkpoint: bool) -> None:
     row.files += 1
     row.bytes += file.disk
     if file.kind == "record":
         row.records += 1
         row.record_bytes += file.disk
-    elif kind == CHECKPOINT:
+    elif is_checkpoint:
         row.checkpoints += 1
         row.checkpoint_bytes += file.disk
     else:

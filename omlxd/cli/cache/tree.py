@@ -82,7 +82,7 @@ def read_blocks(root: Path, namespace: str) -> tuple[dict[str, _Block], list[inv
         head = b""
         if found.kind == "block":
             with contextlib.suppress(OSError):
-                head = _head(f"{root}/{found.path}")
+                head = read_head(f"{root}/{found.path}")
         parent = head.partition(b'"parent":"')[2][:64].decode("ascii", "replace")
         if b'"kind":"tokens"' in head:
             tokens = head.partition(b'"tokens":"')[2].partition(b'"')[0]
@@ -103,7 +103,8 @@ def read_blocks(root: Path, namespace: str) -> tuple[dict[str, _Block], list[inv
     return blocks, others
 
 
-def _head(path: str) -> bytes:
+def read_head(path: str) -> bytes:
+    """The beginning of a block's file, as much as says what it is. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         return os.read(fd, HEAD)

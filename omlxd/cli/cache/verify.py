@@ -88,16 +88,6 @@ class Verifier:
             self._fs.close(fd)
         return Verdict("", RECORD)
 
-    def kind(self, path: str) -> str:
-        """`tokens`, `checkpoint`, or "" for a file whose header can't be read. Raises OSError."""
-        fd = self._fs.open_read(path)
-        try:
-            return _claims(self._header(fd))[0].kind
-        except BlockFileError:
-            return ""
-        finally:
-            self._fs.close(fd)
-
     def _header(self, fd: int) -> bytes:
         """The JSON and what pads it."""
         size = self._fs.size(fd)

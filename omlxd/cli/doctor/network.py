@@ -11,20 +11,14 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from ...config import Settings, is_loopback
 from ...kv.files.paths import LOCK_NAME
-from ..daemon_client import Daemon, DaemonError, daemon_of
+from ..daemon_client import DaemonError, daemon_of
 from .finding import Finding, bad, ok, warn
 
 _SECONDS = 3.0
-
-
-class _Health(msgspec.Struct):
-    version: str
-    status: str
 
 
 def check_port(settings: Settings) -> Finding:
@@ -36,7 +30,7 @@ def check_port(settings: Settings) -> Finding:
         return ok("port", f"{port} on {host} is free; no daemon listens there")
     daemon = daemon_of(settings)
     try:
-        health = Daemon(daemon.url).fetch("/health", _Health, seconds=_SECONDS)
+        version = daemon.version(_SECONDS)
     except DaemonError:
         who = _holder(port)
         return bad(
@@ -47,9 +41,7 @@ def check_port(settings: Settings) -> Finding:
     try:
         status = daemon.status(_SECONDS)
     except DaemonError as error:
-        return warn(
-            "port", f"omlxd {health.version} listens on {daemon.url}, but: {error.message}", error.message
-        )
+        return warn("port", f"omlxd {version} listens on {daemon.url}, but: {error.message}", error.message)
     who = f"omlxd {status.version} (process {status.pid})"
     # The daemon looks when it writes; this machine's owner asks now.
     if (cold := status.cold) and (cold.folder_away or not (Path(cold.dir) / LOCK_NAME).exists()):
