@@ -27,13 +27,14 @@ import argparse
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import urllib.request
 from collections import defaultdict
 from pathlib import Path
+
+from daemon_process import end_daemon, start_daemon
 
 SMALL = 60
 SHARED = 4
@@ -211,31 +212,17 @@ def request_way(root: Path) -> list[tuple[str, str, str]]:
         (home / "sitecustomize.py").write_text(PROFILER)
         out = home / "seen.tsv"
         out.touch()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("OMLXD_")}
-        environ |= {
+        variables = {
             "PYTHONPATH": os.pathsep.join([str(home), str(root)]),
+            "PYTHONSAFEPATH": "1",
             "HOME": str(home),
             "HOUSE_COUNTS_OUT": str(out),
             "HOUSE_COUNTS_ROOT": str(root / "omlxd"),
             "OMLXD_SEED": "0",
         }
-        serve = [sys.executable, "-m", "omlxd", "serve", "--port", "0", "--base-path", str(home / "base")]
-        with (home / "log").open("w") as log:
-            daemon = subprocess.Popen(
-                serve,
-                env=environ,
-                cwd=home,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                text=True,
-            )
-        assert daemon.stdout is not None
+        flags = ("--port", "0", "--base-path", str(home / "base"))
+        daemon, base = start_daemon(home / "log", *flags, **variables)
         try:
-            line = daemon.stdout.readline()
-            if not (url := re.search(r"http://\S+", line)):
-                sys.exit(f"{root}: the daemon did not start: {(home / 'log').read_text()[-2000:]}")
-            base = url[0].rstrip("/")
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             with opener.open(base + "/v1/models", timeout=300) as answer:
                 model = json.load(answer)["data"][0]["id"]
@@ -250,7 +237,8 @@ def request_way(root: Path) -> list[tuple[str, str, str]]:
             assert "[DONE]" in text, text
         finally:
             daemon.terminate()
-            daemon.communicate(timeout=120)
+            daemon.wait(timeout=120)
+            end_daemon(daemon)
         rows = {tuple(line.split("\t")) for line in out.read_text().splitlines()}
     return sorted((row[0], row[1], row[2]) for row in rows)
 
