@@ -21,12 +21,13 @@ from pathlib import Path
 import msgspec
 
 from ..common.units import human
-from ..errors import ConfigError, OmlxdError
+from ..errors import ConfigError
 from .chat import Answer, Chunk, Usage, ask_body
 from .daemon_client import Daemon, DaemonError
 from .launch import find_target
 from .own_daemon import own_daemon
 from .owner_api import InstalledStatuses, ModelStatus
+from .status import as_json
 
 TEXT = Path(__file__).parents[1] / "models" / "bench_text.txt"
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -83,7 +84,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status 1 if the model can't be loaded. Raises ConfigError."""
+    """Raises OmlxdError."""
     parser.add_argument("model", help="a folder, a name of `omlxd models list`, a hub id or a GGUF file")
     parser.add_argument(
         "--lengths", metavar="N,…", help="prompt lengths in tokens, as 1k,4k; default: 1k up to the context"
@@ -94,18 +95,9 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     args = parser.parse_args(argv)
     wanted = _lengths(args.lengths) if args.lengths else (LENGTHS[:1] if args.quick else None)
     tokens = 0 if args.no_perplexity else QUICK_TOKENS if args.quick else PERPLEXITY_TOKENS
-    try:
-        report = measure(args.model, wanted, tokens, (lambda text: None) if args.json else _show)
-    except OmlxdError as error:
-        if isinstance(error, ConfigError):
-            raise
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("omlxd: stopped.", file=sys.stderr)
-        return 130
+    report = measure(args.model, wanted, tokens, (lambda text: None) if args.json else _show)
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+        print(as_json(report))
     return 0
 
 

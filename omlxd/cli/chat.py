@@ -341,7 +341,7 @@ def _context(target: Target) -> str:
 
 
 def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
-    """Exit status 1 if there is no answer. Raises ConfigError."""
+    """Exit status 1 without a question, 130 at ^C. Raises OmlxdError."""
     parser.usage = (
         "omlxd chat [QUESTION …] [--image FILE] [--model NAME] [--url URL] [--system TEXT] [--max-tokens N]"
     )
@@ -373,9 +373,6 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
                 _print_answer(conversation, question, console)
             else:
                 Terminal(conversation, console).run()
-    except (DaemonError, LaunchError) as error:
-        print(f"omlxd: {error.message}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         return 130
     return 0

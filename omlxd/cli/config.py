@@ -13,11 +13,8 @@ from ..common.units import human, spoken
 from ..config import OPTIONS, ModelSettings, Settings, add_flags, full_name, load_settings
 from .status import as_json, table
 
-_BYTES = (
-    *("paged_ssd_cache_max_size", "hot_cache_max_size", "memory_limit"),
-    *("ssd_cache_daily_write_budget", "log_file_size"),
-)
-_TIMES = ("model_ttl", "ssd_cache_ttl", "stall_timeout", "request_timeout", "ttl")
+_BYTES = [option.name for option in OPTIONS if option.metavar == "SIZE"]
+_TIMES = ["ttl", *(option.name for option in OPTIONS if option.metavar == "TIME")]
 
 
 class Shown(msgspec.Struct):

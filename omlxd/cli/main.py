@@ -76,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status: 0, 1 (could not serve) or 2 (bad settings)."""
+    """Run the command; returns the exit status: 0, 1 (could not serve), 2 (bad settings), 130 at ^C."""
     try:
         status = _main(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(error)
     except KeyboardInterrupt:
         print("omlxd: stopped.", file=sys.stderr)
-        return 1
+        return 130
 
 
 def report(error: OmlxdError) -> int:

@@ -58,18 +58,9 @@ def spoken(seconds: float | None) -> str:
     return f"{seconds:.0f} s"
 
 
-_SIZE_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _SIZE_UNITS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[a-zA-Z]*|%)")
 SMALLEST = 10**6
 """Bytes. Below this a cache holds not one block: it is a forgotten unit (`8` for `8GB`)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from ...common.units import human
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
             pin.model,
             str(pin.files),
             human(pin.bytes),
-            ago(pin.at, time.time()),
+            ago(pin.at),
         )
         for pin in pins.pins
     ]

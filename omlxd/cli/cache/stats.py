@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...common.units import human
+from ...common.units import human, spoken
 from ...kv.checkpoint import KIND
 from ...kv.files.namespace import NamespaceInfo
 from ..owner_api import DaemonStatus
@@ -108,15 +108,8 @@ def collect(root: Path, cap: int, cap_source: str) -> CacheStats:
 
 
 def _described(namespace: str, info: NamespaceInfo | None) -> NamespaceStats:
-    if info is None:
-        return NamespaceStats(namespace=namespace)
-    return NamespaceStats(
-        namespace=namespace,
-        model_id=info.model_id,
-        model_type=info.model_type,
-        model_path=info.model_path,
-        block_size=info.block_size,
-    )
+    names = ("model_id", "model_type", "model_path", "block_size") if info else ()
+    return NamespaceStats(namespace=namespace, **{name: getattr(info, name) for name in names})
 
 
 def _count(row: NamespaceStats, file: Found, is_checkpoint: bool) -> None:
@@ -138,11 +131,10 @@ def _count(row: NamespaceStats, file: Found, is_checkpoint: bool) -> None:
 # --------------------------------------------------------------------------- as text
 
 
-def as_text(stats: CacheStats, now: float | None = None) -> str:
+def as_text(stats: CacheStats) -> str:
     """A table, and what there is to say around it."""
-    now = time.time() if now is None else now
     what = ("MODEL", "NAMESPACE", "SIZE", "FILES", "BLOCKS", "CHECKPOINTS", "RECORDS")
-    rows = [(*what, "OLDEST USE", "NEWEST USE"), *(_row(row, now) for row in stats.namespaces)]
+    rows = [(*what, "OLDEST USE", "NEWEST USE"), *map(_row, stats.namespaces)]
     lines = [stats.cache_dir, *table(rows)] if stats.namespaces else [stats.cache_dir, "nothing cached yet"]
     cap = f"{human(stats.cap_bytes)} ({stats.cap_source})" if stats.cap_bytes else "no SSD cache in settings"
     lines.append(f"total: {human(stats.bytes)} in {stats.files} files; cap: {cap}")
@@ -178,7 +170,7 @@ def _live(status: DaemonStatus) -> list[str]:
     return lines
 
 
-def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
+def _row(row: NamespaceStats) -> tuple[str, ...]:
     return (
         row.model_id or "(unknown)",
         row.namespace[:8],
@@ -187,16 +179,11 @@ def _row(row: NamespaceStats, now: float) -> tuple[str, ...]:
         str(row.token_blocks),
         str(row.checkpoints),
         str(row.records),
-        ago(row.oldest_use, now),
-        ago(row.newest_use, now),
+        ago(row.oldest_use),
+        ago(row.newest_use),
     )
 
 
-def ago(when: float | None, now: float) -> str:
-    if when is None:
-        return "-"
-    seconds = max(0.0, now - when)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{seconds:.0f} s ago"
+def ago(when: float | None) -> str:
+    """How long before now; `when` in seconds since 1970."""
+    return "-" if when is None else f"{spoken(max(0.0, time.time() - when))} ago"

@@ -10,7 +10,6 @@ import argparse
 import importlib
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +130,7 @@ def _known_name(root: Path, name: str) -> str:
 # --------------------------------------------------------------------------- as text
 
 
-def as_text(miss: WhyMiss, now: float | None = None) -> str:
-    now = time.time() if now is None else now
+def as_text(miss: WhyMiss) -> str:
     why = miss.explanation
     then = f" when it ran ({miss.request_id})" if miss.reached >= 0 else ""
     restored = why.hot_tokens + why.cold_tokens
@@ -146,7 +144,7 @@ def as_text(miss: WhyMiss, now: float | None = None) -> str:
         lines.append(
             f"{miss.recomputed} more lay on SSD, and were computed as that was faster or a file damaged"
         )
-    lines.append(_because(why, now))
+    lines.append(_because(why))
     lines += [f"  {other}" for other in map(_other, why.elsewhere)]
     if why.prompt or why.before:
         lines += ["", f"text around token {why.position}:", f"  before  …{why.before!r}"]
@@ -158,7 +156,7 @@ def as_text(miss: WhyMiss, now: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _because(why: Explanation, now: float) -> str:
+def _because(why: Explanation) -> str:
     block = why.position // why.block_size if why.block_size else 0
     here = f"first miss: block {block}, from token {block * (why.block_size or 1)}"
     if why.cause == "none":
@@ -177,13 +175,13 @@ def _because(why: Explanation, now: float) -> str:
         return f"{here}: it is stored, but for {whose}; adapters share no KV with the model or each other:"
     return f"{here}: " + {
         "other_image": f"{_image(why)} stands stored there, from token {why.position} on "
-        f"(last used {ago(why.stored_used, now)})",
-        "differs": f"another text stands stored there (last used {ago(why.stored_used, now)})",
+        f"(last used {ago(why.stored_used)})",
+        "differs": f"another text stands stored there (last used {ago(why.stored_used)})",
         "never_stored": "never stored, and nothing else in its place (or gone before this daemon began)",
         "other_namespace": "it is stored, but as made with another model file or setting:",
-        "evicted": f"it was stored, and evicted {ago(why.gone_at, now)}",
-        "cleared": f"it was stored, and cleared {ago(why.gone_at, now)}",
-        "damaged": f"its file was damaged, and removed {ago(why.gone_at, now)}",
+        "evicted": f"it was stored, and evicted {ago(why.gone_at)}",
+        "cleared": f"it was stored, and cleared {ago(why.gone_at)}",
+        "damaged": f"its file was damaged, and removed {ago(why.gone_at)}",
     }.get(why.cause, why.cause)
 
 
@@ -200,16 +198,15 @@ def _other(other: OtherNamespace) -> str:
 def _listed(requests: list[RequestLine]) -> list[str]:
     if not requests:
         return ["no request has been made yet"]
-    now = time.time()
     head = ("REQUEST", "WHEN", "MODEL", "PROMPT", "RESTORED", "OUTCOME", "SESSION")
-    return table([head, *(_listed_row(each, now) for each in requests)])
+    return table([head, *map(_listed_row, requests)])
 
 
-def _listed_row(each: RequestLine, now: float) -> tuple[str, ...]:
+def _listed_row(each: RequestLine) -> tuple[str, ...]:
     counted = each.cached_tokens >= 0
     return (
         each.id,
-        ago(each.began, now),
+        ago(each.began),
         each.model,
         str(each.prompt_tokens) if counted else "-",
         str(each.cached_tokens) if counted else "-",

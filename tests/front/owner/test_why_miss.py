@@ -423,7 +423,7 @@ def test_each_cause_is_a_sentence():
             prompt="b",
             gone_at=now - 60,
         )
-        text = as_text(WhyMiss("m", told), now)
+        text = as_text(WhyMiss("m", told))
         assert "prompt of 500 tokens" in text
         if cause not in ("none", "reuse_off", "no_checkpoint"):
             assert "first miss: block 2, from token 128" in text
