@@ -39,7 +39,7 @@ def why_broken(model: InstalledStatus) -> str:
     try:
         check_folder(Path(model.folder))
     except ModelError as error:
-        return error.message.removeprefix("--model: ")
+        return error.message
     return ""
 
 

@@ -128,7 +128,7 @@ def _check_folder(folder: Path) -> tuple[str, str]:
     try:
         check_folder(folder)
     except ModelError as error:
-        return "", error.message.removeprefix("--model: ").removesuffix(".")
+        return "", error.message.removesuffix(".")
     described = describe(folder)
     bits = f" {described.bits}-bit" if described.bits else ""
     return _printable(described.family[:40]) + bits, ""
@@ -137,10 +137,10 @@ def _check_folder(folder: Path) -> tuple[str, str]:
 def check_gguf(file: Path) -> None:
     """Raise ModelError unless GGUF file `file` can be imported, as far as its header says."""
     if not file.is_file():
-        raise ModelError(f"--model: there is no file {file}.")
+        raise ModelError(f"there is no file {file}.")
     for check in _read_headers([str(file)]):
         if check.trouble:
-            raise ModelError(f"--model: {file} can't be imported: {_printable(check.trouble)}.")
+            raise ModelError(f"{file} can't be imported: {_printable(check.trouble)}.")
 
 
 def _check_gguf(models: Sequence[LocalModel]) -> None:

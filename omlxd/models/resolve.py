@@ -179,27 +179,21 @@ async def _run_builder(module: str, *arguments: str, said: Callable[[str], None]
 def check_folder(folder: Path) -> None:
     """Raise ModelError unless `folder` holds a config, whole weights and a tokenizer."""
     if not folder.exists():
-        names = "a model's folder, a name of `omlxd models list`, or a hub id as ORG/NAME"
-        remedy = (
-            f"`omlxd models pull {DEFAULT_ID}` fetches it" if folder.name == DEFAULT_ID else f"give {names}"
-        )
-        raise ModelError(f"--model: there is no folder {folder}; {remedy}.")
+        remedy = "give a model's folder, a name of `omlxd models list`, or a hub id as ORG/NAME"
+        if folder.name == DEFAULT_ID:
+            remedy = f"`omlxd models pull {DEFAULT_ID}` fetches it"
+        raise ModelError(f"there is no folder {folder}; {remedy}.")
     if not folder.is_dir():
-        raise ModelError(f"--model: {folder} is a file; give the folder that holds config.json.")
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json.")
     try:
         _check_files(folder)
         _check_config(folder)
-        weights = _weight_files(folder)
-        for path in weights:
+        for path in _weight_files(folder):
             _check_weights(path)
-    except PermissionError as error:
-        raise ModelError(f"--model: {error.filename or folder} can't be read: permission denied.") from error
     except OSError as error:
-        raise ModelError(
-            f"--model: {error.filename or folder} can't be read: {error.strerror or error}."
-        ) from error
+        raise ModelError(f"{error.filename or folder} can't be read: {error.strerror or error}.") from error
     if not any(all(any(folder.glob(name)) for name in names) for names in _TOKENIZERS):
-        raise ModelError(f"--model: {folder} has no tokenizer: tokenizer.json or tokenizer.model is missing.")
+        raise ModelError(f"{folder} has no tokenizer: tokenizer.json or tokenizer.model is missing.")
 
 
 def _check_files(folder: Path) -> None:
@@ -214,31 +208,31 @@ def _check_files(folder: Path) -> None:
 def _check_config(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
-        raise ModelError(f"--model: {folder} is no model folder: config.json is missing.")
+        raise ModelError(f"{folder} is no model folder: config.json is missing.")
     try:
         config = msgspec.json.decode(read_small(path), type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ModelError(f"--model: {path} is no JSON object ({error}).") from error
+        raise ModelError(f"{path} is no JSON object ({error}).") from error
     if "model_type" not in config:
-        raise ModelError(f"--model: {path} does not say its model_type.")
+        raise ModelError(f"{path} does not say its model_type.")
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Every weight file, those that the index names included, whether they exist or not."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        result = sorted(path for path in folder.glob("*.safetensors"))
+        result = sorted(folder.glob("*.safetensors"))
         if not result:
-            raise ModelError(f"--model: {folder} has no weights: there is no *.safetensors file in it.")
+            raise ModelError(f"{folder} has no weights: there is no *.safetensors file in it.")
         return result
     try:
         names = sorted(set(msgspec.json.decode(read_small(index), type=WeightIndex).weight_map.values()))
     except msgspec.DecodeError as error:
-        raise ModelError(f"--model: {index} is no index of weights ({error}).") from error
+        raise ModelError(f"{index} is no index of weights ({error}).") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"--model: {folder} is half-written: {len(missing)} of {len(names)} weight files are missing, "
+            f"{folder} is half-written: {len(missing)} of {len(names)} weight files are missing, "
             f"the first is {missing[0]}. Finish the copy or the download."
         )
     return [folder / name for name in names]
@@ -248,11 +242,11 @@ def _check_weights(path: Path) -> None:
     """Compare the size that a safetensors header promises with the file's."""
     with path.open("rb") as file:
         if file.read(8) == b"version ":
-            raise ModelError(f"--model: {path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
+            raise ModelError(f"{path} is a git-lfs pointer, not weights; run `git lfs pull` there.")
     try:
         read_tensors(path)
     except ModelError as error:
-        raise ModelError(f"--model: {error.message}. Copy or download it again.") from error
+        raise ModelError(f"{error.message}. Copy or download it again.") from error
 
 
 class WeightIndex(msgspec.Struct):

@@ -90,8 +90,7 @@ class ModelSlot:
                 try:
                     await asyncio.to_thread(check_folder, Path(name).expanduser().absolute())
                 except ModelError as error:
-                    message = error.message.removeprefix("--model: ")
-                    raise InvalidRequest(f"model: {message}", param="model") from error
+                    raise InvalidRequest(f"model: {error.message}", param="model") from error
         wanted = default_model(settings)
         if wanted is None:
             raise InvalidRequest("model: say which one, a folder or ORG/NAME", param="model")

@@ -457,11 +457,9 @@ class EnginePool:
         engine.broken = False
         try:
             engine.folder = await resolve_model(spec, self._settings.base_path)
-        except ModelError as error:
+        except ModelError:
             engine.broken = engine.installed.source == "folder"
-            if engine is self._first:
-                raise
-            raise ModelError(error.message.removeprefix("--model: ")) from error  # No flag named this one.
+            raise
         return engine.folder
 
     async def _draft_folder(self, engine: ModelEngine) -> Path | None:
@@ -476,8 +474,7 @@ class EnginePool:
         try:
             return await resolve_model(found.installed.spec if found else name, self._settings.base_path)
         except ModelError as error:
-            reason = error.message.removeprefix("--model: ")
-            raise ModelError(f"draft-model of {engine.model_id}: {reason}") from error
+            raise ModelError(f"draft-model of {engine.model_id}: {error.message}") from error
 
     async def _make_room(self, engine: ModelEngine) -> None:
         """Return once `engine` may load beside the others. Raises NotNow."""
