@@ -13,7 +13,6 @@ import os
 import plistlib
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.parsers.expat import ExpatError
@@ -40,14 +39,13 @@ POLL_S = 0.2
 
 
 class Launchd:
-    """The LaunchAgent of user `uid`, whose home is `home`. Every method raises ServiceError."""
+    """The LaunchAgent of the user whose home is `home`. Every method raises ServiceError."""
 
     name = "launchd"
 
-    def __init__(self, home: Path, uid: int | None = None, sleep: Callable[[float], None] = time.sleep):
-        self._domain = f"gui/{os.getuid() if uid is None else uid}"
+    def __init__(self, home: Path):
+        self._domain = f"gui/{os.getuid()}"
         self._service = f"{self._domain}/{LABEL}"
-        self._sleep = sleep
         self.file = home / "Library" / "LaunchAgents" / f"{LABEL}.plist"
         self._logs = home / "Library" / "Logs" / "omlxd"
 
@@ -163,7 +161,7 @@ class Launchd:
         for _ in range(int((EXIT_TIMEOUT_S + 10) / POLL_S)):
             if not self._loaded():
                 return
-            self._sleep(POLL_S)
+            time.sleep(POLL_S)
         raise ServiceError("launchd has not ended it in time; try again in a moment.")
 
 

@@ -44,19 +44,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     at_login: bool = False
 
 
-def make_plan(
-    flags: Mapping[str, str],
-    *,
-    log_file: Path | None,
-    at_login: bool,
-    environ: Mapping[str, str] | None = None,
-) -> Plan:
+def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool) -> Plan:
     """Return the plan for `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve`
     would.
 
     log_file  where to log when the flags and the file say nothing
     """
-    environ = os.environ if environ is None else environ
     if "api_key" in flags:
         raise ConfigError(
             "--api-key would stand in a file and in `ps`; make a key with `omlxd key add NAME` instead.",
@@ -69,7 +62,7 @@ def make_plan(
     if settings.log_file is None and log_file is not None:
         options["log_file"] = str(log_file)
     arguments = [word for name, text in options.items() for word in _words(name, text)]
-    variables = {MARK: "1"} | {name: environ[name] for name in CARRIED if environ.get(name)}
+    variables = {MARK: "1"} | {name: os.environ[name] for name in CARRIED if os.environ.get(name)}
     program = (str(Path(sys.executable).absolute()), "-m", "omlxd", "serve", *arguments)
     return Plan(
         program=program,

@@ -121,7 +121,7 @@ def test_systemd_finds_nothing_wrong_with_the_units(tmp_path: Path, host: str):
     folder = tmp_path / "a b %h $c"
     folder.mkdir()
     (folder / "python").symlink_to(sys.executable)
-    real = make_plan({"port": "8000", "host": host}, log_file=None, at_login=False, environ={})
+    real = make_plan({"port": "8000", "host": host}, log_file=None, at_login=False)
     odd = Plan(program=(str(folder / "python"), "%", "$x"), environ={"A": "b $c %"}, host=host, port=1)
     for made in (real, odd):
         (tmp_path / "omlxd.service").write_text(systemd.service_unit(made))
