@@ -380,10 +380,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 @contextlib.contextmanager
 def daemon(url: str | None, model: str | None) -> Generator[Target]:
-    """The running daemon and its model; without one, and without `url`, one for as long as the block.
-
-    Raises ConfigError, DaemonError, LaunchError.
-    """
+    """The running daemon and its model; without one, and without `url`, one for as long as the block."""
     try:
         target = find_target(find_daemon(url), model)
     except NoDaemon:

@@ -172,8 +172,7 @@ class Daemon:
 def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
     """The daemon at --url, else that of `settings`; None: the environment's.
 
-    Where none listens there, it is the one that holds the cache dir of `settings`, on another port. Raises
-    ConfigError.
+    Where none listens there, it is the one that holds their cache dir, on another port. Raises ConfigError.
     """
     if url is None:
         settings = settings or load_settings({})

@@ -254,9 +254,7 @@ class Models(msgspec.Struct):
 
 
 def find_target(daemon: Daemon, name: str | None) -> Target:
-    """Return the model called `name` (None: the first one) once it has loaded. Raises LaunchError,
-    DaemonError.
-    """
+    """The model called `name`, None: the first one, once it has loaded. Raises LaunchError, DaemonError."""
     deadline = time.monotonic() + LOADING_S
     announced, pause_s = False, 0.1
     while True:

@@ -46,8 +46,7 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 
 
 def as_text(status: DaemonStatus) -> str:
-    """A line a loaded model, and what it computes with if memory makes it slow. `of …` is the limit that MLX
-    keeps to."""
+    """A line a loaded model, and why one is slow if memory makes it so. `of …`: the limit MLX keeps to."""
     loaded = [model for model in status.models if "mlx_active_bytes" in model.values]
     slow = [f"{model.id}: {model.speed}" for model in loaded if "weights as stored: " in model.speed]
     shared = [

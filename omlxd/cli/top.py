@@ -61,9 +61,7 @@ def watch(
     looks: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show `look()` every `interval` seconds, `looks` times (0: until ^C). Raises DaemonError at the first
-    look alone.
-    """
+    """Show `look()`, `looks` times (0: until ^C). Raises DaemonError at the first look alone."""
     now, before, seconds, trouble = look(), None, 0.0, ""
     at, done = time.monotonic(), 1
     live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal else None

@@ -22,9 +22,7 @@ _TABLES = ("serve", "defaults", "models")
 
 
 def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = None) -> Settings:
-    """Return the settings of `flags` (option name → text), `environ` and the file `config`. Raises
-    ConfigError.
-    """
+    """The settings of `flags` (option name → text), `environ` and the file. Raises ConfigError."""
     environ = os.environ if environ is None else environ
     entries: dict[str, tuple[Any, str]] = {}
     for name, option in BY_NAME.items():

@@ -59,10 +59,7 @@ def read_request(name: str, path: str | None) -> WhyMissBody:
 
 
 def recorded(data: bytes) -> Recorded:
-    """A request of a trace, or a body alone: each protocol has a field that it can't do without.
-
-    Raises what `NO_JSON` lists.
-    """
+    """A request of a trace, or a body alone, whose fields tell its path. Raises what `NO_JSON` lists."""
     value = msgspec.json.decode(data, type=dict[str, Any])
     request = msgspec.convert(value if "body" in value else {"body": value}, Recorded)
     if not request.path:

@@ -30,10 +30,7 @@ from .why_miss import ANSWER_S
 
 
 def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """A daemon may run; a file that it evicts meanwhile is left out. Raises OmlxdError, OSError.
-
-    Exit status 1 if blocks of a session have no file.
-    """
+    """Exit status 1 if blocks of a session have no file. What a daemon evicts meanwhile is left out."""
     if args.format == "mlx-lm":
         return prompt_cache.export_file(args, settings)
     files = _of_session(args, settings) if args.session else _of_model(args, root)
@@ -77,10 +74,7 @@ def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
 
 
 def import_files(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if a file of the archive is bad or finds no room; the others are taken.
-
-    Raises OmlxdError, OSError.
-    """
+    """Exit status 1 if a file of the archive is bad or finds no room; the others are taken."""
     try:
         source = args.archive.open("rb")
     except FileNotFoundError:

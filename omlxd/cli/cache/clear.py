@@ -93,10 +93,7 @@ def remove(root: Path, planned: Plan, daemon: Holder | None = None) -> tuple[int
 
 
 def prune(root: Path, folder: str) -> int:
-    """Remove a namespace's empty folders, and the namespace if it holds nothing else, under the lock.
-
-    Returns folders removed.
-    """
+    """Remove a namespace's empty folders, and it if it holds nothing else, under the lock; how many."""
     removed = 0
     own = root / folder
     with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from .holder import DaemonRuns, exclusive
 from .scrub import scrub
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
+"""(arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
 _FOLDER_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size")
 _AGE = re.compile(r"(\d{1,6}(?:\.\d+)?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import msgspec
+
 from ...common.units import human
 from ...config import Settings
 from ...errors import ConfigError
 from ..daemon_client import find_daemon
-from ..owner_api import PinBlocks, PinList, WhyMissBody
+from ..owner_api import PinBlocks, PinList
 from ..status import as_json, table
 from .asked import NAMED, named_request
 from .stats import ago
@@ -30,18 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Raises OmlxdError."""
     daemon = find_daemon(args.url, settings)
     if args.off and not args.what:
         raise ConfigError("--off: say what to unpin.", param="--off")
     if not args.what:
         pins = daemon.fetch("/omlxd/cache/pins", PinList)
     else:
-        asked = PinBlocks(name=args.name or args.what, pinned=not args.off)
-        if asked.pinned:
-            named = named_request(args.what, args.model)
-            for field in WhyMissBody.__struct_fields__:
-                setattr(asked, field, getattr(named, field))
+        of = {} if args.off else msgspec.structs.asdict(named_request(args.what, args.model))
+        asked = PinBlocks(**of, name=args.name or args.what, pinned=not args.off)
         pins = daemon.fetch("/omlxd/cache/pin", PinList, asked, ANSWER_S)
     if args.json:
         print(as_json(pins))

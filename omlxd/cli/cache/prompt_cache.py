@@ -56,7 +56,6 @@ def export_file(args: argparse.Namespace, settings: Settings) -> int:
 
 
 def import_file(args: argparse.Namespace, settings: Settings, source: IO[bytes], header: bytes) -> int:
-    """Raises OmlxdError, OSError."""
     told = _metadata(header)
     if args.prompt:
         asked = _prompt(args.prompt)

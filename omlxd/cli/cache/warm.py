@@ -54,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 1 if the daemon refused a request; the others are computed all the same.
-
-    Raises OmlxdError; nothing is sent before all files have been read.
-    """
+    """Exit status 1 if the daemon refused a request. Nothing is sent before all files have been read."""
     status = 0
     requests = [request for file in args.file for request in read_requests(file)]
     daemon = find_daemon(args.url, settings)

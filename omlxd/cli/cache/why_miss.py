@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
-    """Exit status 0 once it is explained, hit or miss. Raises OmlxdError."""
+    """Exit status 0 once it is explained, hit or miss."""
     result = _explained(args, settings, root)
     if args.json:
         print(as_json(result))

@@ -8,7 +8,7 @@ import re
 import shutil
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import psutil
@@ -125,37 +125,32 @@ def _is_ours(url: str, settings: Settings) -> bool:
 
 
 def _claude(environ: Mapping[str, str], home: Path) -> str:
-    if url := environ.get("ANTHROPIC_BASE_URL"):
-        return url
-    settings = _json(home / ".claude" / "settings.json")
-    values = settings.get("env")
-    return str(values.get("ANTHROPIC_BASE_URL", "")) if isinstance(values, dict) else ""
+    settings = _read(home / ".claude" / "settings.json", json.loads)
+    return environ.get("ANTHROPIC_BASE_URL") or _text_at(settings, "env", "ANTHROPIC_BASE_URL")
 
 
 def _codex(environ: Mapping[str, str], home: Path) -> str:
-    folder = Path(environ.get("CODEX_HOME") or home / ".codex")
-    try:
-        config = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return ""
-    providers = config.get("model_providers")
-    chosen = providers.get(str(config.get("model_provider"))) if isinstance(providers, dict) else None
-    return str(chosen.get("base_url", "")) if isinstance(chosen, dict) else ""
+    config = _read(Path(environ.get("CODEX_HOME") or home / ".codex") / "config.toml", tomllib.loads)
+    return _text_at(config, "model_providers", _text_at(config, "model_provider"), "base_url")
 
 
 def _opencode(environ: Mapping[str, str], home: Path) -> str:
     folder = Path(environ.get("XDG_CONFIG_HOME") or home / ".config") / "opencode"
-    config = _json(folder / "opencode.json")
-    chosen = str(config.get("model", "")).partition("/")[0]
-    providers = config.get("provider")
-    provider = providers.get(chosen) if isinstance(providers, dict) else None
-    options = provider.get("options") if isinstance(provider, dict) else None
-    return str(options.get("baseURL", "")) if isinstance(options, dict) else ""
+    config = _read(folder / "opencode.json", json.loads)
+    chosen = _text_at(config, "model").partition("/")[0]
+    return _text_at(config, "provider", chosen, "options", "baseURL")
 
 
-def _json(path: Path) -> dict[str, object]:
+def _read(path: Path, parse: Callable[[str], object]) -> object:
+    """None for what can't be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+
+
+def _text_at(value: object, *keys: str) -> str:
+    """What stands in tables within tables; "" where one is missing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return str(value or "")

@@ -94,7 +94,7 @@ def _run(args: argparse.Namespace, manager: Launchd | Systemd) -> int:
         return _show(manager.status(), manager.name)
     if verb == "logs":
         return subprocess.run(manager.logs(max(0, args.lines), args.follow)).returncode
-    {"start": manager.start, "stop": manager.stop, "restart": manager.restart}[verb]()
+    getattr(manager, verb)()
     print({"start": "started", "stop": "stopped", "restart": "started again"}[verb])
     return 0
 

@@ -91,8 +91,7 @@ def check_installed(path: Path, mark: str) -> None:
 def addresses(host: str) -> list[tuple[str, bool]]:
     """Return (address, is IPv6) of each address that the manager listens on for `host`.
 
-    127.0.0.1 has ::1 beside it where there is IPv6: `localhost` means that to some clients. Raises
-    ServiceError.
+    127.0.0.1 has ::1 beside it where there is IPv6: `localhost` means that to some clients.
     """
     try:
         result = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -45,8 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool) -> Plan:
-    """Return the plan for `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve`
-    would.
+    """The plan for `omlxd serve` with `flags` (option name → text). Raises ConfigError, as `serve` would.
 
     log_file  where to log when the flags and the file say nothing
     """
