@@ -9,11 +9,23 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
+
+from ..errors import ModelError
 
 PART = ".importing"
 """Suffix of folders that are being filled."""
+
+
+def run_builder(make: Callable[[], Path]) -> int:
+    """Print the folder that `make` makes, or why it can't be; the exit status."""
+    try:
+        print(make())
+    except ModelError as error:
+        print(error.message)
+        return 1
+    return 0
 
 
 def end_with_parent() -> None:

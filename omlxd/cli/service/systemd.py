@@ -36,7 +36,6 @@ class Systemd:
     def install(self, plan: Plan) -> bool:
         wanted = {SERVICE: service_unit(plan).encode(), SOCKET: socket_unit(plan).encode()}
         there = {name: read_ours(self._folder / name, MARK) for name in wanted}
-        unit = SERVICE if plan.at_login else SOCKET
         # Also what the last form of it enabled, and this one does not.
         other = self._show("UnitFileState", SERVICE) == "enabled"
         was_active = self._show("ActiveState", SOCKET) == "active"
@@ -62,7 +61,7 @@ class Systemd:
         self._systemctl("daemon-reload")
         self._forget_failures()
         self._systemctl("enable", "--now", SOCKET)
-        if unit == SERVICE:
+        if plan.at_login:
             self._systemctl("enable", "--now", SERVICE)
         return True
 

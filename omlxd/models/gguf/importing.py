@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ...errors import ModelError
-from ..builder import end_with_parent, part_folder
+from ..builder import end_with_parent, part_folder, run_builder
 from ..local_stores import Check
 from ..resolve import IMPORTED
 from . import weights
@@ -323,15 +323,11 @@ def main(argv: list[str]) -> int:
         return 0
     end_with_parent()
     file, folder = Path(argv[0]), Path(argv[1])
-    columns = (
-        TextColumn("importing {task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-    )
-    try:
+    columns = (TextColumn("importing {task.description}"), BarColumn(), DownloadColumn())
+
+    def make() -> Path:
         with ExitStack() as shown:
-            bar = Bar(*columns, console=Console(stderr=True))
+            bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))
             task = bar.add_task(file.name)
 
             def progress(done: int, total: int) -> None:
@@ -339,12 +335,9 @@ def main(argv: list[str]) -> int:
                     shown.enter_context(bar)
                 bar.update(task, completed=done, total=total)
 
-            made = import_gguf(file, folder, progress)
-        print(made)
-    except ModelError as error:
-        print(error.message)
-        return 1
-    return 0
+            return import_gguf(file, folder, progress)
+
+    return run_builder(make)
 
 
 if __name__ == "__main__":
