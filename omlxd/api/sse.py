@@ -84,20 +84,6 @@ class UsageExtension(Struct, frozen=True):
 
 
 def usage_extension(usage: Usage) -> UsageExtension:
-    return UsageExtension(
-        cached_hot=usage.cached_hot,
-        cached_cold=usage.cached_cold,
-        computed=usage.prompt_tokens - usage.cached_tokens,
-        ttft_s=round(usage.ttft_s, 6),
-        queue_s=round(usage.queue_s, 6),
-        restore_s=round(usage.restore_s, 6),
-        prefill_s=round(usage.prefill_s, 6),
-        decode_s=round(usage.decode_s, 6),
-        tokens_per_s=round(usage.tokens_per_s, 3),
-        peak_bytes=usage.peak_bytes,
-        drafted=usage.drafted,
-        accepted=usage.accepted,
-        model_drafted=usage.model_drafted,
-        model_accepted=usage.model_accepted,
-        recomputed=usage.recomputed,
-    )
+    computed = usage.prompt_tokens - usage.cached_tokens
+    names = [name for name in UsageExtension.__struct_fields__ if name != "computed"]
+    return UsageExtension(computed=computed, **{name: round(getattr(usage, name), 6) for name in names})

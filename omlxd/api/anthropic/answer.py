@@ -88,25 +88,14 @@ def _event(type: str, **fields: Any) -> bytes:
     return named_event(type.encode(), {"type": type, **fields})
 
 
-class _Signature:
+def _signature(thought: str) -> str:
     """What stands in for Anthropic's signature: clients want one, echo it, and never check it."""
-
-    def __init__(self):
-        self._digest = hashlib.blake2b(digest_size=24, person=b"omlxd-thinking")
-
-    def update(self, text: str) -> None:
-        self._digest.update(text.encode())
-
-    def text(self) -> str:
-        return base64.b64encode(self._digest.digest()).decode()
+    digest = hashlib.blake2b(thought.encode(), digest_size=24, person=b"omlxd-thinking").digest()
+    return base64.b64encode(digest).decode()
 
 
 Keep = Callable[[str, bytes], None]
 """(id of the message, its blocks as JSON): called once, at its end."""
-
-
-def _nowhere(id: str, content: bytes) -> None:
-    pass
 
 
 class AnthropicStream:
@@ -115,15 +104,15 @@ class AnthropicStream:
     """
 
     def __init__(self, id: str, model: str, request_id: str, keep: Keep | None = None):
-        self._kept = None if keep is None else AnthropicCollector(id, model, keep)
-        self._id = id
-        self._model = model
+        self.message = MessageAnswer(id, model, [], None, None, _Usage(0, 0, 0, 0))
+        """The message so far."""
         self._request_id = request_id
+        self._keep = keep
         self._started = False
         self._index = -1
         self._open: Literal["", "text", "thinking", "call"] = ""
+        self._said: list[str] = []  # of the open block
         self._call = OpenCall()
-        self._signature = _Signature()
 
     def start(self) -> bytes:
         return b""
@@ -135,8 +124,6 @@ class AnthropicStream:
         return named_event(b"error", error_body(error, "anthropic", self._request_id))
 
     def event(self, event: chat.Event) -> bytes:
-        if self._kept is not None:
-            self._kept.event(event)
         return self._begun(event) + self._encoded(event)
 
     def _begun(self, event: chat.Event) -> bytes:
@@ -147,34 +134,38 @@ class AnthropicStream:
         usage = event.usage if isinstance(event, chat.Finished) else chat.Usage()
         if isinstance(event, chat.Progress):
             usage = chat.Usage(event.total, cached_hot=event.done)
-        start = _Usage(usage.prompt_tokens - usage.cached_tokens, 0, usage.cached_tokens, 0)
-        message = MessageAnswer(self._id, self._model, [], None, None, start)
-        return _event("message_start", message=message)
+        self.message.usage = _Usage(usage.prompt_tokens - usage.cached_tokens, 0, usage.cached_tokens, 0)
+        return _event("message_start", message=self.message)
 
     def _encoded(self, event: chat.Event) -> bytes:
-        if isinstance(event, chat.TextDelta):
-            return self._text(event.text) if event.text else b""
-        if isinstance(event, chat.ReasoningDelta):
-            return self._thinking(event.text) if event.text else b""
-        if isinstance(event, (chat.ToolCallDelta, chat.ToolCall, chat.ToolCallCut)):
-            return self._tool_call(event)
-        if isinstance(event, chat.Finished):
-            stop = {"stop_reason": _STOP_REASON[event.reason], "stop_sequence": event.stop_sequence}
-            delta = _event("message_delta", delta=stop, usage=_usage(event.usage))
-            return self._close() + delta + _event("message_stop")
-        return b""
+        match event:
+            case chat.TextDelta() if event.text:
+                begin = b"" if self._open == "text" else self._begin("text", _Text(""))
+                self._said.append(event.text)
+                return begin + self._delta("text_delta", text=event.text)
+            case chat.ReasoningDelta() if event.text:
+                begin = b"" if self._open == "thinking" else self._begin("thinking", _Thinking("", ""))
+                self._said.append(event.text)
+                return begin + self._delta("thinking_delta", thinking=event.text)
+            case chat.ToolCallDelta() | chat.ToolCall() | chat.ToolCallCut():
+                return self._tool_call(event)
+            case chat.Finished():
+                return self._finish(event)
+            case chat.Restarted():
+                closed, self.message.content = self._close(), []
+                return closed
+            case _:
+                return b""
 
-    def _text(self, text: str) -> bytes:
-        begin = b"" if self._open == "text" else self._begin("text", _Text(""))
-        return begin + self._delta("text_delta", text=text)
-
-    def _thinking(self, text: str) -> bytes:
-        begin = b""
-        if self._open != "thinking":
-            begin = self._begin("thinking", _Thinking("", ""))
-            self._signature = _Signature()
-        self._signature.update(text)
-        return begin + self._delta("thinking_delta", thinking=text)
+    def _finish(self, finished: chat.Finished) -> bytes:
+        closed, message = self._close(), self.message
+        message.stop_reason, message.stop_sequence = _STOP_REASON[finished.reason], finished.stop_sequence
+        message.usage = _usage(finished.usage)
+        if self._keep is not None:
+            self._keep(message.id, msgspec.json.encode(message.content))
+        stop = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        delta = _event("message_delta", delta=stop, usage=message.usage)
+        return closed + delta + _event("message_stop")
 
     def _tool_call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> bytes:
         out = b""
@@ -182,12 +173,17 @@ class AnthropicStream:
             out = self._begin("call", _ToolUse(call.id, call.name, msgspec.Raw(b"{}")))
         if text := self._call.take(call):
             out += self._delta("input_json_delta", partial_json=text)
-        return out if isinstance(call, chat.ToolCallDelta) else out + self._close()
+        if isinstance(call, chat.ToolCallDelta):
+            return out
+        # As Anthropic's SDKs read a stream that is cut off.
+        self._said.append(call.valid_arguments)
+        return out + self._close()
 
     def _begin(self, kind: Literal["text", "thinking", "call"], block: _Text | _Thinking | _ToolUse) -> bytes:
         closed = self._close()
+        self.message.content.append(block)
+        self._open, self._said = kind, []
         self._index += 1
-        self._open = kind
         return closed + _event("content_block_start", index=self._index, content_block=block)
 
     def _delta(self, type: str, **fields: str) -> bytes:
@@ -196,63 +192,27 @@ class AnthropicStream:
     def _close(self) -> bytes:
         if not self._open:
             return b""
-        signed = self._open == "thinking"
-        signature = self._delta("signature_delta", signature=self._signature.text()) if signed else b""
-        self._open = ""
-        return signature + _event("content_block_stop", index=self._index)
+        self._open, said, signed = "", "".join(self._said), b""
+        block = self.message.content[-1]
+        if isinstance(block, _Text):
+            block.text = said
+        elif isinstance(block, _Thinking):
+            block.thinking, block.signature = said, _signature(said)
+            signed = self._delta("signature_delta", signature=block.signature)
+        else:
+            block.input = msgspec.Raw(said.encode())
+        return signed + _event("content_block_stop", index=self._index)
 
 
 class AnthropicCollector:
     """`sse.Collector` of one message."""
 
-    def __init__(self, id: str, model: str, keep: Keep = _nowhere):
-        self._id = id
-        self._model = model
-        self._keep = keep
-        self._runs: list[tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut] = []
-        self._finished: chat.Finished | None = None
+    def __init__(self, id: str, model: str, keep: Keep | None = None):
+        self._stream = AnthropicStream(id, model, "", keep)
 
     def event(self, event: chat.Event) -> None:
-        if isinstance(event, (chat.TextDelta, chat.ReasoningDelta)):
-            if not event.text:
-                return
-            last = self._runs[-1] if self._runs else None
-            if isinstance(last, tuple) and last[0] is type(event):
-                last[1].append(event.text)
-            else:
-                self._runs.append((type(event), [event.text]))
-        elif isinstance(event, (chat.ToolCall, chat.ToolCallCut)):
-            self._runs.append(event)
-        elif isinstance(event, chat.Restarted):
-            self._runs.clear()
-        elif isinstance(event, chat.Finished):
-            self._finished = event
-            self._keep(self._id, msgspec.json.encode(self._content()))
-
-    def _content(self) -> list[_Text | _Thinking | _ToolUse]:
-        return [_block(run) for run in self._runs]
+        self._stream.event(event)
 
     def response(self) -> bytes:
-        assert self._finished is not None, "response before Finished"
-        return msgspec.json.encode(
-            MessageAnswer(
-                id=self._id,
-                model=self._model,
-                content=self._content(),
-                stop_reason=_STOP_REASON[self._finished.reason],
-                stop_sequence=self._finished.stop_sequence,
-                usage=_usage(self._finished.usage),
-            )
-        )
-
-
-def _block(run: tuple[type, list[str]] | chat.ToolCall | chat.ToolCallCut) -> _Text | _Thinking | _ToolUse:
-    if isinstance(run, (chat.ToolCall, chat.ToolCallCut)):
-        # As Anthropic's SDKs read a stream that is cut off.
-        return _ToolUse(run.id, run.name, msgspec.Raw(run.valid_arguments.encode()))
-    text = "".join(run[1])
-    if run[0] is chat.TextDelta:
-        return _Text(text)
-    signature = _Signature()
-    signature.update(text)
-    return _Thinking(text, signature.text())
+        assert self._stream.message.stop_reason is not None, "response before Finished"
+        return msgspec.json.encode(self._stream.message)

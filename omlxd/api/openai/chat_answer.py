@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -19,8 +18,8 @@ from ...chat import (
 )
 from ..sse import OpenCall
 from .chat_tools import FUNCTIONS, CallShape
-from .choices import ChoicesCollector, ChoicesStream, ids_of
-from .fields import FINISH_REASON, ChatLogprobs, Timings, UsageBody, chat_logprobs
+from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
+from .fields import FINISH_REASON, ChatLogprobs, Timings, UsageBody, chat_logprobs, timings_of, usage_body
 from .tool_choice import custom_input
 
 
@@ -192,15 +191,12 @@ class ChatCompletion(msgspec.Struct):
 def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
     finished = events[-1]
     assert isinstance(finished, Finished), "response before Finished"
-    texts = [event for event in events if isinstance(event, TextDelta)]
-    thought = [event.text for event in events if isinstance(event, ReasoningDelta)]
     calls = [event for event in events if isinstance(event, (ToolCall, ToolCallCut))]
-    text = "".join(event.text for event in texts)
-    logprobs = tuple(each for event in texts for each in event.logprobs)
+    text, logprobs = text_of(events), logprobs_of(events)
     message = _Message(
         # Null only beside tool calls: clients read an answer's content without asking.
         content=None if calls and not text else text,
-        reasoning_content="".join(thought) or UNSET,
+        reasoning_content=text_of(events, ReasoningDelta) or UNSET,
     )
     if calls and shape.obsolete:
         message.function_call = _Function(calls[0].name, calls[0].arguments)
@@ -225,8 +221,12 @@ class OpenAIChatCollector(ChoicesCollector):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
-        super().__init__(self._completion, partial(_choice, shape=shape), id, model, created, n)
+        def body(choices: list[list[Event]], finished: Finished) -> ChatCompletion:
+            return ChatCompletion(
+                *(id, created, model, [_choice(events, at, shape) for at, events in enumerate(choices)]),
+                usage_body(finished.usage),
+                prompt_token_ids=ids_of(choices[0]).get("prompt_token_ids", UNSET),
+                timings=timings_of(finished.usage),
+            )
 
-    def _completion(self, *fields: Any, timings: Any) -> ChatCompletion:
-        prompt = ids_of(self._events[0]).get("prompt_token_ids", UNSET)
-        return ChatCompletion(*fields, prompt_token_ids=prompt, timings=timings)
+        super().__init__(body, n)

@@ -12,7 +12,16 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import ChoiceEvent, Event, Finished, Restarted, TokenIds
+from ...chat import (
+    ChoiceEvent,
+    Event,
+    Finished,
+    ReasoningDelta,
+    Restarted,
+    TextDelta,
+    TokenIds,
+    TokenLogprob,
+)
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import DONE, data_event
@@ -82,27 +91,14 @@ class ChoicesStream(ABC):
 
 
 class ChoicesCollector:
-    """`sse.Collector` of a completion.
+    """`sse.Collector` of one answer or several.
 
-    answer  its struct: (id, created, model, choices, usage)
-    choice  makes a choice of its events, Finished or Failed among them, and its index
+    body  makes its struct of each choice's events, Finished or Failed among them, and the Finished of all
     """
 
-    def __init__(
-        self,
-        answer: Callable[..., Any],
-        choice: Callable[[list[Event], int], Any],
-        id: str,
-        model: str,
-        created: int,
-        n: int,
-    ):
-        self._answer = answer
-        self._choice = choice
+    def __init__(self, body: Callable[[list[list[Event]], Finished], msgspec.Struct], n: int = 1):
+        self._body = body
         self._events: list[list[Event]] = [[] for _ in range(n)]
-        self._id = id
-        self._model = model
-        self._created = created
         self._finished: Finished | None = None
 
     def event(self, event: Event) -> None:
@@ -118,7 +114,13 @@ class ChoicesCollector:
 
     def response(self) -> bytes:
         assert self._finished is not None, "response before Finished"
-        choices = [self._choice(events, index) for index, events in enumerate(self._events)]
-        usage = self._finished.usage
-        fields = self._id, self._created, self._model, choices, usage_body(usage)
-        return msgspec.json.encode(self._answer(*fields, timings=timings_of(usage)))
+        return msgspec.json.encode(self._body(self._events, self._finished))
+
+
+def text_of(events: Iterable[Event], *kinds: type[TextDelta | ReasoningDelta]) -> str:
+    """The text of a choice, or of its events of `kinds`."""
+    return "".join(event.text for event in events if isinstance(event, kinds or TextDelta))
+
+
+def logprobs_of(events: Iterable[Event]) -> tuple[TokenLogprob, ...]:
+    return tuple(each for event in events if isinstance(event, TextDelta) for each in event.logprobs)

@@ -15,7 +15,7 @@ from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import MAX_TOKENS, ParsedRequest, decode
 from ..errors import OpenAIDetail, openai_detail
-from .choices import ChoicesCollector, ChoicesStream, ids_of
+from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
 from .fields import (
     FINISH_REASON,
     CommonBody,
@@ -26,6 +26,8 @@ from .fields import (
     limit_of,
     parsed_fields,
     session,
+    timings_of,
+    usage_body,
 )
 
 DEFAULT_MAX_TOKENS = 16
@@ -182,11 +184,9 @@ def _choice(events: list[chat.Event], index: int) -> _Choice:
     if isinstance(last, chat.Failed):
         return _failed(last, index)
     assert isinstance(last, chat.Finished), "response before Finished"
-    texts = [event for event in events if isinstance(event, (chat.TextDelta, chat.ReasoningDelta))]
-    logprobs = [each for event in texts if isinstance(event, chat.TextDelta) for each in event.logprobs]
     return _Choice(
-        text="".join(event.text for event in texts),
-        logprobs=_logprobs(tuple(logprobs)),
+        text=text_of(events, chat.TextDelta, chat.ReasoningDelta),
+        logprobs=_logprobs(logprobs_of(events)),
         finish_reason=FINISH_REASON[last.reason],
         index=index,
         **ids_of(events),
@@ -197,4 +197,9 @@ class OpenAICompletionCollector(ChoicesCollector):
     """`sse.Collector` of one completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1):
-        super().__init__(Completion, _choice, id, model, created, n)
+        def body(choices: list[list[chat.Event]], finished: chat.Finished) -> Completion:
+            rows = [_choice(events, index) for index, events in enumerate(choices)]
+            usage = usage_body(finished.usage)
+            return Completion(id, created, model, rows, usage, timings=timings_of(finished.usage))
+
+        super().__init__(body, n)

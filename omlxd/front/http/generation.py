@@ -84,14 +84,10 @@ def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answe
     def keep_of(parsed: ParsedRequest) -> Keep | None:
         return partial(threads.keep, parsed) if isinstance(parsed, ThreadRequest) else None
 
-    def collector(parsed: ParsedRequest) -> AnthropicCollector:
-        keep = keep_of(parsed)
-        return AnthropicCollector(_id("msg_"), parsed.model, *([keep] if keep else []))
-
     return Dialect(
         lambda body, headers: parse(body, headers, threads.find_thread),
         lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id, keep_of(parsed)),
-        collector,
+        lambda parsed: AnthropicCollector(_id("msg_"), parsed.model, keep_of(parsed)),
         held=threads.continuing,
     )
 
