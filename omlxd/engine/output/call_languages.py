@@ -9,130 +9,81 @@ Pythonic: `[name(key="text", n=2), other()]`, sometimes with JSON's words; keys 
 from __future__ import annotations
 
 import ast
-import io
 import json
 import re
-import tokenize
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..constrain.call_formats import VALUE_CALLS
 
-_QUOTES = tuple(row.values.quote for row in VALUE_CALLS if row.values.quote)
-_HEAD = re.compile(r"\s*call:([^\s{}]+)\{")
-_KEY = re.compile(r"([^\s:{}\[\],<]+)\s*:\s*")
-_NUMBER = re.compile(r"-?\d+(?P<float>(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=[\s,\]}])")
-_WORD = re.compile(r"(true|false|null|None|True|False)(?=[\s,\]}])")
-_WORDS: dict[str, Any] = {"true": True, "True": True, "false": False, "False": False}
-_COLON = re.compile(r"\s*:\s*")
-_json_string = json.JSONDecoder(strict=False).raw_decode
-_SPACE = re.compile(r"\s*")
-MAX_DEPTH = 64
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_QUOTES = "|".join(re.escape(row.values.quote) for row in VALUE_CALLS if row.values.quote)
+_GEMMA = re.compile(
+    rf"(?P<quote>{_QUOTES})(?P<text>.*?)(?P=quote)"
+    rf"|{_STRING}"  # As in JSON, where a model forgets its own quotes.
+    r"|(?<![^\s}])call:(?P<name>[^\s{}\[\],<\"]++)(?={)"
+    r"|(?<![^\s{}\[\],])(?P<key>[^\s:{}\[\],<\"]++)(?=\s*+:)"
+    r"|(?P<word>None|True|False)(?=[\s,\]}])"
+    r"|,(?P<last>)(?=\s*+[\]}])",
+    re.DOTALL,
+)
+"""What Gemma writes otherwise than JSON does, and strings, so that nothing within them is looked at. Words
+are taken whole, from their beginning: else a model that repeats itself takes minutes.
+"""
+_WORDS = {"None": "null", "True": "true", "False": "false"}
+_decoder = json.JSONDecoder(strict=False)
 
 
 def gemma_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None: `text` holds something else."""
-    calls: list[tuple[str, dict[str, Any]]] = []
+    """(name, arguments) of each call; None: `text` holds something else. Raises anything."""
+    text = _GEMMA.sub(_in_json, text).strip()
+    values: list[Any] = []
     at = 0
-    while head := _HEAD.match(text, at):
-        try:
-            arguments, at = _object(text, head.end(), MAX_DEPTH)
-        except ValueError:
-            return None
-        calls.append((head[1], arguments))
-    return calls if calls and not text[at:].strip() else None
+    while at < len(text):  # a name, its arguments, the next name
+        value, end = _decoder.raw_decode(text, at)
+        values.append(value)
+        at = end + len(text[end:]) - len(text[end:].lstrip())
+    calls = list(zip(values[::2], values[1::2], strict=True))
+    named = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in calls)
+    return calls if calls and named else None
 
 
-def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """The value at `at` and where it ends. Raises ValueError."""
-    if quoted := _quoted(text, at):
-        return quoted
-    if text.startswith("{", at):
-        return _object(text, at + 1, depth - 1)
-    if text.startswith("[", at):
-        return _array(text, at + 1, depth - 1)
-    if match := _NUMBER.match(text, at):
-        return (float(match[0]) if match["float"] else int(match[0])), match.end()
-    if match := _WORD.match(text, at):
-        return _WORDS.get(match[0]), match.end()
-    raise ValueError("no value")
-
-
-def _object(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    members: dict[str, Any] = {}
-    at = _after_space(text, at, depth)
-    while not text.startswith("}", at):
-        key, at = _key(text, at)
-        members[key], at = _value(text, at, depth)
-        at = _between(text, at, "}")
-    return members, at + 1
-
-
-def _array(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    items: list[Any] = []
-    at = _after_space(text, at, depth)
-    while not text.startswith("]", at):
-        value, at = _value(text, at, depth)
-        items.append(value)
-        at = _between(text, at, "]")
-    return items, at + 1
-
-
-def _quoted(text: str, at: int) -> tuple[str, int] | None:
-    """A string and where it ends; None: no string begins here. Raises ValueError."""
-    for quote in _QUOTES:
-        if text.startswith(quote, at):
-            end = text.index(quote, at + len(quote))
-            return text[at + len(quote) : end], end + len(quote)
-    # As in JSON, where a model forgets its own quotes.
-    return _json_string(text, at) if text.startswith('"', at) else None
-
-
-def _key(text: str, at: int) -> tuple[str, int]:
-    if quoted := _quoted(text, at):
-        if (colon := _COLON.match(text, quoted[1])) is None:
-            raise ValueError("no key")
-        return quoted[0], colon.end()
-    match = _KEY.match(text, at)
-    if match is None:
-        raise ValueError("no key")
-    return match[1], match.end()
-
-
-def _between(text: str, at: int, close: str) -> int:
-    """Behind a comma, or at `close`."""
-    at = _after_space(text, at, 1)
-    if text.startswith(",", at):
-        return _after_space(text, at + 1, 1)
-    if not text.startswith(close, at):
-        raise ValueError("neither a comma nor an end")
-    return at
-
-
-def _after_space(text: str, at: int, depth: int) -> int:
-    if not depth:
-        raise ValueError("nested too deeply")
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
+def _in_json(match: re.Match[str]) -> str:
+    kind = match.lastgroup
+    if kind is None:
+        return match[0]
+    return _WORDS[match[kind]] if kind == "word" else json.dumps(match[kind]) if kind != "last" else ""
 
 
 _PYTHONIC_WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
-_PYTHONIC_KEY = "key_of_a_call_"
-_SKIPPED = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-
-
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"|\'(?:[^\'\\]|\\.)*\'', re.DOTALL)
-"""A string, in which models leave newlines as they are."""
+_KEY = "key_of_a_call_"
+_PYTHONIC = re.compile(
+    rf"\"\"\".*?\"\"\"|'''.*?'''|(?P<string>{_STRING}|'(?:[^'\\]|\\.)*')"
+    r"|(?<![\w.:/-])(?P<name>\w[\w.:/-]*+)(?<!:)\s*+\("
+    r"|(?<!\w)(?P<key>[^\W\d]\w*+)(?=\s*+=)",
+    re.DOTALL,
+)
 
 
 def pythonic_calls(
     text: str, parameters: Callable[[str], Iterable[str]]
 ) -> list[tuple[str, dict[str, Any]]] | None:
     """Return (name, arguments) of each call, or None. Raises anything. `parameters`: a tool's, in order."""
-    if '"""' not in text and "'''" not in text:
-        text = _STRING.sub(lambda string: string[0].replace("\n", "\\n"), text)
-    source, names = _renamed(text)
-    body = ast.parse(source, mode="eval").body
+    names: list[str] = []
+
+    def allowed(match: re.Match[str]) -> str:
+        """What Python allows: models leave newlines in strings, and names may be its keywords."""
+        match match.lastgroup:
+            case "string":
+                return match[0].replace("\n", "\\n")
+            case "name":
+                names.append(match["name"])
+                return f"call_{len(names)}("
+            case "key":
+                return _KEY + match["key"]
+        return match[0]
+
+    body = ast.parse(_PYTHONIC.sub(allowed, text).strip(), mode="eval").body
     if not isinstance(body, ast.List) or not body.elts or len(body.elts) != len(names):
         return None
     calls: list[tuple[str, dict[str, Any]]] = []
@@ -141,37 +92,9 @@ def pythonic_calls(
             return None
         keys = list(parameters(name))[: len(node.args)] if node.args else []
         positional = {key: _pythonic_value(value) for key, value in zip(keys, node.args, strict=True)}
-        named = {
-            (each.arg or "").removeprefix(_PYTHONIC_KEY): _pythonic_value(each.value)
-            for each in node.keywords
-        }
+        named = {(each.arg or "").removeprefix(_KEY): _pythonic_value(each.value) for each in node.keywords}
         calls.append((name, positional | named))
     return calls
-
-
-def _renamed(text: str) -> tuple[str, list[str]]:
-    """The source with names that Python allows, and the calls' names in order."""
-    out: list[str] = []
-    names: list[str] = []
-    depth, name = 0, ""
-    tokens = [
-        token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _SKIPPED
-    ]
-    for token, after in zip(tokens, [*tokens[1:], None], strict=True):
-        word = token.string
-        if token.type == tokenize.ERRORTOKEN and not word.isspace():
-            raise ValueError("no Python")
-        if depth == 1 and word not in ("(", ")", ",", "]"):
-            name += word
-            continue
-        if depth == 1 and word == "(":
-            names.append(name)
-            out.append(f"call_{len(names)}")
-            name = ""
-        depth += (word in ("(", "[", "{")) - (word in (")", "]", "}"))
-        key = depth == 2 and token.type == tokenize.NAME and after is not None and after.string == "="
-        out.append(_PYTHONIC_KEY + word if key else word)
-    return " ".join(out), names
 
 
 def _pythonic_value(node: ast.expr) -> Any:

@@ -21,14 +21,13 @@ import copy
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Set
 
 from ..constrain.call_formats import MAX_HEAD, READINGS, TagReading
-from .tool_calls import NAME, ParsedCall, coerce, json_text, kinds_of, loads, typed_text
+from .tool_calls import NAME, ParsedCall, coerce, json_text, loads, typed_text
 
-Properties = Callable[[str], dict[str, Any]]
-"""A tool's name → its parameters' schemas."""
+Parameters = Callable[[str], Mapping[str, Set[str]]]
+"""A tool's name → the JSON types that each parameter may have: `ToolCallReader.parameters`."""
 
 
 class Writer(ABC):
@@ -37,12 +36,12 @@ class Writer(ABC):
     dead       what came is malformed, from `rest` on
     """
 
-    def __init__(self, properties: Properties):
+    def __init__(self, parameters: Parameters):
         self.name = ""
         self.arguments = ""
         self.dead = False
-        self._properties = properties
-        self._types: dict[str, Any] = {}
+        self._parameters = parameters
+        self._kinds: Mapping[str, Set[str]] = {}
         self._text = ""
 
     @property
@@ -75,8 +74,8 @@ class Writer(ABC):
 class TagWriter(Writer):
     """A head that holds the name, then parameters, each a key and a value between tags."""
 
-    def __init__(self, properties: Properties, tags: TagReading):
-        super().__init__(properties)
+    def __init__(self, parameters: Parameters, tags: TagReading):
+        super().__init__(parameters)
         self._tags = tags
         self._looked = 0
 
@@ -116,12 +115,12 @@ class TagWriter(Writer):
             self.dead = True
             return False
         self.name = name
-        self._types = self._properties(name)
+        self._kinds = self._parameters(name)
         self._text = self._text[match.end() :]
         return True
 
     def _member(self, key: str, value: str) -> None:
-        value_json = json_text(typed_text(value, self._types.get(key), key in self._types))
+        value_json = json_text(typed_text(value, self._kinds.get(key)))
         self.arguments += f"{', ' if self.arguments else '{'}{json_text(key)}: {value_json}"
 
 
@@ -140,8 +139,8 @@ _NEXT = re.compile(r"\s*([,}])")
 class JsonWriter(Writer):
     """`{"name": "NAME", "arguments": {…}}`."""
 
-    def __init__(self, properties: Properties):
-        super().__init__(properties)
+    def __init__(self, parameters: Parameters):
+        super().__init__(parameters)
         self._members_end = 0  # of `arguments`, behind the last whole member
         self._step: Callable[[JsonWriter], bool] = JsonWriter._head
         self._prefix = ""
@@ -201,7 +200,7 @@ class JsonWriter(Writer):
             return self._die()
         if not NAME.fullmatch(self.name):
             return self._die()
-        self._types = self._properties(self.name)
+        self._kinds = self._parameters(self.name)
         self._take(match.end())
         self._step = JsonWriter._member
         return True
@@ -219,7 +218,7 @@ class JsonWriter(Writer):
             return self._die()
         self._prefix = (", " if self._members_end else "{") + json_text(self._key) + ": "
         self._take(match.end())
-        kinds = kinds_of(self._types.get(self._key))
+        kinds = self._kinds.get(self._key)
         if self._text.startswith('"') and (not kinds or "string" in kinds):
             self._take(1)
             self.arguments += self._prefix + '"'
@@ -259,7 +258,7 @@ class JsonWriter(Writer):
             return False
         try:
             value = loads(self._text[:end])
-            value_json = json_text(coerce(value, self._types.get(self._key)))
+            value_json = json_text(coerce(value, self._kinds.get(self._key)))
         except (ValueError, RecursionError):
             return self._die()
         self._take(end)
@@ -307,19 +306,19 @@ class JsonWriter(Writer):
         return False
 
 
-def writer_for(text: str, properties: Properties) -> Writer | None:
+def writer_for(text: str, parameters: Parameters) -> Writer | None:
     """The writer for a call that begins with `text`; None: no writer can tell, or quoted names."""
     if text.startswith("{"):
-        return JsonWriter(properties)
+        return JsonWriter(parameters)
     tags = next((tags for tags in READINGS if tags.fits(text)), None)
-    return TagWriter(properties, tags) if tags is not None and not tags.quoted else None
+    return TagWriter(parameters, tags) if tags is not None and not tags.quoted else None
 
 
 class LiveCall:
     """A call as its text arrives, in any format."""
 
-    def __init__(self, properties: Properties):
-        self._properties = properties
+    def __init__(self, parameters: Parameters):
+        self._parameters = parameters
         self._text = ""
         self._sent = 0
         self._writer: Writer | None = None
@@ -328,7 +327,7 @@ class LiveCall:
         """More of the arguments, or ""."""
         if self._writer is None:
             self._text += text
-            self._writer = writer_for(self._text.lstrip(), self._properties)
+            self._writer = writer_for(self._text.lstrip(), self._parameters)
             text = self._text
         if self._writer is None:
             return ""

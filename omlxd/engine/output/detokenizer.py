@@ -7,9 +7,8 @@ space is kept, unlike in mlx-lm's. Other tokenizers have mlx-lm's own.
 from __future__ import annotations
 
 import codecs
+import functools
 import re
-import threading
-import weakref
 from typing import Any, Protocol
 
 from tokenizers import decoders
@@ -61,10 +60,6 @@ class WrappedDetokenizer:
         return self._inner.last_segment
 
 
-_tables: weakref.WeakKeyDictionary[Any, list[bytes]] = weakref.WeakKeyDictionary()
-_building = threading.Lock()
-
-
 def detokenizer(tokenizer: Any) -> Detokenizer:
     """A fresh one for `tokenizer` (mlx-lm's TokenizerWrapper). The first call builds its table."""
     if not _byte_level(tokenizer):
@@ -94,14 +89,8 @@ def _byte_level(tokenizer: Any) -> bool:
     return isinstance(getattr(backend, "decoder", None), decoders.ByteLevel)
 
 
+@functools.lru_cache(maxsize=1)
 def _table(tokenizer: Any) -> list[bytes]:
-    with _building:
-        if tokenizer not in _tables:
-            _tables[tokenizer] = byte_table(tokenizer)
-        return _tables[tokenizer]
-
-
-def byte_table(tokenizer: Any) -> list[bytes]:
     """The bytes of each token. Added tokens stand for themselves, the others are byte-level spelling."""
     added = {int(index): str(token) for index, token in tokenizer.added_tokens_decoder.items()}
     spelled = _byte_of_letter()

@@ -6,8 +6,8 @@ splitter or harmony → stop strings → events. Space beside a tag is dropped, 
 
 from __future__ import annotations
 
+import functools
 import secrets
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +144,7 @@ class _EventSink(Sink):
         self._called = False
         self.stops = stops
         self._reader = reader
-        self._live, self._id = LiveCall(reader.properties), ""
+        self._live, self._id = LiveCall(reader.parameters), ""
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[chat.Event] = []
@@ -168,7 +168,7 @@ class _EventSink(Sink):
             self._events.append(chat.ReasoningDelta(text))
 
     def call_begins(self) -> None:
-        self._live, self._id = LiveCall(self._reader.properties), ""
+        self._live, self._id = LiveCall(self._reader.parameters), ""
 
     def call_text(self, text: str) -> None:
         if not self.ended:
@@ -311,23 +311,14 @@ class _Facts:
     controls: dict[int, str]
 
 
-_facts: weakref.WeakKeyDictionary[Any, _Facts] = weakref.WeakKeyDictionary()
-
-
 def prepare(tokenizer: Any) -> None:
     """Do at load time what else the first request would wait for: tables over the whole vocabulary."""
     _facts_of(tokenizer)
     detokenizer(tokenizer)
 
 
+@functools.lru_cache(maxsize=1)
 def _facts_of(tokenizer: Any) -> _Facts:
-    facts = _facts.get(tokenizer)
-    if facts is None:
-        facts = _facts[tokenizer] = _find_facts(tokenizer)
-    return facts
-
-
-def _find_facts(tokenizer: Any) -> _Facts:
     calls = (_HERMES, _BARE_FUNCTION)
     if tokenizer.has_tool_calling and tokenizer.tool_call_start != _HERMES.start:
         calls = (CallTags(tokenizer.tool_call_start, tokenizer.tool_call_end or ""),)

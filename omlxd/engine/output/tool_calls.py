@@ -7,17 +7,16 @@ parser for the model reads others. Text that is no call gives None, never an exc
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from ...chat import Tool
 from ..constrain.call_formats import READINGS, VALUE_CALLS, TagReading
-from ..constrain.json_schema import Unenforceable, branches, resolved
+from ..constrain.json_schema import Unenforceable, branches
 from ..prompt.messages import openai_tools
 from .call_languages import gemma_calls, pythonic_calls
 
@@ -67,7 +66,7 @@ class ToolCallReader:
         for row in VALUE_CALLS:
             if text.startswith(row.begins):
                 if row.python:
-                    return (self._json, lambda text: pythonic_calls(text, self.properties))
+                    return (self._json, lambda text: pythonic_calls(text, self.parameters))
                 return (gemma_calls, self._by_mlx_lm)
         if text in self._tools:  # a call without arguments, where those would have tags
             return (lambda name: [(name, {})],)
@@ -77,16 +76,17 @@ class ToolCallReader:
         """Raises ValueError for what is no call."""
         if not NAME.fullmatch(name):
             raise ValueError(f"no name of a tool: {name!r}")
-        types = self.properties(name)
-        arguments = {key: coerce(value, types.get(key)) for key, value in arguments.items()}
+        kinds = self.parameters(name)
+        arguments = {key: coerce(value, kinds.get(key)) for key, value in arguments.items()}
         return ParsedCall(name, json_text(arguments))
 
-    def properties(self, name: str) -> dict[str, Any]:
+    def parameters(self, name: str) -> dict[str, Set[str]]:
+        """The JSON types that each parameter of a tool may have; of one that says nothing: none."""
         tool = self._tools.get(name)
         properties = tool.parameters.get("properties") if tool else None
         if tool is None or not isinstance(properties, dict):
             return {}
-        return {key: _resolved(schema, tool.parameters) for key, schema in properties.items()}
+        return {key: kinds_of(schema, tool.parameters) for key, schema in properties.items()}
 
     # ----------------------------------------------------------------- spellings
 
@@ -105,11 +105,11 @@ class ToolCallReader:
         while head := tags.head.match(text, at):
             at = head.end()
             name, arguments = head[1].strip(), {}
-            types = self.properties(name)
+            kinds = self.parameters(name)
             while parameter := tags.parameter.match(text, at):
                 at = parameter.end()
                 key = parameter[1].strip()
-                arguments[key] = typed_text(tags.value(parameter), types.get(key), key in types)
+                arguments[key] = typed_text(tags.value(parameter), kinds.get(key))
             if (end := tags.end.match(text, at)) is None:
                 return None
             at = end.end()
@@ -122,7 +122,7 @@ class ToolCallReader:
         value = self._fallback(text, self._listed)
         calls = [_call_of(item) for item in (value if isinstance(value, list) else [value])]
         # GLM's parser makes `{"raw": text}` of what it can't read.
-        if any(set(call[1]) == {"raw"} and "raw" not in self.properties(call[0]) for call in calls):
+        if any(set(call[1]) == {"raw"} and "raw" not in self.parameters(call[0]) for call in calls):
             return None
         return calls
 
@@ -196,35 +196,20 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _resolved(schema: Any, root: dict[str, Any]) -> Any:
-    """A parameter's schema with what it refers to in its place."""
-    schema = resolved(schema, root)
-    if isinstance(schema, dict) and any(word in schema for word in ("anyOf", "oneOf", "allOf")):
-        with contextlib.suppress(Unenforceable):
-            return {"anyOf": branches(schema, root, strict=False)}
-    return schema
+def kinds_of(schema: Any, root: dict[str, Any]) -> Set[str]:
+    """JSON types that `schema`, whose `$ref` leads into `root`, allows; empty: it doesn't say."""
+    try:
+        alternatives = branches(schema, root, strict=False)
+    except Unenforceable:
+        declared = schema.get("type") if isinstance(schema, dict) else None
+        return {kind for kind in _KINDS if kind in (declared if isinstance(declared, list) else [declared])}
+    told = {branch["type"] for branch in alternatives if "type" in branch}
+    values = [value for branch in alternatives for value in branch.get("enum", ())]
+    return told | {kind for kind in _KINDS for value in values if _is(value, {kind})}
 
 
-def kinds_of(schema: Any) -> set[str]:
-    """JSON types that `schema` allows; empty: it doesn't say."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type")
-    named = declared if isinstance(declared, list) else [declared]
-    kinds = {kind for kind in named if isinstance(kind, str)}
-    for branch in ("anyOf", "oneOf"):
-        choices = schema.get(branch)
-        for choice in choices if isinstance(choices, list) else ():
-            kinds |= kinds_of(choice)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not kinds and isinstance(values, list):
-        kinds = {kind for value in values for kind in _KINDS if _is(value, {kind})}
-    return kinds & _KINDS.keys()
-
-
-def coerce(value: Any, schema: Any) -> Any:
-    """`value` in a type that `schema` allows, where that is possible without guessing."""
-    kinds = kinds_of(schema)
+def coerce(value: Any, kinds: Set[str] | None) -> Any:
+    """`value` in a type of `kinds`, where that is possible without guessing."""
     if not kinds or _is(value, kinds):
         return value
     if isinstance(value, str):
@@ -236,18 +221,18 @@ def coerce(value: Any, schema: Any) -> Any:
     return value
 
 
-def typed_text(text: str, schema: Any, declared: bool) -> Any:
-    """A value that stands as bare text between tags."""
-    kinds = kinds_of(schema)
+def typed_text(text: str, kinds: Set[str] | None) -> Any:
+    """A value that stands as bare text between tags. `kinds` None: the tool has no such parameter."""
+    if kinds is None:
+        return _literal(text.strip(), _KINDS.keys(), text)
     if "string" in kinds:
         # Of `string or null`, the word null is null; of `string or integer`, digits stay text.
         return None if "null" in kinds and text.strip() == "null" else text
-    if declared and not kinds:
-        kinds = {"array", "object"}  # no type told: only what can't be meant as text
-    return _literal(text.strip(), kinds or set(_KINDS), text)
+    # No type told: only what can't be meant as text.
+    return _literal(text.strip(), kinds or {"array", "object"}, text)
 
 
-def _literal(text: str, kinds: set[str], default: Any) -> Any:
+def _literal(text: str, kinds: Set[str], default: Any) -> Any:
     """`text` as a JSON (or Python) literal of one of `kinds`, else `default`."""
     for parse in (loads, ast.literal_eval):
         try:
@@ -263,7 +248,7 @@ def _literal(text: str, kinds: set[str], default: Any) -> Any:
     return default
 
 
-def _is(value: Any, kinds: set[str]) -> bool:
+def _is(value: Any, kinds: Set[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in kinds
     return any(isinstance(value, _KINDS[kind]) for kind in kinds if kind != "boolean")

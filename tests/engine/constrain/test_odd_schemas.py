@@ -13,7 +13,8 @@ from host import chat
 from parsing import tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
-from omlxd.engine.output.tool_calls import ToolCallReader, kinds_of
+from omlxd.engine.constrain.json_schema import TYPES
+from omlxd.engine.output.tool_calls import ToolCallReader
 from omlxd.errors import InvalidRequest
 from tests.engine.constrain.test_forced_calls import SCHEMAS, compiler_of, spelled
 
@@ -76,6 +77,6 @@ def test_a_broken_schema_breaks_nothing(tokenizer, name):
         except InvalidRequest as error:
             refused += 1
             assert error.param in ("tools", "tool_choice")
-        for schema in ToolCallReader((tool,)).properties("Odd").values():
-            kinds_of(schema)
+        for kinds in ToolCallReader((tool,)).parameters("Odd").values():
+            assert kinds <= set(TYPES)
     assert 0 < refused < 60

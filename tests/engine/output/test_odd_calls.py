@@ -9,6 +9,7 @@ from parsing import READ, merged, tokenizer  # noqa: F401 -- a fixture
 
 from omlxd.chat import Tool
 from omlxd.engine.output.parser import OutputParser
+from omlxd.engine.output.tool_calls import ToolCallReader
 from tests.engine.constrain.test_forced_calls import spelled
 
 STOP = Tool("Stop", "", {"type": "object", "properties": {}})
@@ -72,3 +73,8 @@ def test_a_json_call_that_is_cut_off_keeps_its_arguments(tokenizer, arguments, v
     parser = OutputParser(spelled(tokenizer, "kimi_k2"), tools=(READ, STOP))
     events = parser.add_text(f"Hm. <|tool_calls_section_begin|>{begun}") + parser.finish("length")
     assert merged(events) == [("text", "Hm."), ("cut", "Read", arguments, valid)]
+
+
+@pytest.mark.parametrize("text", ["call:" * 60_000, "call:R{" + "a" * 300_000, "[R(" + "a.b" * 100_000])
+def test_a_model_that_repeats_itself_holds_nobody_up(text):
+    assert ToolCallReader((READ,)).read(text) is None
