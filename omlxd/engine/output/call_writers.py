@@ -17,21 +17,21 @@ malformed with its complete members, and the rest is text.
 
 from __future__ import annotations
 
-import copy
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Set
 
 from ..constrain.call_formats import MAX_HEAD, READINGS, TagReading
-from .tool_calls import NAME, ParsedCall, coerce, json_text, loads, typed_text
+from .tool_calls import NAME, coerce, json_text, loads, typed_text
 
 Parameters = Callable[[str], Mapping[str, Set[str]]]
 """A tool's name → the JSON types that each parameter may have: `ToolCallReader.parameters`."""
 
 
-class Writer(ABC):
-    """name       of the tool; "" until it is known
+class Writer:
+    """Takes the text of a call. This one can tell nothing of it before it is whole.
+
+    name       of the tool; "" until it is known
     arguments  JSON text that is certain
     dead       what came is malformed, from `rest` on
     """
@@ -43,6 +43,7 @@ class Writer(ABC):
         self._parameters = parameters
         self._kinds: Mapping[str, Set[str]] = {}
         self._text = ""
+        self._sent = 0
 
     @property
     def in_string(self) -> bool:
@@ -55,20 +56,25 @@ class Writer(ABC):
         return self._text
 
     @property
-    @abstractmethod
     def members(self) -> str:
         """The members that are whole, as an object."""
+        return "{}"
 
-    @abstractmethod
-    def feed(self, text: str) -> None: ...
+    def feed(self, text: str) -> None:
+        self._text += text
 
-    @abstractmethod
     def close(self) -> bool:
         """The call's text has ended. False: it is no whole call."""
+        return False
 
-    @abstractmethod
     def cut(self) -> str:
         """The arguments with what is known of the member that was cut off."""
+        return self.arguments
+
+    def news(self) -> str:
+        """Arguments that have not been given out."""
+        news, self._sent = self.arguments[self._sent :], len(self.arguments)
+        return news
 
 
 class TagWriter(Writer):
@@ -102,9 +108,6 @@ class TagWriter(Writer):
         self.arguments += "}"
         self._text = ""
         return True
-
-    def cut(self) -> str:
-        return self.arguments
 
     def _begin(self) -> bool:
         match = self._tags.head.match(self._text)
@@ -306,67 +309,10 @@ class JsonWriter(Writer):
         return False
 
 
-def writer_for(text: str, parameters: Parameters) -> Writer | None:
-    """The writer for a call that begins with `text`; None: no writer can tell, or quoted names."""
-    if text.startswith("{"):
+def writer_for(text: str, parameters: Parameters) -> Writer:
+    """The writer for a call that begins so; a plain one if none can tell (yet), or names are quoted."""
+    begins = text.lstrip()
+    if begins.startswith("{"):
         return JsonWriter(parameters)
-    tags = next((tags for tags in READINGS if tags.fits(text)), None)
-    return TagWriter(parameters, tags) if tags is not None and not tags.quoted else None
-
-
-class LiveCall:
-    """A call as its text arrives, in any format."""
-
-    def __init__(self, parameters: Parameters):
-        self._parameters = parameters
-        self._text = ""
-        self._sent = 0
-        self._writer: Writer | None = None
-
-    def feed(self, text: str) -> str:
-        """More of the arguments, or ""."""
-        if self._writer is None:
-            self._text += text
-            self._writer = writer_for(self._text.lstrip(), self._parameters)
-            text = self._text
-        if self._writer is None:
-            return ""
-        self._writer.feed(text)
-        return self.news()
-
-    @property
-    def writer(self) -> Writer:
-        assert self._writer is not None
-        return self._writer
-
-    @property
-    def name(self) -> str:
-        """The tool of a call that may still become whole; "": not known."""
-        return self._writer.name if self._writer is not None and not self._writer.dead else ""
-
-    def cut(self) -> str:
-        """The arguments of a call that is cut off here."""
-        return self.writer.cut() if self.name else ""
-
-    def close(self) -> str | None:
-        """The last of the arguments of a whole call; None: it is none."""
-        return self.news() if self.writer.close() else None
-
-    def begins(self, call: ParsedCall) -> bool:
-        """Whether what has gone out is the beginning of `call`."""
-        return self.writer.name == call.name and call.arguments.startswith(self.writer.arguments)
-
-    def resume(self, text: str) -> bool | None:
-        """Whether the call is whole with `text` behind what came; None: `text` ends inside its string."""
-        trial = copy.copy(self.writer)
-        trial.feed(text)
-        if trial.in_string:
-            return None
-        self._writer = trial if trial.close() else self._writer
-        return self._writer is trial
-
-    def news(self) -> str:
-        """Arguments that have not been given out."""
-        arguments = self.writer.arguments
-        news, self._sent = arguments[self._sent :], len(arguments)
-        return news
+    tags = next((tags for tags in READINGS if tags.fits(begins)), None)
+    return Writer(parameters) if tags is None or tags.quoted else TagWriter(parameters, tags)

@@ -22,7 +22,7 @@ import re
 
 from ..constrain.harmony_grammar import CONTROLS
 from .splitter import Sink, Splitter, State, Tags
-from .tool_calls import NAME, json_text, loads
+from .tool_calls import NAME, json_text
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ = CONTROLS
 _NAMED = '{"name": '
@@ -188,7 +188,7 @@ class HarmonySplitter:
     def _end_call(self, ended: bool) -> None:
         body = "".join(self._body)
         arguments = body if body.strip() else "{}"
-        if ended and _is_json(arguments):
+        if ended and self._sink.is_call(self._head + arguments + "}"):
             rest = "}" if arguments is body else "{}}"
             self._sink.call_text(rest)
             done = self._sink.call(self._head + arguments + "}")
@@ -200,11 +200,3 @@ class HarmonySplitter:
         self._position -= len(body)
         self._begin_unread()
         self._show(body)
-
-
-def _is_json(text: str) -> bool:
-    try:
-        loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 
 class Beginnings:
-    """How much of a text's end may be the beginning of one of `words`."""
+    """Looks for `words`, and how much of a text's end may be the beginning of one."""
 
-    __slots__ = ("_firsts", "_longest", "_words")
+    __slots__ = ("_firsts", "_longest", "_words", "search")
 
     def __init__(self, words: Iterable[str]):
         self._words = tuple(words)
         self._longest = max(map(len, self._words), default=0)
         self._firsts = frozenset(word[0] for word in self._words)
+        self.search = re.compile("|".join(map(re.escape, self._words)) or r"(?!)").search
 
     def held(self, text: str) -> int:
         """Length of the longest end of `text` that begins a word without completing it."""

@@ -6,6 +6,7 @@ splitter or harmony → stop strings → events. Space beside a tag is dropped, 
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from ... import chat
 from ..constrain.call_formats import CODER, HERMES, begun_call, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
-from .call_writers import LiveCall
+from .call_writers import Writer, writer_for
 from .detokenizer import detokenizer
 from .harmony import HarmonySplitter
 from .held_text import StopStrings, TrailingSpaces
 from .logprobs import AnswerLogprobs
 from .splitter import CallTags, Sink, Splitter, State, Tags
-from .tool_calls import ToolCallReader, valid_object
+from .tool_calls import ParsedCall, ToolCallReader, valid_object
 
 _HERMES = CallTags(opening_of(HERMES), HERMES.after.rpartition("\n")[2])
 _BARE_FUNCTION = CallTags(*CODER.inner, in_text=True)
@@ -144,7 +145,7 @@ class _EventSink(Sink):
         self._called = False
         self.stops = stops
         self._reader = reader
-        self._live, self._id = LiveCall(reader.parameters), ""
+        self._writer, self._id = Writer(reader.parameters), ""
         self._spaces = TrailingSpaces()  # of the answer
         self._thought = TrailingSpaces()  # of the reasoning
         self._events: list[chat.Event] = []
@@ -168,27 +169,32 @@ class _EventSink(Sink):
             self._events.append(chat.ReasoningDelta(text))
 
     def call_begins(self) -> None:
-        self._live, self._id = LiveCall(self._reader.parameters), ""
+        self._writer, self._id = Writer(self._reader.parameters), ""
 
     def call_text(self, text: str) -> None:
-        if not self.ended:
-            self._piece(self._live.feed(text))
+        if self.ended:
+            return
+        if type(self._writer) is Writer:
+            text = self._writer.rest + text
+            self._writer = writer_for(text, self._reader.parameters)
+        self._writer.feed(text)
+        self._send_news()
 
-    def _piece(self, text: str) -> None:
-        if not text:
+    def _send_news(self) -> None:
+        if not (text := self._writer.news()):
             return
         if not self._id:
             self.boundary()
             self._id = _new_id()
-        self._events.append(chat.ToolCallDelta(self._id, self._live.writer.name, text))
+        self._events.append(chat.ToolCallDelta(self._id, self._writer.name, text))
 
     def _end_whole(self) -> None:
         self._called = True
-        self._events.append(chat.ToolCall(self._id, self._live.writer.name, self._live.writer.arguments))
+        self._events.append(chat.ToolCall(self._id, self._writer.name, self._writer.arguments))
 
     def _end_live(self, truncated: bool) -> None:
         """The call under way is over, and not whole."""
-        writer = self._live.writer
+        writer = self._writer
         self._called = True
         arguments = writer.cut() if truncated and not writer.dead else writer.arguments
         self._events.append(chat.ToolCallCut(self._id, writer.name, arguments, writer.members))
@@ -198,16 +204,21 @@ class _EventSink(Sink):
             self._say(rest)
 
     def call_holds(self) -> bool:
-        return bool(self._id) and not self.ended and self._live.writer.in_string
+        return bool(self._id) and not self.ended and self._writer.in_string
 
     def call_resumes(self, text: str) -> bool | None:
         if self.ended:
             return True
-        ended = self._live.resume(text)
-        if ended:
-            self._piece(self._live.news())
-            self._end_whole()
-        return ended
+        trial = copy.copy(self._writer)
+        trial.feed(text)
+        if trial.in_string:
+            return None
+        if not trial.close():
+            return False
+        self._writer = trial
+        self._send_news()
+        self._end_whole()
+        return True
 
     def call_broken(self) -> None:
         if not self.ended:
@@ -218,7 +229,7 @@ class _EventSink(Sink):
             return False
         if not self._id:
             return not ended and self._cut_unsent(tag, text)
-        if ended and self._live.close() is not None:
+        if ended and self._writer.close():
             self._end_whole()
         else:
             self._end_live(truncated=not ended)
@@ -226,7 +237,8 @@ class _EventSink(Sink):
 
     def _cut_unsent(self, tag: str, text: str) -> bool:
         """Report a call that was cut off before any of it was sent; False: `text` begins no call."""
-        live = (self._live.name, self._live.cut()) if self._live.name else None
+        known = self._writer.name and not self._writer.dead
+        live = (self._writer.name, self._writer.cut()) if known else None
         if (begun := live or begun_call(tag, text, self._reader.names)) is None:
             return False
         self.boundary()
@@ -238,13 +250,13 @@ class _EventSink(Sink):
 
     def call(self, text: str) -> bool:
         begun = bool(self._id) and not self.ended
-        if begun and self._live.writer.in_string:
+        if begun and self._writer.in_string:
             return False
-        if begun and self._live.close() is not None:
+        if begun and self._writer.close():
             self._end_whole()
             return True
         calls = [] if self.ended else self._reader.read(text)
-        if begun and not (calls and self._live.begins(calls[0])):
+        if begun and not (calls and self._is_begun(calls[0])):
             self._end_live(truncated=False)
             return True
         if calls is None:
@@ -255,6 +267,10 @@ class _EventSink(Sink):
             self._events.append(chat.ToolCall(self._id or _new_id(), call.name, call.arguments))
             self._id = ""
         return True
+
+    def _is_begun(self, call: ParsedCall) -> bool:
+        """Whether what has gone out is the beginning of `call`."""
+        return self._writer.name == call.name and call.arguments.startswith(self._writer.arguments)
 
     def is_call(self, text: str) -> bool:
         return self._reader.read(text) is not None

@@ -92,16 +92,6 @@ class Sink:
     def boundary(self) -> None: ...
 
 
-class _Scan:
-    """How to look for some tags."""
-
-    __slots__ = ("beginnings", "pattern")
-
-    def __init__(self, tags: tuple[str, ...]):
-        self.pattern = re.compile("|".join(map(re.escape, tags))) if tags else None
-        self.beginnings = Beginnings(tags)
-
-
 class Splitter:
     """Text in by `feed`, in any chunks; then `finish` once."""
 
@@ -111,7 +101,7 @@ class Splitter:
         """Letters of the text that have been dealt with."""
         self._tags = tags
         self._sink = sink
-        self._scans = {s: _Scan(tags.of(s)) for s in (State.ANSWER, State.REASONING)}
+        self._scans = {s: Beginnings(tags.of(s)) for s in (State.ANSWER, State.REASONING)}
         self._text = ""
         self._bare = state is State.REASONING  # nothing but space since the last tag
         self._after_call = False
@@ -119,7 +109,7 @@ class Splitter:
         self._call: list[str] = []
         self._held: int | None = None  # where in the call an end tag stands that may be text
         self._call_tags = CallTags("", "")
-        self._call_scan = _Scan(())
+        self._call_end = Beginnings(())
 
     @property
     def in_answer(self) -> bool:
@@ -154,9 +144,9 @@ class Splitter:
     def _step_text(self) -> bool:
         """Deal with the text up to the next tag; False when more is needed."""
         scan = self._scans[self.state]
-        match = scan.pattern.search(self._text) if scan.pattern else None
+        match = scan.search(self._text)
         if match is None:
-            self._show(self._take(len(self._text) - scan.beginnings.held(self._text)))
+            self._show(self._take(len(self._text) - scan.held(self._text)))
             return False
         self._show(self._take(match.start()))
         self._take(len(match[0]))
@@ -184,7 +174,7 @@ class Splitter:
             self._sink.call_begins()
             if call.in_text:
                 self._sink.call_text(call.start)
-            self._call_scan = _Scan((call.end,) if call.end else ())
+            self._call_end = Beginnings((call.end,) if call.end else ())
         elif not (self._after_call and self._bare):
             self._show(tag)
 
@@ -211,7 +201,7 @@ class Splitter:
         end = self._call_tags.end
         at = self._text.find(end) if end else -1
         if at < 0:
-            self._in_call(self._take(len(self._text) - self._call_scan.beginnings.held(self._text)))
+            self._in_call(self._take(len(self._text) - self._call_end.held(self._text)))
             return False
         self._in_call(self._take(at))
         self._take(len(end))
