@@ -62,7 +62,7 @@ UNROLL = 4
 TILE_WIDTHS = (64, 128)
 """A wider head's sums of 16 queries have no room in registers."""
 
-_HEADER = """
+HEADER = """
 #define INFINITY __int_as_float(0x7f800000)
 struct bfloat16 { unsigned short bits; };
 struct float16 { unsigned short bits; };
@@ -407,12 +407,12 @@ _BODIES = {
     "tiles": _TILES,
     "merge": _MERGE,
 }
-_TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
+TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
 def source_of(name: str, width: int, group: int, dtype: Any, span: int) -> tuple[str, str]:
     """(function, CUDA source) of a kernel: spans, step, tiles or merge."""
-    kind = _TYPES[dtype]
+    kind = TYPES[dtype]
     function = f"omlxd_decode_{name}_{kind}_{width}_{group}_{span}"
     numbers = {"D": width, "GROUP": group, "SPAN": span, "WARPS": WARPS}
     numbers |= {"H": most_heads(group), "UNROLL": UNROLL}
@@ -427,7 +427,7 @@ def source_of(name: str, width: int, group: int, dtype: Any, span: int) -> tuple
             f"{_ARGUMENTS[name]}, const int* starts, const int* ends, const float* scale, float* sums, "
             "float* weights, const int capacity, const int new_tokens, const int KV_HEADS"
         )
-    head = f"{_HEADER}using T = {kind};\nconstexpr int {constants};\n"
+    head = f"{HEADER}using T = {kind};\nconstexpr int {constants};\n"
     return function, f'{head}extern "C" __global__ void {function}({arguments}) {{\n{_BODIES[name]}\n}}\n'
 
 

@@ -68,6 +68,14 @@ def architecture() -> int:
     return numbers[0].value * 10 + numbers[1].value
 
 
+@cache
+def multiprocessors() -> int:
+    """Of the GPU. Raises DriverError."""
+    number = ctypes.c_int()
+    _call("cuDeviceGetAttribute", ctypes.byref(number), 16, 0)  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    return number.value
+
+
 SPARE = 2 << 30
 """Bytes that MLX's pool may keep of what was freed, once memory is short."""
 

@@ -22,7 +22,7 @@ from mlx_lm.utils import load_tokenizer as mlx_load_tokenizer
 from ...common.files import read_small
 from ...errors import AdapterError, ModelError
 from ...kv.layout import KVLayout
-from . import attention, segments, tower, vision
+from . import attention, products, segments, tower, vision
 from .cache_kinds import (
     Cache,
     StateLayout,
@@ -160,6 +160,7 @@ def load(
     if adapter:
         _add_adapter(model, adapter, blind, converted)
     weight_bytes = tree_bytes(model.parameters())
+    products.prepare(model)
     last_position_only(model)
     cache, logits = _try(model, [[0]])
     if kv is not None:

@@ -1,0 +1,170 @@
+"""Products of few rows, and when their kernel is in use, with one of MLX's ops in its place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from families import build_family
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import loading, products, products_kernel
+
+K, N = 64, 40
+
+
+def drawn(*shape: int, dtype: Any = mx.bfloat16) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+def exact(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32), np.float64)
+
+
+class Kernel:
+    """Stands for the one that runs on CUDA: the same by MLX's ops, row by row. Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.wrong = 0.0
+        self.of_one = True
+
+    def __call__(
+        self, x: Any, weights: Any, norm: Any, eps: float, residual: Any, silu: bool, biases: Any
+    ) -> list[mx.array]:
+        self.calls.append(tuple(x.shape))
+        rows = x.reshape(-1, x.shape[-1])
+        plain: Any = products._plain
+        out = [plain(row[None], weights, norm, eps, None, silu, biases) for row in rows]
+        if not self.of_one and len(rows) > 1:
+            out[0] = [2 * one for one in out[0]]
+        results = [mx.concatenate(some).reshape(*x.shape[:-1], -1) for some in zip(*out, strict=True)]
+        return [one * (1 + self.wrong) if residual is None else one + residual for one in results]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch):
+    """In the place of CUDA's, found right and quick."""
+    stand_in = Kernel()
+    monkeypatch.setattr(products, "run", stand_in)
+    monkeypatch.setattr(products, "backend", lambda: "cuda")
+    monkeypatch.setattr(products, "_in_use", {})
+    monkeypatch.setattr(products, "_seconds", lambda weights, one: [1.0] * 3)
+    yield stand_in
+    products.uninstall()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 33])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_what_it_computes(rows: int, dtype: Any):
+    x, gate, up = drawn(rows, 1, K, dtype=dtype), drawn(N, K, dtype=dtype), drawn(N + 8, K, dtype=dtype)
+    norm, bias, residual = drawn(K, dtype=dtype), drawn(N, dtype=dtype), drawn(rows, 1, N, dtype=dtype)
+    close: Any = lambda got, want: np.testing.assert_allclose(exact(got), want, rtol=0.03, atol=0.3)  # noqa: E731
+
+    first, second = products.products(x, [gate, up], biases=[bias, None])
+    close(first, exact(x) @ exact(gate).T + exact(bias))
+    close(second, exact(x) @ exact(up).T)
+
+    normed = exact(x) / np.sqrt((exact(x) ** 2).mean(-1, keepdims=True) + 1e-5) * exact(norm)
+    (out,) = products.products(x, [gate], norm=norm, eps=1e-5, residual=residual)
+    close(out, normed @ exact(gate).T + exact(residual))
+
+    (out,) = products.products(x, [gate, up[:N]], silu=True)
+    let = exact(x) @ exact(gate).T
+    np.testing.assert_allclose(
+        exact(out), let / (1 + np.exp(-let)) * (exact(x) @ exact(up[:N]).T), rtol=0.03, atol=2
+    )
+
+
+def test_it_is_in_use_for_few_rows_of_weights_that_were_checked(kernel: Kernel):
+    layer, other = nn.Linear(K, N, bias=True), nn.Linear(K, N + 8, bias=False)
+    for one in (layer, other):
+        one.set_dtype(mx.bfloat16)
+    products.prepare(nn.Sequential(layer))
+    assert products.usable([layer.weight]) and not products.usable([layer.weight, other.weight])
+    kernel.calls.clear()
+    want = exact(products._own_linear(layer, drawn(3, 1, K)))
+    np.testing.assert_allclose(exact(layer(drawn(3, 1, K))), want, rtol=0.02, atol=0.02)
+    assert kernel.calls == [(3, 1, K)]
+
+    other(drawn(3, 1, K)), layer(drawn(1, products.MOST_ROWS + 1, K)), layer(drawn(3, K, dtype=mx.float32))
+    assert kernel.calls == [(3, 1, K)], "other weights, more rows, another type"
+    layer(drawn(products.MOST_ROWS, 1, K))
+    assert len(kernel.calls) == 2
+
+
+def test_half_precision_is_normed_by_mlx(kernel: Kernel):
+    x, weight, norm = 300 * drawn(2, K, dtype=mx.float16), drawn(N, K, dtype=mx.float16), mx.full(K, 400.0)
+    norm = norm.astype(mx.float16)
+    products.prepare(nn.Sequential(layer := nn.Linear(K, N, bias=False)))
+    layer.weight = weight
+    products.prepare(layer)
+    (out,) = products.products(x, [weight], norm=norm, eps=1e-5)
+    assert kernel.calls and np.isfinite(exact(out)).all()
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "of others", "slow", "refused"])
+def test_a_kernel_that_fails_its_check_is_not_used(
+    fault: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    layer = nn.Linear(K, N, bias=False)
+    layer.set_dtype(mx.float16)
+    kernel.wrong = {"wrong": 0.05, "nan": math.nan}.get(fault, 0.0)
+    kernel.of_one = fault != "of others"
+    if fault == "slow":
+        monkeypatch.setattr(
+            products, "_seconds", lambda weights, one: [1.2 if one is products._ours else 1] * 3
+        )
+    if fault == "refused":
+
+        def refuse(*_: Any) -> list[mx.array]:
+            raise RuntimeError("no such instruction")
+
+        monkeypatch.setattr(products, "run", refuse)
+    with caplog.at_level("INFO"):
+        products.prepare(layer)
+    assert "MLX's own kernels" in caplog.text
+    assert not products.usable([layer.weight]) and nn.Linear.__call__ is products._own_linear
+
+
+def test_the_time_of_a_product_is_taken():
+    times = products._seconds([drawn(N, K)] * 3, products._mlx_own)
+    assert len(times) == 3 and all(time > 0 for time in times)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_loaded_model_answers_as_without(
+    family: str, kernel: Kernel, tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = build_family(family, tmp_path / family)
+    monkeypatch.setattr(products, "TYPES", {mx.float32: "float"})
+    monkeypatch.setattr(products, "backend", lambda: "cpu")
+    tokens = mx.array([[5, 6, 7]])
+    want = np.array(mlx_adapter.load(folder).model(tokens))
+    assert not kernel.calls
+    monkeypatch.setattr(products, "backend", lambda: "cuda")
+    loaded = mlx_adapter.load(folder)
+    kernel.calls.clear()
+    np.testing.assert_allclose(np.array(loaded.model(tokens)), want, atol=2e-4)
+    layers = len(loaded.model.layers)
+    assert len(kernel.calls) == 7 * layers + 1, "all of a layer's products, and those of the vocabulary"
+
+
+def test_a_source_names_what_its_launch_is_given():
+    source = products_kernel._source("name", "bfloat16", 2, 1, True, True, (True, False), True)
+    head = source[source.index('extern "C"') :]
+    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "y0"):
+        assert f" {argument}," in head
+    assert "bias1," not in head and "y1" not in head
+    assert "omlxd_products<T, 2, 2, 8, 2, 6, true, true>(p)" in head
+
+
+def test_nothing_is_prepared_off_cuda():
+    layer = nn.Linear(K, N, bias=False)
+    layer.set_dtype(mx.bfloat16)
+    products.prepare(layer)
+    assert not products.usable([layer.weight]) and loading.backend() != "cuda"
