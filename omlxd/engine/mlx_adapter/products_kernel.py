@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -14,44 +14,82 @@ from .attention_kernel import HEADER, TYPES
 MOST_ROWS = 32
 
 WARPS = 8
-"""Of a block of threads: each adds an eighth of the K of the block's results. So it, like `CHUNK`, belongs to
-the order of sums, and is one for any number of rows."""
+"""Parts of K, each added by a warp of its own. So it and `CHUNKS` belong to the order of sums, and are one
+for any number of rows; what a `Form` says is not."""
 
-CHUNK = 2
-"""Times 32 of K: what a warp reads of a weight's row at once."""
+CHUNKS = 4
+"""Times 32 of K: what a warp adds before it goes on where the other warps' next pieces end."""
 
-FORMS = {1: (1, 6, 2), 2: (2, 6, 1), 4: (2, 4, 1)}
-"""Rows of x in eights: (sixteens of a weight's rows that a block computes at once, chunks on their way from
-memory, blocks of a multiprocessor)."""
+AHEAD = 4096
+"""Bytes of a weight's row that are fetched ahead."""
+
+
+class Form(NamedTuple):
+    """How the work is dealt out."""
+
+    sixteens: int
+    """Rows of a weight, in sixteens, for a warp."""
+    groups: int
+    """Of `WARPS` warps, in a block of threads."""
+    chunks: int
+    """Times 32 of K: what is on its way from memory together."""
+    stages: int
+    blocks: int
+    """Of a multiprocessor."""
+    buffers: int
+    """Of a block's sums: with two, warps wait once for each other."""
+
+    @property
+    def tile(self) -> int:
+        """Rows of a weight that a block computes at once."""
+        return 16 * self.sixteens * self.groups
+
+    def shared(self, eights: int) -> int:
+        """Bytes of shared memory of a block."""
+        ring = WARPS * self.groups * self.stages * self.chunks * self.sixteens * 1024
+        return ring + WARPS * 8 * eights * (self.buffers * (self.tile + 4) + 1) * 4
+
+
+FORMS = {1: Form(1, 1, 4, 3, 2, 2), 2: Form(2, 1, 2, 4, 1, 2), 4: Form(2, 1, 2, 4, 1, 2)}
+"""By the rows of x in eights, at most."""
 
 _BODY = r"""
 template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
 template <typename T> struct Products {
-  const T *x, *norm, *residual, *w[3], *bias[3];
+  const T *x, *norm, *residual, *w[3], *bias[3], *ahead[2];
   T* y[3];
   int n[3];
   int rows, k;
   float eps;
+  int ahead_k, ahead_n;
+  unsigned ahead_bytes;
 };
 
-template <typename T, int NT, int MT, int KW, int CH, int ST, bool NORM, bool SILU>
+template <typename T, int NT, int MT, int G, int KW, int CHM, int CH, int ST, int DB, bool NORM, bool SILU>
 __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
-  constexpr int PIECES = CH * MT * 2, ROWS = 16 * MT, COLS = 8 * NT, PAD = ROWS + 4;
-  extern __shared__ uint4 omlxd_shared[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
-  constexpr int STAGE = PIECES * 32;  // uint4s
-  uint4* ring = omlxd_shared + warp * ST * STAGE + lane;
-  float* sums = reinterpret_cast<float*>(omlxd_shared + KW * ST * STAGE);  // [2][KW][COLS][PAD]
-  float* squares = sums + 2 * KW * COLS * PAD;  // [KW][COLS]
+  constexpr int ROWS = 16 * MT * G, COLS = 8 * NT, PAD = ROWS + 4, SUBS = CHM / CH, STAGE = CH * MT * 64;
   constexpr int HALF = SILU ? ROWS / 2 : ROWS;
+  extern __shared__ uint4 omlxd_shared[];
+  const int warp = threadIdx.x >> 5, slice = warp % KW, part = warp / KW;
+  const int lane = threadIdx.x & 31, group = lane >> 2, quad = lane & 3;
+  uint4* ring = omlxd_shared + warp * ST * STAGE + lane;
+  float* sums = reinterpret_cast<float*>(omlxd_shared + KW * G * ST * STAGE);  // [DB][KW][COLS][PAD]
+  float* squares = sums + DB * KW * COLS * PAD;  // [KW][COLS]
   int tiles[3];
   #pragma unroll
   for (int i = 0; i < 3; i++) tiles[i] = (p.n[i] + HALF - 1) / HALF;
   if (SILU) tiles[1] = 0;
   const int all = tiles[0] + tiles[1] + tiles[2];
-  const int steps = (p.k + KW * CH * 32 - 1) / (KW * CH * 32);
+  const int steps = (p.k + KW * CHM * 32 - 1) / (KW * CHM * 32) * SUBS;
+  auto start = [&](int step) { return ((step / SUBS * KW + slice) * SUBS + step % SUBS) * CH * 32; };
 
-  // What is loaded next: tile and step.
+  const T* x[NT];
+  bool is_row[NT];
+  #pragma unroll
+  for (int t = 0; t < NT; t++) {
+    is_row[t] = t * 8 + group < p.rows;
+    x[t] = p.x + (long)(is_row[t] ? t * 8 + group : 0) * p.k + quad * 8;
+  }
   int load_tile = blockIdx.x, load_step = 0;
   const T* from[2 * MT];
   auto aim = [&]() {
@@ -61,13 +99,13 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     const int n = i == 0 ? p.n[0] : i == 1 ? p.n[1] : p.n[2];
     #pragma unroll
     for (int j = 0; j < 2 * MT; j++) {
-      const int row = min(SILU ? t * HALF + (j >> 1) * 8 + group : t * HALF + j * 8 + group, n - 1);
-      from[j] = (SILU && (j & 1) ? p.w[1] : w) + (long)row * p.k + quad * 8;
+      const int r = t * HALF + part * (HALF / G) + (SILU ? j >> 1 : j) * 8 + group;
+      from[j] = (SILU && (j & 1) ? p.w[1] : w) + (long)min(r, n - 1) * p.k + quad * 8;
     }
   };
   auto load = [&](int stage) {
     if (load_tile < all) {
-      const int k0 = (load_step * KW + warp) * CH * 32;
+      const int k0 = start(load_step);
       #pragma unroll
       for (int c = 0; c < CH; c++) {
         const int k = k0 + c * 32, bytes = k + quad * 8 < p.k ? 16 : 0;
@@ -75,14 +113,24 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         for (int j = 0; j < 2 * MT; j++) {
           const uint4* slot = ring + stage * STAGE + (c * 2 * MT + j) * 32;
           const unsigned to = (unsigned)__cvta_generic_to_shared(slot);
+          const T* at = from[j] + (bytes ? k : 0);
           asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                       :: "r"(to), "l"(from[j] + (bytes ? k : 0)), "r"(bytes));
+                       :: "r"(to), "l"(at), "r"(bytes));
         }
       }
       if (++load_step == steps) {
         load_step = 0;
         load_tile += gridDim.x;
         if (load_tile < all) aim();
+        else if (p.ahead[0] && warp == 0 && lane < 16) {  // The next launch's first weights, into L2.
+          const T* w = p.ahead[1] && lane >= 8 ? p.ahead[1] : p.ahead[0];
+          const int row = blockIdx.x * (p.ahead[1] ? 8 : 16) + (p.ahead[1] ? lane & 7 : lane);
+#if __CUDA_ARCH__ >= 900
+          if (row < p.ahead_n)
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                         :: "l"(w + (long)row * p.ahead_k), "r"(p.ahead_bytes));
+#endif
+        }
       }
     }
     asm volatile("cp.async.commit_group;");
@@ -91,15 +139,20 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   #pragma unroll
   for (int s = 0; s < ST - 1; s++) load(s);
 
-  const T* x[NT];
-  bool is_row[NT];
   float square[NT];
+  uint4 xs[CH][NT];
+  auto fetch = [&](int step) {
+    const int k0 = start(step);
+    #pragma unroll
+    for (int c = 0; c < CH; c++)
+      #pragma unroll
+      for (int t = 0; t < NT; t++)
+        xs[c][t] = is_row[t] && k0 + c * 32 + quad * 8 < p.k
+                       ? __ldg(reinterpret_cast<const uint4*>(x[t] + k0 + c * 32)) : make_uint4(0, 0, 0, 0);
+  };
   #pragma unroll
-  for (int t = 0; t < NT; t++) {
-    is_row[t] = t * 8 + group < p.rows;
-    x[t] = p.x + (long)(is_row[t] ? t * 8 + group : 0) * p.k + quad * 8;
-    square[t] = 0.f;
-  }
+  for (int t = 0; t < NT; t++) square[t] = 0.f;
+  fetch(0);
   int stage = 0, which = 0;
   for (int tile = blockIdx.x; tile < all; tile += gridDim.x) {
     float sum[MT][NT][4];
@@ -110,23 +163,14 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         #pragma unroll
         for (int e = 0; e < 4; e++) sum[m][t][e] = 0.f;
     for (int step = 0; step < steps; step++) {
-      const int k0 = (step * KW + warp) * CH * 32;
-      uint4 xs[CH][NT];
+      const int k0 = start(step);
+      asm volatile("cp.async.wait_group %0;" :: "n"(ST - 2) : "memory");
       #pragma unroll
       for (int c = 0; c < CH; c++) {
-        const int k = k0 + c * 32;
-        const bool is_k = k + quad * 8 < p.k;
-        #pragma unroll
-        for (int t = 0; t < NT; t++)
-          xs[c][t] = is_k && is_row[t] ? __ldg(reinterpret_cast<const uint4*>(x[t] + k))
-                                       : make_uint4(0, 0, 0, 0);
-      }
-      if (NORM) {
-        #pragma unroll
-        for (int c = 0; c < CH; c++) {
-          const int k = k0 + c * 32;
-          const uint4 g = k + quad * 8 < p.k ? __ldg(reinterpret_cast<const uint4*>(p.norm + k + quad * 8))
-                                             : make_uint4(0, 0, 0, 0);
+        if (NORM) {
+          const int k = k0 + c * 32 + quad * 8;
+          const uint4 g =
+              k < p.k ? __ldg(reinterpret_cast<const uint4*>(p.norm + k)) : make_uint4(0, 0, 0, 0);
           const unsigned gs[4] = {g.x, g.y, g.z, g.w};
           #pragma unroll
           for (int t = 0; t < NT; t++) {
@@ -140,10 +184,6 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
             xs[c][t] = make_uint4(ps[0], ps[1], ps[2], ps[3]);
           }
         }
-      }
-      asm volatile("cp.async.wait_group %0;" :: "n"(ST - 2) : "memory");
-      #pragma unroll
-      for (int c = 0; c < CH; c++)
         #pragma unroll
         for (int m = 0; m < MT; m++) {
           const uint4* at = ring + stage * STAGE + (c * MT + m) * 64;
@@ -154,11 +194,13 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
             omlxd_mma<T>(sum[m][t], a.z, b.z, a.w, b.w, xs[c][t].z, xs[c][t].w);
           }
         }
+      }
+      fetch(step + 1 == steps ? 0 : step + 1);
       load(stage == 0 ? ST - 1 : stage - 1);
       if (++stage == ST) stage = 0;
     }
-    // The warps' sums, in order.
-    float* mine = sums + ((which & 1) * KW + warp) * COLS * PAD;
+    if (DB == 1) __syncthreads();
+    float* mine = sums + ((DB == 1 ? 0 : which & 1) * KW + slice) * COLS * PAD + part * 16 * MT;
     #pragma unroll
     for (int m = 0; m < MT; m++)
       #pragma unroll
@@ -166,12 +208,12 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         #pragma unroll
         for (int e = 0; e < 4; e++)
           mine[(t * 8 + quad * 2 + (e & 1)) * PAD + m * 16 + (e >> 1) * 8 + group] = sum[m][t][e];
-    if (NORM && which == 0) {
+    if (NORM && which == 0 && part == 0) {
       #pragma unroll
       for (int t = 0; t < NT; t++) {
         square[t] += __shfl_xor_sync(~0u, square[t], 1);
         square[t] += __shfl_xor_sync(~0u, square[t], 2);
-        if (quad == 0) squares[warp * COLS + t * 8 + group] = square[t];
+        if (quad == 0) squares[slice * COLS + t * 8 + group] = square[t];
       }
     }
     __syncthreads();
@@ -180,7 +222,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     const int n = i == 0 ? p.n[0] : i == 1 ? p.n[1] : p.n[2];
     T* y = i == 0 ? p.y[0] : i == 1 ? p.y[1] : p.y[2];
     const T* bias = i == 0 ? p.bias[0] : i == 1 ? p.bias[1] : p.bias[2];
-    for (int j = threadIdx.x; j < HALF * p.rows; j += 32 * KW) {
+    for (int j = threadIdx.x; j < HALF * p.rows; j += 32 * KW * G) {
       const int col = j / HALF, r = j % HALF, at = t * HALF + r;
       if (at >= n) continue;
       float scale = 1.f;
@@ -190,7 +232,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         for (int w = 0; w < KW; w++) mean += squares[w * COLS + col];
         scale = rsqrtf(mean / p.k + p.eps);
       }
-      const float* parts = sums + (which & 1) * KW * COLS * PAD + col * PAD;
+      const float* parts = sums + (DB == 1 ? 0 : which & 1) * KW * COLS * PAD + col * PAD;
       const int first = SILU ? (r >> 3) * 16 + (r & 7) : r;
       float value = 0.f;
       #pragma unroll
@@ -215,56 +257,48 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
 """
 
 
-def _source(
-    name: str,
+def source_of(
     kind: str,
     eights: int,
-    outputs: int,
-    norm: bool,
-    residual: bool,
     biases: tuple[bool, ...],
-    silu: bool,
-) -> str:
-    sixteens, stages, blocks = FORMS[eights]
-    count = len(biases)
-    arguments, lines = ["const T* x"], ["p.x = x;"]
-    for i in range(count):
-        arguments.append(f"const T* w{i}")
-        lines.append(f"p.w[{i}] = w{i}; p.n[{i}] = n{i};")
-    for given, one in ((norm, "norm"), (residual, "residual")):
-        if given:
-            arguments.append(f"const T* {one}")
-            lines.append(f"p.{one} = {one};")
-    for i in range(count):
-        if biases[i]:
-            arguments.append(f"const T* bias{i}")
-            lines.append(f"p.bias[{i}] = bias{i};")
-    for i in range(outputs):
-        arguments.append(f"T* y{i}")
-        lines.append(f"p.y[{i}] = y{i};")
-    arguments += [
-        "const int rows",
-        "const int k",
-        *(f"const int n{i}" for i in range(count)),
+    norm: bool = False,
+    residual: bool = False,
+    silu: bool = False,
+    ahead: int = 0,
+) -> tuple[str, str]:
+    """(function, CUDA source) of a launch with a weight for each of `biases`, and `ahead` of the next one."""
+    form, weights = FORMS[eights], range(len(biases))
+    flags = "".join(str(int(flag)) for flag in (norm, residual, silu, ahead, *biases))
+    function = f"omlxd_products_{kind}_{eights}_{flags}"
+    arrays = {"x": "x"} | {f"w{i}": f"w[{i}]" for i in weights}
+    arrays |= {name: name for name, given in (("norm", norm), ("residual", residual)) if given}
+    arrays |= {f"bias{i}": f"bias[{i}]" for i in weights if biases[i]}
+    arrays |= {f"ahead{i}": f"ahead[{i}]" for i in range(ahead)}
+    results = {f"y{i}": f"y[{i}]" for i in weights if not (silu and i)}
+    numbers = {"rows": "rows", "k": "k"} | {f"n{i}": f"n[{i}]" for i in weights}
+    numbers |= {"ahead_k": "ahead_k", "ahead_n": "ahead_n"}
+    arguments = [
+        *(f"const T* {name}" for name in arrays),
+        *(f"T* {name}" for name in results),
+        *(f"const int {name}" for name in numbers),
         "const float eps",
     ]
-    flags = f"{str(norm).lower()}, {str(silu).lower()}"
-    return (
+    fields = " ".join(f"p.{field} = {name};" for name, field in (arrays | results | numbers).items())
+    constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
+    template = ", ".join(str(one).lower() for one in [*constants, norm, silu])
+    return function, (
         f"{HEADER}using T = {kind};\n{_BODY}\n"
-        f'extern "C" __global__ void __launch_bounds__({32 * WARPS}, {blocks})\n'
-        f"{name}({', '.join(arguments)}) {{\n"
-        f"  Products<T> p = {{}};\n  {' '.join(lines)}\n  p.rows = rows; p.k = k; p.eps = eps;\n"
-        f"  omlxd_products<T, {eights}, {sixteens}, {WARPS}, {CHUNK}, {stages}, {flags}>(p);\n}}\n"
+        f'extern "C" __global__ void __launch_bounds__({32 * WARPS * form.groups}, {form.blocks})\n'
+        f"{function}({', '.join(arguments)}) {{\n  Products<T> p = {{}};\n  {fields} p.eps = eps;\n"
+        f"  p.ahead_bytes = min({AHEAD}, 2 * ahead_k);\n  omlxd_products<T, {template}>(p);\n}}\n"
     )
 
 
 @cache
 def _code(*form: Any) -> tuple[str, bytes]:
     """(function, machine code)."""
-    kind, eights, _, norm, residual, biases, silu = form
-    flags = "".join(str(int(flag)) for flag in (norm, residual, silu, *biases))
-    name = f"omlxd_products_{kind}_{eights}_{flags}"
-    return name, nvrtc.machine_code(_source(name, *form))
+    function, source = source_of(*form)
+    return function, nvrtc.machine_code(source)
 
 
 def run(
@@ -275,32 +309,31 @@ def run(
     residual: mx.array | None,
     silu: bool,
     biases: Sequence[mx.array | None],
+    ahead: Sequence[mx.array] = (),
 ) -> list[mx.array]:
     """`products` by the kernel."""
     width = x.shape[-1]
     rows = x.size // width
     eights = next(eights for eights in FORMS if rows <= 8 * eights)
     has_bias = tuple(bias is not None for bias in biases)
-    outputs = 1 if silu else len(weights)
     function, code = _code(
-        TYPES[x.dtype], eights, outputs, norm is not None, residual is not None, has_bias, silu
+        TYPES[x.dtype], eights, has_bias, norm is not None, residual is not None, silu, len(ahead)
     )
-    sixteens, stages, blocks = FORMS[eights]
+    form = FORMS[eights]
     lengths = [weight.shape[0] for weight in weights]
-    tile = 16 * sixteens
-    tiles = -(-2 * lengths[0] // tile) if silu else sum(-(-length // tile) for length in lengths)
-    columns = 8 * eights
-    shared = WARPS * stages * CHUNK * sixteens * 1024 + WARPS * columns * (2 * (tile + 4) + 1) * 4
+    outputs = lengths[:1] if silu else lengths
+    tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
+    threads = 32 * WARPS * form.groups
     given = [one for one in (norm, residual, *biases) if one is not None]
     return mx.fast.precompiled_cuda_kernel(
         name=function,
         compiled_source=code,
-        inputs=[x, *weights, *given],
-        scalars=[rows, width, *lengths, eps],
-        output_shapes=[(*x.shape[:-1], length) for length in lengths[:outputs]],
-        output_dtypes=[x.dtype] * outputs,
-        grid=(min(tiles, blocks * cuda_driver.multiprocessors()) * 32 * WARPS, 1, 1),
-        threadgroup=(32 * WARPS, 1, 1),
-        shared_memory=shared,
+        inputs=[x, *weights, *given, *ahead],
+        scalars=[rows, width, *lengths, *(reversed(ahead[0].shape) if ahead else (0, 0)), eps],
+        output_shapes=[(*x.shape[:-1], length) for length in outputs],
+        output_dtypes=[x.dtype] * len(outputs),
+        grid=(min(tiles, form.blocks * cuda_driver.multiprocessors()) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        shared_memory=form.shared(eights),
         ensure_row_contiguous=True,
     )

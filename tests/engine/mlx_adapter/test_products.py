@@ -34,7 +34,15 @@ class Kernel:
         self.of_one = True
 
     def __call__(
-        self, x: Any, weights: Any, norm: Any, eps: float, residual: Any, silu: bool, biases: Any
+        self,
+        x: Any,
+        weights: Any,
+        norm: Any,
+        eps: Any,
+        residual: Any,
+        silu: bool,
+        biases: Any,
+        ahead: Any = (),
     ) -> list[mx.array]:
         self.calls.append(tuple(x.shape))
         rows = x.reshape(-1, x.shape[-1])
@@ -155,12 +163,20 @@ def test_a_loaded_model_answers_as_without(
 
 
 def test_a_source_names_what_its_launch_is_given():
-    source = products_kernel._source("name", "bfloat16", 2, 1, True, True, (True, False), True)
+    plain = products_kernel.source_of("bfloat16", 1, (False,))[0]
+    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True, 2)
     head = source[source.index('extern "C"') :]
-    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "y0"):
+    assert function != plain and f"{function}(" in head
+    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "ahead0", "ahead1", "y0", "n1", "ahead_k"):
         assert f" {argument}," in head
     assert "bias1," not in head and "y1" not in head
-    assert "omlxd_products<T, 2, 2, 8, 2, 6, true, true>(p)" in head
+
+
+@pytest.mark.parametrize("eights", products_kernel.FORMS)
+def test_a_form_fits_an_h100(eights: int):
+    form = products_kernel.FORMS[eights]
+    assert form.blocks * (form.shared(eights) + 1024) <= 228 << 10
+    assert products_kernel.CHUNKS % form.chunks == 0 and form.stages >= 2
 
 
 def test_nothing_is_prepared_off_cuda():
