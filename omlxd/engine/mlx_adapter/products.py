@@ -52,7 +52,6 @@ def products(
     residual: mx.array | None = None,
     silu: bool = False,
     biases: Sequence[mx.array | None] | None = None,
-    ahead: Sequence[mx.array] = (),
 ) -> list[mx.array]:
     """x of (..., K) times each of `weights` (N, K), in one launch where the kernel is in use: (..., N) each.
 
@@ -60,15 +59,13 @@ def products(
     residual  (..., N), added to the product of the only weight
     silu      `weights` are a gate and the values that it lets through: the one result is silu(gate) * up
     biases    (N,) or None for each weight
-    ahead     the first, or a gate and the values that it lets through, of the weights that the next launch
-              reads: what it reads first is brought near meanwhile
     """
     biases = biases or [None] * len(weights)
     if x.size > MOST_ROWS * x.shape[-1] or x.dtype != weights[0].dtype or not usable(weights):
         return _plain(x, weights, norm, eps, residual, silu, biases)
     if norm is not None and x.dtype == mx.float16:  # x times a norm's weight may be too large for it.
         x, norm = mx.fast.rms_norm(x, norm, eps), None
-    return run(x, weights, norm, eps, residual, silu, biases, ahead)
+    return run(x, weights, norm, eps, residual, silu, biases)
 
 
 def _plain(

@@ -42,7 +42,6 @@ class Kernel:
         residual: Any,
         silu: bool,
         biases: Any,
-        ahead: Any = (),
     ) -> list[mx.array]:
         self.calls.append(tuple(x.shape))
         rows = x.reshape(-1, x.shape[-1])
@@ -164,10 +163,10 @@ def test_a_loaded_model_answers_as_without(
 
 def test_a_source_names_what_its_launch_is_given():
     plain = products_kernel.source_of("bfloat16", 1, (False,))[0]
-    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True, 2)
+    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True)
     head = source[source.index('extern "C"') :]
     assert function != plain and f"{function}(" in head
-    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "ahead0", "ahead1", "y0", "n1", "ahead_k"):
+    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "y0", "n1", "k"):
         assert f" {argument}," in head
     assert "bias1," not in head and "y1" not in head
 
