@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,9 +28,12 @@ CLOSE = 0.006
 """Largest difference from the product in float32, as a share of the results' root mean square times the
 largest result's size: half a unit of bfloat16's last place is 0.004."""
 
-SLOWER = 1.1
-"""Times MLX's own that it may take, over the passes of `_ROWS`: a difference of clocks is no reason to add in
-another order after a restart."""
+SLOWER = 1.25
+"""Times MLX's own that it may take, for all of a model's products with each of `_ROWS`: what a noisy clock
+says is no reason to add in another order after a restart."""
+
+TURNS = 5
+"""Of each in the measurement."""
 
 _ROWS = (1, 8, 32)
 
@@ -115,7 +118,7 @@ def _as_linear(self: Any, x: mx.array) -> mx.array:
 
 
 def prepare(model: Any) -> None:
-    """Check the kernel for each shape of `model`'s weights, and install it if it is in use for any."""
+    """Check the kernel for each shape of `model`'s weights, and its time for all of them; install it."""
     if backend() != "cuda":
         return
     began = time.perf_counter()
@@ -125,34 +128,39 @@ def prepare(model: Any) -> None:
             weight = module["weight"]
             if weight.dtype in TYPES and weight.shape[1] % 8 == 0:
                 shapes.setdefault((*weight.shape, weight.dtype), []).append(weight)
-    for shape, weights in shapes.items():
-        if shape not in _in_use:
-            _in_use[shape] = _checked(weights)
-    if any(_in_use.get(shape) for shape in shapes):
+    right = {shape: weights for shape, weights in shapes.items() if _is_right(shape, weights[0])}
+    if not right:
+        return
+    ours, own = _seconds([weight for weights in right.values() for weight in weights])
+    quick = sum(ours) <= SLOWER * sum(own)
+    _in_use.update(dict.fromkeys(right, quick))
+    if quick:
         install()
-        log.info("products of up to %d rows checked in %.1f s", MOST_ROWS, time.perf_counter() - began)
-
-
-def _checked(weights: list[mx.array]) -> bool:
-    """Whether the kernel gives what it should for weights of one shape, in no more time than MLX; a line in
-    the log."""
-    name = f"products of {weights[0].shape[1]} by {weights[0].shape[0]}"
-    try:
-        far = _difference(weights[0])
-        if not far < CLOSE:  # NaN too
-            log.warning("%s: by MLX's own kernels: ours differ by %.3g", name, far)
-            return False
-        ours, own = _seconds(weights, _ours), _seconds(weights, _mlx_own)
-    except Exception as error:
-        log.warning("%s: by MLX's own kernels: ours do not run here (%s)", name, error)
-        return False
-    times = ", ".join(
-        f"{rows} rows {a * 1e6:.0f} and {b * 1e6:.0f}" for rows, a, b in zip(_ROWS, ours, own, strict=True)
+    log.info(
+        "products of up to %d rows: by %s, checked in %.1f s; milliseconds of all, ours and MLX's: %s",
+        MOST_ROWS,
+        "omlxd's kernel" if quick else "MLX's own kernels",
+        time.perf_counter() - began,
+        ", ".join(
+            f"{rows} rows {a * 1e3:.2f} and {b * 1e3:.2f}"
+            for rows, a, b in zip(_ROWS, ours, own, strict=True)
+        ),
     )
-    good = sum(ours) <= SLOWER * sum(own)
-    whose = "omlxd's kernel" if good else "MLX's own kernels"
-    log.info("%s: by %s (within %.4f; microseconds of ours and of MLX's: %s)", name, whose, far, times)
-    return good
+
+
+def _is_right(shape: tuple[int, int, Any], weight: mx.array) -> bool:
+    """Whether the kernel gives what it should for weights of one shape; if not, a line in the log."""
+    try:
+        far = _difference(weight)
+    except Exception as error:
+        log.warning(
+            "products of %d by %d: ours do not run here (%s); by MLX's own kernels", *shape[:2], error
+        )
+        return False
+    if not far < CLOSE:  # NaN too
+        log.warning("products of %d by %d: ours differ by %.3g; by MLX's own kernels", *shape[:2], far)
+        return False
+    return True
 
 
 def _ours(x: mx.array, weight: mx.array) -> mx.array:
@@ -179,19 +187,27 @@ def _difference(weight: mx.array) -> float:
     return far if far == far else float("inf")
 
 
-def _seconds(weights: list[mx.array], one: Callable[[mx.array, mx.array], mx.array]) -> list[float]:
-    """Of one product, for each of `_ROWS`; over several weights, so that they don't come from a cache."""
-    many = max(1, min(len(weights), (1 << 28) // weights[0].nbytes))
-    taken = []
+def _seconds(weights: Sequence[mx.array]) -> tuple[list[float], list[float]]:
+    """Of the products of all of these, for each of `_ROWS`: (ours, MLX's own), in turns, the best of each."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    functions = [
+        mx.compile(lambda xs, one=one: [one(x, weight) for x, weight in zip(xs, weights, strict=True)])
+        for one in (_ours, _mlx_own)
+    ]
     for rows in _ROWS:
-        x = mx.random.normal((rows, weights[0].shape[1]), key=mx.random.key(1)).astype(weights[0].dtype)
-        all_of_them = mx.compile(lambda x: [one(x, weight) for weight in weights[:many]])
-        best = float("inf")
-        for _ in range(4):
+        drawn = {
+            (width, dtype): mx.random.normal((rows, width), key=mx.random.key(1)).astype(dtype)
+            for width, dtype in {(weight.shape[1], weight.dtype) for weight in weights}
+        }
+        xs = [drawn[weight.shape[1], weight.dtype] for weight in weights]
+        mx.eval(xs)
+        best = [float("inf")] * 2
+        for turn in range(2 * (TURNS + 1)):
             mx.synchronize()
             began = time.perf_counter()
-            mx.eval(all_of_them(x))
-            mx.synchronize()
-            best = min(best, time.perf_counter() - began)
-        taken.append(best / many)
+            mx.eval(functions[turn % 2](xs))
+            if turn > 1:  # The first ones are traced.
+                best[turn % 2] = min(best[turn % 2], time.perf_counter() - began)
+        for times, one in zip(taken, best, strict=True):
+            times.append(one)
     return taken

@@ -60,7 +60,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(products, "run", stand_in)
     monkeypatch.setattr(products, "backend", lambda: "cuda")
     monkeypatch.setattr(products, "_in_use", {})
-    monkeypatch.setattr(products, "_seconds", lambda weights, one: [1.0] * 3)
+    monkeypatch.setattr(products, "_seconds", lambda weights: ([1.0] * 3, [1.0] * 3))
     yield stand_in
     products.uninstall()
 
@@ -123,9 +123,7 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     kernel.wrong = {"wrong": 0.05, "nan": math.nan}.get(fault, 0.0)
     kernel.of_one = fault != "of others"
     if fault == "slow":
-        monkeypatch.setattr(
-            products, "_seconds", lambda weights, one: [1.2 if one is products._ours else 1] * 3
-        )
+        monkeypatch.setattr(products, "_seconds", lambda weights: ([1.3] * 3, [1.0] * 3))
     if fault == "refused":
 
         def refuse(*_: Any) -> list[mx.array]:
@@ -138,9 +136,10 @@ def test_a_kernel_that_fails_its_check_is_not_used(
     assert not products.usable([layer.weight]) and nn.Linear.__call__ is products._own_linear
 
 
-def test_the_time_of_a_product_is_taken():
-    times = products._seconds([drawn(N, K)] * 3, products._mlx_own)
-    assert len(times) == 3 and all(time > 0 for time in times)
+def test_the_time_of_a_models_products_is_taken(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "_ours", products._mlx_own)
+    for times in products._seconds([drawn(N, K), drawn(N, K), drawn(K, N)]):
+        assert len(times) == 3 and all(0 < time < 60 for time in times)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
