@@ -106,6 +106,8 @@ def expected(kind: Any) -> str:
             return f"none of {', '.join(map(str, words.values))}"
         case inspect.VarTupleType():
             return "no list of names"
+        case inspect.StrType():
+            return "no name of a model"
         case inspect.DictType():
             return "no table; write { enable_thinking = false }"
         case _:

@@ -13,7 +13,7 @@ import pytest
 from omlxd.cli import main as cli
 from omlxd.cli.main import main
 from omlxd.common.units import disk_total, total_ram
-from omlxd.config import OPTIONS, Settings, is_loopback, load_settings
+from omlxd.config import OPTIONS, ModelSettings, Settings, is_loopback, load_settings
 from omlxd.errors import ConfigError
 
 REPO = Path(__file__).resolve().parents[2]
@@ -164,6 +164,22 @@ def test_a_bad_file_is_refused_with_its_line(text: str, line: str, hint: str, tm
     path = write(tmp_path, text)
     message = refused(home=tmp_path).message
     assert str(path) in message and line in message and hint in message
+
+
+@pytest.mark.parametrize("table", ["[serve]", '[models."a/b"]'])
+def test_a_value_of_a_wrong_type_is_told_what_it_has_to_be(table: str, tmp_path: Path):
+    names = [option.name for option in OPTIONS] if table == "[serve]" else ModelSettings.__struct_fields__
+    for name in names:
+        told = 0
+        for value in ("5", "true", '""', "[5]", "1979-05-27"):
+            write(tmp_path, f"{table}\n{name} = {value}\n")
+            with contextlib.suppress(ConfigError):
+                settings(home=tmp_path)
+                continue
+            message = refused(home=tmp_path).message.partition("): ")[2].removesuffix(".")
+            told += 1
+            assert len(message.split()) > 3 and not message.endswith(" is"), (name, value, message)
+        assert told, name
 
 
 def test_only_loopback_goes_without_a_key(tmp_path: Path):

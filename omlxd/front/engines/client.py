@@ -184,7 +184,7 @@ class EngineProcess:
 
     def give_up_load(self) -> None:
         """Fail loads under way, which the owner ends, unless requests wait: they are answered first."""
-        if self.state in ("loading", "restarting") and not self._requests:
+        if self.state in ("loading", "restarting", "failed") and not self._requests:
             name = self.supervisor.model_id
             self._fail_all(NotNow(f"{name} was unloaded before it was loaded.", retry_after=5).as_event())
 

@@ -238,6 +238,7 @@ class EnginePool:
         engine = await self.find_engine(model_name)
         engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.
+        engine.process.supervisor.end_hold()
         try:
             await engine.process.load()
         except OmlxdError:
@@ -302,6 +303,7 @@ class EnginePool:
         for engine in self._engines.values():
             self._set_settings(engine)
             engine.process.supervisor.set_log_level(settings.log_level)
+            engine.process.supervisor.end_hold()
             later = for_next_load(engine.loaded_with, engine.settings)
             if later and engine.state == "ready":
                 log.info("%s: %s changes when it is loaded again", engine.model_id, ", ".join(later))

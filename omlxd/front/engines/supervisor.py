@@ -7,15 +7,14 @@
 | `ready`      | serving                    | goes to the engine at once                       |
 | `unloading`  | flushing its blocks        | waits, and has it loaded again                   |
 | `restarting` | dead, or loading again     | starts it again (after a backoff) and waits      |
-| `failed`     | none                       | is refused at once, until `HOLD_S` have passed   |
+| `failed`     | none                       | as `restarting`, or is refused during a hold     |
 
 `loading` → `ready` on Loaded. `ready` → `restarting` when the process ends; in_flight.py says what becomes of
 its requests. Any state → `unloading` by `begin_unload`, in the same step; → `unloaded` when the process has
-ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; after
-`LOAD_ATTEMPTS` in a row the state is `failed`, and the first request after the hold tries once more. A load
-refused for lack of memory does not count as failed; one refused for an adapter's files is `failed` at once,
-but the next request tries again. Nothing restarts by itself: a model that crashes on load costs nothing while
-nobody asks for it.
+ended, so its memory is free. A failed load fails everybody who waits for it, with its reason; from
+`LOAD_ATTEMPTS` in a row on requests are refused for `HOLD_S`, unless the owner ends the hold. A load refused
+for lack of memory does not count as failed; one refused for an adapter's files is never held. Nothing
+restarts by itself: a model that crashes on load costs nothing while nobody asks for it.
 """
 
 from __future__ import annotations
@@ -99,7 +98,9 @@ class Restarts:
 
     @property
     def hold_left_s(self) -> float:
-        return self.ended_at + self.hold_s - time.monotonic()
+        """Seconds for which requests are refused because loads failed; not above 0: they are not."""
+        held = self.failed_loads >= LOAD_ATTEMPTS
+        return self.ended_at + self.hold_s - time.monotonic() if held else 0.0
 
 
 @dataclass(slots=True)
@@ -190,8 +191,11 @@ class Supervisor:
 
     @property
     def trouble(self) -> str:
-        """Why it last stopped or failed to load; "" once it is ready."""
-        return "" if self.state == "ready" else self._reason
+        """Why it last stopped or failed to load, and how long it is not tried; "" once it is ready."""
+        if self.state != "failed" or (left := self.restarts.hold_left_s) <= 0:
+            return "" if self.state == "ready" else self._reason
+        at_once = f"`omlxd models load {self.model_id}`, or SIGHUP after a changed setting, tries at once"
+        return f"{self._reason.rstrip('.')}. It is tried again after {math.ceil(left)} s; {at_once}."
 
     @property
     def pid(self) -> int | None:
@@ -205,7 +209,11 @@ class Supervisor:
     def check_hold(self) -> None:
         """Raises Unavailable while the model is refused because its loads failed."""
         if self.state == "failed" and (left := self.restarts.hold_left_s) > 0:
-            raise Unavailable(self._reason, retry_after=min(60, math.ceil(left)))
+            raise Unavailable(self.trouble, retry_after=min(60, math.ceil(left)))
+
+    def end_hold(self) -> None:
+        """Have the next request try at once: the owner may have mended what failed."""
+        self.restarts.ended_at = -math.inf
 
     def send(self, message: Any) -> None:
         """Send `message` to the engine if it is ready; else drop it."""
@@ -335,18 +343,15 @@ class Supervisor:
         was_ready, restarts = self.state == "ready", self.restarts
         restarts.ended_at, restarts.ends_in_a_row = time.monotonic(), restarts.ends_in_a_row + 1
         self.deaths += 1
-        self.state = "restarting"
         if was_ready:
             self._reason = f"The engine of {self.model_id} stopped: {reason}. Retry: it starts again."
         else:
             self._reason = f"{self.model_id} can't be loaded: {reason}"
             restarts.failed_loads += 1
-            if restarts.failed_loads >= LOAD_ATTEMPTS:
-                self.state = "failed"
-        log.error("%s", self._reason)
-        seconds = math.ceil(restarts.hold_s if self.state == "failed" else restarts.backoff_s)
-        retry_after = max(1, min(60, seconds))
-        self._on_lost(Failed(code="unavailable", message=self._reason, retry_after=retry_after), was_ready)
+        self.state = "restarting" if was_ready else "failed"
+        log.error("%s", self.trouble)
+        retry_after = max(1, min(60, math.ceil(max(restarts.hold_left_s, restarts.backoff_s))))
+        self._on_lost(Failed(code="unavailable", message=self.trouble, retry_after=retry_after), was_ready)
 
     async def _one_life(self) -> str:
         """From preparation to the end of the process; returns why it ended."""

@@ -151,15 +151,15 @@ async def _choices(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+_OF_PROMPTS = ("prompt_tokens", "cached_hot", "cached_cold", "recomputed")
+_OF_CHOICES = (
+    *("completion_tokens", "reasoning_tokens"),
+    *("drafted", "accepted", "model_drafted", "model_accepted"),
+)
+
+
 def _sum(usages: list[Usage], n: int) -> Usage:
     """A prompt counts once, with its first choice's figures."""
-    firsts = usages[::n]
-    return replace(
-        usages[0],
-        prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
-        cached_hot=sum(usage.cached_hot for usage in firsts),
-        cached_cold=sum(usage.cached_cold for usage in firsts),
-        recomputed=sum(usage.recomputed for usage in firsts),
-        completion_tokens=sum(usage.completion_tokens for usage in usages),
-        reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
-    )
+    sums = {name: sum(getattr(usage, name) for usage in usages[::n]) for name in _OF_PROMPTS}
+    sums |= {name: sum(getattr(usage, name) for usage in usages) for name in _OF_CHOICES}
+    return replace(usages[0], **sums)

@@ -19,7 +19,7 @@ from engine_processes import alive, until, words
 
 from omlxd.chat import Conversation, Event, Failed, Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.config import load_settings
-from omlxd.errors import InvalidRequest, ModelError, NotFound, OmlxdError
+from omlxd.errors import InvalidRequest, ModelError, NotFound, OmlxdError, Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines import client
 from omlxd.front.engines import pool as pool_module
@@ -116,6 +116,24 @@ async def test_a_draft_model_is_found_by_its_name_and_counts_as_the_models_memor
         assert big.disk_bytes == alone.weights
         with pytest.raises(ModelError, match=r"draft-model of other: .*nowhere"):
             await made._prepare(made.resolve("other"))
+
+
+async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_failed(tmp_path: Path):
+    text = '[models.big]\ndraft-model = "./nowhere"\n'
+    async with pool(tmp_path, "big", "small", text=text) as made:
+        for _ in range(3):
+            assert isinstance((await ask(made, "big"))[-1], Failed)
+        with pytest.raises(Unavailable, match="tried again after"):
+            await ask(made, "big")
+        made.apply_settings(settings(tmp_path, text.replace("./nowhere", "./elsewhere")))
+        assert "elsewhere" in str((await ask(made, "big"))[-1])
+        (tmp_path / "models" / "big" / "config.json").rename(tmp_path / "kept.json")
+        with pytest.raises(OmlxdError, match=r"config\.json"):
+            await made.load("big")
+        (tmp_path / "kept.json").rename(tmp_path / "models" / "big" / "config.json")
+        made.apply_settings(settings(tmp_path))
+        await made.load("big")
+        assert states(made)["big"] == "ready"
 
 
 async def test_without_a_default_claude_means_the_model_used_last(tmp_path: Path):

@@ -29,7 +29,15 @@ class Choosing(FakeEngine):
         index = len(self.requests)
         self.requests.append(request)
         self.log.append(("asked", index))
-        usage = Usage(prompt_tokens=100, cached_hot=96 if index else 0, completion_tokens=index + 1)
+        usage = Usage(
+            prompt_tokens=100,
+            cached_hot=96 if index else 0,
+            completion_tokens=index + 1,
+            drafted=4 + index,
+            accepted=index,
+            model_drafted=2,
+            model_accepted=1,
+        )
         words = [TextDelta(f"{index}.{word} ") for word in range(index + 1)]
         script = self.scripts[index] if self.scripts else [Progress(0, 100), *words, Finished("stop", usage)]
         self.open += 1
@@ -59,6 +67,10 @@ def text_of(choice: dict) -> str:
     )
 
 
+def guesses(usage: dict) -> list[int]:
+    return [usage["omlxd"][n] for n in ("drafted", "accepted", "model_drafted", "model_accepted")]
+
+
 WHOLE = {0: "0.0 ", 1: "1.0 1.1 ", 2: "2.0 2.1 2.2 "}
 
 
@@ -70,6 +82,7 @@ async def test_whole(path):
     assert {choice["index"]: text_of(choice) for choice in answer["choices"]} == WHOLE
     assert answer["usage"]["prompt_tokens"] == 100 and answer["usage"]["completion_tokens"] == 6
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert guesses(answer["usage"]) == [15, 3, 6, 3]
     assert [request.sampling.seed for request in engine.requests] == [7, 8, 9]
     assert all(request.prompt == engine.requests[0].prompt for request in engine.requests)
 
@@ -89,6 +102,7 @@ async def test_streamed(path):
     assert texts == WHOLE
     assert sorted(index for index, reason in order if reason == "stop") == [0, 1, 2]
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
+    assert guesses(chunks[-1]["usage"]) == [15, 3, 6, 3]
     assert engine.log[:2] == [("asked", 0), ("said", 0)]
     first_word = [entry for entry in engine.log if entry == ("said", 0)][1:2]
     assert engine.log.index(("asked", 1)) > engine.log.index(first_word[0])
