@@ -32,7 +32,6 @@ from ..chat import first_image
 from .engines.link import in_background
 from .engines.protocol import Engine, Engines, check_chats, check_images
 from .http.discovery import Discovery
-from .http.discovery import as_json as _json
 from .http.embeddings import Embeddings
 from .http.generation import (
     CLASSIFY,
@@ -55,6 +54,7 @@ from .http.router_events import RouterEvents
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
+from .http.streams import as_json as _json
 from .http.thread_store import ThreadStore
 from .http.trace import trace_of
 from .owner import page

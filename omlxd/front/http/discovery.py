@@ -18,6 +18,7 @@ from ...errors import InvalidRequest, OmlxdError, bad_field
 from ..engines.link import in_background
 from ..engines.protocol import Card, Engine, Engines
 from . import model_list as cards
+from .streams import as_json
 
 log = logging.getLogger(__name__)
 
@@ -170,8 +171,3 @@ def _name(asked: OllamaModelBody) -> str:
     if name := asked.model or asked.name:
         return name
     raise bad_field("model", "this field is required")
-
-
-def as_json(value: msgspec.Struct) -> Response:
-    """`value` as an answer."""
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -11,13 +11,11 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ...api import embeddings as api
 from ...api.body import ParsedRequest, decode, keep_alive_of, mended
@@ -36,8 +34,7 @@ from ...chat import (
 from ...errors import OmlxdError, bad_field
 from ..engines.protocol import PLACEHOLDERS, Engine, Engines
 from .choices import scores_of
-from .discovery import as_json
-from .generation import unless_disconnected
+from .streams import Awaited
 from .trace import trace_of
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -173,24 +170,6 @@ async def _shares(engine: Engine, prompts: list[Conversation]) -> tuple[list[flo
     return shares, scores.usage.prompt_tokens
 
 
-async def _answer(answer: Callable[[Request, bytes], Awaitable[msgspec.Struct]], request: Request) -> Any:
+async def _answer(answer: Callable[[Request, bytes], Awaitable[msgspec.Struct]], request: Request) -> ASGIApp:
     raw = mended(await request.body())
-    return _UnlessGone(lambda: answer(request, raw))
-
-
-class _UnlessGone:
-    """An ASGI response whose work ends when its client goes away."""
-
-    def __init__(self, work: Callable[[], Awaitable[msgspec.Struct]]):
-        self._work = work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        made: list[Response] = []
-
-        async def work() -> None:
-            made.append(as_json(await self._work()))
-
-        if await unless_disconnected(receive, work()):
-            await made[0](scope, receive, send)
-        else:
-            trace_of(scope).outcome = "disconnected"
+    return Awaited(lambda: answer(request, raw))

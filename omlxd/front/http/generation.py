@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -42,13 +42,9 @@ from .event_pump import EventPump
 from .request_metrics import Requests
 from .response_store import ItemFinder, ResponseStore
 from .settings import HttpSettings
+from .streams import STREAM_HEADERS, unless_disconnected
 from .thread_store import ThreadStore
 from .trace import RequestTrace, trace_of
-
-STREAM_HEADERS = [
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # Else nginx holds events back.
-]
 
 Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 """(body, headers). Raises InvalidRequest."""
@@ -232,27 +228,6 @@ async def _send_json(send: Send, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Run `work`, raising what it raises. False when the client went away first; it is then stopped."""
-    worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnected(receive))
-    try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            return False
-        worker.result()
-        return True
-    finally:
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def responses_dialect(store: ResponseStore, parse: Any = openai_responses.parse) -> Dialect:

@@ -6,20 +6,19 @@ A program of its own reads the files' heads (cli/cache/tree.py), one at a time, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 from collections.abc import AsyncGenerator
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ...api.body import decode
 from ...cli.owner_api import ClearCache, Forgotten
 from ...errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
 from ...kv.files.paths import is_namespace_dir, is_stored_path
 from ..engines.protocol import Engines
-from ..http.generation import unless_disconnected
+from ..http.streams import Streamed
 
 COMMAND = ("nice", "-n", "19", sys.executable, "-m", "omlxd.cli.cache.tree")
 PIECE = 64 * 1024
@@ -39,7 +38,7 @@ class CacheTree:
     async def tree(self, request: Request) -> ASGIApp:
         pieces = self._said()
         first = await anext(pieces, b"")  # So that a failure is an error and no broken answer.
-        return _Pieces(first, pieces)
+        return Streamed(pieces, "application/json", first)
 
     async def clear(self, body: bytes) -> Forgotten:
         asked = decode(_CLEAR, body)
@@ -79,22 +78,3 @@ class CacheTree:
             if process is not None and process.returncode is None:
                 process.kill()
                 await process.wait()
-
-
-class _Pieces:
-    """An ASGI response. The program ends with it, also where its client went away."""
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]):
-        self._first, self._rest = first, rest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._rest):
-            await unless_disconnected(receive, self._write(send))
-
-    async def _write(self, send: Send) -> None:
-        headers = [(b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for piece in self._rest:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -6,13 +6,12 @@ import asyncio
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
+from ...api.sse import data_event
 from ...cli.owner_api import DaemonStatus
-from ...errors import Overloaded
-from ..http.generation import STREAM_HEADERS, unless_disconnected
 from ..http.last_hour import SLOT_S, LastHour, Slot
+from ..http.streams import Watched
 from .status import Admin
 
 PERIOD_S = 2.0
@@ -39,51 +38,19 @@ class Live:
     def __init__(self, admin: Admin, last_hour: LastHour, stopping: asyncio.Event):
         self._admin = admin
         self._last_hour = last_hour
-        self._stopping = stopping
-        self.viewers = 0
+        self._streams = Watched(stopping, MOST_VIEWERS, "viewers watch already: close a page.")
 
     async def events(self, request: Request) -> ASGIApp:
         """Raises Overloaded."""
-        if request.method == "HEAD":
-            return Response(media_type="text/event-stream")
-        if self.viewers >= MOST_VIEWERS:
-            raise Overloaded(f"{MOST_VIEWERS} viewers watch already: close a page.", retry_after=10)
-        return _Stream(self)
-
-    async def write(self, send: Send) -> None:
-        """Write events until the daemon stops, or this is cancelled."""
-        headers = [(b"content-type", b"text/event-stream"), *STREAM_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        since = 0.0
-        while not self._stopping.is_set():
-            look = await self._look(since)
-            since = look.slots[-1].at if look.slots else since
-            data = b"data: " + msgspec.json.encode(look) + b"\n\n"
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-            try:
-                async with asyncio.timeout(PERIOD_S):
-                    await self._stopping.wait()
-            except TimeoutError:
-                continue
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _look(self, since: float) -> Look:
         import psutil
 
-        memory = psutil.virtual_memory()
-        status = await self._admin.daemon_status()
-        return Look(status, self._last_hour.since(since), SLOT_S, memory.total, memory.available)
+        since = 0.0
 
+        async def look() -> bytes:
+            nonlocal since
+            memory, status = psutil.virtual_memory(), await self._admin.daemon_status()
+            slots = self._last_hour.since(since)
+            since = slots[-1].at if slots else since
+            return data_event(Look(status, slots, SLOT_S, memory.total, memory.available))
 
-class _Stream:
-    """An ASGI response."""
-
-    def __init__(self, live: Live):
-        self._live = live
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._live.viewers += 1
-        try:
-            await unless_disconnected(receive, self._live.write(send))
-        finally:
-            self._live.viewers -= 1
+        return self._streams.answer(request, look, PERIOD_S)

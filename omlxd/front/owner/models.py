@@ -33,7 +33,7 @@ from ...common.units import duration
 from ...errors import InvalidRequest
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
-from ..http.discovery import as_json as _json
+from ..http.streams import as_json as _json
 from .inspect import inspect_prompt, parse_inspect
 from .pull import Pulling
 

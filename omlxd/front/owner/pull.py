@@ -18,16 +18,19 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from ...api.body import decode
 from ...api.errors import OllamaError
+from ...api.sse import data_event
 from ...cli.owner_api import PullModel
 from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded, bad_field
 from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local
 from ..engines.pool import EnginePool
-from ..http.discovery import OllamaModelBody, OllamaStatus, as_json
-from ..http.generation import STREAM_HEADERS, unless_disconnected
+from ..http.discovery import OllamaModelBody, OllamaStatus
+from ..http.streams import SSE, Awaited, Streamed
+
+Event = dict[str, Any]
 
 TELL_S = 1.0
 MOST_AT_ONCE = 2
@@ -35,7 +38,7 @@ MOST_AT_ONCE = 2
 _PULL = msgspec.json.Decoder(PullModel)
 _OLLAMA = msgspec.json.Decoder(OllamaModelBody)
 _PULLED = OllamaStatus("success")
-_LINES = b"application/x-ndjson"
+_LINES = "application/x-ndjson"
 _HUB = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 """What Ollama's users write before a hub id."""
 
@@ -45,12 +48,12 @@ class Pulling:
         self._pool = pool
         self._under_way: set[str] = set()
 
-    async def pull(self, request: Request) -> _Stream:
+    async def pull(self, request: Request) -> Streamed:
         """Raises OmlxdError."""
         model = decode(_PULL, await request.body()).model
-        return _Stream(self._begin(model), _event, b"text/event-stream")
+        return Streamed(_written(self._begin(model), data_event), SSE)
 
-    async def ollama(self, request: Request) -> Response | _Stream | _Whole:
+    async def ollama(self, request: Request) -> ASGIApp:
         """Raises OmlxdError. A model that is here has been pulled."""
         asked = decode(_OLLAMA, await request.body())
         name = asked.model or asked.name
@@ -60,11 +63,13 @@ class Pulling:
         with contextlib.suppress(NotFound):
             await self._pool.find_engine(name)
             done = msgspec.json.encode(_PULLED)
-            return Response(done + b"\n" * (asked.stream is not False), media_type=_LINES.decode())
+            return Response(done + b"\n" * (asked.stream is not False), media_type=_LINES)
         events = self._begin(name)
-        return _Whole(events) if asked.stream is False else _Stream(events, partial(_line, name), _LINES)
+        if asked.stream is False:
+            return Awaited(lambda: _pulled(events))
+        return Streamed(_written(events, partial(_line, name)), _LINES)
 
-    def _begin(self, model: str) -> AsyncGenerator[dict[str, Any], None]:
+    def _begin(self, model: str) -> AsyncGenerator[Event, None]:
         if model != DEFAULT_ID and is_local(model):
             raise InvalidRequest(
                 f"{model[:200]!r} is no hub id: write ORG/NAME, or {DEFAULT_ID}.", param="model"
@@ -73,7 +78,7 @@ class Pulling:
             raise Overloaded("A download is under way already; wait for its end.", retry_after=10)
         return self._events(model)
 
-    async def _events(self, model: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def _events(self, model: str) -> AsyncGenerator[Event, None]:
         """Until the download has ended; closed before, it ends the download. Raises OmlxdError."""
         far = [0, 0]
         work = asyncio.create_task(self._fetch(model, far), name=f"pull {model}")
@@ -100,11 +105,26 @@ class Pulling:
         return await fetch_from_hub(model, note)
 
 
-def _event(event: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+async def _written(
+    events: AsyncGenerator[Event, None], write: Callable[[Event], bytes]
+) -> AsyncGenerator[bytes, None]:
+    async with contextlib.aclosing(events):
+        try:
+            async for event in events:
+                yield write(event)
+        except OmlxdError as error:
+            yield write({"error": {"message": error.message}})
 
 
-def _line(model: str, event: dict[str, Any]) -> bytes:
+async def _pulled(events: AsyncGenerator[Event, None]) -> OllamaStatus:
+    """Once the download has ended. Raises OmlxdError."""
+    async with contextlib.aclosing(events):
+        async for _ in events:
+            pass
+    return _PULLED
+
+
+def _line(model: str, event: Event) -> bytes:
     """A line of Ollama's. Its clients show a bar for each `digest`, named by what follows `sha256:`."""
     if "error" in event:
         told: Any = OllamaError(event["error"]["message"])
@@ -114,48 +134,3 @@ def _line(model: str, event: dict[str, Any]) -> bytes:
     else:
         told = _PULLED if "id" in event else OllamaStatus(f"pulling {model}")
     return msgspec.json.encode(told) + b"\n"
-
-
-class _Stream:
-    """An ASGI response."""
-
-    def __init__(
-        self,
-        events: AsyncGenerator[dict[str, Any], None],
-        written: Callable[[dict[str, Any]], bytes],
-        content_type: bytes,
-    ):
-        self._events, self._written, self._content_type = events, written, content_type
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._write(send))
-
-    async def _write(self, send: Send) -> None:
-        async def tell(event: dict[str, Any]) -> None:
-            await send({"type": "http.response.body", "body": self._written(event), "more_body": True})
-
-        headers = [(b"content-type", self._content_type), *STREAM_HEADERS]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async with contextlib.aclosing(self._events) as events:
-            try:
-                async for event in events:
-                    await tell(event)
-            except OmlxdError as error:
-                await tell({"error": {"message": error.message}})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class _Whole:
-    """An ASGI response that comes once the download has ended. Raises OmlxdError."""
-
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]):
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if await unless_disconnected(receive, self._wait()):
-            await as_json(_PULLED)(scope, receive, send)
-
-    async def _wait(self) -> None:
-        async with contextlib.aclosing(self._events) as events:
-            async for _ in events:
-                pass
