@@ -1,4 +1,4 @@
-"""The HTTP app: routes, and nothing else. `create_app` wires them to engines.
+"""The HTTP app: its routes, and what they are wired to.
 
 Layers, outermost first: `PacedApp` (clients that read slowly), CORS where it is opened, `Shell` (id, body
 limit, errors, log line), `Guard` (host, origin, key), then a route. No route catches errors; they raise
@@ -8,8 +8,9 @@ OmlxdError and the shell answers.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,7 +22,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .. import __version__
 from ..api.anthropic import request as anthropic
 from ..api.anthropic.answer import TokenCount
 from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
@@ -29,7 +29,7 @@ from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
 from ..chat import first_image
-from .engines.link import in_background
+from ..cli.cache.tree import Trees
 from .engines.protocol import Engine, Engines, check_chats, check_images
 from .http.discovery import Discovery
 from .http.embeddings import Embeddings
@@ -49,12 +49,14 @@ from .http.generation import (
 )
 from .http.guard import Guard
 from .http.recent_requests import RecentRequests
+from .http.request_metrics import Requests
 from .http.response_store import ResponseStore, StoredResponses
 from .http.router_events import RouterEvents
+from .http.routes import Operation, get, json_route, post
 from .http.settings import HttpSettings
 from .http.shell import Shell, raise_route_error
 from .http.slow_reader import PacedApp
-from .http.streams import as_json as _json
+from .http.streams import SSE, as_json
 from .http.thread_store import ThreadStore
 from .http.trace import trace_of
 from .owner import page
@@ -78,78 +80,79 @@ class _ResponseId(StringConvertor):
 register_url_convertor("response", _ResponseId())
 
 
-class _ModelState(msgspec.Struct):
-    id: str
-    state: str
-
-
-class _Health(msgspec.Struct):
-    """`status`: this process answers. `models`: the state of the engines."""
-
-    version: str
-    models: list[_ModelState]
-    status: str = "ok"
-
-
 def create_app(
     engines: Engines, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
 ) -> Starlette:
     """The ASGI app over `engines`. `more_routes`: what is for the owner and no client's protocol."""
-    routes = _Routes(engines, settings or HttpSettings())
+    settings = settings or HttpSettings()
+    stopping = settings.stopping or asyncio.Event()
+    store, threads, recent = ResponseStore(), ThreadStore(), RecentRequests()
+    messages, responses = messages_dialect(threads), responses_dialect(store)
+    counted_messages = messages_dialect(threads, anthropic.parse)
+    compact = responses_dialect(store, parse_compact, stream_type="")
+    engine_metrics = MetricsOf(engines)
+    metrics, admin = Metrics(engines, engine_metrics), Admin(engines, engine_metrics)
+    stored, tree = StoredResponses(store), CacheTree(engines)
+    explaining = Explaining(engines, recent, messages, responses)
+    pinning, carrying = Pinning(engines, explaining), Carrying(engines, explaining, settings.spool)
+    live, events = Live(admin, metrics.requests.last_hour, stopping), RouterEvents(engines, stopping)
+    prompted = _Prompted(engines, settings, metrics.requests, recent)
+    asked, counted = prompted.answered, prompted.counted
+    a_response = "/v1/responses/{id:response}"
     app = PacedApp(
         routes=[
-            Route("/v1/chat/completions", partial(routes.generate, dialect=OPENAI_CHAT), methods=["POST"]),
-            Route("/v1/completions", partial(routes.generate, dialect=OPENAI_COMPLETIONS), methods=["POST"]),
-            Route("/v1/classify", partial(routes.generate, dialect=CLASSIFY), methods=["POST"]),
-            Route("/v1/score", partial(routes.generate, dialect=SCORE), methods=["POST"]),
-            Route(
-                "/v1/responses", partial(routes.generate, dialect=routes.responses_dialect), methods=["POST"]
+            asked("/v1/chat/completions", OPENAI_CHAT, "OpenAI: chat"),
+            asked("/v1/completions", OPENAI_COMPLETIONS, "OpenAI: completion"),
+            asked("/v1/classify", CLASSIFY, "vLLM: which label is the likeliest answer"),
+            asked("/v1/score", SCORE, "vLLM: how likely a text is after another"),
+            asked("/v1/responses", responses, "OpenAI: response"),
+            asked("/v1/responses/compact", compact, "OpenAI: a summary of the input"),
+            counted("/v1/responses/input_tokens", responses, "OpenAI: tokens of a prompt", InputTokens),
+            Operation("GET", a_response, stored.get, "OpenAI: a stored response", answer=responses.answer),
+            json_route("DELETE", a_response, stored.delete, "OpenAI: forget a stored response"),
+            asked("/v1/messages", messages, "Anthropic: one message"),
+            counted(
+                "/v1/messages/count_tokens", counted_messages, "Anthropic: tokens of a prompt", TokenCount
             ),
-            Route(
-                "/v1/responses/compact",
-                partial(routes.generate, dialect=routes.compact_dialect),
-                methods=["POST"],
-            ),
-            Route("/v1/responses/input_tokens", routes.input_tokens, methods=["POST"]),
-            Route("/v1/responses/{id:response}", routes.stored.get),
-            Route("/v1/responses/{id:response}", routes.stored.delete, methods=["DELETE"]),
-            Route(
-                "/v1/messages", partial(routes.generate, dialect=routes.messages_dialect), methods=["POST"]
-            ),
-            Route("/v1/messages/count_tokens", routes.count_tokens, methods=["POST"]),
-            Route("/api/chat", partial(routes.generate, dialect=OLLAMA_CHAT), methods=["POST"]),
-            Route("/api/generate", partial(routes.generate, dialect=OLLAMA_GENERATE), methods=["POST"]),
+            asked("/api/chat", OLLAMA_CHAT, "Ollama: chat"),
+            asked("/api/generate", OLLAMA_GENERATE, "Ollama: answer a prompt"),
             *Discovery(engines).routes(),
-            Route("/models/sse", routes.router_events.listen),
+            events.route(),
             *Embeddings(engines).routes(),
-            Route("/health", routes.health),
-            Route("/openapi.json", routes.openapi),
-            Route("/ready", routes.ready),
-            Route("/metrics", routes.metrics_page),
-            Route("/omlxd/status", routes.status),
-            Route("/omlxd/memory", routes.memory, methods=["POST"]),
-            Route("/omlxd/events", routes.live.events),
-            Route("/omlxd/requests", routes.requests),
-            Route("/omlxd/cache/forget", routes.forget, methods=["POST"]),
-            Route("/omlxd/cache/tree", routes.tree.tree),
-            Route("/omlxd/cache/clear", routes.clear, methods=["POST"]),
-            Route("/omlxd/cache/pin", routes.pin, methods=["POST"]),
-            Route("/omlxd/cache/pins", routes.pins),
-            Route("/omlxd/cache/files", routes.cached_files, methods=["POST"]),
-            Route("/omlxd/cache/import", routes.take_archive, methods=["POST"]),
-            Route("/omlxd/cache/prompt-cache/import", routes.take_prompt, methods=["POST"]),
-            Route("/omlxd/cache/prompt-cache/export", routes.give_prompt, methods=["POST"]),
-            Route("/omlxd/why-miss", routes.why_miss, methods=["POST"]),
-            Route("/", page.root),
-            Route("/web/{name}", page.file),
+            get("/health", admin.health, "Whether the daemon answers, and the state of its engines"),
+            Operation("GET", "/openapi.json", _openapi, "This document"),
+            admin.ready_route(),
+            Operation("GET", "/metrics", metrics.page, "Figures for Prometheus", media="text/plain"),
+            get("/omlxd/status", admin.daemon_status, "Models, memory, tiers and counters"),
+            post("/omlxd/memory", admin.tidy_memory, "Give memory back, count peaks anew"),
+            Operation("GET", "/omlxd/events", live.events, "The status every few seconds", media=SSE),
+            get("/omlxd/requests", explaining.recent, "The last requests, without their prompts"),
+            post("/omlxd/cache/forget", admin.forget_files, "Files of the SSD cache that shall go"),
+            Operation("GET", "/omlxd/cache/tree", tree.tree, "The prefixes of the SSD cache", answer=Trees),
+            post("/omlxd/cache/clear", tree.clear, "Remove some of them"),
+            post("/omlxd/cache/pin", pinning.pin, "What is evicted last, or no more"),
+            get("/omlxd/cache/pins", pinning.pins, "What is pinned"),
+            post("/omlxd/cache/files", pinning.files, "Files that a prompt is restored from"),
+            post("/omlxd/cache/import", carrying.take_archive, "Take in an archive of KV, the body"),
+            post("/omlxd/cache/prompt-cache/import", carrying.take_prompt, "Take in mlx-lm's file"),
+            carrying.export_route(),
+            post("/omlxd/why-miss", explaining.why, "Why a prompt's cached prefix ends"),
+            Operation("GET", "/", page.root, "Name and version; for a browser, the page", media="text/plain"),
+            Operation("GET", "/web/{name}", page.file, "A file of the page", media="text/javascript"),
             *more_routes,
         ],
-        middleware=_layers(routes.settings),
+        middleware=_layers(settings),
         exception_handlers={HTTPException: raise_route_error},
     )
     app.router.redirect_slashes = False
-    app.send_pause_s = routes.settings.send_pause_s
+    app.send_pause_s = settings.send_pause_s
     return app
+
+
+async def _openapi(request: Request) -> Response:
+    from .owner import openapi  # hardly anybody asks
+
+    return Response(openapi.document(request.app.routes), media_type="application/json")
 
 
 def _layers(settings: HttpSettings) -> list[Middleware]:
@@ -170,30 +173,34 @@ def _layers(settings: HttpSettings) -> list[Middleware]:
     return layers
 
 
-class _Routes:
-    def __init__(self, engines: Engines, settings: HttpSettings):
-        self.settings = settings
-        self._engines = engines
-        store, threads = ResponseStore(), ThreadStore()
-        self.messages_dialect = messages_dialect(threads)
-        self._counted_messages = messages_dialect(threads, anthropic.parse)
-        self.responses_dialect = responses_dialect(store)
-        self.compact_dialect = responses_dialect(store, parse_compact)
-        self.stored = StoredResponses(store)
-        metrics = MetricsOf(engines)
-        self._metrics = Metrics(engines, metrics)
-        self._admin = Admin(engines, metrics)
-        self._recent = RecentRequests()
-        self.tree = CacheTree(engines)
-        stopping = self.settings.stopping or asyncio.Event()
-        self.live = Live(self._admin, self._metrics.requests.last_hour, stopping)
-        self.router_events = RouterEvents(engines, stopping)
-        self._large = asyncio.Semaphore(1)
-        self._explaining = Explaining(engines, self._recent, self.messages_dialect, self.responses_dialect)
-        self._pinning = Pinning(engines, self._explaining)
-        self._carrying = Carrying(engines, self._explaining, self.settings.spool)
+class _Prompted:
+    """Routes whose requests have a prompt."""
 
-    async def generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
+    def __init__(self, engines: Engines, settings: HttpSettings, metrics: Requests, recent: RecentRequests):
+        self._engines = engines
+        self._settings = settings
+        self._metrics = metrics
+        self._recent = recent
+        self._large = asyncio.Semaphore(1)
+
+    def answered(self, path: str, dialect: Dialect, summary: str) -> Operation:
+        answer = partial(self._generate, dialect=dialect)
+        described = {"body": dialect.body, "answer": dialect.answer, "stream": dialect.stream_type}
+        return Operation("POST", path, answer, summary, **described)
+
+    def counted(self, path: str, dialect: Dialect, summary: str, answer: Callable[[int], Any]) -> Operation:
+        """`answer` takes the tokens of the prompt."""
+
+        async def count(request: Request) -> Response:
+            _, parsed = await self._parsed(request, dialect.parse)
+            trace_of(request.scope).model = parsed.model
+            engine = await self._find_engine(parsed)
+            tokens = await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
+            return as_json(answer(tokens))
+
+        return Operation("POST", path, count, summary, body=dialect.body, answer=answer)
+
+    async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
@@ -210,7 +217,7 @@ class _Routes:
         if isinstance(parsed, OllamaRequest) and engine.state != "ready":
             parsed = msgspec.structs.replace(parsed, waiting_since=trace.started)
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
-        return GenerationResponse(engine, parsed, dialect, self.settings, self._metrics.requests)
+        return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics)
 
     async def _find_engine(self, parsed: ParsedRequest) -> Engine:
         engine = await self._engines.find_engine(parsed.model)
@@ -235,71 +242,3 @@ class _Routes:
             return size, read()
         async with self._large:
             return size, await asyncio.to_thread(read)
-
-    async def count_tokens(self, request: Request) -> Response:
-        return _json(TokenCount(await self._count(request, self._counted_messages.parse)))
-
-    async def input_tokens(self, request: Request) -> Response:
-        return _json(InputTokens(await self._count(request, self.responses_dialect.parse)))
-
-    async def _count(self, request: Request, parse: Parse) -> int:
-        _, parsed = await self._parsed(request, parse)
-        trace_of(request.scope).model = parsed.model
-        engine = await self._find_engine(parsed)
-        return await engine.count_tokens(parsed.generate.prompt, parsed.generate.session)
-
-    async def health(self, request: Request) -> Response:
-        in_background(self._engines.look_for_models())  # For whoever asks next: a probe is answered at once.
-        models = [_ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
-        return _json(_Health(__version__, models))
-
-    async def openapi(self, request: Request) -> Response:
-        from .owner import openapi  # its structs are made at import, and hardly anybody asks
-
-        return Response(openapi.document(), media_type="application/json")
-
-    async def ready(self, request: Request) -> Response:
-        readiness = self._admin.readiness()
-        answer = _json(readiness)
-        answer.status_code = 200 if readiness.ready else 503
-        return answer
-
-    async def metrics_page(self, request: Request) -> Response:
-        body, content_type = await self._metrics.page(request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
-
-    async def status(self, request: Request) -> Response:
-        return _json(await self._admin.daemon_status())
-
-    async def memory(self, request: Request) -> Response:
-        return _json(await self._admin.tidy_memory(await request.body()))
-
-    async def requests(self, request: Request) -> Response:
-        return _json(self._explaining.recent())
-
-    async def forget(self, request: Request) -> Response:
-        return _json(await self._admin.forget_files(await request.body()))
-
-    async def pin(self, request: Request) -> Response:
-        return _json(await self._pinning.pin(await request.body()))
-
-    async def pins(self, request: Request) -> Response:
-        return _json(await self._pinning.pins())
-
-    async def cached_files(self, request: Request) -> Response:
-        return _json(await self._pinning.files(await request.body()))
-
-    async def take_archive(self, request: Request) -> Response:
-        return _json(await self._carrying.take_archive(request))
-
-    async def take_prompt(self, request: Request) -> Response:
-        return _json(await self._carrying.take_prompt(request))
-
-    async def give_prompt(self, request: Request) -> Response:
-        return await self._carrying.give_prompt(await request.body())
-
-    async def clear(self, request: Request) -> Response:
-        return _json(await self.tree.clear(await request.body()))
-
-    async def why_miss(self, request: Request) -> Response:
-        return _json(await self._explaining.why(await request.body()))

@@ -253,7 +253,7 @@ def app_of(*engines: FakeEngine, **settings: Any):
 
 
 def ollama_pull(engines: Any) -> Route:
-    return Route("/api/pull", Pulling(engines).ollama, methods=["POST"])
+    return next(route for route in Pulling(engines).routes() if route.path == "/api/pull")
 
 
 @contextlib.asynccontextmanager

@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from ...api.body import decode
 from ...errors import InvalidRequest, OmlxdError, bad_field
 from ..engines.link import in_background
-from ..engines.protocol import Card, Engine, Engines
+from ..engines.protocol import Card, Engines
 from . import model_list as cards
-from .streams import as_json
+from .routes import Operation, get, post
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +52,12 @@ class OllamaModelBody(msgspec.Struct):
     name: str = ""
     stream: bool | None = None
 
+    def named(self) -> str:
+        """Raises InvalidRequest."""
+        if name := self.model or self.name:
+            return name
+        raise bad_field("model", "this field is required")
+
 
 class OllamaStatus(msgspec.Struct):
     status: str
@@ -67,58 +69,65 @@ class OllamaVersion(msgspec.Struct):
     version: str = "0.34.2"
 
 
-_named = msgspec.json.Decoder(NamedModel)
-_lmstudio_load = msgspec.json.Decoder(LMStudioLoadBody)
-_lmstudio_instance = msgspec.json.Decoder(LMStudioInstanceBody)
-_ollama = msgspec.json.Decoder(OllamaModelBody)
-
-
 class Discovery:
     def __init__(self, engines: Engines):
         self._engines = engines
 
-    def routes(self) -> list[Route]:
-        listed = self._listed
+    def routes(self) -> list[Operation]:
+        lists = (
+            ("/v1/models", cards.model_list, "The models"),
+            ("/models", cards.model_list, "llama.cpp's router: the models"),
+            ("/api/tags", cards.ollama_tags, "Ollama: the models"),
+            ("/api/ps", cards.ollama_processes, "Ollama: the models that are loaded"),
+            ("/api/v1/models", cards.lmstudio_models, "LM Studio: the models"),
+            ("/api/v0/models", cards.lmstudio_v0_models, "LM Studio: the models"),
+        )
+        refused = "No client makes, copies or sends a model here: `omlxd models pull` gets one, "
+        refused += "`omlxd models alias` gives it another name."
+        kept = "No client deletes a model here: remove its folder yourself."
         return [
-            Route("/v1/models", partial(listed, write=cards.model_list)),
-            Route("/v1/models/{id:path}", self._one),
-            Route("/models", partial(listed, write=cards.model_list)),
-            Route("/models/load", self._load, methods=["POST"]),
-            Route("/models/unload", self._unload, methods=["POST"]),
-            Route("/props", self._props),
-            Route("/api/version", self._version),
-            Route("/api/tags", partial(listed, write=cards.ollama_tags)),
-            Route("/api/ps", partial(listed, write=cards.ollama_processes)),
-            Route("/api/show", self._show, methods=["POST"]),
-            Route("/api/delete", self._delete, methods=["DELETE"]),
-            *(
-                Route(path, self._refused, methods=["POST"])
-                for path in ("/api/copy", "/api/push", "/api/create")
+            *(self._list(path, write, summary) for path, write, summary in lists),
+            get(
+                "/v1/models/{id:path}",
+                self._one,
+                "One model; its id may hold slashes",
+                answer=cards.ModelEntry,
             ),
-            Route("/api/v1/models", partial(listed, write=cards.lmstudio_models)),
-            Route("/api/v1/models/load", self._lmstudio_load, methods=["POST"]),
-            Route("/api/v1/models/unload", self._lmstudio_unload, methods=["POST"]),
-            Route("/api/v0/models", partial(listed, write=cards.lmstudio_v0_models)),
+            post("/models/load", self._load, "llama.cpp's router: load a model"),
+            post("/models/unload", self._unload, "llama.cpp's router: unload a model"),
+            get("/props", self._props, "llama.cpp: what a model can do"),
+            get("/api/version", self._version, "Ollama: the version whose API this is"),
+            post("/api/show", self._show, "Ollama: one model"),
+            _refusing("DELETE", "/api/delete", kept),
+            *(_refusing("POST", f"/api/{verb}", refused) for verb in ("copy", "push", "create")),
+            post("/api/v1/models/load", self._lmstudio_load, "LM Studio: load a model"),
+            post("/api/v1/models/unload", self._lmstudio_unload, "LM Studio: unload"),
         ]
 
-    async def _listed(self, request: Request, write: Callable[[Sequence[Card]], Any]) -> Response:
+    def _list(self, path: str, write: Callable[[Sequence[Card]], Any], summary: str) -> Operation:
+        async def listed() -> Any:
+            return await self._listed(write)
+
+        return get(path, listed, summary, answer=get_type_hints(write)["return"])
+
+    async def _listed(self, write: Callable[[Sequence[Card]], Any]) -> Any:
         await self._engines.look_for_models()
-        return as_json(write([engine.card for engine in self._engines.models()]))
+        return write([engine.card for engine in self._engines.models()])
 
-    async def _one(self, request: Request) -> Response:
+    async def _one(self, request: Request) -> Any:
         if not (name := request.path_params["id"]):
-            return await self._listed(request, cards.model_list)
-        return as_json(cards.model_entry((await self._engines.find_engine(name)).card))
+            return await self._listed(cards.model_list)
+        return cards.model_entry((await self._engines.find_engine(name)).card)
 
-    async def _props(self, request: Request) -> Response:
+    async def _props(self, request: Request) -> cards.Props:
         engine = await self._engines.find_engine(request.query_params.get("model", ""))
-        return as_json(cards.props(engine.card, not any(e.is_refused for e in self._engines.models())))
+        return cards.props(engine.card, not any(e.is_refused for e in self._engines.models()))
 
-    async def _load(self, request: Request) -> Response:
+    async def _load(self, asked: NamedModel) -> Success:
         """Answer at once: llama.cpp's clients then watch the model's status."""
-        engine = await self._engine_of(request)
+        engine = await self._engines.find_engine(asked.model)
         in_background(self._loaded(engine.model_id))
-        return as_json(Success())
+        return Success()
 
     async def _loaded(self, model_id: str) -> None:
         try:
@@ -126,48 +135,34 @@ class Discovery:
         except OmlxdError as error:
             log.warning("%s can't be loaded: %s", model_id, error.message)
 
-    async def _unload(self, request: Request) -> Response:
-        await self._engines.unload((await self._engine_of(request)).model_id)
-        return as_json(Success())
+    async def _unload(self, asked: NamedModel) -> Success:
+        await self._engines.unload((await self._engines.find_engine(asked.model)).model_id)
+        return Success()
 
-    async def _lmstudio_load(self, request: Request) -> Response:
+    async def _lmstudio_load(self, asked: LMStudioLoadBody) -> LMStudioLoaded:
         """Answer once it is loaded, as LM Studio does."""
-        asked = decode(_lmstudio_load, await request.body())
         engine = await self._engines.find_engine(asked.model)
         context = engine.card.context_length
         if context and asked.context_length and asked.context_length > context:
             raise bad_field("context_length", f"{engine.model_id} has {context} tokens; ask for no more")
         began = time.monotonic()
         card = (await self._engines.load(engine.model_id)).card
-        return as_json(LMStudioLoaded(card.id, time.monotonic() - began, cards.lmstudio_type(card)))
+        return LMStudioLoaded(card.id, time.monotonic() - began, cards.lmstudio_type(card))
 
-    async def _lmstudio_unload(self, request: Request) -> Response:
-        asked = decode(_lmstudio_instance, await request.body())
+    async def _lmstudio_unload(self, asked: LMStudioInstanceBody) -> LMStudioInstanceBody:
         engine = await self._engines.find_engine(asked.instance_id)
         await self._engines.unload(engine.model_id)
-        return as_json(LMStudioInstanceBody(engine.model_id))
+        return LMStudioInstanceBody(engine.model_id)
 
-    async def _version(self, request: Request) -> Response:
-        return as_json(OllamaVersion())
+    async def _version(self) -> OllamaVersion:
+        return OllamaVersion()
 
-    async def _show(self, request: Request) -> Response:
-        engine = await self._engines.find_engine(_name(decode(_ollama, await request.body())))
-        return as_json(cards.ollama_show(engine.card))
-
-    async def _delete(self, request: Request) -> Response:
-        raise InvalidRequest("No client deletes a model here: remove its folder yourself.")
-
-    async def _refused(self, request: Request) -> Response:
-        raise InvalidRequest(
-            "No client makes, copies or sends a model here: `omlxd models pull` gets one, "
-            "`omlxd models alias` gives it another name."
-        )
-
-    async def _engine_of(self, request: Request) -> Engine:
-        return await self._engines.find_engine(decode(_named, await request.body()).model)
+    async def _show(self, asked: OllamaModelBody) -> cards.OllamaShow:
+        return cards.ollama_show((await self._engines.find_engine(asked.named())).card)
 
 
-def _name(asked: OllamaModelBody) -> str:
-    if name := asked.model or asked.name:
-        return name
-    raise bad_field("model", "this field is required")
+def _refusing(method: str, path: str, why: str) -> Operation:
+    async def refuse(request: Request) -> NoReturn:
+        raise InvalidRequest(why)
+
+    return Operation(method, path, refuse, "Ollama: refused")

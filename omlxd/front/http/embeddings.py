@@ -9,16 +9,11 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Awaitable, Callable
-from functools import partial
 
-import msgspec
 from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import ASGIApp
 
 from ...api import embeddings as api
-from ...api.body import ParsedRequest, decode, keep_alive_of, mended
+from ...api.body import ParsedRequest, keep_alive_of, mended
 from ...api.openai.scores import Scores
 from ...chat import (
     Conversation,
@@ -34,7 +29,7 @@ from ...chat import (
 from ...errors import OmlxdError, bad_field
 from ..engines.protocol import PLACEHOLDERS, Engine, Engines
 from .choices import scores_of
-from .streams import Awaited
+from .routes import Operation, post
 from .trace import trace_of
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -45,47 +40,42 @@ _JUDGE = (
 )
 EXAMPLES = {"embedding": "mlx-community/Qwen3-Embedding-0.6B-8bit", "rerank": "Qwen/Qwen3-Reranker-0.6B"}
 """A model of each kind to begin with."""
-_embeddings = msgspec.json.Decoder(api.EmbeddingsBody)
-_rerank = msgspec.json.Decoder(api.RerankBody)
-_ollama_embed = msgspec.json.Decoder(api.OllamaEmbedBody)
-_ollama_embeddings = msgspec.json.Decoder(api.OllamaEmbeddingsBody)
 
 
 class Embeddings:
     def __init__(self, engines: Engines):
         self._engines = engines
 
-    def routes(self) -> list[Route]:
-        made = {
-            "/v1/embeddings": self._openai,
-            "/v1/rerank": self._rerank,
-            "/rerank": self._rerank,
-            "/v2/rerank": self._rerank,
-            "/api/embed": self._ollama,
-            "/api/embeddings": self._ollama_old,
-        }
-        return [Route(path, partial(_answer, answer), methods=["POST"]) for path, answer in made.items()]
+    def routes(self) -> list[Operation]:
+        made = (
+            ("/v1/embeddings", self._openai, "OpenAI: vectors"),
+            ("/v1/rerank", self._rerank, "Jina: documents by how they answer a query"),
+            ("/v2/rerank", self._rerank, "Cohere: the same"),
+            ("/rerank", self._rerank, "The same"),
+            ("/api/embed", self._ollama, "Ollama: vectors"),
+            ("/api/embeddings", self._ollama_old, "Ollama: a vector"),
+        )
+        return [post(path, answer, summary, while_connected=True) for path, answer, summary in made]
 
-    async def _openai(self, request: Request, raw: bytes) -> msgspec.Struct:
-        body = decode(_embeddings, raw)
+    async def _openai(self, request: Request, body: api.EmbeddingsBody) -> api.EmbeddingsAnswer:
         engine = await self._embedder(body.model, "embedding")
         vectors = await self._vectors(request, engine, api.embed_request(body.input, body.dimensions))
         return api.embeddings_answer(body, engine.model_id, vectors)
 
-    async def _ollama(self, request: Request, raw: bytes) -> msgspec.Struct:
-        body, began = decode(_ollama_embed, raw), time.monotonic()
-        engine = await self._embedder(body.model, "embedding", raw)
+    async def _ollama(self, request: Request, body: api.OllamaEmbedBody) -> api.OllamaEmbedAnswer:
+        began = time.monotonic()
+        engine = await self._embedder(body.model, "embedding", await request.body())
         asked = api.embed_request(body.input, body.dimensions, body.truncate)
         return api.ollama_answer(body.model, await self._vectors(request, engine, asked), began)
 
-    async def _ollama_old(self, request: Request, raw: bytes) -> msgspec.Struct:
-        body = decode(_ollama_embeddings, raw)
-        engine = await self._embedder(body.model, "embedding", raw)
+    async def _ollama_old(
+        self, request: Request, body: api.OllamaEmbeddingsBody
+    ) -> api.OllamaEmbeddingsAnswer:
+        engine = await self._embedder(body.model, "embedding", await request.body())
         vectors = await self._vectors(request, engine, api.embed_request(body.prompt, truncate=True))
         return api.OllamaEmbeddingsAnswer(api.vectors_of(vectors)[0])
 
-    async def _rerank(self, request: Request, raw: bytes) -> msgspec.Struct:
-        body = decode(_rerank, raw)
+    async def _rerank(self, request: Request, body: api.RerankBody) -> api.RerankAnswer:
         api.check_documents(body)
         engine = await self._embedder(body.model, "rerank")
         if engine.card.kind == "rerank":
@@ -115,7 +105,7 @@ class Embeddings:
         if not _does(engine, kind):
             what = "vectors" if kind == "embedding" else "scores of documents"
             raise bad_field("model", f"{engine.model_id} makes no {what}")
-        if (seconds := keep_alive_of(raw)) is not None:
+        if (seconds := keep_alive_of(mended(raw))) is not None:
             self._engines.keep_alive(engine, seconds)
         return engine
 
@@ -168,8 +158,3 @@ async def _shares(engine: Engine, prompts: list[Conversation]) -> tuple[list[flo
             raise one
         shares.append(one[0].share)
     return shares, scores.usage.prompt_tokens
-
-
-async def _answer(answer: Callable[[Request, bytes], Awaitable[msgspec.Struct]], request: Request) -> ASGIApp:
-    raw = mended(await request.body())
-    return Awaited(lambda: answer(request, raw))

@@ -21,18 +21,20 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from ...api.anthropic import request as anthropic
-from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep
+from ...api.anthropic.answer import AnthropicCollector, AnthropicStream, Keep, MessageAnswer
 from ...api.anthropic.threads import ThreadRequest
 from ...api.body import ParsedRequest
 from ...api.ollama import request as ollama
+from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.answer import OllamaCollector, OllamaStream
 from ...api.ollama.request import OllamaRequest
 from ...api.openai import chat_request, completions, scores
-from ...api.openai.chat_answer import OpenAIChatCollector, OpenAIChatStream
+from ...api.openai.chat_answer import ChatCompletion, OpenAIChatCollector, OpenAIChatStream
 from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
 from ...api.responses import request as openai_responses
 from ...api.responses.answer import OpenAIResponsesCollector, OpenAIResponsesStream
 from ...api.responses.items import new_response_id
+from ...api.responses.objects import Response as OpenAIResponse
 from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
 from ...chat import Event, Failed, Finished, Progress, Restarted
@@ -42,7 +44,7 @@ from .event_pump import EventPump
 from .request_metrics import Requests
 from .response_store import ItemFinder, ResponseStore
 from .settings import HttpSettings
-from .streams import STREAM_HEADERS, unless_disconnected
+from .streams import SSE, STREAM_HEADERS, unless_disconnected
 from .thread_store import ThreadStore
 from .trace import RequestTrace, trace_of
 
@@ -54,16 +56,25 @@ Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
 class Dialect:
     """One protocol: how to read a body, and how to write events.
 
-    stream_type  of streams
-    held         what is held while a request is answered. Raises OmlxdError
+    body, answer  structs of the document
+    stream_type   of streams; "": it has none
+    held          what is held while a request is answered. Raises OmlxdError
     """
 
     parse: Parse
     encoder: Callable[[ParsedRequest, str], StreamEncoder]
     """(request, request id)"""
     collector: Callable[[ParsedRequest], Collector]
-    stream_type: bytes = b"text/event-stream; charset=utf-8"
+    body: Any
+    answer: Any
+    stream_type: str = SSE
     held: Callable[[ParsedRequest], AbstractContextManager[None]] = lambda parsed: nullcontext()
+
+    @property
+    def content_type(self) -> bytes:
+        """Of a stream."""
+        charset = "; charset=utf-8" if self.stream_type == SSE else ""
+        return (self.stream_type + charset).encode()
 
 
 def _id(prefix: str) -> str:
@@ -84,6 +95,7 @@ def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answe
         lambda body, headers: parse(body, headers, threads.find_thread),
         lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id, keep_of(parsed)),
         lambda parsed: AnthropicCollector(_id("msg_"), parsed.model, keep_of(parsed)),
+        *(anthropic.MessagesBody, MessageAnswer),
         held=threads.continuing,
     )
 
@@ -103,17 +115,20 @@ def _chat_collector(parsed: ParsedRequest) -> OpenAIChatCollector:
     return OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls)
 
 
-OPENAI_CHAT = Dialect(chat_request.parse, _chat_stream, _chat_collector)
+OPENAI_CHAT = Dialect(
+    chat_request.parse, _chat_stream, _chat_collector, chat_request.ChatBody, ChatCompletion
+)
 OPENAI_COMPLETIONS = Dialect(
     completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
         _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),
     lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
+    *(completions.CompletionsBody, completions.Completion),
 )
 
 
-def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest]) -> Dialect:
+def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest], body: Any) -> Dialect:
     def encoder(parsed: ParsedRequest, request_id: str) -> OllamaStream:
         assert isinstance(parsed, OllamaRequest)
         return OllamaStream(parsed, request_id)
@@ -122,10 +137,11 @@ def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest]) -> Diale
         assert isinstance(parsed, OllamaRequest)
         return OllamaCollector(parsed)
 
-    return Dialect(parse, encoder, collector, b"application/x-ndjson")
+    return Dialect(parse, encoder, collector, body, OllamaAnswer, "application/x-ndjson")
 
 
-OLLAMA_CHAT, OLLAMA_GENERATE = _ollama(ollama.parse_chat), _ollama(ollama.parse_generate)
+OLLAMA_CHAT = _ollama(ollama.parse_chat, ollama.ChatBody)
+OLLAMA_GENERATE = _ollama(ollama.parse_generate, ollama.GenerateBody)
 
 
 def _never(parsed: ParsedRequest, request_id: str) -> StreamEncoder:
@@ -136,11 +152,13 @@ CLASSIFY = Dialect(
     scores.parse_classify,
     _never,
     lambda parsed: scores.ScoresCollector(_id("classify-"), parsed, _now(), pairs=False),
+    *(scores.ClassifyBody, scores.Classifications, ""),
 )
 SCORE = Dialect(
     scores.parse_score,
     _never,
     lambda parsed: scores.ScoresCollector(_id("score-"), parsed, _now(), pairs=True),
+    *(scores.ScoreBody, scores.PairScores, ""),
 )
 
 
@@ -194,7 +212,7 @@ class GenerationResponse:
         if events and isinstance(events[-1], Failed):
             raise pump.error(events[-1])
         encoder = self._dialect.encoder(self._parsed, trace.id)
-        headers = [(b"content-type", self._dialect.stream_type), *STREAM_HEADERS]
+        headers = [(b"content-type", self._dialect.content_type), *STREAM_HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         out = encoder.start() or (b"" if events else encoder.ping())
         interval = self._settings.ping_interval_s
@@ -230,7 +248,9 @@ async def _send_json(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-def responses_dialect(store: ResponseStore, parse: Any = openai_responses.parse) -> Dialect:
+def responses_dialect(
+    store: ResponseStore, parse: Any = openai_responses.parse, stream_type: str = SSE
+) -> Dialect:
     """Answers go into `store` unless their request says `"store": false`."""
 
     def encoder(parsed: ParsedRequest, request_id: str) -> OpenAIResponsesStream:
@@ -245,6 +265,7 @@ def responses_dialect(store: ResponseStore, parse: Any = openai_responses.parse)
         lambda body, headers: parse(body, headers, store.messages, ItemFinder(store)),
         encoder,
         collector,
+        *(openai_responses.ResponsesBody, OpenAIResponse, stream_type),
     )
 
 

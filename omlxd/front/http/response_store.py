@@ -113,7 +113,7 @@ class Deleted(msgspec.Struct):
 
 
 class StoredResponses:
-    """Route handlers over one store. They raise NotFound for what is not kept (any more)."""
+    """Handlers over one store. They raise NotFound for what is not kept (any more)."""
 
     def __init__(self, store: ResponseStore):
         self._store = store
@@ -121,19 +121,15 @@ class StoredResponses:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "").lower() in ("true", "1"):
             raise bad_field("stream", "a stored response is not streamed; leave stream out")
-        return _json(self._find(request).response)
+        return Response(self._find(request).response, media_type="application/json")
 
-    async def delete(self, request: Request) -> Response:
+    async def delete(self, request: Request) -> Deleted:
         self._find(request)
         self._store.remove(request.path_params["id"])
-        return _json(msgspec.json.encode(Deleted(request.path_params["id"])))
+        return Deleted(request.path_params["id"])
 
     def _find(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
         if (stored := self._store.find_response(id)) is None:
             raise NotFound(f"There is no response {id[:100]!r} here (any more).", param="response_id")
         return stored
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -15,7 +15,8 @@ from starlette.types import ASGIApp
 from ...api.sse import data_event
 from ..engines.protocol import Engines
 from .model_list import router_status
-from .streams import Watched
+from .routes import Operation
+from .streams import SSE, Watched
 
 LOOK_S = 0.25
 MOST_LISTENERS = 16
@@ -33,6 +34,10 @@ class RouterEvents:
     def __init__(self, engines: Engines, stopping: asyncio.Event):
         self._engines = engines
         self._streams = Watched(stopping, MOST_LISTENERS, "listeners are there already: close one.")
+
+    def route(self) -> Operation:
+        summary = "llama.cpp's router: states as they change"
+        return Operation("GET", "/models/sse", self.listen, summary, media=SSE)
 
     async def listen(self, request: Request) -> ASGIApp:
         """Raises Overloaded."""

@@ -9,11 +9,9 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator
 
-import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from ...api.body import decode
 from ...cli.owner_api import ClearCache, Forgotten
 from ...errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
 from ...kv.files.paths import is_namespace_dir, is_stored_path
@@ -24,8 +22,6 @@ COMMAND = ("nice", "-n", "19", sys.executable, "-m", "omlxd.cli.cache.tree")
 PIECE = 64 * 1024
 AT_ONCE = 256
 """Files that are removed in one turn of the ledger's thread."""
-
-_CLEAR = msgspec.json.Decoder(ClearCache)
 
 
 class CacheTree:
@@ -40,8 +36,7 @@ class CacheTree:
         first = await anext(pieces, b"")  # So that a failure is an error and no broken answer.
         return Streamed(pieces, "application/json", first)
 
-    async def clear(self, body: bytes) -> Forgotten:
-        asked = decode(_CLEAR, body)
+    async def clear(self, asked: ClearCache) -> Forgotten:
         if not is_namespace_dir(asked.namespace):
             raise InvalidRequest("namespace: it is no folder of the cache.", param="namespace")
         said = b"".join([piece async for piece in self._said(asked.namespace, asked.id)]).decode()

@@ -33,11 +33,13 @@ from ...errors import InvalidRequest, RequestTooLarge, Unavailable
 from ...kv.files.fs import FileSystem, write_all
 from ...wire import Released, Reserve, Stored
 from ..engines.protocol import Engines
+from ..http.routes import Operation
 from .inspect import computed
 from .why_miss import Explaining
 
 _MOST_ASKED = 32 << 20
 _PIECE = 1 << 20
+_FILE = "application/octet-stream"
 _ASKED = msgspec.json.Decoder(WhyMissBody)
 
 
@@ -49,6 +51,10 @@ class Carrying:
         self._explaining = explaining
         self._spool = spool
         self._one = asyncio.Lock()
+
+    def export_route(self) -> Operation:
+        path, summary = "/omlxd/cache/prompt-cache/export", "A prompt's KV as mlx-lm's file"
+        return Operation("POST", path, self.give_prompt, summary, body=WhyMissBody, media=_FILE)
 
     async def take_archive(self, request: Request) -> Imported:
         """Raises OmlxdError, ClientDisconnect."""
@@ -73,14 +79,15 @@ class Carrying:
         info = engine.info
         return ImportedPrompt(engine.model_id, usage.prompt_tokens, info.block_size if info else 0)
 
-    async def give_prompt(self, body: bytes) -> StreamingResponse:
+    async def give_prompt(self, request: Request) -> StreamingResponse:
         """Raises OmlxdError."""
-        engine, generate, _ = await self._explaining.request_of(decode(_ASKED, body))
+        asked = decode(_ASKED, await request.body())
+        engine, generate, _ = await self._explaining.request_of(asked)
         with self._file() as file:
             await computed(engine, _bare(generate, kv_into=str(file)))
             opened = file.open("rb")  # And its name goes: whatever becomes of the client, nothing stays.
         size = os.fstat(opened.fileno()).st_size
-        headers = {"content-length": str(size), "content-type": "application/octet-stream"}
+        headers = {"content-length": str(size), "content-type": _FILE}
         return StreamingResponse(_pieces(opened), headers=headers)
 
     @contextlib.contextmanager

@@ -21,6 +21,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ... import __version__
 from ...kv.ledger.ledger import LedgerStats
@@ -130,18 +132,18 @@ class Metrics:
         self._registry.register(self._polled)
         ProcessCollector(registry=self._registry)
 
-    async def page(self, accept: str) -> tuple[bytes, str]:
-        """(body, content type) of a scrape; `accept`: the client's header."""
+    async def page(self, request: Request) -> Response:
+        """What a scrape gets."""
         metrics = await self._engines_metrics.read()
         for each in metrics:
             self.requests.show_model(each.model_id)
         self._polled.show(metrics, self._engines.cold_stats())
-        encoder, content_type = choose_encoder(accept)
+        encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         if isinstance(encoder, functools.partial):
             # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name
             # for a label's: it would write `vllm_` for its `vllm:`, though not in the line of its type.
             encoder = functools.partial(encoder, escaping=ALLOWUTF8)
-        return encoder(self._registry), content_type
+        return Response(encoder(self._registry), headers={"content-type": content_type})
 
 
 class _Polled(Collector):

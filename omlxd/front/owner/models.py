@@ -1,26 +1,11 @@
-"""The owner's side of the models, over HTTP: `omlxd models` speaks it. Behind the same key as all else.
-
-| request                                               | does                                           |
-|-------------------------------------------------------|------------------------------------------------|
-| GET /omlxd/models                                     | every installed model, loaded or not           |
-| GET /omlxd/models/{id}                                | one of them                                    |
-| POST /omlxd/models/load {model, keep_alive}           | answers once it is loaded                      |
-| POST /omlxd/models/unload {model}                     | answers once it is gone, or says that it waits |
-| POST /omlxd/models/pin {model, pinned}                | never unloaded for others or for being idle    |
-| POST /omlxd/models/pull {model}                       | downloads it, and says how far it is (pull.py) |
-| POST /omlxd/models/alias {alias, model}               | another name for it; model null takes it away  |
-| POST /omlxd/inspect {prompt or messages, query, …}    | writes a prompt's keys into a file             |
-"""
+"""The owner's side of the models, over HTTP: `omlxd models` speaks it. Behind the same key as all else."""
 
 from __future__ import annotations
 
-import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from ...api.body import decode
 from ...cli.owner_api import (
+    Inspected,
     InstalledStatus,
     InstalledStatuses,
     LoadModel,
@@ -33,7 +18,7 @@ from ...common.units import duration
 from ...errors import InvalidRequest
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
-from ..http.streams import as_json as _json
+from ..http.routes import Operation, get, post
 from .inspect import inspect_prompt, parse_inspect
 from .pull import Pulling
 
@@ -75,61 +60,53 @@ def model_status(pool: EnginePool, engine: ModelEngine) -> InstalledStatus:
     )
 
 
-def admin_routes(pool: EnginePool) -> list[Route]:
+def admin_routes(pool: EnginePool) -> list[Operation]:
     """Routes over `pool`."""
 
     pulling = Pulling(pool)
 
-    def status(engine: ModelEngine) -> Response:
-        return _json(model_status(pool, engine))
+    def listed() -> InstalledStatuses:
+        return InstalledStatuses([model_status(pool, engine) for engine in pool.models()])
 
-    async def models(request: Request) -> Response:
+    async def models() -> InstalledStatuses:
         await pool.look_for_models(afresh=True)
-        return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
+        return listed()
 
-    async def model(request: Request) -> Response:
-        return status(await pool.find_engine(request.path_params["id"]))
+    async def model(request: Request) -> InstalledStatus:
+        return model_status(pool, await pool.find_engine(request.path_params["id"]))
 
-    async def load(request: Request) -> Response:
-        asked = decode(_LOAD, await request.body())
+    async def load(asked: LoadModel) -> InstalledStatus:
         try:
             keep_alive = None if asked.keep_alive is None else duration(asked.keep_alive)
         except ValueError:
             raise InvalidRequest('keep_alive: write "5m", seconds or -1', param="keep_alive") from None
-        return status(await pool.load(asked.model, keep_alive))
+        return model_status(pool, await pool.load(asked.model, keep_alive))
 
-    async def unload(request: Request) -> Response:
-        engine = await pool.find_engine(decode(_UNLOAD, await request.body()).model)
+    async def unload(asked: UnloadModel) -> Unloaded:
+        engine = await pool.find_engine(asked.model)
         gone = await pool.unload(engine.model_id)
-        return _json(Unloaded(engine.model_id, gone, engine.in_flight))
+        return Unloaded(engine.model_id, gone, engine.in_flight)
 
-    async def pin(request: Request) -> Response:
-        asked = decode(_PIN, await request.body())
+    async def pin(asked: PinModel) -> InstalledStatus:
         await pool.find_engine(asked.model)
-        return status(pool.pin(asked.model, asked.pinned))
+        return model_status(pool, pool.pin(asked.model, asked.pinned))
 
-    async def alias(request: Request) -> Response:
-        asked = decode(_ALIAS, await request.body())
+    async def alias(asked: NameModel) -> InstalledStatuses:
         await pool.look_for_models(afresh=True)
         pool.alias(asked.alias, asked.model)
-        return _json(InstalledStatuses([model_status(pool, engine) for engine in pool.models()]))
+        return listed()
 
-    async def inspect(request: Request) -> Response:
+    async def inspect(request: Request) -> Inspected:
         parsed = parse_inspect(await request.body())
-        return _json(await inspect_prompt(pool, await pool.find_engine(parsed.model), parsed))
+        return await inspect_prompt(pool, await pool.find_engine(parsed.model), parsed)
 
     return [
-        Route("/omlxd/inspect", inspect, methods=["POST"]),
-        Route("/omlxd/models", models),
-        Route("/omlxd/models/load", load, methods=["POST"]),
-        Route("/omlxd/models/unload", unload, methods=["POST"]),
-        Route("/omlxd/models/pin", pin, methods=["POST"]),
-        Route("/omlxd/models/pull", pulling.pull, methods=["POST"]),
-        Route("/api/pull", pulling.ollama, methods=["POST"]),
-        Route("/omlxd/models/alias", alias, methods=["POST"]),
-        Route("/omlxd/models/{id:path}", model),
+        post("/omlxd/inspect", inspect, "Write a prompt's keys into a file"),
+        get("/omlxd/models", models, "Every installed model, loaded or not"),
+        post("/omlxd/models/load", load, "Answers once it is loaded"),
+        post("/omlxd/models/unload", unload, "Answers once it is gone, or says that it waits"),
+        post("/omlxd/models/pin", pin, "Never unloaded for others or for being idle"),
+        post("/omlxd/models/alias", alias, "Another name for it; model null takes it away"),
+        *pulling.routes(),
+        get("/omlxd/models/{id:path}", model, "One installed model"),
     ]
-
-
-_LOAD, _UNLOAD = msgspec.json.Decoder(LoadModel), msgspec.json.Decoder(UnloadModel)
-_PIN, _ALIAS = msgspec.json.Decoder(PinModel), msgspec.json.Decoder(NameModel)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
-from ...api.body import decode
 from ...chat import GenerateRequest
 from ...cli.owner_api import CachedFiles, PinBlocks, PinList, WhyMissBody
 from ...errors import InvalidRequest, NotFound, Unavailable
@@ -17,7 +14,6 @@ from ..engines.pins import PinnedChain, in_order
 from ..engines.protocol import Engine, Engines
 from .why_miss import Explaining
 
-_PIN, _FILES = msgspec.json.Decoder(PinBlocks), msgspec.json.Decoder(WhyMissBody)
 MOST_NAME = 200
 
 
@@ -28,8 +24,7 @@ class Pinning:
         self._engines = engines
         self._explaining = explaining
 
-    async def pin(self, body: bytes) -> PinList:
-        asked = decode(_PIN, body)
+    async def pin(self, asked: PinBlocks) -> PinList:
         name, chain = asked.name, None
         if asked.pinned:
             engine, request, kept = await self._explaining.request_of(asked)
@@ -47,8 +42,8 @@ class Pinning:
     async def pins(self) -> PinList:
         return _listed(await self._engines.cold_pins())
 
-    async def files(self, body: bytes) -> CachedFiles:
-        engine, request, _ = await self._explaining.request_of(decode(_FILES, body))
+    async def files(self, asked: WhyMissBody) -> CachedFiles:
+        engine, request, _ = await self._explaining.request_of(asked)
         return await _files_of(engine, request)
 
 

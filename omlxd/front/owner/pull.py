@@ -24,10 +24,11 @@ from ...api.body import decode
 from ...api.errors import OllamaError
 from ...api.sse import data_event
 from ...cli.owner_api import PullModel
-from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded, bad_field
+from ...errors import InvalidRequest, NotFound, OmlxdError, Overloaded
 from ...models.resolve import DEFAULT_ID, fetch_default_model, fetch_from_hub, is_local
 from ..engines.pool import EnginePool
 from ..http.discovery import OllamaModelBody, OllamaStatus
+from ..http.routes import Operation
 from ..http.streams import SSE, Awaited, Streamed
 
 Event = dict[str, Any]
@@ -48,6 +49,17 @@ class Pulling:
         self._pool = pool
         self._under_way: set[str] = set()
 
+    def routes(self) -> list[Operation]:
+        return [
+            Operation("POST", "/omlxd/models/pull", self.pull, "Download a model", body=PullModel, media=SSE),
+            Operation(
+                *("POST", "/api/pull", self.ollama, "Ollama: download a model"),
+                body=OllamaModelBody,
+                answer=OllamaStatus,
+                stream=_LINES,
+            ),
+        ]
+
     async def pull(self, request: Request) -> Streamed:
         """Raises OmlxdError."""
         model = decode(_PULL, await request.body()).model
@@ -56,10 +68,7 @@ class Pulling:
     async def ollama(self, request: Request) -> ASGIApp:
         """Raises OmlxdError. A model that is here has been pulled."""
         asked = decode(_OLLAMA, await request.body())
-        name = asked.model or asked.name
-        if not name:
-            raise bad_field("model", "this field is required")
-        name = _HUB.sub("", name).removesuffix(":latest")
+        name = _HUB.sub("", asked.named()).removesuffix(":latest")
         with contextlib.suppress(NotFound):
             await self._pool.find_engine(name)
             done = msgspec.json.encode(_PULLED)

@@ -10,14 +10,18 @@ import os
 import time
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 
 from ... import __version__
-from ...api.body import decode
 from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness, TidyMemory
 from ...errors import InvalidRequest, Unavailable
 from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
+from ..engines.link import in_background
 from ..engines.protocol import Engine, Engines
+from ..http.routes import Operation
+from ..http.streams import as_json
 from .engine_metrics import EngineMetrics, MetricsOf
 
 _CANNOT = frozenset({"loading", "restarting", "failed"})
@@ -25,7 +29,17 @@ _CANNOT = frozenset({"loading", "restarting", "failed"})
 _SOON = frozenset({"loading", "restarting"})
 
 
-_FORGET, _TIDY = msgspec.json.Decoder(Forget), msgspec.json.Decoder(TidyMemory)
+class ModelState(msgspec.Struct):
+    id: str
+    state: str
+
+
+class Health(msgspec.Struct):
+    """`status`: this process answers. `models`: the state of the engines."""
+
+    version: str
+    models: list[ModelState]
+    status: str = "ok"
 
 
 class Admin:
@@ -49,9 +63,8 @@ class Admin:
             cold=_cold(self._engines.cold_dir, ledger) if ledger is not None else None,
         )
 
-    async def forget_files(self, body: bytes) -> Forgotten:
+    async def forget_files(self, asked: Forget) -> Forgotten:
         """Take files out of the SSD cache that its owner has removed or wants gone. Raises OmlxdError."""
-        asked = decode(_FORGET, body)
         for path in asked.paths:
             if not is_stored_path(path):
                 raise InvalidRequest(
@@ -62,12 +75,25 @@ class Admin:
             raise Unavailable("This daemon has no SSD cache.")
         return Forgotten(*done)
 
-    async def tidy_memory(self, body: bytes) -> DaemonStatus:
+    async def tidy_memory(self, asked: TidyMemory) -> DaemonStatus:
         """Have engines do so, and say what they hold then; loads none. Raises OmlxdError."""
-        asked = decode(_TIDY, body)
         engines = [await self._engines.find_engine(asked.model)] if asked.model else self._engines.models()
         await asyncio.gather(*(engine.stats(asked.trim, asked.reset_peak) for engine in engines))
         return await self.daemon_status()
+
+    async def health(self) -> Health:
+        in_background(self._engines.look_for_models())  # For whoever asks next: a probe is answered at once.
+        models = [ModelState(engine.model_id, engine.state) for engine in self._engines.models()]
+        return Health(__version__, models)
+
+    def ready_route(self) -> Operation:
+        summary = "Whether a request could be served now"
+        return Operation("GET", "/ready", self._ready, summary, answer=Readiness, unready=Readiness)
+
+    async def _ready(self, request: Request) -> Response:
+        answer = as_json(readiness := self.readiness())
+        answer.status_code = 200 if readiness.ready else 503
+        return answer
 
     def readiness(self) -> Readiness:
         """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""

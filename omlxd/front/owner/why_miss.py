@@ -7,11 +7,10 @@ there and is gone, is added here.
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Mapping
 
 import msgspec
 
-from ...api.body import ParsedRequest, decode
+from ...api.body import ParsedRequest
 from ...chat import GenerateRequest
 from ...cli.owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound, bad_field
@@ -20,13 +19,6 @@ from ..engines.protocol import Engine, Engines
 from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
 from ..http.recent_requests import RecentRequest, RecentRequests
 
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-DIALECTS: Mapping[str, Dialect] = {
-    "/v1/chat/completions": OPENAI_CHAT,
-    "/v1/completions": OPENAI_COMPLETIONS,
-}
-_WHY_MISS = msgspec.json.Decoder(WhyMissBody)
-
 
 class Explaining:
     """messages, responses: the dialects that have a memory of their own."""
@@ -34,14 +26,18 @@ class Explaining:
     def __init__(self, engines: Engines, recent: RecentRequests, messages: Dialect, responses: Dialect):
         self._engines = engines
         self._recent = recent
-        self._dialects = {MESSAGES: messages, **DIALECTS, RESPONSES: responses}
+        self._dialects = {
+            "/v1/messages": messages,
+            "/v1/chat/completions": OPENAI_CHAT,
+            "/v1/completions": OPENAI_COMPLETIONS,
+            "/v1/responses": responses,
+        }
 
-    def recent(self) -> RecentList:
+    async def recent(self) -> RecentList:
         return RecentList([_line(each) for each in self._recent.newest_first()])
 
-    async def why(self, body: bytes) -> WhyMiss:
+    async def why(self, asked: WhyMissBody) -> WhyMiss:
         """Raises OmlxdError."""
-        asked = decode(_WHY_MISS, body)
         engine, request, kept = await self.request_of(asked)
         recomputed = kept.recomputed if kept else 0
         reached = kept.reached + recomputed if kept else -1

@@ -10,7 +10,7 @@ from fake_engine import EVERYTHING, FakeEngine, app_of
 
 from omlxd.front.owner import openapi
 
-DOCUMENT = json.loads(openapi.document())
+DOCUMENT = json.loads(openapi.document(app_of(FakeEngine()).routes))
 
 
 def validator(path: str, method: str, status: str):
@@ -28,7 +28,7 @@ def test_every_route_is_told_and_no_other():
 
 
 def test_every_reference_leads_somewhere():
-    text = openapi.document().decode()
+    text = json.dumps(DOCUMENT)
     names = {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}
     assert names <= set(DOCUMENT["components"]["schemas"])
 
@@ -74,5 +74,5 @@ def test_a_schemathesis_run_can_read_it():
     import schemathesis
 
     schema = schemathesis.openapi.from_dict(DOCUMENT)
-    assert len(list(schema.get_all_operations())) == len(openapi.OPERATIONS)
+    assert len(list(schema.get_all_operations())) == sum(map(len, DOCUMENT["paths"].values()))
     assert all(operation.ok() for operation in schema.get_all_operations())
