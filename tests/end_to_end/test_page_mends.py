@@ -16,7 +16,7 @@ from omlxd.errors import InvalidRequest, Overloaded
 from omlxd.front.app import create_app
 from omlxd.front.owner import cache_tree
 from tests.end_to_end.test_page import until
-from tests.front.owner.test_cache_tree import CachedEngines
+from tests.front.owner.test_cache_tree import cached
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -181,7 +181,7 @@ async def test_two_looks_at_the_tree_wait_for_each_other(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(cache_tree.CacheTree, "_said", said)
     async with (
-        served(create_app(CachedEngines(root))) as url,
+        served(create_app(cached(root))) as url,
         browser() as chromium,
         tab(chromium, url) as one,
     ):

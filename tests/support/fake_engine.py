@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,9 +32,9 @@ from omlxd.chat import (
     Usage,
     Vectors,
 )
-from omlxd.cli.owner_api import PinList
+from omlxd.errors import Unavailable
 from omlxd.front.app import create_app
-from omlxd.front.engines.pins import PinnedChain
+from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.front.engines.protocol import Card, resolve_name
 from omlxd.front.http.settings import HttpSettings
 from omlxd.front.owner.pull import Pulling
@@ -197,10 +198,33 @@ class FakeEngine:
         return None if self.values is None else wire.Stats(id=1, values=self.values)
 
 
+class FakeCold(ColdLedger):
+    """`stats`: what its account says; None: there is no SSD cache."""
+
+    def __init__(self, root: Path = Path(), stats: LedgerStats | None = None):
+        super().__init__(root, 0)
+        self.root, self.stats = root, stats
+        self.evicted_log = EvictedLog()
+
+    @property
+    def folder(self) -> str:
+        return str(self.root)
+
+    def peek(self) -> LedgerStats | None:
+        return self.stats
+
+    async def _ask(self, function: Any, *args: object) -> Any:
+        raise Unavailable("This daemon has no SSD cache.")
+
+    def removal(self, path: str) -> Removal | None:
+        return self.evicted_log.of(path)
+
+
 class FakeEngines:
     """The first engine is the default one."""
 
     def __init__(self, *engines: FakeEngine):
+        self.cold = FakeCold()
         self._engines = {engine.model_id: engine for engine in engines}
 
     async def look_for_models(self, *, afresh: bool = False) -> None: ...
@@ -220,28 +244,6 @@ class FakeEngines:
     async def unload(self, model_name: str) -> bool:
         (await self.find_engine(model_name)).state = "unloaded"
         return True
-
-    cold_dir = ""
-    cold: LedgerStats | None = None
-    evicted_log = EvictedLog()
-
-    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
-        return None
-
-    async def cold_pins(self) -> PinList | None:
-        return None
-
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
-        return None
-
-    async def cold_settle(self, message: Any) -> int:
-        return 0
-
-    def cold_removal(self, path: str) -> Removal | None:
-        return self.evicted_log.of(path)
-
-    def cold_stats(self) -> LedgerStats | None:
-        return self.cold
 
     def keep_alive(self, engine: FakeEngine, seconds: float) -> None:
         engine.keep_alive = seconds

@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from ...cli.owner_api import PinList, PinnedBlocks
 from ...common.units import human
-from ...errors import InvalidRequest
+from ...errors import InvalidRequest, Unavailable
 from ...kv.files.fs import entries_of, subfolders
 from ...kv.files.paths import is_fan_dir, is_namespace_dir, is_stored_path
 from ...kv.ledger.evicted_log import Removal
@@ -261,15 +261,11 @@ class ColdLedger:
 
     async def ledger_stats(self) -> LedgerStats | None:
         """None without a cold tier."""
-        self.hurry()
-        ledger = self._ledger
-        return None if ledger is None else await self._call(ledger.stats)
+        return await self._ask(Ledger.stats) if self._ledger is not None else None
 
-    async def forget_files(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
-        """See `Ledger.forget`; None without a cold tier."""
-        self.hurry()
-        ledger = self._ledger
-        return None if ledger is None else await self._call(ledger.forget, paths, remove)
+    async def forget_files(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]]:
+        """See `Ledger.forget`. Raises Unavailable."""
+        return await self._ask(Ledger.forget, paths, remove)
 
     async def settle_own(self, message: Reserve | Stored | Released) -> int:
         """As an engine's account, for files that this process writes; but nothing is evicted for them.
@@ -282,12 +278,7 @@ class ColdLedger:
                 stats = ledger.stats()
                 if stats.bytes_used + stats.reserved + message.nbytes > stats.cold_cache_bytes:
                     return 0
-                return ledger.reserve(message.nbytes)
-            if isinstance(message, Stored):
-                ledger.stored(message.files)
-            else:
-                ledger.released(message.nbytes)
-            return 0
+            return _settle(ledger, message)
 
         self.hurry()
         return await self.submit(settle)
@@ -296,11 +287,9 @@ class ColdLedger:
         self._pins.load()
         ledger.pin(self._pins.files())
 
-    async def pins(self) -> PinList | None:
-        """The newest last; None without a cold tier."""
-        self.hurry()
-        ledger = self._ledger
-        return None if ledger is None else await self._call(self._pinned, ledger)
+    async def pins(self) -> PinList:
+        """The newest last. Raises Unavailable."""
+        return await self._ask(self._pinned)
 
     def _pinned(self, ledger: Ledger) -> PinList:
         pins = [
@@ -309,13 +298,12 @@ class ColdLedger:
         ]
         return PinList(pins, ledger.bytes_of(self._pins.files()), int(ledger.cold_cache_bytes * SHARE))
 
-    async def pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
-        """Evict these files last; None: as all others. All pins then, None without a cold tier.
+    async def pin(self, name: str, chain: PinnedChain | None) -> PinList:
+        """Evict these files last; None: as all others. All pins then.
 
-        Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned.
+        Raises InvalidRequest where they take too large a share, NotFound for a name that is not pinned, and
+        Unavailable.
         """
-        self.hurry()
-        ledger = self._ledger
 
         def settle(ledger: Ledger) -> PinList:
             if chain is None:
@@ -332,19 +320,23 @@ class ColdLedger:
             ledger.pin(self._pins.files())
             return self._pinned(ledger)
 
-        return None if ledger is None else await self._call(settle, ledger)
+        return await self._ask(settle)
 
     def removal(self, path: str) -> Removal | None:
         """What became of a file that is gone; None: nobody knows."""
         return None if self._ledger is None else self._ledger.evicted_log.of(path)
 
     def peek(self) -> LedgerStats | None:
-        """As `stats`, at once, and without hurrying the walk; until it ends, what it has counted so far.
+        """The account at once, without hurrying the walk; until it ends, what it has counted so far.
 
-        A torn read of counters costs whoever looks nothing.
+        None without a cold tier. A torn read of counters costs whoever looks nothing.
         """
-        ledger = self._ledger
-        return None if ledger is None else ledger.stats()
+        return None if self._ledger is None else self._ledger.stats()
+
+    def check(self) -> None:
+        """Raises Unavailable without a cold tier."""
+        if self.peek() is None:
+            raise Unavailable("This daemon has no SSD cache.")
 
     async def close(self) -> None:
         """Settle what is queued, then give up the lock."""
@@ -355,6 +347,12 @@ class ColdLedger:
         if self._ledger is not None:
             await self._call(self._ledger.close)
         self._thread.shutdown(wait=False)
+
+    async def _ask(self, function: Callable[..., T], *args: object) -> T:
+        """`function(ledger, …)` in the ledger's thread, once the walk is over. Raises Unavailable."""
+        self.hurry()
+        self.check()
+        return await self._call(function, self._ledger, *args)
 
     async def _call(self, function: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -382,15 +380,17 @@ class Account:
         self._namespace = ""
         self._outstanding = 0  # Only the ledger's thread reads or writes it.
 
-    async def folder(self) -> str:
-        """See `ColdLedger.open`."""
-        return await self._owner.open()
-
     def handle(self, message: LedgerMessage) -> None:
         """Settle `message` in its turn; a `Reserve` is answered by a `Grant`, refusals too."""
         if isinstance(message, Reserve):
             self._owner.hurry()
-        done = self._owner.submit(lambda ledger: self._settle(ledger, message))
+
+        def settle(ledger: Ledger) -> int:
+            change = _settle(ledger, message)
+            self._outstanding += change
+            return change
+
+        done = self._owner.submit(settle)
         if isinstance(message, Reserve):
             ticket = message.ticket
             done.add_done_callback(lambda granted: self._reply(Grant(ticket=ticket, nbytes=granted.result())))
@@ -418,20 +418,21 @@ class Account:
 
         self._owner.submit(settle)
 
-    def _settle(self, ledger: Ledger, message: LedgerMessage) -> int:
-        if isinstance(message, Reserve):
+
+def _settle(ledger: Ledger, message: LedgerMessage) -> int:
+    """The bytes by which what is granted grows; below 0: shrinks."""
+    match message:
+        case Reserve():
             large = message.nbytes > ledger.cold_cache_bytes // LEASE_SHARE
-            granted = ledger.reserve(message.least if large and message.least else message.nbytes)
-            self._outstanding += granted
-            return granted
-        if isinstance(message, Stored):
+            return ledger.reserve(message.least if large and message.least else message.nbytes)
+        case Stored():
             ledger.stored(message.files)
-            self._outstanding -= sum(nbytes for _, nbytes in message.files)
-        elif isinstance(message, Released):
+            return -sum(nbytes for _, nbytes in message.files)
+        case Released():
             ledger.released(message.nbytes)
-            self._outstanding -= message.nbytes
-        elif isinstance(message, Dropped):
+            return -message.nbytes
+        case Dropped():
             ledger.dropped(message.files)
-        else:
+        case Touched():
             ledger.touched(message.files)
-        return 0
+    return 0

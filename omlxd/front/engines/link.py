@@ -23,13 +23,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from ... import wire
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 ENGINE_COMMAND = (sys.executable, "-m", "omlxd.engine")
 """`--fd N` is added: the engine's end of the socketpair."""
@@ -277,11 +278,11 @@ class EngineLines:
             logger.handle(logger.makeRecord(self._name, level, "", 0, text, (), None))
 
 
-_background: set[asyncio.Task[None]] = set()
+_background: set[asyncio.Task[Any]] = set()
 """The event loop keeps only weak references to tasks."""
 
 
-def in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task that nobody has to keep."""
     task = asyncio.create_task(work)
     _background.add(task)

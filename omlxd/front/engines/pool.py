@@ -16,15 +16,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...cli.owner_api import PinList
 from ...common.units import SLOTS
 from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
-from ...kv.ledger.evicted_log import Removal
-from ...kv.ledger.ledger import LedgerStats
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
-from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings, Released, Reserve, Stored
+from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings
 from .adapters import find_host, join, take_up_changes
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
@@ -32,7 +29,6 @@ from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
 from .model import ModelEngine, for_next_load, settings_of
 from .model_book import ModelBook
-from .pins import PinnedChain
 from .protocol import basename, resolve_name
 from .supervisor import Link
 
@@ -196,31 +192,9 @@ class EnginePool:
 
     # ----------------------------------------------------------------- what the owner may do
 
-    @property
-    def cold_dir(self) -> str:
-        return str(self._settings.paged_ssd_cache_dir)
-
-    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
-        return await self.cold.forget_files(paths, remove)
-
-    async def cold_pins(self) -> PinList | None:
-        return await self.cold.pins()
-
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
-        return await self.cold.pin(name, chain)
-
-    async def cold_settle(self, message: Reserve | Stored | Released) -> int:
-        return await self.cold.settle_own(message)
-
-    def cold_removal(self, path: str) -> Removal | None:
-        return self.cold.removal(path)
-
     def estimate(self, engine: ModelEngine) -> tuple[int, int] | None:
         """(bytes to load `engine`, bytes of KV a token); None: nobody knows."""
         return self._guard.estimate(engine)
-
-    def cold_stats(self) -> LedgerStats | None:
-        return self.cold.peek()
 
     def start(self, *, first: bool = True) -> None:
         """Begin to load what loads at start, if `first`. Returns at once; needs a running event loop."""
@@ -228,7 +202,7 @@ class EnginePool:
             asyncio.create_task(self._keep(), name="idle models"),
             asyncio.create_task(self._guard.keep(), name="memory"),
         ]
-        in_background(self._open_cold())  # What it holds is counted and shown before a model is loaded.
+        in_background(self.cold.open())  # What it holds is counted and shown before a model is loaded.
         if first and self._first is not None:
             self._first.by_name = True
             self._first.process.supervisor.start()
@@ -399,7 +373,7 @@ class EnginePool:
     async def _prepare(self, engine: ModelEngine) -> Load:
         # A disk may take long to show that it can be written: meanwhile the engine starts
         # (`Supervisor._admit`).
-        in_background(self._open_cold())
+        in_background(self.cold.open())
         folder = await self._folder(engine)
         engine.draft_folder = await self._draft_folder(engine)
         await asyncio.to_thread(engine.measure)
@@ -443,9 +417,6 @@ class EnginePool:
                 else own.request_timeout,
             ),
         )
-
-    async def _open_cold(self) -> None:
-        await self.cold.open()
 
     async def _folder(self, engine: ModelEngine):
         """Resolve, build or download the model; the hub is asked once."""

@@ -19,12 +19,9 @@ from ...chat import (
     Vectors,
     first_image,
 )
-from ...cli.owner_api import PinList
 from ...errors import NotFound, bad_field
-from ...kv.ledger.evicted_log import Removal
-from ...kv.ledger.ledger import LedgerStats
-from ...wire import Explanation, ModelInfo, Released, Reserve, Stats, Stored
-from .pins import PinnedChain
+from ...wire import Explanation, ModelInfo, Stats
+from .cold_ledger import ColdLedger
 
 
 class Card(Struct, frozen=True, kw_only=True):
@@ -133,7 +130,10 @@ class Engine(Protocol):
 
 
 class Engines(Protocol):
-    """The engines that this daemon serves."""
+    """The engines that this daemon serves, and the SSD cache that they share."""
+
+    @property
+    def cold(self) -> ColdLedger: ...
 
     async def find_engine(self, model_name: str) -> Engine:
         """The engine that a client's model name means (`resolve_name`). Raises OmlxdError."""
@@ -151,38 +151,6 @@ class Engines(Protocol):
 
     async def unload(self, model_name: str) -> bool:
         """Unload a model. True: it is gone; False: it goes once its requests have ended."""
-        ...
-
-    @property
-    def cold_dir(self) -> str:
-        """The cache dir; "" without one."""
-        ...
-
-    async def cold_forget(self, paths: list[str], remove: bool) -> tuple[int, int, list[str]] | None:
-        """Take files out of the SSD cache: (files, bytes, why some stay); None without one."""
-        ...
-
-    async def cold_settle(self, message: Reserve | Stored | Released) -> int:
-        """Account for a file of the SSD cache that the front writes itself; bytes granted, all or 0.
-
-        Nothing is evicted for it.
-        """
-        ...
-
-    def cold_removal(self, path: str) -> Removal | None:
-        """What became of a file of the SSD cache that is gone; None: nobody knows."""
-        ...
-
-    async def cold_pins(self) -> PinList | None:
-        """What is evicted last, the newest last; None without an SSD cache."""
-        ...
-
-    async def cold_pin(self, name: str, chain: PinnedChain | None) -> PinList | None:
-        """Pin `chain`, or unpin `name` (None). Raises InvalidRequest, NotFound."""
-        ...
-
-    def cold_stats(self) -> LedgerStats | None:
-        """The SSD cache's account, at once; None without one."""
         ...
 
     def keep_alive(self, engine: Any, seconds: float) -> None:

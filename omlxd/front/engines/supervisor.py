@@ -436,8 +436,8 @@ class Supervisor:
         """Have the engine load, unless the guard refuses it."""
         link, load = life.link, life.load
         try:
-            if load.cache.cold_dir and life.account is not None:
-                cold_dir = await life.account.folder()
+            if load.cache.cold_dir and self._cold is not None:
+                cold_dir = await self._cold.open()
                 load = life.load = replace(load, cache=replace(load.cache, cold_dir=cold_dir))
             if self._guard is not None:
                 load = replace(load, budget=await self._guard(device))

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...cli.owner_api import ClearCache, Forgotten
-from ...errors import InvalidRequest, OmlxdError, Overloaded, Unavailable
+from ...errors import InvalidRequest, OmlxdError, Overloaded
 from ...kv.files.paths import is_namespace_dir, is_stored_path
 from ..engines.protocol import Engines
 from ..http.streams import Streamed
@@ -43,9 +43,7 @@ class CacheTree:
         paths = [path for path in said.split("\n") if is_stored_path(path)]
         total = Forgotten()
         for at in range(0, len(paths), AT_ONCE):
-            done = await self._engines.cold_forget(paths[at : at + AT_ONCE], True)
-            if done is None:
-                break
+            done = await self._engines.cold.forget_files(paths[at : at + AT_ONCE], remove=True)
             total.files += done[0]
             total.bytes += done[1]
             total.troubles += done[2][: 20 - len(total.troubles)]
@@ -53,15 +51,14 @@ class CacheTree:
 
     async def _said(self, *arguments: str) -> AsyncGenerator[bytes, None]:
         """What the program prints."""
-        if self._engines.cold_stats() is None:
-            raise Unavailable("This daemon has no SSD cache.")
+        self._engines.cold.check()
         if self._busy:
             raise Overloaded("The cache's files are being read already; retry in a moment.", retry_after=5)
         self._busy = True
         process = None
         try:
             process = await asyncio.create_subprocess_exec(
-                *COMMAND, self._engines.cold_dir, *arguments, stdout=asyncio.subprocess.PIPE
+                *COMMAND, self._engines.cold.folder, *arguments, stdout=asyncio.subprocess.PIPE
             )
             assert process.stdout is not None
             while piece := await process.stdout.read(PIECE):

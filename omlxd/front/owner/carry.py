@@ -32,6 +32,7 @@ from ...cli.owner_api import Imported, ImportedPrompt, WhyMissBody
 from ...errors import InvalidRequest, RequestTooLarge, Unavailable
 from ...kv.files.fs import FileSystem, write_all
 from ...wire import Released, Reserve, Stored
+from ..engines.cold_ledger import ColdLedger
 from ..engines.protocol import Engines
 from ..http.routes import Operation
 from .inspect import computed
@@ -58,13 +59,13 @@ class Carrying:
 
     async def take_archive(self, request: Request) -> Imported:
         """Raises OmlxdError, ClientDisconnect."""
-        if self._engines.cold_stats() is None:
-            raise Unavailable("This daemon has no SSD cache.")
-        room = _LedgerRoom(self._engines, asyncio.get_running_loop())
+        cold = self._engines.cold
+        cold.check()
+        room = _LedgerRoom(cold, asyncio.get_running_loop())
         async with self._one:
             try:
                 return await _piped(
-                    request.stream(), lambda body: take_archive(body, Path(self._engines.cold_dir), room)
+                    request.stream(), lambda body: take_archive(body, Path(cold.folder), room)
                 )
             except OSError as error:
                 raise Unavailable(f"The SSD cache can't be written: {error.strerror or error}.") from None
@@ -178,11 +179,11 @@ async def _piped(body: AsyncIterator[bytes], work: Callable[[IO[bytes]], T]) -> 
 class _LedgerRoom(Room):
     """The ledger's, for a thread that is not its own."""
 
-    def __init__(self, engines: Engines, loop: asyncio.AbstractEventLoop):
-        self._engines, self._loop = engines, loop
+    def __init__(self, cold: ColdLedger, loop: asyncio.AbstractEventLoop):
+        self._cold, self._loop = cold, loop
 
     def _settle(self, message: Reserve | Stored | Released) -> int:
-        return asyncio.run_coroutine_threadsafe(self._engines.cold_settle(message), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._cold.settle_own(message), self._loop).result()
 
     def reserve(self, nbytes: int) -> bool:
         return self._settle(Reserve(0, nbytes)) > 0

@@ -137,7 +137,7 @@ class Metrics:
         metrics = await self._engines_metrics.read()
         for each in metrics:
             self.requests.show_model(each.model_id)
-        self._polled.show(metrics, self._engines.cold_stats())
+        self._polled.show(metrics, self._engines.cold.peek())
         encoder, content_type = choose_encoder(request.headers.get("accept", ""))
         if isinstance(encoder, functools.partial):
             # Every name here is a plain one, which needs no escaping. prometheus-client takes a sample's name

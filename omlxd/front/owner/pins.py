@@ -9,7 +9,7 @@ import time
 
 from ...chat import GenerateRequest
 from ...cli.owner_api import CachedFiles, PinBlocks, PinList, WhyMissBody
-from ...errors import InvalidRequest, NotFound, Unavailable
+from ...errors import InvalidRequest, NotFound
 from ..engines.pins import PinnedChain, in_order
 from ..engines.protocol import Engine, Engines
 from .why_miss import Explaining
@@ -37,20 +37,14 @@ class Pinning:
             chain = PinnedChain(found.model, in_order(found.files), time.time())
         if not name or len(name) > MOST_NAME:
             raise InvalidRequest(f"name: write 1 to {MOST_NAME} characters.", param="name")
-        return _listed(await self._engines.cold_pin(name, chain))
+        return await self._engines.cold.pin(name, chain)
 
     async def pins(self) -> PinList:
-        return _listed(await self._engines.cold_pins())
+        return await self._engines.cold.pins()
 
     async def files(self, asked: WhyMissBody) -> CachedFiles:
         engine, request, _ = await self._explaining.request_of(asked)
         return await _files_of(engine, request)
-
-
-def _listed(pins: PinList | None) -> PinList:
-    if pins is None:
-        raise Unavailable("This daemon has no SSD cache.")
-    return pins
 
 
 async def _files_of(engine: Engine, request: GenerateRequest) -> CachedFiles:

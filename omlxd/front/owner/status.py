@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...cli.owner_api import ColdStatus, DaemonStatus, Forget, Forgotten, ModelStatus, Readiness, TidyMemory
-from ...errors import InvalidRequest, Unavailable
+from ...errors import InvalidRequest
 from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.link import in_background
@@ -52,7 +52,8 @@ class Admin:
 
     async def daemon_status(self) -> DaemonStatus:
         by_model = {each.model_id: each for each in await self._engine_metrics.read()}
-        ledger = self._engines.cold_stats()
+        cold = self._engines.cold
+        ledger = cold.peek()
         return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -60,7 +61,7 @@ class Admin:
             uptime_s=time.monotonic() - self._clock,
             resident=_own_resident(),
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
-            cold=_cold(self._engines.cold_dir, ledger) if ledger is not None else None,
+            cold=_cold(cold.folder, ledger) if ledger is not None else None,
         )
 
     async def forget_files(self, asked: Forget) -> Forgotten:
@@ -70,10 +71,7 @@ class Admin:
                 raise InvalidRequest(
                     f"paths: {path[:200]!r} is no block or record in the cache dir.", param="paths"
                 )
-        done = await self._engines.cold_forget(asked.paths, asked.remove)
-        if done is None:
-            raise Unavailable("This daemon has no SSD cache.")
-        return Forgotten(*done)
+        return Forgotten(*await self._engines.cold.forget_files(asked.paths, asked.remove))
 
     async def tidy_memory(self, asked: TidyMemory) -> DaemonStatus:
         """Have engines do so, and say what they hold then; loads none. Raises OmlxdError."""

@@ -79,7 +79,7 @@ class Explaining:
 
     def _with_fate(self, explanation: Explanation) -> Explanation:
         """With the fate of the missing file, if it was there."""
-        removal = self._engines.cold_removal(explanation.missing) if explanation.missing else None
+        removal = self._engines.cold.removal(explanation.missing) if explanation.missing else None
         if removal is None or explanation.cause == "other_namespace":
             return explanation
         return msgspec.structs.replace(explanation, cause=removal.what, gone_at=removal.when)

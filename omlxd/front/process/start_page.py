@@ -52,7 +52,7 @@ async def print_start_page(pool: EnginePool, settings: Settings, url: str, *, ke
         return trouble
     rows = _model_rows(engine, len(pool.models()), trouble)
     stats, complete = await _count(pool)
-    rows.append(("cache", _cache(pool.cold_dir, stats, complete)))
+    rows.append(("cache", _cache(pool.cold.folder, stats, complete)))
     if stats is not None and settings.hot_cache_bytes == 0:
         rows.append(("", "none in RAM: --hot-cache-max-size 0 means no RAM cache, auto means no limit"))
     rows.append(("page", f"{url}/"))
@@ -83,7 +83,7 @@ async def _count(pool: EnginePool) -> tuple[LedgerStats | None, bool]:
     try:
         return await asyncio.wait_for(pool.cold.ledger_stats(), COUNT_S), True
     except TimeoutError:
-        return pool.cold_stats(), False
+        return pool.cold.peek(), False
 
 
 def _cache(folder: str, stats: LedgerStats | None, complete: bool) -> str:

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from app_client import client
 from cache_folder import KEYS, Cache
-from fake_engine import FakeEngine, FakeEngines, served
+from fake_engine import FakeCold, FakeEngine, FakeEngines, served
 
 from omlxd.front.app import create_app
 from omlxd.front.owner import cache_tree
@@ -16,27 +16,32 @@ from omlxd.kv.ledger.ledger import LedgerStats
 TREE, CLEAR = "/omlxd/cache/tree", "/omlxd/cache/clear"
 
 
-class CachedEngines(FakeEngines):
-    """Engines with an SSD cache at `root`; `gone`: what was taken out of it, a list an order."""
+class Cold(FakeCold):
+    """`gone`: what was taken out of it, a list an order."""
 
     def __init__(self, root: Path):
-        super().__init__(FakeEngine())
-        self.cold_dir = str(root)
-        self.cold = LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__))
+        super().__init__(root, LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__)))
         self.gone: list[list[str]] = []
 
-    async def cold_forget(self, paths: list[str], remove: bool):
+    async def forget_files(self, paths: list[str], remove: bool):
         assert remove
         self.gone.append(paths)
         return len(paths), 10 * len(paths), ["a.file: busy"]
 
 
+def cached(root: Path) -> FakeEngines:
+    """Engines with an SSD cache at `root`."""
+    made = FakeEngines(FakeEngine())
+    made.cold = Cold(root)
+    return made
+
+
 @pytest.fixture
-def engines(tmp_path: Path) -> CachedEngines:
-    return CachedEngines(Cache(tmp_path / "cache", tmp_path / "model").root)
+def engines(tmp_path: Path) -> FakeEngines:
+    return cached(Cache(tmp_path / "cache", tmp_path / "model").root)
 
 
-async def test_the_tree_is_told_and_a_node_cleared(engines: CachedEngines, monkeypatch: pytest.MonkeyPatch):
+async def test_the_tree_is_told_and_a_node_cleared(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cache_tree, "AT_ONCE", 4)
     async with client(create_app(engines)) as http:
         (tiny,) = [tree for tree in (await http.get(TREE)).json()["trees"] if tree["model"] == "org/tiny"]
@@ -44,17 +49,17 @@ async def test_the_tree_is_told_and_a_node_cleared(engines: CachedEngines, monke
         assert (depth, blocks) == (0, 8) and KEYS[0].block_hash.hex().startswith(id)
         done = await http.post(CLEAR, json={"namespace": tiny["namespace"], "id": id})
         assert done.json()["files"] == 9 and done.json()["bytes"] == 90 and done.json()["troubles"]
-        assert [len(paths) for paths in engines.gone] == [4, 4, 1]
-        assert KEYS[-1].block_hash.hex() in engines.gone[0][0], "what is last in the chain goes first"
+        assert [len(paths) for paths in engines.cold.gone] == [4, 4, 1]
+        assert KEYS[-1].block_hash.hex() in engines.cold.gone[0][0], "what is last in the chain goes first"
         again = await http.post(CLEAR, json={"namespace": tiny["namespace"], "id": "ff" * 10})
         assert again.json()["files"] == 0
 
 
 @pytest.mark.parametrize("body", [{}, {"namespace": "../.."}, {"namespace": "0" * 32, "id": "--help"}])
-async def test_what_names_no_node_is_refused(engines: CachedEngines, body: dict[str, str]):
+async def test_what_names_no_node_is_refused(engines: FakeEngines, body: dict[str, str]):
     async with client(create_app(engines)) as http:
         assert (await http.post(CLEAR, json=body)).status_code == 400
-    assert not engines.gone
+    assert not engines.cold.gone
 
 
 async def test_without_a_cache_there_is_no_tree():
@@ -64,7 +69,7 @@ async def test_without_a_cache_there_is_no_tree():
 
 
 async def test_a_program_that_fails_is_an_error_and_the_next_look_goes(
-    engines: CachedEngines, monkeypatch: pytest.MonkeyPatch
+    engines: FakeEngines, monkeypatch: pytest.MonkeyPatch
 ):
     async with client(create_app(engines)) as http:
         with monkeypatch.context() as broken:
@@ -73,9 +78,7 @@ async def test_a_program_that_fails_is_an_error_and_the_next_look_goes(
         assert (await http.get(TREE)).status_code == 200
 
 
-async def test_whoever_goes_away_leaves_nothing_behind(
-    engines: CachedEngines, monkeypatch: pytest.MonkeyPatch
-):
+async def test_whoever_goes_away_leaves_nothing_behind(engines: FakeEngines, monkeypatch: pytest.MonkeyPatch):
     async with served(create_app(engines)) as url, httpx.AsyncClient(base_url=url) as http:
         with monkeypatch.context() as slow:
             slow.setattr(cache_tree, "COMMAND", ("sh", "-c", "echo begun; exec sleep 600", "sh"))

@@ -26,7 +26,7 @@ async def test_every_metric_of_the_dashboard_is_shown():
     # The names that engine/metrics.py gives; test_metrics.py holds them to a real one's.
     engine.values = dict.fromkeys(HELP, 1.0)
     engines = FakeEngines(engine)
-    engines.cold = LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__))
+    engines.cold.stats = LedgerStats(*[0] * len(LedgerStats.__dataclass_fields__))
     async with client(create_app(engines)) as http:
         text = (await http.get("/metrics")).text
     shown = {sample.name for family in parse(text) for sample in family.samples}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from app_client import body, client
 from daemon import Daemon, prose, wait_until
-from fake_engine import USAGE, FakeEngine, FakeEngines, app_of
+from fake_engine import USAGE, FakeCold, FakeEngine, FakeEngines, app_of
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -248,7 +248,6 @@ def test_figures_of_one_life_and_the_next():
 
 async def test_the_ssd_caches_account():
     engines = FakeEngines(FakeEngine())
-    engines.cold_dir = "/cache"
     told = {
         "bytes_used": 10,
         "reserved": 2,
@@ -257,7 +256,8 @@ async def test_the_ssd_caches_account():
         "evicted_files": 4,
         "evicted_bytes": 40,
     }
-    engines.cold = LedgerStats(**{field.name: told.get(field.name, 0) for field in fields(LedgerStats)})
+    stats = LedgerStats(**{field.name: told.get(field.name, 0) for field in fields(LedgerStats)})
+    engines.cold = FakeCold(Path("/cache"), stats)
     async with client(create_app(engines)) as http:
         got = await scrape(http)
         status = (await http.get("/omlxd/status")).json()

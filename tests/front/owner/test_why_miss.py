@@ -317,7 +317,6 @@ async def test_the_last_requests_and_why():
     engine = FakeEngine()
     engine.explanation = Explanation(cause="never_stored", missing=f"{'a' * 32}/bb/bb{'0' * 62}.safetensors")
     engines = FakeEngines(engine)
-    engines.evicted_log = EvictedLog()
     async with client(create_app(engines)) as http:
         ask = lambda **more: http.post("/omlxd/why-miss", json=more)  # noqa: E731
         assert (await ask(request_id="last")).status_code == 404
@@ -343,7 +342,7 @@ async def test_the_last_requests_and_why():
         assert found["explanation"]["hot_tokens"] == USAGE.cached_tokens
         assert engine.explained[1] == USAGE.cached_tokens + 64
         assert "64 more lay on SSD" in as_text(msgspec.convert(found, WhyMiss))
-        engines.evicted_log.note(engine.explanation.missing, "evicted")
+        engines.cold.evicted_log.note(engine.explanation.missing, "evicted")
         told = (await ask(path=CHAT, body=request_body(CHAT))).json()
         assert told["explanation"]["cause"] == "evicted" and told["explanation"]["gone_at"] > 1e9
         assert engine.explained == (engine.requests[0], -1)
