@@ -18,7 +18,7 @@ Life of an engine, as the front sees it:
 | `Grant`          | answers `Reserve`                |
 | `Budget`         | answers `Wants`, and comes unasked when the shares change |
 | `LogLevel`       | nothing; at any time             |
-| `LoadAdapter`    | `AdapterLoaded` or `AdapterFailed` |
+| `LoadAdapter`    | `Loaded` or `LoadFailed` |
 | `DropAdapter`    | `AdapterDropped`, once its requests have ended |
 | `Quit`           | flushes stores, then exits 0     |
 
@@ -351,28 +351,18 @@ class ModelInfo(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
+    """`channel`: of the adapter of a `LoadAdapter`, whose own the `weight_bytes` are; 0: the model's `Load`."""
+
     info: ModelInfo
+    channel: int = 0
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
-    """`adapter`: for its adapter's files."""
+    """`channel`: as of `Loaded`. `adapter`: an adapter is why. `now`: for lack of memory; it may load later."""
 
     message: str
+    channel: int = 0
     adapter: bool = False
-
-
-class AdapterLoaded(Struct, frozen=True, tag="adapter_loaded"):
-    """`info`: as of a model of its own; its `weight_bytes` are the adapter's."""
-
-    channel: int
-    info: ModelInfo
-
-
-class AdapterFailed(Struct, frozen=True, tag="adapter_failed"):
-    """`now`: for lack of memory; it may load later."""
-
-    channel: int
-    message: str
     now: bool = False
 
 
@@ -511,8 +501,6 @@ ToFront = Union[
     LoadProgress,
     Loaded,
     LoadFailed,
-    AdapterLoaded,
-    AdapterFailed,
     AdapterDropped,
     Events,
     Counted,

@@ -337,12 +337,13 @@ class EngineService:
             if not isinstance(host, EngineHost):
                 raise AdapterError("This model takes no adapters.", param="model")
             info = host.adapters.add(message).info
-            self._send(wire.AdapterLoaded(channel=message.channel, info=info))
+            self._send(wire.Loaded(info=info, channel=message.channel))
         except BaseException as error:  # A library may panic.
             if not isinstance(error, OmlxdError):
                 log.exception("%s failed to load", message.model_id)
-            now = isinstance(error, NotNow)
-            self._send(wire.AdapterFailed(channel=message.channel, message=_reason(error), now=now))
+            self._send(
+                wire.LoadFailed(_reason(error), message.channel, adapter=True, now=isinstance(error, NotNow))
+            )
 
     def _stats(self, message: wire.GetStats) -> None:
         host = self._host.result() if self._host.done() else None

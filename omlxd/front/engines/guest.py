@@ -57,8 +57,6 @@ class GuestLink:
 
     def take(self, message: Any) -> None:
         """From the engine, for this adapter."""
-        if isinstance(message, wire.AdapterLoaded):
-            message = wire.Loaded(info=message.info)
         if not isinstance(message, wire.AdapterDropped):
             self._inbox.put_nowait(message)
         elif self._leaving:
@@ -118,7 +116,7 @@ def to_guests(guests: dict[int, GuestLink], message: Any) -> Any:
             if (guest := guests.get(channel)) is not None:
                 guest.take(wire.Events(events=tuple(events)))
         return wire.Events(events=tuple(own)) if own else None
-    if isinstance(message, (wire.AdapterLoaded, wire.AdapterFailed, wire.AdapterDropped)):
+    if isinstance(message, (wire.Loaded, wire.LoadFailed, wire.AdapterDropped)):
         channel = message.channel
     elif isinstance(message, (wire.Counted, wire.Explained, wire.Stats)):
         channel = message.id // wire.CHANNEL

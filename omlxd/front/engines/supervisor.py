@@ -418,14 +418,11 @@ class Supervisor:
             if life.account is not None:
                 life.account.model_loaded(message.info.namespace, life.load.adapter or life.load.model_path)
             self._loaded(message.info)
-        elif isinstance(message, wire.AdapterFailed):
-            life.refused = (NotNow if message.now else AdapterError)(message.message, param="model")
-            life.link.terminate()
-        elif isinstance(message, wire.LoadFailed) and message.adapter:
-            life.refused = AdapterError(message.message, param="model")
-            life.link.terminate()
         elif isinstance(message, wire.LoadFailed):
-            life.failed = message.message or "the engine gave no reason"
+            if message.adapter:
+                life.refused = (NotNow if message.now else AdapterError)(message.message, param="model")
+            else:
+                life.failed = message.message or "the engine gave no reason"
             life.link.terminate()  # It exits by itself; this is for one that hangs on the way out.
         elif life.account is not None:
             life.account.handle(message)
