@@ -351,14 +351,14 @@ class ModelInfo(Struct, frozen=True):
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
-    """`channel`: of the adapter of a `LoadAdapter`, whose own the `weight_bytes` are; 0: the model's `Load`."""
+    """`channel`: of a `LoadAdapter`, whose adapter's the `weight_bytes` are; 0: of the `Load`."""
 
     info: ModelInfo
     channel: int = 0
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
-    """`channel`: as of `Loaded`. `adapter`: an adapter is why. `now`: for lack of memory; it may load later."""
+    """`channel`: as of `Loaded`. `adapter`: for its files, or, `now`, for lack of memory: it may load later."""
 
     message: str
     channel: int = 0

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import queue
 import select
 import threading
+from collections.abc import Iterator
 
 import msgspec
 
@@ -23,46 +25,41 @@ HIGH = 1 << 20
 """Bytes that may wait to be written before whoever writes them has to wait."""
 
 
-class LineSplitter:
-    """Bytes in, lines out, without their ends; None for a line longer than `limit` bytes."""
+def lines_of(source: io.BufferedReader, limit: int) -> Iterator[bytes | None]:
+    """Each line without its end; None for one longer than `limit` bytes."""
+    while line := source.readline(limit + 1):
+        if line.endswith(b"\n") or len(line) <= limit:
+            yield line.removesuffix(b"\n")
+            continue
+        while line and not line.endswith(b"\n"):
+            line = source.readline(limit + 1)
+        yield None
 
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._parts: list[bytes] = []
-        self._size = 0
 
-    def feed(self, data: bytes) -> list[bytes | None]:
-        *ends, rest = data.split(b"\n")
-        lines = []
-        for end in ends:
-            self._hold(end)
-            lines.append(self._line())
-        self._hold(rest)
-        return lines
+class _Input(io.RawIOBase):
+    """Ends where `fd` can't be read, and waits where somebody made it non-blocking."""
 
-    def end(self) -> list[bytes | None]:
-        """The last line, if it has no end."""
-        return [self._line()] if self._size else []
+    def __init__(self, fd: int):
+        self._fd = fd
 
-    def _hold(self, data: bytes) -> None:
-        self._size += len(data)
-        if self._size > self._limit:
-            self._parts = []
-        elif data:
-            self._parts.append(data)
+    def readable(self) -> bool:
+        return True
 
-    def _line(self) -> bytes | None:
-        line = b"".join(self._parts) if self._size <= self._limit else None
-        self._parts, self._size = [], 0
-        return line
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        while True:
+            try:
+                return os.readv(self._fd, [buffer])
+            except BlockingIOError:
+                select.select([self._fd], [], [])
+            except OSError:
+                return 0
 
 
 class LineReader:
     """Iterate over it: each line of `fd` (None: too long) until it ends. Needs a running event loop."""
 
     def __init__(self, fd: int, limit: int):
-        self._fd = fd
-        self._splitter = LineSplitter(limit)
+        self._fd, self._limit = fd, limit
         self._loop = asyncio.get_running_loop()
         self._lines: asyncio.Queue[list[bytes | None]] = asyncio.Queue()
         self._room = threading.Semaphore(AHEAD)
@@ -80,25 +77,13 @@ class LineReader:
 
     def _read_lines(self) -> None:
         with contextlib.suppress(RuntimeError):  # The loop has been closed: nobody reads any more.
-            while data := self._read_bytes():
-                for line in self._splitter.feed(data):
-                    self._give([line])
-            for line in self._splitter.end():
+            for line in lines_of(io.BufferedReader(_Input(self._fd), CHUNK), self._limit):
                 self._give([line])
             self._give([])
 
     def _give(self, lines: list[bytes | None]) -> None:
         self._room.acquire()
         self._loop.call_soon_threadsafe(self._lines.put_nowait, lines)
-
-    def _read_bytes(self) -> bytes:
-        while True:
-            try:
-                return os.read(self._fd, CHUNK)
-            except BlockingIOError:
-                select.select([self._fd], [], [])
-            except OSError:
-                return b""
 
 
 class LineWriter:

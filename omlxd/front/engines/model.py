@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Vectors
@@ -22,10 +20,9 @@ from .client import EngineProcess
 from .in_flight import EngineStream
 from .protocol import Card, basename
 from .supervisor import State
+from .watch import resident
 
 NOTHING = ModelSettings()
-
-Prompt = Conversation | RawPrompt
 
 
 def settings_of(model_id: str, settings: Settings) -> ModelSettings:
@@ -240,11 +237,7 @@ class ModelEngine:
     @property
     def memory_bytes(self) -> int | None:
         """What its process holds of RAM (on a GPU with memory of its own, that is not all)."""
-        if self.pid is None:
-            return None
-        with contextlib.suppress(psutil.Error):
-            return psutil.Process(self.pid).memory_info().rss
-        return None
+        return resident(self.pid)
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:
         """The engine's own counters; None unless it is ready and answers soon. As `wire.GetStats`."""

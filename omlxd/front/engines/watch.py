@@ -46,6 +46,13 @@ async def stalled(progress: Callable[[], object], stall_s: float) -> float:
             return silent
 
 
+def resident(pid: int | None) -> int | None:
+    """Bytes of RAM that process `pid` holds; None: there is none."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).memory_info().rss if pid is not None else None
+    return None
+
+
 def load_progress(pid: int) -> object:
     """A loading process sends no events; but it computes, or reads, or grows."""
     with contextlib.suppress(psutil.Error):

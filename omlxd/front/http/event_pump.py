@@ -120,9 +120,7 @@ def _size(event: Event) -> int:
     match event:
         case TextDelta():
             return _EVENT_BYTES + len(event.text) + _LOGPROB_BYTES * len(event.logprobs)
-        case ReasoningDelta():
-            return _EVENT_BYTES + len(event.text)
-        case ToolCallDelta():
+        case ReasoningDelta() | ToolCallDelta():
             return _EVENT_BYTES + len(event.text)
         case TokenIds():
             return _EVENT_BYTES + 8 * len(event.prompt)

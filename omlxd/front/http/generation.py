@@ -42,7 +42,7 @@ from ..engines.protocol import Engine
 from .choices import events_of
 from .event_pump import EventPump
 from .request_metrics import Requests
-from .response_store import ItemFinder, ResponseStore
+from .response_store import ResponseStore, item_finder
 from .settings import HttpSettings
 from .streams import SSE, STREAM_HEADERS, unless_disconnected
 from .thread_store import ThreadStore
@@ -262,7 +262,7 @@ def responses_dialect(
         return OpenAIResponsesCollector(new_response_id(), parsed, int(time.time()), store.keep)
 
     return Dialect(
-        lambda body, headers: parse(body, headers, store.messages, ItemFinder(store)),
+        lambda body, headers: parse(body, headers, store.messages, item_finder(store)),
         encoder,
         collector,
         *(openai_responses.ResponsesBody, OpenAIResponse, stream_type),

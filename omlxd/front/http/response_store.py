@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -89,21 +91,15 @@ class ResponseStore:
         return None if stored is None else _decoder.decode(stored.conversation)
 
 
-class ItemFinder:
-    """Item id → JSON, for the items of one request: no response is read twice."""
+def item_finder(store: ResponseStore) -> Callable[[str], bytes | None]:
+    """Item id → JSON, for the items of one request: no response is read twice. None: never kept, or gone."""
+    items = functools.cache(store.items)
 
-    def __init__(self, store: ResponseStore):
-        self._store = store
-        self._read: dict[str, dict[str, bytes]] = {}
-
-    def __call__(self, id: str) -> bytes | None:
-        """None: never kept, or gone."""
+    def find(id: str) -> bytes | None:
         response = response_of(id)
-        if response is None:
-            return None
-        if response not in self._read:
-            self._read[response] = self._store.items(response)
-        return self._read[response].get(id)
+        return None if response is None else items(response).get(id)
+
+    return find
 
 
 class Deleted(msgspec.Struct):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..engines.protocol import Engine, Engines
+from ..engines.watch import resident
 
 ANSWER_S = 0.5
 """How long a look waits for an engine; Prometheus gives up after ten seconds by default."""
@@ -105,18 +106,7 @@ class MetricsOf:
         metrics.state, metrics.starts, metrics.deaths = engine.state, engine.starts, engine.deaths
         if engine.state != "ready":
             metrics.gauges = {}
-        metrics.resident = _resident(engine.pid)
+        metrics.resident = resident(engine.pid) or 0
         metrics.running = int(metrics.gauges.get("num_requests_running", 0))
         queued = int(metrics.gauges.get("num_requests_waiting", 0))
         metrics.waiting = queued if engine.state == "ready" else engine.in_flight
-
-
-def _resident(pid: int | None) -> int:
-    if pid is None:
-        return 0
-    import psutil  # Not before somebody looks: it is a tenth of the front's start.
-
-    try:
-        return psutil.Process(pid).memory_info().rss
-    except psutil.Error:
-        return 0

@@ -20,6 +20,7 @@ from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.link import in_background
 from ..engines.protocol import Engine, Engines
+from ..engines.watch import resident
 from ..http.routes import Operation
 from ..http.streams import as_json
 from .engine_metrics import EngineMetrics, MetricsOf
@@ -59,7 +60,7 @@ class Admin:
             pid=os.getpid(),
             started=self._started,
             uptime_s=time.monotonic() - self._clock,
-            resident=_own_resident(),
+            resident=resident(os.getpid()) or 0,
             models=[_status(engine, by_model.get(engine.model_id)) for engine in self._engines.models()],
             cold=_cold(cold.folder, ledger) if ledger is not None else None,
         )
@@ -161,9 +162,3 @@ def _cold(folder: str, stats: LedgerStats) -> ColdStatus:
         evicted_bytes=stats.evicted_bytes,
         folder_away=bool(stats.folder_away),
     )
-
-
-def _own_resident() -> int:
-    import psutil
-
-    return psutil.Process().memory_info().rss

@@ -41,20 +41,14 @@ def _written(secret: str) -> set[str]:
 
 
 class Redactor:
-    """Takes keys out of a line: those in `secrets`, ours by their form, and what stands in such headers."""
+    """Takes keys out of a line: hidden ones, ours by their form, and what stands in such headers."""
 
     def __init__(self) -> None:
-        self.secrets = frozenset()
+        self._forms: list[str] = []
 
-    @property
-    def secrets(self) -> frozenset[str]:
-        return self._secrets
-
-    @secrets.setter
-    def secrets(self, secrets: frozenset[str]) -> None:
-        self._secrets = secrets
-        forms: set[str] = set().union(*map(_written, secrets))
-        self._forms = sorted(forms, key=len, reverse=True)  # Some are a part of others.
+    def hide(self, secret: str) -> None:
+        # Some forms are a part of others.
+        self._forms = sorted({*self._forms, *_written(secret)}, key=len, reverse=True)
 
     def __call__(self, text: str) -> str:
         for form in self._forms:
@@ -119,7 +113,7 @@ class Logs:
         """Take on the level, and the key that must not appear."""
         logging.getLogger("omlxd").setLevel(settings.log_level.upper())
         if settings.api_key:  # An old key stays hidden.
-            self._redact.secrets |= {settings.api_key}
+            self._redact.hide(settings.api_key)
 
     def reopen(self) -> None:
         """Write to a new file if somebody moved the old one away."""

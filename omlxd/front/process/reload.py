@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from ...config import BY_NAME, Settings
 from ...errors import ConfigError
+from ..engines.pool import EnginePool
 from ..http.settings import KeyRing
 from .logs import Logs
 from .notify import Notifier
@@ -35,10 +35,6 @@ FROM_THE_NEXT_LOAD = frozenset(
 )
 
 
-class _Pool(Protocol):
-    def apply_settings(self, settings: Settings) -> object: ...
-
-
 class Reloader:
     """Call it on SIGHUP.
 
@@ -55,7 +51,7 @@ class Reloader:
         logs: Logs,
         keys: KeyRing,
         notify: Notifier,
-        pool: _Pool,
+        pool: EnginePool,
         loopback: bool,
     ):
         self.settings = settings

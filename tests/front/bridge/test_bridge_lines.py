@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from omlxd.api.openai import chat_request, completions
 from omlxd.errors import InvalidRequest
 from omlxd.front.bridge.messages import OPS, decode_request, id_of
-from omlxd.front.bridge.pipes import LineSplitter
+from omlxd.front.bridge.pipes import lines_of
 
 
 @given(
@@ -19,8 +20,12 @@ from omlxd.front.bridge.pipes import LineSplitter
     st.integers(0, 8),
 )
 def test_lines_are_those_of_the_bytes_however_these_are_cut(pieces, limit):
-    splitter = LineSplitter(limit)
-    lines = [line for piece in pieces for line in splitter.feed(piece)] + splitter.end()
+    left, right = os.pipe()
+    with open(left, "rb", buffering=4) as source, open(right, "wb", buffering=0) as sink:
+        for piece in pieces:
+            sink.write(piece)
+        sink.close()
+        lines = list(lines_of(source, limit))
     whole = b"".join(pieces).split(b"\n")
     if not whole[-1]:
         whole.pop()

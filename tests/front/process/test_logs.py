@@ -173,7 +173,7 @@ def test_what_an_engine_prints_below_the_level_is_left_out(caplog):
 @pytest.mark.parametrize("made", [TextFormatter, JsonFormatter])
 def test_keys_are_taken_out_of_lines_and_tracebacks(made, text: str):
     redact = Redactor()
-    redact.secrets = frozenset({KEY})
+    redact.hide(KEY)
     formatter = made(redact)
     for line in (record("%s", text), record("failed", exc=raised(OSError(text)))):
         said = formatter.format(line)
@@ -185,7 +185,7 @@ def test_keys_are_taken_out_of_lines_and_tracebacks(made, text: str):
 def test_a_key_is_found_however_a_line_writes_it(made, key: str, caplog):
     caplog.set_level(logging.INFO, "omlxd.access")
     redact = Redactor()
-    redact.secrets = frozenset({key})
+    redact.hide(key)
     formatter = made(redact)
     RequestTrace("GET", f"/v1/models/{key}", model=key).write()
     access = caplog.records[-1]
