@@ -358,7 +358,7 @@ class Loaded(Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(Struct, frozen=True, tag="load_failed"):
-    """`channel`: as of `Loaded`. `adapter`: for its files, or, `now`, for lack of memory: it may load later."""
+    """`channel`: as of `Loaded`. `adapter`: for its files, or `now`: for lack of memory."""
 
     message: str
     channel: int = 0

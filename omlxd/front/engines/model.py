@@ -333,3 +333,43 @@ class ModelEngine:
         """Seconds until it goes for being idle; None: it does not."""
         left = self.expires_at - time.monotonic()
         return None if math.isinf(left) else max(0.0, left)
+
+
+def load_message(engine: ModelEngine, settings: Settings, folder: Path, cold_dir: str) -> wire.Load:
+    """What an engine gets that loads the model in `folder`: its own settings, else those of all."""
+    own = engine.settings
+    no_cache = settings.no_cache if own.no_cache is None else own.no_cache
+    return wire.Load(
+        model_path=str(folder),
+        model_id=engine.model_id,
+        cache=wire.CacheSettings(
+            enabled=not no_cache,
+            block_size=own.block_size or settings.block_size,
+            initial_blocks=settings.initial_cache_blocks,
+            hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
+            cold_dir="" if no_cache else cold_dir,
+            admission=settings.ssd_cache_admission,
+            write_back=settings.hot_cache_write == "back",
+            kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
+            kv_group_size=own.kv_group_size or settings.kv_group_size,
+        ),
+        max_concurrent=own.max_concurrent_requests or settings.max_concurrent_requests,
+        log_level=settings.log_level,
+        seed=settings.seed,
+        kv_reserve=wire.KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
+        adapter=str(engine.adapter or ""),
+        channel=engine.process.channel,
+        weights_mmap=own.weights_mmap or settings.weights_mmap,
+        draft_path=str(engine.draft_folder or ""),
+        speculate=(own.speculation or settings.speculation) == "auto",
+        share_prefix=own.share_prefix or settings.share_prefix,
+        prompts=wire.PromptSettings(
+            healing=not settings.no_healing if own.healing is None else own.healing,
+            hoist_system=own.hoist_system or settings.hoist_system,
+            starts_in_thinking=bool(own.starts_in_thinking),
+            max_images=own.max_images or settings.max_images,
+            request_timeout_s=settings.request_timeout
+            if own.request_timeout is None
+            else own.request_timeout,
+        ),
+    )

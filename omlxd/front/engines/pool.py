@@ -21,13 +21,13 @@ from ...config import Settings
 from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError
 from ...models.catalog import Catalog, InstalledModel
 from ...models.resolve import check_folder, resolve_model
-from ...wire import KV_RESERVE, CacheSettings, Load, PromptSettings
+from ...wire import Load
 from .adapters import find_host, join, take_up_changes
 from .client import EngineProcess
 from .cold_ledger import ColdLedger
 from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
-from .model import ModelEngine, for_next_load, settings_of
+from .model import ModelEngine, for_next_load, load_message, settings_of
 from .model_book import ModelBook
 from .protocol import basename, resolve_name
 from .supervisor import Link
@@ -379,44 +379,8 @@ class EnginePool:
         await asyncio.to_thread(engine.measure)
         self._guard.check_ever(engine)
         await self._make_room(engine)
-        settings, own = self._settings, engine.settings
-        engine.loaded_with = own
-        no_cache = settings.no_cache if own.no_cache is None else own.no_cache
-        slots = own.max_concurrent_requests or settings.max_concurrent_requests
-        return Load(
-            model_path=str(folder),
-            model_id=engine.model_id,
-            cache=CacheSettings(
-                enabled=not no_cache,
-                block_size=own.block_size or settings.block_size,
-                initial_blocks=settings.initial_cache_blocks,
-                hot_cache_bytes=0 if no_cache else settings.hot_cache_bytes,
-                cold_dir="" if no_cache else self.cold.folder,
-                admission=settings.ssd_cache_admission,
-                write_back=settings.hot_cache_write == "back",
-                kv_bits=settings.kv_bits if own.kv_bits is None else own.kv_bits,
-                kv_group_size=own.kv_group_size or settings.kv_group_size,
-            ),
-            max_concurrent=slots,
-            log_level=settings.log_level,
-            seed=settings.seed,
-            kv_reserve=KV_RESERVE if own.kv_reserve is None else own.kv_reserve,
-            adapter=str(engine.adapter or ""),
-            channel=engine.process.channel,
-            weights_mmap=own.weights_mmap or settings.weights_mmap,
-            draft_path=str(engine.draft_folder or ""),
-            speculate=(own.speculation or settings.speculation) == "auto",
-            share_prefix=own.share_prefix or settings.share_prefix,
-            prompts=PromptSettings(
-                healing=not settings.no_healing if own.healing is None else own.healing,
-                hoist_system=own.hoist_system or settings.hoist_system,
-                starts_in_thinking=bool(own.starts_in_thinking),
-                max_images=own.max_images or settings.max_images,
-                request_timeout_s=settings.request_timeout
-                if own.request_timeout is None
-                else own.request_timeout,
-            ),
-        )
+        engine.loaded_with = engine.settings
+        return load_message(engine, self._settings, folder, self.cold.folder)
 
     async def _folder(self, engine: ModelEngine):
         """Resolve, build or download the model; the hub is asked once."""
