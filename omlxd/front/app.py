@@ -28,9 +28,11 @@ from ..api.body import ParsedRequest, keep_alive_of, mended, with_timeout
 from ..api.ollama.answer import unloaded
 from ..api.ollama.request import OllamaRequest
 from ..api.responses.request import parse_compact
-from ..chat import first_image
+from ..chat import Conversation, RawPrompt, first_image
 from ..cli.cache.tree import Trees
-from .engines.protocol import Engine, Engines, check_chats, check_images
+from ..errors import bad_field
+from .engines.model import ModelEngine
+from .engines.pool import EnginePool
 from .http.discovery import Discovery
 from .http.embeddings import Embeddings
 from .http.generation import (
@@ -81,7 +83,7 @@ register_url_convertor("response", _ResponseId())
 
 
 def create_app(
-    engines: Engines, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
+    engines: EnginePool, settings: HttpSettings | None = None, more_routes: Sequence[Route] = ()
 ) -> Starlette:
     """The ASGI app over `engines`. `more_routes`: what is for the owner and no client's protocol."""
     settings = settings or HttpSettings()
@@ -176,7 +178,9 @@ def _layers(settings: HttpSettings) -> list[Middleware]:
 class _Prompted:
     """Routes whose requests have a prompt."""
 
-    def __init__(self, engines: Engines, settings: HttpSettings, metrics: Requests, recent: RecentRequests):
+    def __init__(
+        self, engines: EnginePool, settings: HttpSettings, metrics: Requests, recent: RecentRequests
+    ):
         self._engines = engines
         self._settings = settings
         self._metrics = metrics
@@ -219,7 +223,7 @@ class _Prompted:
         self._recent.add_request(engine.model_id, parsed.generate, trace, size)
         return GenerationResponse(engine, parsed, dialect, self._settings, self._metrics)
 
-    async def _find_engine(self, parsed: ParsedRequest) -> Engine:
+    async def _find_engine(self, parsed: ParsedRequest) -> ModelEngine:
         engine = await self._engines.find_engine(parsed.model)
         check_chats(engine)
         prompt = parsed.generate.prompt
@@ -242,3 +246,22 @@ class _Prompted:
             return size, read()
         async with self._large:
             return size, await asyncio.to_thread(read)
+
+
+def check_images(
+    engine: ModelEngine, engines: Sequence[ModelEngine], prompt: Conversation | RawPrompt
+) -> None:
+    """Raises InvalidRequest for images that `engine` can't read; names one of `engines` that can."""
+    if engine.images is not False or (image := first_image(prompt)) is None:
+        return
+    why = f" ({engine.blind})" if engine.blind else ""
+    seeing = next((other.model_id for other in engines if other.images), None)
+    others = f"{seeing} does: ask for that model" if seeing else "no installed model does"
+    raise bad_field(image.param, f"{engine.model_id} reads no images{why}, and {others}")
+
+
+def check_chats(engine: ModelEngine) -> None:
+    """Raises InvalidRequest for a model that embeds or scores."""
+    doors = {"embedding": "/v1/embeddings", "rerank": "/v1/rerank"}
+    if door := doors.get(engine.card.kind):
+        raise bad_field("model", f"{engine.model_id} answers no prompts; send texts to {door}")

@@ -35,7 +35,8 @@ from omlxd.chat import (
 from omlxd.errors import Unavailable
 from omlxd.front.app import create_app
 from omlxd.front.engines.cold_ledger import ColdLedger
-from omlxd.front.engines.protocol import Card, resolve_name
+from omlxd.front.engines.model import Card
+from omlxd.front.engines.names import resolve_name
 from omlxd.front.http.settings import HttpSettings
 from omlxd.front.owner.pull import Pulling
 from omlxd.kv.ledger.evicted_log import EvictedLog, Removal

@@ -14,8 +14,8 @@ from ...errors import InvalidRequest, ModelError, NotFound, NotNow, OmlxdError, 
 from ...models.catalog import InstalledModel, default_model
 from ...models.resolve import check_folder, is_local
 from ..engines.model import ModelEngine
+from ..engines.names import resolve_name
 from ..engines.pool import EnginePool
-from ..engines.protocol import resolve_name
 
 Loading = asyncio.Task[ModelEngine]
 

@@ -45,7 +45,7 @@ class _Input(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+    def readinto(self, buffer: memoryview, /) -> int:  # type: ignore[override]
         while True:
             try:
                 return os.readv(self._fd, [buffer])

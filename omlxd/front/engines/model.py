@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ... import wire
-from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Vectors
+from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Struct, Vectors
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
 from ...models.adapters import adapter_bytes
@@ -18,7 +18,7 @@ from ...models.catalog import Description, InstalledModel, describe
 from ...models.footprint import Footprint, footprint
 from .client import EngineProcess
 from .in_flight import EngineStream
-from .protocol import Card, basename
+from .names import basename
 from .supervisor import State
 from .watch import resident
 
@@ -64,9 +64,41 @@ def for_next_load(old: ModelSettings, new: ModelSettings) -> list[str]:
     return [name.replace("_", "-") for name in NEXT_LOAD if getattr(old, name) != getattr(new, name)]
 
 
-class ModelEngine:
-    """`process` is what runs it.
+class Card(Struct, frozen=True, kw_only=True):
+    """What clients may know of a model; `front/http/discovery.py` writes it in four dialects.
 
+    images        it takes images; tools: its template has a place for them; thinking: likewise
+    blind         why a vision model takes no images; "": it takes them, or it is a text model
+    bits          of a quantised weight; 0: not quantised
+    nbytes        of its weight files
+    changed       seconds since 1970; 0: nobody knows
+    template      its chat template
+    kind          `chat`, `embedding` or `rerank`: what it answers to
+    expires_in_s  seconds until it goes for being idle; None: it does not
+    info          what it said when it was loaded; None before its first load
+    """
+
+    id: str
+    state: str
+    context_length: int | None = None
+    images: bool = False
+    blind: str = ""
+    tools: bool = False
+    thinking: bool = False
+    family: str = ""
+    bits: int = 0
+    nbytes: int = 0
+    changed: float = 0.0
+    template: str = ""
+    kind: str = "chat"
+    expires_in_s: float | None = None
+    info: wire.ModelInfo | None = None
+
+
+class ModelEngine:
+    """One model, whatever becomes of the process behind it. Requests wait while it loads.
+
+    process     what runs it
     settings    what the configuration file says of it; replaced when the file is read again
     keep_alive  what its last request asked for, in seconds; None: nothing
     by_name     the owner had it loaded: only its own `ttl` or a `keep_alive` lets it go
@@ -244,7 +276,7 @@ class ModelEngine:
         return await self.process.stats(trim, reset_peak)
 
     def generate(self, request: GenerateRequest) -> EngineStream:
-        """Raises OmlxdError before any event."""
+        """The events of one request. Closing it cancels the request. Raises OmlxdError before any event."""
         self._check()
         request = with_settings(request, self.settings)
         if self.info is not None:
@@ -276,10 +308,12 @@ class ModelEngine:
 
     @property
     def deaths(self) -> int:
+        """Of the processes started so far, those that ended by themselves."""
         return self.process.supervisor.deaths
 
     @property
     def is_refused(self) -> bool:
+        """A request for it would be refused, since it is not loaded and none loads it."""
         return self.state == "unloaded" and not self._may_load()
 
     def _check(self) -> None:

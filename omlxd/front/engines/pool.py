@@ -29,7 +29,7 @@ from .link import ENGINE_COMMAND, EngineLink, in_background
 from .memory_guard import MemoryGuard
 from .model import ModelEngine, for_next_load, load_message, settings_of
 from .model_book import ModelBook
-from .protocol import basename, resolve_name
+from .names import basename, resolve_name
 from .supervisor import Link
 
 log = logging.getLogger(__name__)
@@ -208,7 +208,10 @@ class EnginePool:
             self._first.process.supervisor.start()
 
     async def load(self, model_name: str, keep_alive: float | None = None) -> ModelEngine:
-        """Load a model because the owner says so; returns once it is ready. Raises OmlxdError."""
+        """Load a model because the owner says so; returns once it is ready. Raises OmlxdError.
+
+        keep_alive  seconds that it stays; None: for good
+        """
         engine = await self.find_engine(model_name)
         engine.by_name, engine.keep_alive, engine.leaving = True, keep_alive, False
         engine.process.used_at = time.monotonic()  # It may be loaded, and idle, for long.

@@ -1,4 +1,4 @@
 """A request's life over HTTP: accepted, queued, answered, recorded.
 
-Rule: http/ knows engines by front/engines/protocol.py alone, and protocols by api/.
+Rule: http/ asks a `ModelEngine` and the `EnginePool`, and knows no process; it knows protocols by api/.
 """

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ...api.body import ParsedRequest
 from ...chat import ChoiceEvent, Event, Failed, Finished, GenerateRequest, Progress, Usage
 from ...errors import OmlxdError
-from ..engines.protocol import Engine
+from ..engines.model import ModelEngine
 
 AT_ONCE = 8
 SCORED_AT_ONCE = 32
@@ -28,7 +28,7 @@ _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 """Codes of errors that say nothing of the other prompts."""
 
 
-def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
+def events_of(engine: ModelEngine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
     """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all."""
     first = replace(parsed.generate, collected=not parsed.stream)
     if parsed.labels:
@@ -39,7 +39,7 @@ def events_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, No
     return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
 
 
-def scores_of(engine: Engine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
+def scores_of(engine: ModelEngine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
     """The events of a request's prompts, each a choice that scores its labels."""
     pairs = zip(_asked(replace(parsed.generate, collected=True), parsed), parsed.labels, strict=True)
     requests = [replace(request, labels=labels) for request, labels in pairs]
@@ -85,7 +85,7 @@ class _Line:
 
 
 async def _choices(
-    engine: Engine,
+    engine: ModelEngine,
     requests: list[GenerateRequest],
     n: int,
     at_once: int = AT_ONCE,

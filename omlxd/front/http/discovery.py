@@ -12,7 +12,8 @@ from starlette.requests import Request
 
 from ...errors import InvalidRequest, OmlxdError, bad_field
 from ..engines.link import in_background
-from ..engines.protocol import Card, Engines
+from ..engines.model import Card
+from ..engines.pool import EnginePool
 from . import model_list as cards
 from .routes import Operation, get, post
 
@@ -70,7 +71,7 @@ class OllamaVersion(msgspec.Struct):
 
 
 class Discovery:
-    def __init__(self, engines: Engines):
+    def __init__(self, engines: EnginePool):
         self._engines = engines
 
     def routes(self) -> list[Operation]:

@@ -27,7 +27,9 @@ from ...chat import (
     Vectors,
 )
 from ...errors import OmlxdError, bad_field
-from ..engines.protocol import PLACEHOLDERS, Engine, Engines
+from ..engines.model import ModelEngine
+from ..engines.names import PLACEHOLDERS
+from ..engines.pool import EnginePool
 from .choices import scores_of
 from .routes import Operation, post
 from .trace import trace_of
@@ -43,7 +45,7 @@ EXAMPLES = {"embedding": "mlx-community/Qwen3-Embedding-0.6B-8bit", "rerank": "Q
 
 
 class Embeddings:
-    def __init__(self, engines: Engines):
+    def __init__(self, engines: EnginePool):
         self._engines = engines
 
     def routes(self) -> list[Operation]:
@@ -86,7 +88,7 @@ class Embeddings:
             trace_of(request.scope).usage = Usage(prompt_tokens=tokens)
         return api.rerank_answer("rerank-" + os.urandom(12).hex(), engine.model_id, body, scores, tokens)
 
-    async def _embedder(self, name: str, kind: str, raw: bytes = b"") -> Engine:
+    async def _embedder(self, name: str, kind: str, raw: bytes = b"") -> ModelEngine:
         """The model that `name` means, and that does what is asked. OpenAI's names mean the first that does.
 
         raw  the body, whose `keep_alive` counts
@@ -109,19 +111,19 @@ class Embeddings:
             self._engines.keep_alive(engine, seconds)
         return engine
 
-    async def _vectors(self, request: Request, engine: Engine, asked: EmbedRequest) -> Vectors:
+    async def _vectors(self, request: Request, engine: ModelEngine, asked: EmbedRequest) -> Vectors:
         trace_of(request.scope).model = engine.model_id
         vectors = await engine.embed(asked)
         trace_of(request.scope).usage = Usage(prompt_tokens=vectors.tokens)
         return vectors
 
 
-def _does(engine: Engine, kind: str) -> bool:
+def _does(engine: ModelEngine, kind: str) -> bool:
     judges = kind == "rerank" and engine.card.kind == "chat" and "rerank" in engine.model_id.lower()
     return engine.card.kind == kind or judges
 
 
-async def _judged(engine: Engine, body: api.RerankBody) -> tuple[list[float], int]:
+async def _judged(engine: ModelEngine, body: api.RerankBody) -> tuple[list[float], int]:
     """Of each document the share of yes; and tokens of all prompts. The first one leaves the query cached."""
     prompts = [_prompt(body, text) for text in body.texts]
     shares, tokens = await _shares(engine, prompts[:1])
@@ -137,7 +139,7 @@ def _prompt(body: api.RerankBody, text: str) -> Conversation:
     return Conversation(turns, thinking=False)
 
 
-async def _shares(engine: Engine, prompts: list[Conversation]) -> tuple[list[float], int]:
+async def _shares(engine: ModelEngine, prompts: list[Conversation]) -> tuple[list[float], int]:
     parsed = ParsedRequest(
         engine.model_id,
         stream=False,

@@ -38,7 +38,7 @@ from ...api.responses.objects import Response as OpenAIResponse
 from ...api.responses.request import ResponsesRequest
 from ...api.sse import Collector, StreamEncoder
 from ...chat import Event, Failed, Finished, Progress, Restarted
-from ..engines.protocol import Engine
+from ..engines.model import ModelEngine
 from .choices import events_of
 from .event_pump import EventPump
 from .request_metrics import Requests
@@ -167,7 +167,7 @@ class GenerationResponse:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ModelEngine,
         parsed: ParsedRequest,
         dialect: Dialect,
         settings: HttpSettings,

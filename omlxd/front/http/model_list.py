@@ -23,7 +23,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ... import __version__
-from ..engines.protocol import Card, basename
+from ..engines.model import Card
+from ..engines.names import basename
 
 
 def iso_time(seconds: float) -> str:

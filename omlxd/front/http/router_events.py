@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from ...api.sse import data_event
-from ..engines.protocol import Engines
+from ..engines.pool import EnginePool
 from .model_list import router_status
 from .routes import Operation
 from .streams import SSE, Watched
@@ -31,7 +31,7 @@ class RouterEvent(msgspec.Struct):
 class RouterEvents:
     """`stopping`: set when the daemon is to stop, which ends all streams."""
 
-    def __init__(self, engines: Engines, stopping: asyncio.Event):
+    def __init__(self, engines: EnginePool, stopping: asyncio.Event):
         self._engines = engines
         self._streams = Watched(stopping, MOST_LISTENERS, "listeners are there already: close one.")
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from ...cli.owner_api import ClearCache, Forgotten
 from ...errors import InvalidRequest, OmlxdError, Overloaded
 from ...kv.files.paths import is_namespace_dir, is_stored_path
-from ..engines.protocol import Engines
+from ..engines.pool import EnginePool
 from ..http.streams import Streamed
 
 COMMAND = ("nice", "-n", "19", sys.executable, "-m", "omlxd.cli.cache.tree")
@@ -27,7 +27,7 @@ AT_ONCE = 256
 class CacheTree:
     """Raises OmlxdError."""
 
-    def __init__(self, engines: Engines):
+    def __init__(self, engines: EnginePool):
         self._engines = engines
         self._busy = False
 

@@ -33,7 +33,7 @@ from ...errors import InvalidRequest, RequestTooLarge, Unavailable
 from ...kv.files.fs import FileSystem, write_all
 from ...wire import Released, Reserve, Stored
 from ..engines.cold_ledger import ColdLedger
-from ..engines.protocol import Engines
+from ..engines.pool import EnginePool
 from ..http.routes import Operation
 from .inspect import computed
 from .why_miss import Explaining
@@ -47,7 +47,7 @@ _ASKED = msgspec.json.Decoder(WhyMissBody)
 class Carrying:
     """`spool`: a folder for files on their way, which are as large as a prompt's KV; None: there is none."""
 
-    def __init__(self, engines: Engines, explaining: Explaining, spool: Path | None):
+    def __init__(self, engines: EnginePool, explaining: Explaining, spool: Path | None):
         self._engines = engines
         self._explaining = explaining
         self._spool = spool

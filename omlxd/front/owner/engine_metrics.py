@@ -15,7 +15,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..engines.protocol import Engine, Engines
+from ..engines.model import ModelEngine
+from ..engines.pool import EnginePool
 from ..engines.watch import resident
 
 ANSWER_S = 0.5
@@ -70,7 +71,7 @@ class EngineMetrics:
 class MetricsOf:
     """The metrics of all `engines`; models that are gone keep their totals."""
 
-    def __init__(self, engines: Engines):
+    def __init__(self, engines: EnginePool):
         self._engines = engines
         self._by_model: dict[str, EngineMetrics] = {}
         self._asking: asyncio.Task[None] | None = None
@@ -90,7 +91,7 @@ class MetricsOf:
             metrics.gauges = {}
         await asyncio.gather(*map(self._ask, engines.values()))
 
-    async def _ask(self, engine: Engine) -> None:
+    async def _ask(self, engine: ModelEngine) -> None:
         metrics = self._by_model.setdefault(engine.model_id, EngineMetrics(engine.model_id))
         life = engine.starts
         answer = None

@@ -18,7 +18,6 @@ from ...common.files import safetensors_header
 from ...errors import InvalidRequest, OmlxdError, Unavailable
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
-from ..engines.protocol import Engine
 
 KEPT = 32
 """Files that stay in the folder, the newest."""
@@ -75,7 +74,7 @@ async def inspect_prompt(pool: EnginePool, engine: ModelEngine, parsed: ParsedRe
     return await asyncio.to_thread(_inspected, file, usage.prompt_tokens)
 
 
-async def computed(engine: Engine, generate: GenerateRequest) -> Usage:
+async def computed(engine: ModelEngine, generate: GenerateRequest) -> Usage:
     """Have a prompt computed whose answer nobody reads. Raises OmlxdError."""
     async with contextlib.aclosing(engine.generate(generate)) as events:
         async for event in events:

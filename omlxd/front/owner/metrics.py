@@ -26,7 +26,7 @@ from starlette.responses import Response
 
 from ... import __version__
 from ...kv.ledger.ledger import LedgerStats
-from ..engines.protocol import Engines
+from ..engines.pool import EnginePool
 from ..http.request_metrics import Requests
 from .engine_metrics import COUNTER, EngineMetrics, MetricsOf
 
@@ -123,7 +123,7 @@ LEDGER = {
 class Metrics:
     """All that `/metrics` shows of a daemon. `requests` takes what the HTTP side sees."""
 
-    def __init__(self, engines: Engines, metrics: MetricsOf):
+    def __init__(self, engines: EnginePool, metrics: MetricsOf):
         self._engines = engines
         self._engines_metrics = metrics
         self._registry = CollectorRegistry(auto_describe=False)

@@ -10,8 +10,9 @@ import time
 from ...chat import GenerateRequest
 from ...cli.owner_api import CachedFiles, PinBlocks, PinList, WhyMissBody
 from ...errors import InvalidRequest, NotFound
+from ..engines.model import ModelEngine
 from ..engines.pins import PinnedChain, in_order
-from ..engines.protocol import Engine, Engines
+from ..engines.pool import EnginePool
 from .why_miss import Explaining
 
 MOST_NAME = 200
@@ -20,7 +21,7 @@ MOST_NAME = 200
 class Pinning:
     """Raises OmlxdError."""
 
-    def __init__(self, engines: Engines, explaining: Explaining):
+    def __init__(self, engines: EnginePool, explaining: Explaining):
         self._engines = engines
         self._explaining = explaining
 
@@ -47,6 +48,6 @@ class Pinning:
         return await _files_of(engine, request)
 
 
-async def _files_of(engine: Engine, request: GenerateRequest) -> CachedFiles:
+async def _files_of(engine: ModelEngine, request: GenerateRequest) -> CachedFiles:
     found = await engine.cached_files(request)
     return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)

@@ -19,7 +19,8 @@ from ...errors import InvalidRequest
 from ...kv.files.paths import is_stored_path
 from ...kv.ledger.ledger import LedgerStats
 from ..engines.link import in_background
-from ..engines.protocol import Engine, Engines
+from ..engines.model import ModelEngine
+from ..engines.pool import EnginePool
 from ..engines.watch import resident
 from ..http.routes import Operation
 from ..http.streams import as_json
@@ -46,7 +47,7 @@ class Health(msgspec.Struct):
 class Admin:
     """Makes them from figures of the engines and the ledger."""
 
-    def __init__(self, engines: Engines, metrics: MetricsOf):
+    def __init__(self, engines: EnginePool, metrics: MetricsOf):
         self._engines = engines
         self._engine_metrics = metrics
         self._started, self._clock = time.time(), time.monotonic()
@@ -105,7 +106,7 @@ class Admin:
         return Readiness(ready=ready, reasons=reasons or _nothing(models))
 
 
-def _comes_on_demand(engine: Engine) -> bool:
+def _comes_on_demand(engine: ModelEngine) -> bool:
     """It was loaded, died, and has not been asked for since."""
     dead = engine.state == "restarting" and engine.pid is None and not engine.in_flight
     return dead and engine.info is not None
@@ -115,20 +116,20 @@ def _nothing(models: object) -> list[str]:
     return [] if models else ["There is no model to serve."]
 
 
-def _why_not(engine: Engine) -> str:
+def _why_not(engine: ModelEngine) -> str:
     if engine.state not in _CANNOT:
         return ""
     return engine.trouble or f"{engine.model_id} is {engine.state}."
 
 
-def _refused(engine: Engine) -> str:
+def _refused(engine: ModelEngine) -> str:
     """No trouble of the model's, as its owner wanted it so; but not one request is served."""
     if not engine.is_refused:
         return ""
     return f"{engine.model_id} is not loaded; load it with `omlxd models load {engine.model_id}`."
 
 
-def _status(engine: Engine, metrics: EngineMetrics | None) -> ModelStatus:
+def _status(engine: ModelEngine, metrics: EngineMetrics | None) -> ModelStatus:
     metrics = metrics or EngineMetrics(engine.model_id)
     info = engine.info
     status = ModelStatus(

@@ -15,7 +15,8 @@ from ...chat import GenerateRequest
 from ...cli.owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound, bad_field
 from ...wire import Explanation
-from ..engines.protocol import Engine, Engines
+from ..engines.model import ModelEngine
+from ..engines.pool import EnginePool
 from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
 from ..http.recent_requests import RecentRequest, RecentRequests
 
@@ -23,7 +24,7 @@ from ..http.recent_requests import RecentRequest, RecentRequests
 class Explaining:
     """messages, responses: the dialects that have a memory of their own."""
 
-    def __init__(self, engines: Engines, recent: RecentRequests, messages: Dialect, responses: Dialect):
+    def __init__(self, engines: EnginePool, recent: RecentRequests, messages: Dialect, responses: Dialect):
         self._engines = engines
         self._recent = recent
         self._dialects = {
@@ -48,7 +49,9 @@ class Explaining:
             explanation = msgspec.structs.replace(explanation, hot_tokens=kept.reached)
         return WhyMiss(kept.model_id, explanation, kept.trace.id, kept.reached, recomputed)
 
-    async def request_of(self, asked: WhyMissBody) -> tuple[Engine, GenerateRequest, RecentRequest | None]:
+    async def request_of(
+        self, asked: WhyMissBody
+    ) -> tuple[ModelEngine, GenerateRequest, RecentRequest | None]:
         """The request that is asked about, whose it is, and where it was made. Raises OmlxdError."""
         if asked.path:
             parsed = self._parsed(asked)

@@ -15,7 +15,7 @@ from omlxd.chat import Failed, Finished, Progress, RawPrompt, TextDelta
 from omlxd.errors import NotFound, OmlxdError, Overloaded, PromptTooLong, Unavailable
 from omlxd.front import app
 from omlxd.front.app import create_app
-from omlxd.front.engines.protocol import resolve_name
+from omlxd.front.engines.names import resolve_name
 
 # --------------------------------------------------------------------------- names
 

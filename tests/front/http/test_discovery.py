@@ -9,7 +9,7 @@ from app_client import client
 from fake_engine import FakeEngine, app_of
 from msgspec.structs import replace
 
-from omlxd.front.engines.protocol import Card
+from omlxd.front.engines.model import Card
 from omlxd.front.http import model_list as cards
 
 CARD = Card(

@@ -18,9 +18,8 @@ from sdk_clients import claude, gpt
 
 from omlxd.chat import Conversation, ImagePart, Message, RawPrompt, TextPart, ToolResultPart
 from omlxd.errors import InvalidRequest
-from omlxd.front.app import create_app
+from omlxd.front.app import check_images, create_app
 from omlxd.front.engines.model import ModelEngine
-from omlxd.front.engines.protocol import check_images
 from omlxd.front.http.model_list import model_entry
 from omlxd.models.catalog import InstalledModel
 from omlxd.models.footprint import INSTALL_VISION
