@@ -13,7 +13,7 @@ import logging
 from ... import __version__
 from ...api.body import ParsedRequest
 from ...api.openai import chat_request, completions, scores
-from ...chat import Failed, Finished
+from ...chat import Finished
 from ...config import Settings
 from ...errors import InvalidRequest, OmlxdError, Overloaded, RequestTooLarge
 from ..engines.model import ModelEngine
@@ -169,31 +169,25 @@ class Bridge:
         engine = await self._slot.engine(loading, parsed.model)
         pump = EventPump(engine.generate(parsed.generate))
         try:
-            while True:
-                for event in await pump.next(None):
-                    if isinstance(event, Finished):
-                        return done(id, event)
-                    if isinstance(event, Failed):
-                        return failure(id, pump.error(event))
-                    if (line := line_of(id, event)) is not None:
-                        self._out.put_line(line)
-                await self._out.room()
+            async for event in pump.events():
+                if isinstance(event, Finished):
+                    return done(id, event)
+                if (line := line_of(id, event)) is not None:
+                    self._out.put_line(line)
+                    await self._out.room()
         finally:
             await pump.close()
+        raise AssertionError("it ends with Finished, or raises")
 
     async def _classify(self, request: Classify, parsed: ParsedRequest, loading: Loading | None) -> Line:
         engine = await self._slot.engine(loading, parsed.model)
         pump, result = EventPump(scores_of(engine, parsed)), scores.Scores(parsed.labels)
         try:
-            while True:
-                for event in await pump.next(None):
-                    if isinstance(event, Failed):
-                        return failure(request.id, pump.error(event))
-                    result.event(event)
-                    if isinstance(event, Finished):
-                        return classified(request, result)
+            async for event in pump.events():
+                result.event(event)
         finally:
             await pump.close()
+        return classified(request, result)
 
     async def _inspect(self, id: Id, parsed: ParsedRequest, loading: Loading | None) -> Line:
         engine = await self._slot.engine(loading, parsed.model)

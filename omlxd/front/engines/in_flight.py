@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from ... import wire
@@ -64,6 +65,7 @@ MOST_SENDS = 2
 """A request that was with two engines when they died may have ended both."""
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """A request of any kind, see the table above.
 
@@ -74,16 +76,13 @@ class Request:
     begun      this life has begun to answer
     """
 
-    __slots__ = ("answer", "begun", "collected", "frame", "id", "life", "sends")
-
-    def __init__(self, id: int, frame: bytes, answer: EngineStream | asyncio.Future[Any], collected: bool):
-        self.id = id
-        self.frame: bytes | None = frame
-        self.answer = answer
-        self.collected = collected
-        self.begun = False
-        self.life = 0
-        self.sends = 0
+    id: int
+    frame: bytes | None
+    answer: EngineStream | asyncio.Future[Any]
+    collected: bool
+    begun: bool = False
+    life: int = 0
+    sends: int = 0
 
 
 class InFlight:

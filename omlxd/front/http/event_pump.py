@@ -73,6 +73,16 @@ class EventPump:
             self._arrived.clear()
         return events
 
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Each event, to Finished. Raises the error of Failed."""
+        while True:
+            for event in await self.next(None):
+                if isinstance(event, Failed):
+                    raise self.error(event)
+                yield event
+                if isinstance(event, Finished):
+                    return
+
     def error(self, failed: Failed) -> OmlxdError:
         """The error behind `failed`: the one that was raised, if one was, as it says more."""
         return self._error or OmlxdError.from_event(failed)

@@ -162,60 +162,48 @@ SCORE = Dialect(
 )
 
 
+@dataclass
 class GenerationResponse:
     """An ASGI response. Raises OmlxdError, for the shell to answer, while no header is out."""
 
-    def __init__(
-        self,
-        engine: ModelEngine,
-        parsed: ParsedRequest,
-        dialect: Dialect,
-        settings: HttpSettings,
-        metrics: Requests,
-    ):
-        self._engine = engine
-        self._parsed = parsed
-        self._dialect = dialect
-        self._settings = settings
-        self._metrics = metrics
+    engine: ModelEngine
+    parsed: ParsedRequest
+    dialect: Dialect
+    settings: HttpSettings
+    metrics: Requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         trace = trace_of(scope)
         with (
-            self._dialect.held(self._parsed),
-            self._metrics.watch(self._engine.model_id, trace.started) as watch,
+            self.dialect.held(self.parsed),
+            self.metrics.watch(self.engine.model_id, trace.started) as watch,
         ):
-            pump = EventPump(events_of(self._engine, self._parsed), watch.event)
+            pump = EventPump(events_of(self.engine, self.parsed), watch.event)
             try:
-                work = self._stream if self._parsed.stream else self._collect
+                work = self._stream if self.parsed.stream else self._collect
                 if not await unless_disconnected(receive, work(pump, send, trace)):
                     trace.outcome = "disconnected"
             finally:
                 await pump.close()
 
     async def _collect(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
-        collector = self._dialect.collector(self._parsed)
-        while True:
-            for event in await pump.next(None):
-                _note(event, trace, pump)
-                if isinstance(event, Failed):
-                    raise pump.error(event)
-                if isinstance(event, Restarted):
-                    collector = self._dialect.collector(self._parsed)
-                collector.event(event)
-                if isinstance(event, Finished):
-                    await _send_json(send, collector.response())
-                    return
+        collector = self.dialect.collector(self.parsed)
+        async for event in pump.events():
+            _note(event, trace, pump)
+            if isinstance(event, Restarted):
+                collector = self.dialect.collector(self.parsed)
+            collector.event(event)
+        await _send_json(send, collector.response())
 
     async def _stream(self, pump: EventPump, send: Send, trace: RequestTrace) -> None:
-        events = await pump.next(self._settings.header_grace_s)
+        events = await pump.next(self.settings.header_grace_s)
         if events and isinstance(events[-1], Failed):
             raise pump.error(events[-1])
-        encoder = self._dialect.encoder(self._parsed, trace.id)
-        headers = [(b"content-type", self._dialect.content_type), *STREAM_HEADERS]
+        encoder = self.dialect.encoder(self.parsed, trace.id)
+        headers = [(b"content-type", self.dialect.content_type), *STREAM_HEADERS]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         out = encoder.start() or (b"" if events else encoder.ping())
-        interval = self._settings.ping_interval_s
+        interval = self.settings.ping_interval_s
         clock = asyncio.get_running_loop().time
         quiet_until = clock() + interval
         while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -35,6 +36,7 @@ FROM_THE_NEXT_LOAD = frozenset(
 )
 
 
+@dataclass
 class Reloader:
     """Call it on SIGHUP.
 
@@ -43,39 +45,28 @@ class Reloader:
     pool      gets the new settings
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        read: Callable[[], Settings],
-        *,
-        logs: Logs,
-        keys: KeyRing,
-        notify: Notifier,
-        pool: EnginePool,
-        loopback: bool,
-    ):
-        self.settings = settings
-        self._read = read
-        self._logs = logs
-        self._keys = keys
-        self._notify = notify
-        self._pool = pool
-        self._loopback = loopback
+    settings: Settings
+    read: Callable[[], Settings]
+    logs: Logs
+    keys: KeyRing
+    notify: Notifier
+    pool: EnginePool
+    loopback: bool
 
     def __call__(self) -> None:
-        self._notify.reloading()
-        self._logs.reopen()
+        self.notify.reloading()
+        self.logs.reopen()
         try:
-            self._apply(self._read())
+            self._apply(self.read())
         except ConfigError as error:
             log.error("the configuration was not read again, all stays as it was: %s", error.message)
         except Exception:
             log.exception("the configuration was not read again, all stays as it was")
-        self._notify.ready()
+        self.notify.ready()
 
     def _apply(self, new: Settings) -> None:
         old = self.settings
-        if not self._loopback and old.api_key and not new.api_key and not self._keys.has_file_keys:
+        if not self.loopback and old.api_key and not new.api_key and not self.keys.has_file_keys:
             raise ConfigError("without a key, other machines could use this daemon.")
         fields = {name: option.field for name, option in BY_NAME.items()}
         fields |= {name: name for name in ("models", "defaults")}
@@ -85,9 +76,9 @@ class Reloader:
         self.settings = msgspec.structs.replace(
             new, **{fields[name]: getattr(old, fields[name]) for name in later}
         )
-        self._logs.apply_settings(new)
-        self._keys.replace_own(new.api_key)
-        self._pool.apply_settings(self.settings)
+        self.logs.apply_settings(new)
+        self.keys.replace_own(new.api_key)
+        self.pool.apply_settings(self.settings)
         log.info("configuration read again: %s", _flags([name for name in names if name in LIVE]))
         if at_load := [name for name in names if name in FROM_THE_NEXT_LOAD]:
             log.info("%s: changed for models that are loaded from now on", _flags(at_load))
