@@ -128,15 +128,15 @@ class NaNAfter:
 @pytest.mark.parametrize("passes", [1, 9])
 def test_logits_that_are_no_numbers_are_an_error_and_no_answer(model: Path, sampling: Sampling, passes: int):
     with Rig(model) as rig:
-        whole = rig.scheduler._model
-        rig.scheduler._model = NaNAfter(whole, passes)
+        whole = rig.loaded.model
+        rig.loaded.model = NaNAfter(whole, passes)
         output = rig.start(prompt(60), 40, sampling=sampling)
         with pytest.raises(OmlxdError, match="not numbers"):
             output.tokens()
         assert len(output.got) < 9
         nothing_is_held(rig)
         assert rig.pool.num_cached == 0, "what no number comes of is not kept"
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         assert len(rig.run(prompt(60), 5).got) == 5
 
 

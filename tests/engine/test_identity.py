@@ -33,7 +33,7 @@ def test_hot_hit_with_the_last_chunk_in_one_pass(model: Path, uncached: Referenc
     tokens = prompt(300)
     with Rig(model, record=True) as rig:
         for scheduler in (rig.scheduler, uncached.rig.scheduler):
-            monkeypatch.setattr(scheduler, "_last_alone", False)
+            monkeypatch.setattr(scheduler.passes, "last_alone", False)
         assert_same(rig, tokens, uncached, hot=0, cold=0)
         assert_same(rig, tokens, uncached, hot=256, cold=0)
         assert_same(rig, tokens[:200] + prompt(57, seed=9), uncached, hot=192, cold=0)

@@ -240,12 +240,12 @@ def test_a_spoiled_prompt_leaves_no_segment_to_others(model: Path):
     tokens = prompt(2 * SEGMENT + 90, seed=5)
     with sharing(model) as rig:
         good = rig.run(tokens, 5).got
-        whole = rig.scheduler._model
-        rig.scheduler._model = Spoiled(whole, marked)
+        whole = rig.loaded.model
+        rig.loaded.model = Spoiled(whole, marked)
         with pytest.raises(OmlxdError, match="not numbers"):
             rig.start([*tokens, MARK], 5).tokens()
         assert_nothing_is_left(rig)
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         assert rig.run(tokens, 5).got == good
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from omlxd import wire
 from omlxd.engine import mlx_adapter
-from omlxd.engine.schedule import scheduler
+from omlxd.engine.schedule import prompt_passes
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.service import EngineService
 from omlxd.kv.files.fs import FileSystem
@@ -129,7 +129,7 @@ if __name__ == "__main__":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         EngineService.run = _deaf
     mlx_adapter.load = _after(mlx_adapter.load, "loading")
-    scheduler.compute_chunk = _after(scheduler.compute_chunk, "prefill")
+    prompt_passes.compute_chunk = _after(prompt_passes.compute_chunk, "prefill")
     EngineService._handle = _noted
     DecodeBatch.step = _counted_step
     FileSystem.writev = _half_written

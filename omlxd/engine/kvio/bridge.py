@@ -418,13 +418,3 @@ class KVBridge:
         """Flush what is queued. False: the deadline came first."""
         self.reads.close()
         return self.store.close(deadline_s)
-
-
-def last_token_alone() -> bool:
-    """Whether the prompt's last token gets a pass of its own.
-
-    On a GPU a pass for one token costs as much as one for a whole last chunk: it reads all the
-    weights. A CPU takes about as long a token either way, and saves the last layer's MLP for all
-    but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms against 960).
-    """
-    return mlx_adapter.backend() == "cpu"

@@ -1,4 +1,4 @@
-"""The prefill budget: which prompt is computed next, how much of it in one pass, and that pass.
+"""The prefill budget: which prompt is computed next, and how much of it in one pass (prompt_passes.py).
 
 | backend | tokens in a pass                          | so KV has the same bits                      |
 |---------|-------------------------------------------|----------------------------------------------|
@@ -8,15 +8,12 @@
 |         | at most `PREFILL_CHUNK`                      | rates that give the same pass                |
 
 Passes end on an absolute grid. They do not shrink for decoding rows, which step between the layers of
-a pass (scheduler.py), so bits don't depend on them.
+a pass (prompt_passes.py), so bits don't depend on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import Any
-
-import mlx.core as mx
 
 from ...common.units import CPU_PREFILL_CHUNK, PREFILL_CHUNK
 from .. import mlx_adapter
@@ -154,45 +151,3 @@ def slice_seconds(step_s: float, layer_s: float) -> float:
     Half a step gives prefill a third of the device, which made a cold prompt three times as long.
     """
     return max(STEP_SHARE * step_s - layer_s, layer_s / 2)
-
-
-def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool) -> mx.array:
-    """Compute the KV of `sequence` from where it stands to `stop`, into its cache.
-
-    Returns the logits (1, tokens, vocabulary) of its last pass, not evaluated: before the prompt's
-    end only the KV is.
-    """
-    start, length = sequence.kv_length, sequence.prompt_length
-    assert sequence.cache is not None
-    if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
-        _pass(model, sequence, start, stop - 1)
-        mx.eval(mlx_adapter.state_arrays(sequence.cache))
-        start = stop - 1
-    logits = _pass(model, sequence, start, stop)
-    sequence.hidden = mlx_adapter.take_hidden()
-    if stop < length:
-        mx.eval(mlx_adapter.state_arrays(sequence.cache))
-    return logits
-
-
-def compute_ends(model: Any, sequences: Seq[Sequence]) -> mlx_adapter.Cache:
-    """Compute the ends of several prompts in one pass, but for their last tokens, into a batch cache.
-
-    Only where layers keep per-token KV alone, and some of each sequence.
-    """
-    cache = mlx_adapter.merge([sequence.take_cache() for sequence in sequences])
-    ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
-    if width := max(map(len, ends)):
-        with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
-            model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
-        mlx_adapter.trim(cache, [width - len(end) for end in ends])
-        mx.eval(mlx_adapter.state_arrays(cache))
-    for sequence in sequences:
-        sequence.kv_length = sequence.prompt_length - 1
-    return cache
-
-
-def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
-    inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
-    with mlx_adapter.row_adapters([sequence.adapter]):
-        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)

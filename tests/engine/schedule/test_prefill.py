@@ -12,7 +12,7 @@ from kv_fakes import check_pool
 from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.schedule import scheduler as scheduler_module
+from omlxd.engine.schedule import prompt_passes
 from omlxd.engine.schedule.prefill import PATIENCE, PrefillBudget
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.sequence import Sequence
@@ -104,7 +104,7 @@ def test_ends_of_prompts_are_computed_together(
         rig.scheduler.prefill_budget._backend = backend
         for talk in talks:
             rig.run(talk, 2)
-        rig.scheduler._model = passes = Passes(rig.scheduler._model)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
         assert turns(rig, at_once=True) == alone
         together = [shape for shape in passes.shapes if min(shape) > 1]
         assert together and all(
@@ -121,7 +121,7 @@ def test_one_of_several_prompts_that_is_cancelled_meanwhile_leaves_the_others(tm
     with Rig(folder) as rig:
         for tokens in prompts:
             rig.run(tokens, 2)
-        compute = scheduler_module.compute_ends
+        compute = prompt_passes.compute_ends
         started: list[Output] = []
 
         def cancelled(model: Any, sequences: Any) -> Any:
@@ -130,7 +130,7 @@ def test_one_of_several_prompts_that_is_cancelled_meanwhile_leaves_the_others(tm
             return compute(model, sequences)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "compute_ends", cancelled)
+            patch.setattr(prompt_passes, "compute_ends", cancelled)
             rig.on_engine(lambda: started.extend(rig.start(tokens, 20) for tokens in prompts))
             assert [started[0].tokens(), started[2].tokens()] == [alone[0], alone[2]]
         rig.settle()
@@ -148,7 +148,7 @@ def test_a_pass_over_several_ends_that_fails_fails_those(tmp_path: Path):
             raise RuntimeError("no memory")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "compute_ends", broken)
+            patch.setattr(prompt_passes, "compute_ends", broken)
             for output in rig.on_engine(lambda: [rig.start(tokens, 20) for tokens in prompts]):
                 with pytest.raises(OmlxdError, match="no memory"):
                     output.tokens()

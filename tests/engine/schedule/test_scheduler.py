@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def slow_down(rig: Rig, seconds: float) -> None:
     """Make every forward pass take at least `seconds`."""
-    whole = rig.scheduler._model
+    whole = rig.loaded.model
 
     class Slow:
         def __call__(self, tokens, cache):
@@ -36,7 +36,7 @@ def slow_down(rig: Rig, seconds: float) -> None:
         def __getattr__(self, name):
             return getattr(whole, name)
 
-    rig.scheduler._model = Slow()
+    rig.loaded.model = Slow()
 
 
 def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(model: Path):
@@ -124,7 +124,7 @@ def test_a_stop_token_ends_the_request_and_is_not_given_out(model: Path):
 
 def test_a_fault_fails_the_requests_of_that_step_and_no_others(model: Path):
     with Rig(model) as rig:
-        whole = rig.scheduler._model
+        whole = rig.loaded.model
 
         class Faulty:
             def __call__(self, tokens, cache):
@@ -135,7 +135,7 @@ def test_a_fault_fails_the_requests_of_that_step_and_no_others(model: Path):
             def __getattr__(self, name):
                 return getattr(whole, name)
 
-        rig.scheduler._model = Faulty()
+        rig.loaded.model = Faulty()
         fine = rig.start(prompt(100), 50)
         bad = rig.start([299, *prompt(60)], 5)
         with pytest.raises(OmlxdError, match="a kernel did not compile"):
@@ -147,7 +147,7 @@ def test_a_fault_fails_the_requests_of_that_step_and_no_others(model: Path):
 
 def test_a_fault_while_decoding_fails_the_batch_and_the_engine_stays_up(model: Path):
     with Rig(model) as rig:
-        whole = rig.scheduler._model
+        whole = rig.loaded.model
         running = [rig.start(prompt(50, seed=i), 10_000) for i in range(3)]
         for output in running:
             assert output.first.wait(60)
@@ -164,7 +164,7 @@ def test_a_fault_while_decoding_fails_the_batch_and_the_engine_stays_up(model: P
         for output in running:
             with pytest.raises(OmlxdError, match="out of memory"):
                 output.tokens()
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         assert len(rig.run(prompt(50), 5).got) == 5
         rig.on_engine(lambda: check_pool(rig.pool, {}))
 

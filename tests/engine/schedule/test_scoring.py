@@ -21,8 +21,7 @@ from rig import BLOCK, Output, Rig
 
 from omlxd.chat import Event, GenerateRequest, Scored
 from omlxd.engine import mlx_adapter
-from omlxd.engine.schedule import scheduler as scheduler_module
-from omlxd.engine.schedule import scoring
+from omlxd.engine.schedule import prompt_passes, scoring
 from omlxd.engine.schedule.prefill import TOGETHER
 from omlxd.errors import InvalidRequest, OmlxdError
 
@@ -115,7 +114,7 @@ def test_prompts_of_a_request_share_passes_and_their_prefix_is_computed_once(fol
     shared = prompt(3 * BLOCK, seed=1)
     prompts = [shared + prompt(9 + index, seed=index) for index in range(8)]
     with Rig(folder) as rig:
-        rig.loaded.model = rig.scheduler._model = passes = Passes(rig.loaded.model)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
         outputs = rig.on_engine(lambda: [rig.start(tokens, labels=[[400], [401]]) for tokens in prompts])
         for output in outputs:
             scores_of(output)
@@ -133,7 +132,7 @@ def test_prompts_of_a_request_share_passes_and_their_prefix_is_computed_once(fol
 def test_long_labels_and_many_are_cut_into_passes(folder: Path):
     labels = [prompt(length, seed=length) for length in (1, 2, 300, 700)] + [[n, 5, 6] for n in range(40)]
     with Rig(folder) as rig:
-        rig.loaded.model = rig.scheduler._model = passes = Passes(rig.loaded.model)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
         tokens = prompt(BLOCK + 30)
         output = rig.run(tokens, labels=labels)
         assert max(rows * width for rows, width in passes.shapes) <= TOGETHER
@@ -146,7 +145,7 @@ def test_rows_copy_no_more_kv_than_allowed(folder: Path, monkeypatch: pytest.Mon
     with Rig(folder) as rig:
         alone = scores_of(rig.run(tokens, labels=LABELS))
         monkeypatch.setattr(scoring, "COPIED", 0)
-        rig.loaded.model = rig.scheduler._model = passes = Passes(rig.loaded.model)
+        rig.loaded.model = passes = Passes(rig.loaded.model)
         found = scores_of(rig.run(tokens, labels=LABELS))
         assert {rows for rows, _ in passes.shapes} == {1}
         for got, want in zip(found.logprobs, alone.logprobs, strict=True):
@@ -172,7 +171,7 @@ def test_live_segments_are_read(folder: Path):
 
 def test_one_that_is_cancelled_meanwhile_leaves_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch):
     prompts = [prompt(20 + index, seed=index) for index in range(3)]
-    score, started = scheduler_module.score, list[Output]()
+    score, started = prompt_passes.score, list[Output]()
 
     def cancelled(loaded: Any, sequences: Any) -> Iterator[Any]:
         rig.scheduler.cancel(started[1].sequence)
@@ -180,7 +179,7 @@ def test_one_that_is_cancelled_meanwhile_leaves_the_others(folder: Path, monkeyp
         return score(loaded, sequences)
 
     with Rig(folder) as rig:
-        monkeypatch.setattr(scheduler_module, "score", cancelled)
+        monkeypatch.setattr(prompt_passes, "score", cancelled)
         rig.on_engine(lambda: started.extend(rig.start(tokens, labels=LABELS) for tokens in prompts))
         for index in (0, 2):
             assert_right(rig, prompts[index], started[index])
@@ -196,7 +195,7 @@ def test_a_pass_that_fails_fails_its_prompts_and_no_more(folder: Path, monkeypat
     prompts = [prompt(20 + index, seed=index) for index in range(2)]
     with Rig(folder) as rig:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(scheduler_module, "score", broken)
+            patch.setattr(prompt_passes, "score", broken)
             for output in rig.on_engine(lambda: [rig.start(tokens, labels=LABELS) for tokens in prompts]):
                 with pytest.raises(OmlxdError, match="no memory"):
                     output.tokens()
@@ -207,11 +206,11 @@ def test_logits_that_are_no_numbers_are_an_error_and_nothing_of_them_stays(folde
     tokens = prompt(2 * BLOCK + 5)
     with Rig(folder) as rig:
         good = rig.loaded.model
-        rig.loaded.model = rig.scheduler._model = Passes(good, math.nan)
+        rig.loaded.model = Passes(good, math.nan)
         with pytest.raises(OmlxdError, match="not numbers"):
             rig.run(tokens, labels=[[400], [401, 402]])
         rig.settle()
-        rig.loaded.model = rig.scheduler._model = good
+        rig.loaded.model = good
         output = rig.run(tokens, labels=LABELS)
         assert output.hot == 0, "what it stored is withdrawn"
         assert_right(rig, tokens, output)

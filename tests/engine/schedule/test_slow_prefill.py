@@ -62,9 +62,9 @@ def in_a_pass(rig: Rig) -> Output:
 def test_the_last_layers_output_is_left_alone_for_other_passes_need_its_kv_alone(model: Path):
     """Evaluating it would compute an MLP for nothing."""
     with Rig(model, slots=1) as rig:
-        looks, between = [], rig.scheduler._between_layers
-        rig.scheduler._between_layers = lambda: (
-            looks.append(rig.scheduler._computing[0].kv_length),
+        looks, between = [], rig.scheduler.passes.between_layers
+        rig.scheduler.passes.between_layers = lambda: (
+            looks.append(rig.scheduler.passes.computing[0].kv_length),
             between(),
         )
         rig.run(prompt(2 * BLOCK + 10), 1)
@@ -125,14 +125,14 @@ def test_what_a_pass_that_was_cut_off_left_is_not_served(tmp_path: Path, family:
         expected = rig.run(prompt(500), 4, salt="alone")
         alone = rig.recorder.logits[-4:]
         output, passes = Output(), iter(range(100))
-        between = rig.scheduler._between_layers
+        between = rig.scheduler.passes.between_layers
 
         def cut() -> None:
             if next(passes) == 9:  # Not after the last layer of a pass, for the height of these two.
                 rig.scheduler.cancel(output.sequence)
             between()
 
-        rig.scheduler._between_layers = cut
+        rig.scheduler.passes.between_layers = cut
         rig.scheduler.prefill_budget.rate = 0.001
         rig.scheduler.prefill_budget.record_pass = lambda tokens, seconds: None
         rig.start(prompt(500), 4, output=output)

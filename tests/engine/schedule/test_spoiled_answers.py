@@ -75,13 +75,13 @@ def test_what_the_chunks_of_a_spoiled_prompt_have_stored_is_not_recalled(
         rig.use_grid(BLOCK)
         assert rig.run(OTHER, 5).got == other
         before, names = files_in(tmp_path), rig.pool.num_cached
-        whole = rig.scheduler._model
-        rig.scheduler._model = Spoiled(whole, marked, value)
+        whole = rig.loaded.model
+        rig.loaded.model = Spoiled(whole, marked, value)
         for _ in range(2):
             fails(rig, LONG)
             assert files_in(tmp_path) == before and rig.pool.num_cached == names
         assert rig.store.flusher is not None and rig.store.flusher.writer.stats.written > len(before)
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         again = rig.run(LONG, 5)
         assert again.got == want
         assert again.hot == 2 * BLOCK
@@ -96,7 +96,7 @@ def test_after_a_restart_nothing_of_a_spoiled_prompt_is_found(model: Path, tmp_p
     with Rig(model, tmp_path) as rig:
         rig.use_grid(BLOCK)
         rig.run(OTHER, 5)
-        rig.scheduler._model = Spoiled(rig.scheduler._model, marked)
+        rig.loaded.model = Spoiled(rig.loaded.model, marked)
         fails(rig, LONG)
         on_disk = bytes_on_disk(tmp_path)
     assert bytes_on_disk(tmp_path) == on_disk
@@ -111,15 +111,15 @@ def test_an_answer_that_is_spoiled_later_keeps_what_has_given_numbers(tmp_path_f
     tokens = prompt(BLOCK + 30)
     with Rig(build_family("qwen3", tmp_path_factory.mktemp("model") / "qwen3")) as rig:
         alone = rig.run(tokens, 60, salt="alone").sequence
-        whole = rig.scheduler._model
-        rig.scheduler._model = Spoiled(whole, lambda _, cache: cache[0].offset == 2 * BLOCK)
+        whole = rig.loaded.model
+        rig.loaded.model = Spoiled(whole, lambda _, cache: cache[0].offset == 2 * BLOCK)
         output = rig.start(tokens, 60)
         with pytest.raises(OmlxdError, match="not numbers"):
             output.tokens()
         rig.settle()
         rig.on_engine(lambda: check_pool(rig.pool, {}))
         assert [*tokens, *output.got] == alone.tokens[: 2 * BLOCK]
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         assert rig.run(alone.tokens[: 2 * BLOCK + 1], 3).hot == BLOCK
 
 
@@ -128,12 +128,12 @@ def test_the_last_tokens_kv_is_not_kept_where_an_answer_ends_with_a_block(family
     """The answer's last token was put through the model, and nobody looked at the logits."""
     with Rig(build_family(family, tmp_path_factory.mktemp("model") / family)) as rig:
         tokens = prompt(BLOCK + 30)
-        whole = rig.scheduler._model
+        whole = rig.loaded.model
         at_the_end = Spoiled(whole, lambda _, cache: getattr(cache[-1], "offset", 0) == 2 * BLOCK)
-        rig.scheduler._model = at_the_end
+        rig.loaded.model = at_the_end
         first = rig.run(tokens, BLOCK - 30)
         assert len(first.sequence.tokens) == 2 * BLOCK
-        rig.scheduler._model = whole
+        rig.loaded.model = whole
         again = rig.run([*first.sequence.tokens, 5], 3)
         assert again.hot == BLOCK, "a block that holds the newest token"
 
@@ -149,15 +149,15 @@ def leave_nan_blocks(rig: Rig, family: str, tokens: list[int]) -> None:
         )
 
     rig.on_engine(lambda: poison(float("nan")))
-    stored = rig.scheduler._first_token
-    rig.scheduler._first_token = lambda sequence, logits: rig.scheduler._fail(  # it dies here
+    stored = rig.scheduler.passes.first_token
+    rig.scheduler.passes.first_token = lambda sequence, logits: rig.scheduler.fail(  # it dies here
         sequence, OmlxdError("gone")
     )
     with pytest.raises(OmlxdError, match="gone"):
         rig.start(tokens, 4).tokens()
     rig.settle()
     rig.on_engine(lambda: setattr(embed.embed_tokens, "weight", weight))
-    rig.scheduler._first_token = stored
+    rig.scheduler.passes.first_token = stored
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

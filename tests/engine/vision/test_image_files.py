@@ -184,18 +184,18 @@ def test_what_was_seen_before_an_abort_is_not_seen_again(family, model, uncached
     """In the tower of the second image: the first one's features and the blocks before it stay."""
     talk = [(150, 1), image(1), image(2, 168), (20, 2)]
     with VisionRig(family, model, tmp_path) as rig:
-        looked_up = rig.scheduler._between_layers
+        looked_up = rig.scheduler.passes.between_layers
 
         def cancel_in_the_second_tower():
             if rig.images.towers == 1:
-                for sequence in rig.scheduler._computing:
+                for sequence in rig.scheduler.passes.computing:
                     rig.scheduler.cancel(sequence)
             looked_up()
 
-        rig.scheduler._between_layers = cancel_in_the_second_tower
+        rig.scheduler.passes.between_layers = cancel_in_the_second_tower
         broken = rig.begin(talk)
         rig.settle()
-        rig.scheduler._between_layers = looked_up
+        rig.scheduler.passes.between_layers = looked_up
         assert broken.sequence.cancelled and rig.images.towers == 1
         output, _ = rig.ask(talk)
         assert rig.images.towers == 2 and output.hot >= 2 * BLOCK

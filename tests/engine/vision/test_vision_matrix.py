@@ -138,7 +138,7 @@ def test_an_answer_is_a_prefix_too(rig: VisionRig, uncached: VisionRig):
 def test_a_prompt_that_was_broken_off_is_gone_on_with(rig: VisionRig, uncached: VisionRig):
     long = [(150, 1), image(1), (300, 2), image(2), (100, 3)]
     broken = rig.begin(long)
-    compute, passes = rig.scheduler._prefill, []
+    compute, passes = rig.scheduler.passes.compute, []
 
     def until_cancelled(sequence):
         if sequence is broken.sequence and len(passes) == 3:
@@ -146,7 +146,7 @@ def test_a_prompt_that_was_broken_off_is_gone_on_with(rig: VisionRig, uncached: 
         passes.append(sequence)
         compute(sequence)
 
-    rig.scheduler._prefill = until_cancelled  # type: ignore[method-assign]
+    rig.scheduler.passes.compute = until_cancelled  # type: ignore[method-assign]
     rig.settle()
     assert broken.sequence.cancelled
     restored, _ = check(rig, uncached, long)

@@ -1,0 +1,337 @@
+"""Passes over prompts: chunks, images, ends of several together, labels, and the first token.
+
+Between the layers of a pass that may take long, or beside which others decode, the engine looks up: rows
+whose step is due get it, a request that was cancelled or whose time is up ends the pass, and a layer counts
+as progress.
+
+Passes end on block boundaries, and the last one begins at the last boundary before the prompt's
+end, whatever was restored: cached and uncached runs give their first logits from a forward pass of
+the same shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ...chat import Progress
+from ...errors import OmlxdError
+from .. import mlx_adapter
+from ..mlx_adapter import LoadedModel, PromptCacheFile
+from ..sequence import Sequence, State
+from .draft_model import clock
+from .prefill import TOGETHER
+from .sampling import sample_one
+from .scoring import score, tokens_to_score
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+LONG_PASS_S = 0.2
+"""Seconds above which a pass is looked into between its layers."""
+
+
+class Interrupted(Exception):
+    """The requests whose pass is being computed have been cancelled."""
+
+
+class PromptPasses:
+    """Those of one scheduler.
+
+    computing   sequences of the pass under way
+    last_alone  the prompt's last token gets a pass of its own. On a GPU that costs as much as a whole last
+                chunk: it reads all the weights. A CPU takes about as long a token either way, and saves the
+                last layer's MLP for all but the last token (tools/bench's `cpu` shape, 50 tokens: 718 ms
+                against 960)
+    layer_s     seconds of the newest layer that was looked up behind
+    """
+
+    def __init__(self, scheduler: Scheduler, loaded: LoadedModel, block_size: int):
+        self._scheduler = scheduler
+        self._budget = scheduler.prefill_budget
+        self._loaded = loaded
+        self._block = block_size
+        self.last_alone = mlx_adapter.backend() == "cpu"
+        states = loaded.states
+        plain = loaded.batchable and states is not None and not states.tensors
+        self._merges = plain and mlx_adapter.backend() != "cuda"  # See `TOGETHER`.
+        self.computing: Seq[Sequence] = ()
+        self.layer_s = self._looked_at = 0.0
+
+    def compute_next(self) -> bool:
+        """One pass of one sequence, or over the ends of several. False: none is prefilling."""
+        sequences = [sequence for sequence in self._scheduler.running if sequence.state is State.PREFILLING]
+        if not sequences:
+            return False
+        together = [self._budget.pick_sequence(sequences)]
+        if self._merges:
+            together = self._budget.ends_together(together[0], sequences)
+        with self._over_if_broken(together):
+            if len(together) > 1:
+                self._compute_ends(together)
+            else:
+                self.compute(together[0])
+        return True
+
+    @contextmanager
+    def _over_if_broken(self, sequences: Seq[Sequence]) -> Iterator[None]:
+        """Compute something of `sequences`, which end if that is interrupted or fails."""
+        try:
+            yield
+        except Interrupted:
+            for sequence in sequences:
+                sequence.cache = None  # Half written. What earlier passes computed has been offered.
+                self._scheduler.release(sequence)
+        except Exception as error:
+            if not isinstance(error, OmlxdError):
+                log.exception("prefill failed")
+            for sequence in sequences:
+                self._scheduler.fail(sequence, error)
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Before a pass of a sequence that has been matched again."""
+        if sequence.cache is None:
+            sequence.cache = mlx_adapter.new_cache(self._loaded.model, sequence.capacity)
+        if not sequence.begun:  # Report what was restored.
+            sequence.begun = True
+            sequence.sink.progress(Progress(sequence.kv_length, sequence.prompt_length))
+        if sequence.kv_length >= sequence.last_boundary(self._block):
+            # Whatever was restored and whoever shares: bits follow the cuts.
+            self._loaded.segments.cut(
+                sequence.cache, sequence.hashes, self._block, sequence.capacity, last=True
+            )
+
+    # ----------------------------------------------------------------- one sequence
+
+    def compute(self, sequence: Sequence) -> None:
+        """The next pass of `sequence`."""
+        scheduler, memory = self._scheduler, self._scheduler.memory
+        if sequence.kv_from is not None:
+            self._take_file(sequence, sequence.kv_from)
+            return
+        if scheduler.match(sequence):
+            return  # Somebody has computed it meanwhile, and it lies on disk.
+        self._prepare(sequence)
+        length, start = sequence.prompt_length, sequence.kv_length
+        stop = self._budget.next_stop(sequence)
+        if sequence.images is not None:
+            # A CPU may take minutes.
+            with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
+                saw = sequence.images.see_next(start, stop)
+            if saw:
+                scheduler.steps += 1
+                return  # A turn for each image: what else waits has its own in between.
+        if sequence.labels and stop == length:
+            self._score(sequence)
+            return
+        if memory is not None:
+            memory.begin_chunk()
+        began, decoded = time.perf_counter(), scheduler.decode_s
+        compared = clock()
+        with self._looking_up([sequence], self._is_long(stop - start)):
+            logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
+        if scheduler.speculation is not None and decoded == scheduler.decode_s:
+            mx.eval(logits if stop == length else [])
+            scheduler.speculation.times.record_prompt(stop - start, clock() - compared)
+        if stop < length:
+            seconds = time.perf_counter() - began - (scheduler.decode_s - decoded)
+            self._budget.record_pass(stop - start, seconds)
+            if (bridge := scheduler.bridge_of(sequence)) is not None:
+                bridge.reads.rates.prefill = self._budget.rate
+            if memory is not None and decoded == scheduler.decode_s:
+                memory.end_chunk(start, stop)
+        scheduler.steps += 1
+        scheduler.prefilled_tokens += stop - start
+        sequence.kv_length = stop
+        sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
+        if stop < length:
+            del logits
+            scheduler.offer(sequence)
+            sequence.sink.progress(Progress(stop, length))
+            return
+        self.first_token(sequence, logits[:, -1, :])
+
+    def _take_file(self, sequence: Sequence, file: PromptCacheFile) -> None:
+        """Verify some of the KV in `file`; once all is done, go on behind it as behind a cached prefix."""
+        bridge = self._scheduler.bridge_of(sequence)
+        assert bridge is not None
+        if sequence.checked is None:
+            sequence.checked = mlx_adapter.checked_kv(self._loaded, file, sequence.tokens, self._block)
+        self._scheduler.steps += 1
+        with mlx_adapter.row_adapters([sequence.adapter]):
+            cache = next(sequence.checked)
+        if cache is not None:
+            sequence.kv_from = sequence.checked = None
+            bridge.adopt(sequence, cache, file.at)
+
+    def first_token(self, sequence: Sequence, logits: mx.array) -> None:
+        """Draw it by the `logits` (1, vocabulary) of the prompt's end; the sequence decodes from now on."""
+        scheduler = self._scheduler
+        assert sequence.cache is not None
+        if sequence.keys_file:
+            attention: list[mx.array] | None = None
+            if sequence.query is not None:
+                at = sequence.query % sequence.prompt_length
+                with mlx_adapter.row_adapters([sequence.adapter]):
+                    attention = mlx_adapter.attention_from(
+                        self._loaded.model, sequence.cache, sequence.tokens[at], at
+                    )
+            mlx_adapter.write_keys(
+                Path(sequence.keys_file), sequence.cache, sequence.kv_length, sequence.values, attention
+            )
+        if sequence.write_kv is not None:
+            sequence.write_kv(sequence.cache)
+        token, likelihood = sample_one(sequence.sampler, logits)
+        scheduler.decoded_tokens += 1
+        mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
+        if scheduler.accept(sequence, token, likelihood):
+            # The token is out; now there is time to store the last blocks.
+            scheduler.offer(sequence)
+            sequence.state = State.DECODING
+            scheduler.batch_for(sequence).add_row(sequence)
+        else:
+            scheduler.release(sequence)
+
+    # ----------------------------------------------------------------- several together
+
+    def _compute_ends(self, sequences: Seq[Sequence]) -> None:
+        """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
+        scheduler, waits = self._scheduler, False
+        for sequence in sequences:  # What one cuts the next one shares, before it has its own.
+            if scheduler.match(sequence):
+                waits = True
+            else:
+                self._prepare(sequence)
+        if waits:
+            return  # As in `compute`; the others' turn comes again.
+        if any(sequence.kv_length < sequence.last_boundary(self._block) for sequence in sequences):
+            self.compute(sequences[0])  # Blocks have gone meanwhile.
+            return
+        tokens = sum(sequence.remaining_prefill for sequence in sequences)
+        with self._looking_up(sequences, self._is_long(tokens)):
+            cache = compute_ends(self._loaded.model, sequences)
+        batch = scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+        try:
+            batch.add_prompts(sequences, cache)
+        except Exception as error:
+            scheduler.drop_batch(batch, batch.rows, error)
+            raise
+        scheduler.steps += 1
+        scheduler.prefilled_tokens += tokens
+        for sequence in sequences:
+            sequence.state = State.DECODING
+        scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
+
+    def _score(self, first: Sequence) -> None:
+        """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
+        scheduler = self._scheduler
+        together, tokens = [first], tokens_to_score(first)
+        for other in sorted(scheduler.running, key=lambda sequence: sequence.arrival):
+            alone = first.images or other.images or not self._loaded.batchable
+            if other is first or alone or not other.labels or other.state is not State.PREFILLING:
+                continue
+            if scheduler.match(other) or other.kv_length < other.last_boundary(self._block):
+                continue
+            if tokens + (more := tokens_to_score(other)) > TOGETHER:
+                break
+            self._prepare(other)
+            together.append(other)
+            tokens += more
+        with self._over_if_broken(together):
+            with self._looking_up(together, self._is_long(tokens)):
+                scores = [*score(self._loaded, together)]
+            scheduler.steps += 1
+            for sequence, its_scores in scores:
+                scheduler.prefilled_tokens += sequence.remaining_prefill
+                if its_scores is None:
+                    scheduler.spoiled(sequence)
+                elif not sequence.cancelled:
+                    scheduler.note_good(sequence)
+                    sequence.sink.scored(its_scores)
+                    sequence.sink.finished(sequence, "stop")
+                scheduler.release(sequence)
+
+    # ----------------------------------------------------------------- between layers
+
+    def _is_long(self, tokens: int) -> bool:
+        return self._budget.seconds(tokens) > LONG_PASS_S
+
+    @contextmanager
+    def _looking_up(self, sequences: Seq[Sequence], long: bool) -> Iterator[None]:
+        """Compute something of `sequences`; look up between layers if it is `long`, or rows decode.
+
+        Raises Interrupted, the caches half written, once all of them are cancelled.
+        """
+        hook = self._loaded.hook
+        if self._scheduler.decodes or long:
+            hook.call = self.between_layers
+        self.computing = sequences
+        self._looked_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            hook.call, self.computing = None, ()
+
+    def between_layers(self) -> None:
+        scheduler, hook = self._scheduler, self._loaded.hook
+        self.layer_s = time.perf_counter() - self._looked_at
+        scheduler.steps += 1
+        scheduler.look_up()
+        if all(sequence.cancelled for sequence in self.computing):
+            raise Interrupted
+        if scheduler.step_due():
+            hook.call = None
+            scheduler.decode(beside_prefill=True)
+            hook.call = self.between_layers
+        self._looked_at = time.perf_counter()
+
+
+def compute_chunk(model: Any, sequence: Sequence, stop: int, *, last_alone: bool) -> mx.array:
+    """Compute the KV of `sequence` from where it stands to `stop`, into its cache.
+
+    Returns the logits (1, tokens, vocabulary) of its last pass, not evaluated: before the prompt's
+    end only the KV is.
+    """
+    start, length = sequence.kv_length, sequence.prompt_length
+    assert sequence.cache is not None
+    if last_alone and start < length - 1 and stop == length and sequence.may_end(stop - 1):
+        _pass(model, sequence, start, stop - 1)
+        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+        start = stop - 1
+    logits = _pass(model, sequence, start, stop)
+    sequence.hidden = mlx_adapter.take_hidden()
+    if stop < length:
+        mx.eval(mlx_adapter.state_arrays(sequence.cache))
+    return logits
+
+
+def _pass(model: Any, sequence: Sequence, start: int, stop: int) -> mx.array:
+    inputs = sequence.images.inputs(start, stop) if sequence.images is not None else {}
+    with mlx_adapter.row_adapters([sequence.adapter]):
+        return model(mx.array([sequence.tokens[start:stop]]), cache=sequence.cache, **inputs)
+
+
+def compute_ends(model: Any, sequences: Seq[Sequence]) -> mlx_adapter.Cache:
+    """Compute the ends of several prompts in one pass, but for their last tokens, into a batch cache.
+
+    Only where layers keep per-token KV alone, and some of each sequence.
+    """
+    cache = mlx_adapter.merge([sequence.take_cache() for sequence in sequences])
+    ends = [sequence.tokens[sequence.kv_length : sequence.prompt_length - 1] for sequence in sequences]
+    if width := max(map(len, ends)):
+        with mlx_adapter.row_adapters([sequence.adapter for sequence in sequences]):
+            model(mx.array([[*end, *[0] * (width - len(end))] for end in ends]), cache=cache)
+        mlx_adapter.trim(cache, [width - len(end) for end in ends])
+        mx.eval(mlx_adapter.state_arrays(cache))
+    for sequence in sequences:
+        sequence.kv_length = sequence.prompt_length - 1
+    return cache
