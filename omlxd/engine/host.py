@@ -5,14 +5,12 @@ Built on the engine thread by `load`; its methods are called by the threads that
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -21,36 +19,32 @@ import msgspec
 
 from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt, first_image
-from ..common.files import read_small
 from ..common.units import CPU_SLOTS, SLOTS
 from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
 from ..kv.cold.writer import Lease
-from ..kv.files.paths import namespace_dir
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
-from . import blas, mlx_adapter
+from . import mlx_adapter
 from .adapters import Adapters, Served
 from .constrain.constraint import Constraint, ConstraintCompiler
 from .explain import Explainer, ExtraKeys, Placed
 from .kvio.fingerprint import file_identities
 from .kvio.open_store import ModelStore
 from .metrics import TrafficCounters, adapter_metrics, metrics_of
-from .mlx_adapter import Adapter, Cache, LoadedModel, PromptCacheFile, Quantisation
+from .mlx_adapter import Adapter, Cache, PromptCacheFile
+from .model_load import load_model, load_speculation, model_info
 from .output.parser import OutputParser, prepare
 from .output.sink import OutputThread, RequestSink, usage_of
 from .prompt.pipeline import PromptPipeline, RenderedPrompt
 from .prompt.sessions import Lineage, Sessions, Standing, lineage_of
 from .prompt.template import TOOLS_AS_TEXT
 from .prompt.turn_memory import Answer, Scope
-from .schedule.draft_model import DraftModel
 from .schedule.memory_admission import MemoryAdmission
-from .schedule.mtp import MtpModel
-from .schedule.sampling import UNNAMED, RowSampling, SamplingDefaults
+from .schedule.sampling import RowSampling, SamplingDefaults
 from .schedule.scheduler import Scheduler
-from .schedule.speculation import Speculation
 from .sequence import SamplerRow, Sequence
 from .vision.documents import read_documents
-from .vision.images import Images, PromptImages, make_images, prompt_with_images
+from .vision.images import Images, make_images, place_images, prompt_with_images
 from .vision.media import Media
 
 log = logging.getLogger(__name__)
@@ -84,17 +78,8 @@ class EngineHost:
             files = file_identities(Path(load.model_path), load.adapter)
         except FileNotFoundError as error:
             raise ModelError(f"there is no file {error.filename}") from None
-        self.loaded = mlx_adapter.load(
-            Path(load.model_path),
-            _quantisation(load.cache),
-            load.budget.float32 and mlx_adapter.backend() == "cpu",
-            load.adapter,
-            load.weights_mmap,
-            _segment(load),
-        )
-        speculation = Speculation(repeatable=load.seed is not None) if load.speculate else None
-        if speculation is not None:
-            speculation.draft_model = self._draft_model(load) if load.draft_path else self._mtp(load)
+        self.loaded = load_model(load)
+        speculation = load_speculation(load, self.loaded)
         self.scheduler = Scheduler(
             self.loaded,
             None,
@@ -106,9 +91,10 @@ class EngineHost:
         self.namespace = self._store.namespace
         self._load_peak = mx.get_peak_memory()
         mlx_adapter.set_limits(self.loaded.weight_bytes, load.budget)
-        prints = self._footprint = footprint(Path(load.model_path), self.loaded.float32)
+        prints = footprint(Path(load.model_path), self.loaded.float32)
+        memory = None
         if load.guard:
-            self.scheduler.memory = MemoryAdmission(
+            self.scheduler.memory = memory = MemoryAdmission(
                 self.loaded,
                 prints.working,
                 want,
@@ -116,14 +102,14 @@ class EngineHost:
                 chunk=self.scheduler.prefill_budget.largest,
                 tower=prints.tower,
             )
-            self.scheduler.memory.draft_model = speculation and speculation.draft_model
-            self.scheduler.memory.take_budget(load.budget)
+            memory.draft_model = speculation and speculation.draft_model
+            memory.take_budget(load.budget)
         if self.loaded.layout is not None and load.cache.enabled:
-            self.scheduler.bridge = self._store.open(lease, self.scheduler.post)
-            self.scheduler.bridge.weights_changed = self.loaded.mapped.changed
-            if self.scheduler.memory is not None:
-                self.scheduler.memory.store = self.scheduler.bridge.store
-                self._store.leave_room_for(self._promised)
+            self.scheduler.bridge = bridge = self._store.open(lease, self.scheduler.post)
+            bridge.weights_changed = self.loaded.mapped.changed
+            if memory is not None:
+                memory.store = bridge.store
+                self._store.leave_room_for(lambda: memory.promised([*self.scheduler.running]))
         self.media = Media()
         self._most_images = load.prompts.max_images
         self.prompts = PromptPipeline(
@@ -144,62 +130,12 @@ class EngineHost:
         for note in self.prompts.notes:
             log.info("%s: %s", load.model_id, note)
         self._warns_of_tools = not self.prompts.traits.tools
-        self._defaults = _sampling_defaults(Path(load.model_path))
-        self.info = self._info(load)
+        self._defaults = SamplingDefaults.of_model(Path(load.model_path))
+        takes_images = self.images is not None
+        self.info = model_info(load, self.loaded, self.namespace, prints, self.prompts, takes_images)
         base = Served(None, self._store, self.info)
         self.adapters = Adapters(base, load.channel, self.loaded, self.scheduler, lease)
         self._store.read_newest(self.scheduler.post)
-
-    def _promised(self) -> int:
-        memory = self.scheduler.memory
-        return memory.promised([*self.scheduler.running]) if memory is not None else 0
-
-    def _draft_model(self, load: wire.Load) -> DraftModel:
-        """Its weights count as the model's own. Raises ModelError."""
-        folder, float32 = Path(load.draft_path), load.budget.float32 and mlx_adapter.backend() == "cpu"
-        draft = DraftModel(mlx_adapter.load(folder, None, float32), folder.name, self.loaded, load.model_id)
-        self.loaded.weight_bytes += draft.loaded.weight_bytes
-        return draft
-
-    def _mtp(self, load: wire.Load) -> MtpModel | None:
-        """Heads in the model's own files; a model whose heads can't be read goes without."""
-        try:
-            heads = mlx_adapter.load_mtp(Path(load.model_path), self.loaded)
-        except Exception as error:
-            log.warning("%s: its MTP heads are not used: %s", load.model_id, error)
-            return None
-        if heads is None:
-            return None
-        log.info("%s: its MTP heads guess for it", load.model_id)
-        self.loaded.weight_bytes += heads.weight_bytes
-        return MtpModel(heads)
-
-    def _info(self, load: wire.Load) -> wire.ModelInfo:
-        loaded = self.loaded
-        reason = loaded.kv_reuse if load.cache.enabled else "--no-cache"
-        if reason:
-            log.warning("%s: prefixes are not reused: %s", load.model_id, reason)
-        return wire.ModelInfo(
-            model_id=load.model_id,
-            model_type=loaded.model_type,
-            context_length=loaded.context_length,
-            vocab_size=loaded.vocab_size,
-            weight_bytes=loaded.weight_bytes,
-            kv_bytes_per_token=loaded.layout.nbytes(1) if loaded.layout else 0,
-            kv_reuse=reason,
-            namespace=namespace_dir(self.namespace) if loaded.layout else "",
-            block_size=load.cache.block_size,
-            backend=mlx_adapter.backend(),
-            speed=_speed(loaded.float32, load.budget.slow) if mlx_adapter.backend() == "cpu" else "",
-            supports_tools=bool(loaded.tokenizer.has_tool_calling),
-            supports_thinking=bool(loaded.tokenizer.has_thinking),
-            note=_note(Path(load.model_path)),
-            images=self.images is not None,
-            blind=loaded.blind or "",
-            token_bytes=self.prompts.tokens.bound.token_bytes,
-            layers=self._footprint.layers,
-            hidden_size=self._footprint.hidden_size,
-        )
 
     def _make_images(self) -> Images | None:
         """None for a model that takes none; `loaded.blind` says why."""
@@ -225,7 +161,7 @@ class EngineHost:
             rendered = self.prompts.render(
                 prompt, scope=Scope(session, served.salt("")), most=most, refuse=refuse
             )
-            return len(self._place_images(rendered, refuse)[0])
+            return len(place_images(rendered, self.images, refuse)[0])
         except PromptTooLong as error:
             raise PromptTooLong(error.tokens, most, least=error.least) from None
 
@@ -244,12 +180,14 @@ class EngineHost:
         if rendered.tool_calls and self._warns_of_tools:
             self._warns_of_tools = False
             log.warning("%s: its chat template has no tools: %s", self.info.model_id, TOOLS_AS_TEXT)
-        tokens, images = self._place_images(rendered, context - 1)
+        tokens, images = place_images(rendered, self.images, context - 1)
         kv_from = self._kv_from(request, tokens) if request.kv_from else None
         if kv_from is not None:
             tokens = tokens[: kv_from.tokens]
-        if request.kv_into and (why := _unwritable(self.loaded, images)):
-            raise InvalidRequest(f"This prompt's KV can't be written for mlx-lm: {why}.")
+        if request.kv_into:
+            why = "it has images" if images is not None else mlx_adapter.unwritable(self.loaded)
+            if why:
+                raise InvalidRequest(f"This prompt's KV can't be written for mlx-lm: {why}.")
         room = context - len(tokens)
         if room <= 0:
             raise PromptTooLong(len(tokens), context - 1)
@@ -264,7 +202,7 @@ class EngineHost:
             if bad := next((id for id in ids if not 0 <= id < self.loaded.vocab_size), None):
                 raise bad_field(param, f"token id {bad} is not in this model's vocabulary")
         wanted = request.sampling.max_tokens
-        labels = self._labels(request, rendered, context)
+        labels = self.prompts.labels(rendered, request.labels, context)
         constraint = None
         if labels:
             wanted = max(map(len, labels))
@@ -353,23 +291,6 @@ class EngineHost:
             )
         return file
 
-    def _labels(self, request: GenerateRequest, rendered: RenderedPrompt, context: int) -> list[list[int]]:
-        """The tokens of the answers that the client names. Raises OmlxdError."""
-        if request.labels and rendered.starts_in_thinking:
-            raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
-        special = {*self.loaded.tokenizer.eos_token_ids, *self.loaded.tokenizer.all_special_ids}
-        labels: list[list[int]] = []
-        for index, text in enumerate(request.labels):
-            param = f"labels.{index}"
-            labels.append(tokens := self.prompts.continuation(rendered, text))
-            if not text:
-                raise InvalidRequest("an empty text has no probability", param=param)
-            if not tokens or not special.isdisjoint(tokens):
-                raise InvalidRequest(f"{text[:200]!r} is no text that the model could answer", param=param)
-            if len(rendered.tokens) + len(tokens) > context:
-                raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
-        return labels
-
     def _over(
         self, sequence: Sequence, rendered: RenderedPrompt, lineage: Lineage | None, standing: Standing
     ) -> None:
@@ -411,12 +332,6 @@ class EngineHost:
             raise bad_field(image.param or "messages", f"this model takes no images: {self.loaded.blind}")
         sees = self.images is not None
         return read_documents(prompt, self.media, sees=sees, most_images=self._most_images)
-
-    def _place_images(self, rendered: RenderedPrompt, most: int) -> tuple[list[int], PromptImages | None]:
-        """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
-        if self.images is None:
-            return rendered.tokens, None
-        return self.images.place(rendered.tokens, rendered.images, rendered.generated, most)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         """Tokens of the prompt that are cached now: whose images need no pixels."""
@@ -525,44 +440,3 @@ class EngineHost:
         end = time.monotonic() + deadline_s
         for store in (self._store, *self.adapters.stores()):
             store.close(max(0.0, end - time.monotonic()))
-
-
-def _speed(float32: bool, slow: str) -> str:
-    """What computes matrix products on a CPU, and how fast; `slow` as wire.Budget has it."""
-    weights = ", weights made float32" if float32 else f", weights as stored: {slow}" if slow else ""
-    return f"{blas.name() or 'reference BLAS'}, {blas.gflops():.0f} GFLOP/s{weights}"
-
-
-def _unwritable(loaded: LoadedModel, images: PromptImages | None) -> str:
-    """Why the KV of a prompt can't be written for mlx-lm; "": it can."""
-    return "it has images" if images is not None else mlx_adapter.unwritable(loaded)
-
-
-def _segment(load: wire.Load) -> int:
-    """Tokens of a segment that running requests share; 0: they share none."""
-    shares = load.share_prefix == "on" or (load.share_prefix == "auto" and mlx_adapter.backend() == "cpu")
-    return mlx_adapter.SEGMENT if shares and mlx_adapter.SEGMENT % load.cache.block_size == 0 else 0
-
-
-def _quantisation(settings: wire.CacheSettings) -> Quantisation | None:
-    return Quantisation(settings.kv_bits, settings.kv_group_size) if settings.kv_bits else None
-
-
-def _sampling_defaults(model: Path) -> SamplingDefaults:
-    """From generation_config.json, whose `do_sample: false` means greedy."""
-    try:
-        config = dict(json.loads(read_small(model / "generation_config.json")))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return UNNAMED
-    named = {f: config[f] for f in SamplingDefaults.__slots__ if isinstance(config.get(f), int | float)}
-    if config.get("do_sample") is False:
-        named["temperature"] = 0.0
-    return replace(SamplingDefaults() if "temperature" in named else UNNAMED, **named)
-
-
-def _note(model: Path) -> str:
-    """The demo model's own warning."""
-    try:
-        return str(json.loads(read_small(model / "omlxd_demo.json")).get("note", ""))
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return ""

@@ -120,6 +120,12 @@ class EngineService:
         self._host: Future[EngineHost | EmbedderHost] = Future()
         self._engine: threading.Thread | None = None
 
+    @staticmethod
+    def _start(name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, args=args, daemon=True)
+        thread.start()
+        return thread
+
     # ----------------------------------------------------------------- frames
 
     def _send(self, message: Any) -> None:
@@ -134,7 +140,7 @@ class EngineService:
         self._send(wire.Events(events=events))
 
     def run(self) -> None:
-        threading.Thread(target=self._watch_memory, name="memory", daemon=True).start()
+        self._start("memory", self._watch_memory)
         total, available = memory()
         self._send(wire.Device(backend=mlx_adapter.backend(), total=total, available=available))
         decoder = wire.FrameDecoder(wire.ToEngine)
@@ -145,7 +151,7 @@ class EngineService:
                 if isinstance(message, wire.Quit):
                     # What is written on the way out needs space, and the front's answer has to be read.
                     rest = list(messages)
-                    threading.Thread(target=self._read_grants, args=(decoder, rest), daemon=True).start()
+                    self._start("grants", self._read_grants, decoder, rest)
                     return self._close(message.deadline_s)
                 self._handle(message)
         log.info("the front is gone")
@@ -193,24 +199,26 @@ class EngineService:
                 with self._lock:
                     self._sequences[message.id] = None
                 request = message.request
-                self._lane(request.prompt).put_work(request.session, lambda: self._generate(message))
+                lane = self._lane(request.prompt)
+                lane.put_work(request.session, lambda: self._try(message, self._generate))
             case wire.Cancel():
                 self._cancel(message.id)
             case wire.Count():
-                self._lane(message.prompt).put_work(message.session, lambda: self._count(message))
+                lane = self._lane(message.prompt)
+                lane.put_work(message.session, lambda: self._try(message, self._count))
             case wire.Embed():
                 with self._lock:
                     self._sequences[message.id] = None
-                self._large_lane.put_work(message.id, lambda: self._embed(message))
+                self._large_lane.put_work(message.id, lambda: self._try(message, self._embed))
             case wire.GetStats():
                 self._stats_lane.put_work("", lambda: self._stats(message))
             case wire.Explain():
                 # May take seconds: no request waits behind it.
-                threading.Thread(target=self._explain, args=(message,), name="explain", daemon=True).start()
+                self._start("explain", self._try, message, self._explain)
             case wire.LoadAdapter():
                 if isinstance(host := self._host.result(), EngineHost):
                     host.adapters.expect(message)
-                threading.Thread(target=self._add, args=(message,), name="adapter", daemon=True).start()
+                self._start("adapter", self._add, message)
             case wire.DropAdapter():
                 dropped = wire.AdapterDropped(channel=message.channel)
                 if isinstance(host := self._host.result(), EngineHost):
@@ -224,10 +232,7 @@ class EngineService:
                 logging.getLogger("omlxd").setLevel(message.level.upper())
             case wire.Load():
                 logging.getLogger("omlxd").setLevel(message.log_level.upper())
-                self._engine = threading.Thread(
-                    target=self._run_engine, args=(message,), name="engine", daemon=True
-                )
-                self._engine.start()
+                self._engine = self._start("engine", self._run_engine, message)
             case _:
                 log.warning("unexpected frame %s", type(message).__name__)
 
@@ -253,7 +258,7 @@ class EngineService:
         gc.freeze()
         self._host.set_result(host)  # First: a front that knows of it may ask, and send a budget.
         self._send(wire.Loaded(info=host.info))
-        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+        self._start("pulse", self._pulse)
         try:
             host.scheduler.run()
         except BaseException:
@@ -281,17 +286,23 @@ class EngineService:
     def _lane(self, prompt: Conversation | RawPrompt) -> Lane:
         return self._large_lane if _size(prompt) > LARGE_CHARS else self._small_lane
 
-    def _generate(self, message: wire.Generate) -> None:
+    def _try(self, message: Any, answer: Callable[[Any], None]) -> None:
+        """Answer `message`; whatever goes wrong is told to its client."""
         try:
-            host = self._host.result()
-            with self._lock:
-                if message.id not in self._sequences:
-                    return
-            sequence = host.start(message.id, message.request, lambda: self._forget(message.id))
+            answer(message)
         except BaseException as error:  # A library may panic.
             self._forget(message.id)
             self._fail(message.id, error)
+
+    def _is_wanted(self, id: int) -> bool:
+        with self._lock:
+            return id in self._sequences
+
+    def _generate(self, message: wire.Generate) -> None:
+        host = self._host.result()
+        if not self._is_wanted(message.id):
             return
+        sequence = host.start(message.id, message.request, lambda: self._forget(message.id))
         with self._lock:
             wanted = message.id in self._sequences
             if wanted:
@@ -300,36 +311,22 @@ class EngineService:
             host.cancel(sequence)
 
     def _embed(self, message: wire.Embed) -> None:
-        def wanted() -> bool:
-            with self._lock:
-                return message.id in self._sequences
-
-        try:
-            host = self._host.result()
-            if not isinstance(host, EmbedderHost):
-                raise InvalidRequest("This model makes no vectors and no scores.", param="model")
-            host.embed(message, wanted, lambda: self._forget(message.id))
-        except BaseException as error:  # A library may panic.
-            self._forget(message.id)
-            self._fail(message.id, error)
+        host = self._host.result()
+        if not isinstance(host, EmbedderHost):
+            raise InvalidRequest("This model makes no vectors and no scores.", param="model")
+        host.embed(message, lambda: self._is_wanted(message.id), lambda: self._forget(message.id))
 
     def _count(self, message: wire.Count) -> None:
-        try:
-            tokens = self._host.result().count(message.prompt, message.session, message.id)
-            self._send(wire.Counted(id=message.id, tokens=tokens))
-        except BaseException as error:  # A library may panic.
-            self._fail(message.id, error)
+        tokens = self._host.result().count(message.prompt, message.session, message.id)
+        self._send(wire.Counted(id=message.id, tokens=tokens))
 
     def _explain(self, message: wire.Explain) -> None:
-        try:
-            host = self._host.result()
-            if message.files:
-                explanation = host.cached_files(message.id, message.request)
-            else:
-                explanation = host.explain(message.id, message.request, message.reached)
-            self._send(wire.Explained(id=message.id, explanation=explanation))
-        except BaseException as error:  # A library may panic.
-            self._fail(message.id, error)
+        host = self._host.result()
+        if message.files:
+            explanation = host.cached_files(message.id, message.request)
+        else:
+            explanation = host.explain(message.id, message.request, message.reached)
+        self._send(wire.Explained(id=message.id, explanation=explanation))
 
     def _add(self, message: wire.LoadAdapter) -> None:
         try:

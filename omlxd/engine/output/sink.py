@@ -88,7 +88,7 @@ class OutputThread:
 
 
 class RequestSink:
-    """Where the scheduler sends one request's output. `end()` is called once, after the last event or `abandon`.
+    """Takes one request's output from the scheduler. `end()` is called after the last event or `abandon`.
 
     stop()   asks the scheduler to end the sequence: at a stop string, or after the one call
     is_silent  the client wants the prompt computed and no answer

@@ -10,12 +10,12 @@ the model writes all the same is text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...chat import Conversation, ImagePart, RawPrompt, media_of
-from ...errors import ModelError
+from ...errors import InvalidRequest, ModelError, PromptTooLong
 from .canonical import Digest, answer_of, chain_of, opening
 from .splice import Splicer
 from .template import Renderer, Text
@@ -162,7 +162,24 @@ class PromptPipeline:
             return True
         return self._starts_in_thinking and prompt.thinking is not False and not prompt.continue_final
 
-    def continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
+    def labels(self, rendered: RenderedPrompt, texts: Sequence[str], context: int) -> list[list[int]]:
+        """The tokens of the answers `texts` that a client names. Raises InvalidRequest and PromptTooLong."""
+        if texts and rendered.starts_in_thinking:
+            raise InvalidRequest("the model's template begins with thinking; give the prompt as text instead")
+        special = {*self._tokenizer.eos_token_ids, *self._tokenizer.all_special_ids}
+        labels: list[list[int]] = []
+        for index, text in enumerate(texts):
+            param = f"labels.{index}"
+            labels.append(tokens := self._continuation(rendered, text))
+            if not text:
+                raise InvalidRequest("an empty text has no probability", param=param)
+            if not tokens or not special.isdisjoint(tokens):
+                raise InvalidRequest(f"{text[:200]!r} is no text that the model could answer", param=param)
+            if len(rendered.tokens) + len(tokens) > context:
+                raise PromptTooLong(len(rendered.tokens) + len(tokens), context)
+        return labels
+
+    def _continuation(self, rendered: RenderedPrompt, text: str) -> list[int]:
         """The ids of `text` where it follows the prompt; no token spans the two."""
         length = len(rendered.tokens)
         if rendered.text:

@@ -12,16 +12,19 @@ all, as order among them would depend on the batch: so top-k may keep more than 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 
 from ...chat import Sampling
+from ...common.files import read_small
 from ..sequence import Likelihood, SamplerRow
 
 NEG_INF = float("-inf")
@@ -43,6 +46,18 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     repetition_context_size: int = 0
+
+    @classmethod
+    def of_model(cls, folder: Path) -> SamplingDefaults:
+        """Those in the folder, whose `do_sample: false` means greedy; else `UNNAMED`."""
+        try:
+            config = dict(json.loads(read_small(folder / "generation_config.json")))
+        except (OSError, ValueError, TypeError, RecursionError):
+            return UNNAMED
+        named = {f: config[f] for f in cls.__slots__ if isinstance(config.get(f), int | float)}
+        if config.get("do_sample") is False:
+            named["temperature"] = 0.0
+        return replace(cls() if "temperature" in named else UNNAMED, **named)
 
 
 UNNAMED = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)

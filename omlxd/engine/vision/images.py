@@ -406,6 +406,15 @@ def make_images(
     return Images(model, ImageProcessor(folder, shown), media, files)
 
 
+def place_images(
+    rendered: RenderedPrompt, images: Images | None, most: int = sys.maxsize
+) -> tuple[list[int], PromptImages | None]:
+    """The prompt's tokens, its images among them. Raises InvalidRequest and PromptTooLong."""
+    if images is None:
+        return rendered.tokens, None
+    return images.place(rendered.tokens, rendered.images, rendered.generated, most)
+
+
 def prompt_with_images(
     rendered: RenderedPrompt, images: Images | None, block_size: int
 ) -> tuple[list[int], dict[int, list[ExtraKey]], list[tuple[int, int, str]]]:
@@ -413,9 +422,7 @@ def prompt_with_images(
 
     Raises InvalidRequest.
     """
-    if images is None:
-        return rendered.tokens, {}, []
-    tokens, placed = images.place(rendered.tokens, rendered.images, rendered.generated)
+    tokens, placed = place_images(rendered, images)
     if placed is None:
         return tokens, {}, []
     return tokens, placed.extra_keys(block_size), [*placed.names()]

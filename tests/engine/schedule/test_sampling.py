@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from omlxd.chat import Sampling
-from omlxd.engine.host import _sampling_defaults
 from omlxd.engine.schedule.sampling import NO_TOKEN, BatchSampler, RowSampling, SamplerRow, SamplingDefaults
 
 VOCAB = 50
@@ -174,7 +173,7 @@ def test_defaults_of_the_model_fill_what_the_request_leaves_open():
 def test_a_model_that_names_no_temperature_is_sampled_as_llama_cpp_does(tmp_path: Path):
     file = tmp_path / "generation_config.json"
     usual = SamplingDefaults(temperature=0.8, top_p=0.95, top_k=40, min_p=0.05)
-    assert _sampling_defaults(tmp_path) == usual
+    assert SamplingDefaults.of_model(tmp_path) == usual
     for text, expected in (
         ('{"eos_token_id": 2}', usual),
         ('{"top_p": 0.5}', replace(usual, top_p=0.5)),
@@ -182,4 +181,4 @@ def test_a_model_that_names_no_temperature_is_sampled_as_llama_cpp_does(tmp_path
         ('{"do_sample": false}', SamplingDefaults(temperature=0.0)),
     ):
         file.write_text(text)
-        assert _sampling_defaults(tmp_path) == expected
+        assert SamplingDefaults.of_model(tmp_path) == expected
