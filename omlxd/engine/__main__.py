@@ -69,22 +69,26 @@ def use_own_temporary_folder() -> None:
             os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
+def prepare_mlx(*, own_blas: bool = False) -> None:
+    """Call before anything imports MLX. `own_blas`: leave matrix products to MLX's own."""
+    use_own_temporary_folder()
+    set_backend_defaults()
+    if not own_blas:
+        blas.put_first()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="omlxd.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="connected Unix socket")
     parser.add_argument("--mlx-blas", action="store_true", help="leave matrix products to MLX's own BLAS")
     args = parser.parse_args()
-    fd = args.fd
     _log_to_stderr()
     os.umask(0o077)  # All that an engine writes is its owner's cache.
-    use_own_temporary_folder()
     _die_with_parent()
-    set_backend_defaults()
-    if not args.mlx_blas:
-        blas.put_first()
+    prepare_mlx(own_blas=args.mlx_blas)
     # The front stops engines by `Quit` or by closing the socket; a terminal's ^C is for the front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sock = socket.socket(fileno=fd)
+    sock = socket.socket(fileno=args.fd)
     # What is imported stays: collecting while its 70,000 objects are made takes 60 ms of processor time,
     # and looking at all of them once more when a model is loaded as much again.
     gc.disable()

@@ -112,13 +112,7 @@ class Explainer:
         return replace(explanation, image=next(which, ""))
 
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
-        tiers: list[str] = []
-        for block_hash in hashes:
-            tier = self.where(block_hash)
-            if not tier:
-                break
-            tiers.append(tier)
-        return tiers
+        return [*takewhile(bool, map(self.where, hashes))]
 
     def files_of(self, request: GenerateRequest) -> wire.Explanation:
         """The files that `request` is restored from now; nothing of why it misses. Raises OmlxdError."""
@@ -188,22 +182,17 @@ class Explainer:
         nearest = max(others, key=nearness)
         common = _shared(nearest.tokens, own)
         image = _other_image(tuple(keys.get(at, ())), nearest.extra_keys)
+        is_image = False
         if image is not None and image <= common:
-            position = at * self.block_size + image
-            return replace(
-                explanation,
-                cause="other_image" if explanation.cause == "never_stored" else explanation.cause,
-                other_image=True,
-                position=position,
-                stored_used=nearest.used,
-                **self._texts(tokens, position),
-            )
+            common, is_image = image, True
+        cause = "other_image" if is_image else "differs"
         position = at * self.block_size + common
         return replace(
             explanation,
-            cause="differs" if explanation.cause == "never_stored" else explanation.cause,
+            cause=cause if explanation.cause == "never_stored" else explanation.cause,
+            other_image=is_image,
             position=position,
-            stored=self._text(nearest.tokens[common : common + AFTER]),
+            stored="" if is_image else self._text(nearest.tokens[common : common + AFTER]),
             stored_used=nearest.used,
             **self._texts(tokens, position),
         )
@@ -219,16 +208,12 @@ class Explainer:
         for info in _namespaces(self.root):
             if info.facts_digest == self.namespace.hex() or not self._same_model(info):
                 continue
-            other = bytes.fromhex(info.facts_digest)
-            limit = max(0, len(tokens) - 1) // info.block_size
-            held = 0
-            root, size = chain_root(other, request.cache_salt), info.block_size
+            other, size = bytes.fromhex(info.facts_digest), info.block_size
+            root, limit = chain_root(other, request.cache_salt), max(0, len(tokens) - 1) // size
             # Keys are of blocks of our size; a prompt with images is not looked for in others.
             hashes = hash_blocks(root, tokens, size, keys) if size == self.block_size or not keys else []
-            for block_hash in hashes[:limit]:
-                if not (self.root / block_path(other, block_hash)).is_file():
-                    break
-                held += info.block_size
+            paths = (self.root / block_path(other, block_hash) for block_hash in hashes[:limit])
+            held = size * sum(1 for _ in takewhile(Path.is_file, paths))
             if held > chain * self.block_size:
                 differs = _differences(own.facts if own else {}, info.facts)
                 whose = _whose(info, own) if own and "adapter" in differs else ""

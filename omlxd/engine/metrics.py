@@ -30,22 +30,21 @@ from .prompt.sessions import Standing
 from .schedule.scheduler import Scheduler
 from .sequence import Sequence
 
+log = logging.getLogger(__name__)
+
 
 def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     """Counters and gauges. `load_peak`: the most bytes that MLX held until the model was loaded."""
-    values = {
+    active = mx.get_active_memory()
+    values: dict[str, float] = {
         **scheduler.load_metrics(),
-        "prompt_tokens_total": float(scheduler.prefilled_tokens),
-        "generation_tokens_total": float(scheduler.decoded_tokens),
-        "requests_timed_out_total": float(scheduler.watchdog.expired),
-        "mlx_active_bytes": float(mx.get_active_memory()),
-        "mlx_peak_bytes": float(
-            max(
-                mx.get_peak_memory(), mx.get_active_memory(), scheduler.memory.peak if scheduler.memory else 0
-            )
-        ),
-        "mlx_load_peak_bytes": float(load_peak),
-        "mlx_cache_bytes": float(mx.get_cache_memory()),
+        "prompt_tokens_total": scheduler.prefilled_tokens,
+        "generation_tokens_total": scheduler.decoded_tokens,
+        "requests_timed_out_total": scheduler.watchdog.expired,
+        "mlx_active_bytes": active,
+        "mlx_peak_bytes": max(mx.get_peak_memory(), active, scheduler.memory.peak if scheduler.memory else 0),
+        "mlx_load_peak_bytes": load_peak,
+        "mlx_cache_bytes": mx.get_cache_memory(),
         **mlx_adapter.limits,
     }
     if (speculation := scheduler.speculation) is not None:
@@ -53,13 +52,10 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
             "spec_decode_num_drafts_total": speculation.drafts,
             "spec_decode_num_draft_tokens_total": speculation.drafted,
             "spec_decode_num_accepted_tokens_total": speculation.accepted,
-            **{
-                f"spec_decode_num_{name}_of_draft_model_total": count
-                for name, count in zip(
-                    ("drafts", "draft_tokens", "accepted_tokens"), speculation.of_model, strict=True
-                )
-            },
         }
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        for name, count in zip(names, speculation.of_model, strict=True):
+            values[f"spec_decode_num_{name}_of_draft_model_total"] = count
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)
         # Of the whole process, which counts it as what it can give back.
@@ -116,9 +112,6 @@ def _store_metrics(store: KVStore) -> dict[str, float]:
             "kv_store_queue_bytes": flusher.writer.queued_bytes,
         }
     return values
-
-
-log = logging.getLogger(__name__)
 
 
 class TrafficCounters:

@@ -10,14 +10,11 @@ import json
 import sys
 from pathlib import Path
 
-from . import blas
-from .__main__ import set_backend_defaults, use_own_temporary_folder
+from .__main__ import prepare_mlx
 
 
 def main(folder: str, text: str, tokens: str, float32: str) -> None:
-    use_own_temporary_folder()
-    set_backend_defaults()
-    blas.put_first()
+    prepare_mlx()
     from .mlx_adapter.perplexity import measure_folder  # It imports MLX.
 
     for row in measure_folder(Path(folder), Path(text).read_text(), int(tokens), float32 == "1"):

@@ -19,8 +19,7 @@ import msgspec
 from ..common.files import read_small, write_atomic
 from ..errors import ModelError
 from ..models.tuning import Job
-from . import blas
-from .__main__ import set_backend_defaults, use_own_temporary_folder
+from .__main__ import prepare_mlx
 
 WIDTH, HEIGHT, EDGE = 640, 320, 40
 
@@ -98,9 +97,7 @@ def main() -> int:
     stop = _signals()
     job = msgspec.json.decode(sys.stdin.buffer.readline(), type=Job)
     threading.Thread(target=_stop_with_parent, daemon=True).start()
-    use_own_temporary_folder()
-    set_backend_defaults()
-    blas.put_first()
+    prepare_mlx()
     from .mlx_adapter.tuning import Stopped, train_adapter  # It imports MLX.
 
     try:

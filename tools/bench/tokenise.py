@@ -101,7 +101,7 @@ def main() -> int:
         "cut": best(options.runs, lambda cache: cache.encode(text), remembering),
         "next turn": best(options.runs, lambda cache: cache.encode(text), lambda: remembering(before)),
         "again": best(options.runs, lambda cache: cache.encode(text), lambda: remembering(text)),
-        "render": (best(options.runs, lambda _: [len(prompts.text_of(talk))], int)[0], wanted),
+        "render": (best(options.runs, lambda _: [len(prompts.renderer.text(talk).plain)], int)[0], wanted),
     }
     print(f"{len(wanted)} tokens, {len(text)} characters, {len(talk.messages)} messages")
     for name, (took, tokens) in rows.items():

@@ -92,21 +92,15 @@ class Checkpointer:
         position = sequence.kv_length
         lasting = position % self.interval == 0 or position == sequence.divergence * self._block
         if lasting or position >= last_boundary or position // self._block in sequence.before_images:
-            self._take_states(sequence, states)
+            self.at_boundary(sequence, states)
             if sequence.last_checkpoint is not None and sequence.last_checkpoint[0] * self._block == position:
                 self._put(sequence, write=lasting)
 
     def at_boundary(self, sequence: Sequence, states: States) -> None:
         """A sequence has reached a block boundary, or is about to end at one: hold its state aside."""
-        self._take_states(sequence, states)
-
-    def _take_states(self, sequence: Sequence, states: States) -> None:
         blocks, rest = divmod(sequence.kv_length, self._block)
-        if (
-            rest
-            or not blocks
-            or (sequence.last_checkpoint is not None and sequence.last_checkpoint[0] == blocks)
-        ):
+        held = sequence.last_checkpoint
+        if rest or not blocks or (held is not None and held[0] == blocks):
             return
         sequence.hash_output(blocks, self._block)
         try:
@@ -129,7 +123,9 @@ class Checkpointer:
         ends = [sequence.resume_at] if sequence.resume_at else []
         if sequence.resume_at and sequence.generated:
             self._write_hot(sequence, sequence.resume_at)
-        if sequence.cancelled and (prompt_end := self._write_prompt_end(sequence)):
+        prompt_end = sequence.last_boundary(self._block) // self._block
+        computed = 0 < prompt_end * self._block <= sequence.kv_length
+        if sequence.cancelled and computed and self._write_hot(sequence, prompt_end):
             ends.insert(0, prompt_end)
         if sequence.last_checkpoint is not None:
             self._put(sequence, write=True)
@@ -137,21 +133,14 @@ class Checkpointer:
             sequence.last_checkpoint = None
         return [checkpoint_name(sequence.hashes[blocks - 1]) for blocks in ends]
 
-    def _write_prompt_end(self, sequence: Sequence) -> int:
-        """Write the checkpoint at the prompt's last boundary, if it is hot; its blocks, else 0."""
-        blocks = sequence.last_boundary(self._block) // self._block
-        if not blocks or sequence.kv_length < blocks * self._block:
-            return 0
-        return self._write_hot(sequence, blocks)
-
-    def _write_hot(self, sequence: Sequence, blocks: int) -> int:
-        """Write the checkpoint after `blocks` blocks, unless it has a file; `blocks` if it is hot, else 0."""
+    def _write_hot(self, sequence: Sequence, blocks: int) -> bool:
+        """Write the checkpoint after `blocks` blocks, unless it has a file. False: it is not hot."""
         block_hash = sequence.hashes[blocks - 1]
         payload = self.checkpoints.hot(block_hash)
         if not isinstance(payload, MLXPayload):
-            return 0
+            return False
         self.checkpoints.put(block_hash, blocks * self._block, payload, write=True)
-        return blocks
+        return True
 
     # ----------------------------------------------------------------- into a sequence
 

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import xxhash
 
 from ...common.files import read_small, write_atomic
@@ -123,9 +124,7 @@ def _read_memo(folder: Path | None) -> dict[str, str]:
     if folder is None:
         return {}
     with contextlib.suppress(OSError, ValueError):
-        memo = json.loads(read_small(folder / _MEMO))
-        if isinstance(memo, dict):
-            return {str(k): str(v) for k, v in memo.items()}
+        return msgspec.json.decode(read_small(folder / _MEMO), type=dict[str, str])
     return {}
 
 

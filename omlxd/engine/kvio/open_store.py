@@ -46,27 +46,6 @@ from .transport import transport
 TICK_S = 2.0
 
 
-class FlushClock:
-    """A thread that lets the flusher write what is due: the engine's has no clock at rest.
-
-    `post(f)` runs `f` on the engine thread, and only while there is something to do.
-    """
-
-    def __init__(self, flusher: Flusher, post: Callable[[Callable[[], None]], None]):
-        self._flusher = flusher
-        self._post = post
-        self._stop = threading.Event()
-        threading.Thread(target=self._tick, name="kv-clock", daemon=True).start()
-
-    def _tick(self) -> None:
-        while not self._stop.wait(TICK_S):
-            if self._flusher.has_work:
-                self._post(self._flusher.tick)
-
-    def stop_clock(self) -> None:
-        self._stop.set()
-
-
 log = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], None]], None]
@@ -93,7 +72,7 @@ class ModelStore:
         self._load = load
         self._loaded = loaded
         self._settings = load.cache
-        self._clock: FlushClock | None = None
+        self._closed = threading.Event()
         self._newest: Newest | None = None
         self._identities: dict[Path, str] = {}
         self.bridge: KVBridge | None = None
@@ -108,8 +87,9 @@ class ModelStore:
         Its name is what it would be in a process of its own. Raises OSError.
         """
         store = copy.copy(self)
+        store._closed = threading.Event()
         store._load = replace(self._load, adapter=adapter, model_id=model_id)
-        store._clock = store._newest = store.bridge = store.turns = store.images = None
+        store._newest = store.bridge = store.turns = store.images = None
         store._identities = adapter_identities(adapter)
         if self._loaded.layout is not None:
             memo = Path(self._settings.cold_dir) if self._settings.cold_dir else None
@@ -129,8 +109,14 @@ class ModelStore:
         bridge = self.bridge = self._build(lease, post)
         self._describe(bridge.store.cold)
         if (flusher := bridge.store.flusher) is not None:
-            self._clock = FlushClock(flusher, post)
+            threading.Thread(target=self._tick, args=(flusher, post), name="kv-clock", daemon=True).start()
         return bridge
+
+    def _tick(self, flusher: Flusher, post: Post) -> None:
+        """Let the flusher write what is due: the engine's thread has no clock at rest."""
+        while not self._closed.wait(TICK_S):
+            if flusher.has_work:
+                post(flusher.tick)
 
     def read_newest(self, post: Post) -> None:
         """Begin to read the blocks that were used last into RAM, until the first request comes."""
@@ -159,8 +145,7 @@ class ModelStore:
 
     def close(self, deadline_s: float) -> None:
         """Write what is not on disk yet. Nothing may use the store any more."""
-        if self._clock is not None:
-            self._clock.stop_clock()
+        self._closed.set()
         if self._newest is not None:
             self._newest.close()
         if self.bridge is not None and not self.bridge.close(deadline_s):

@@ -23,7 +23,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -44,23 +44,6 @@ _SPARE = 16
 """Words beyond what is used: an assignment to a whole array would replace it instead of filling it."""
 
 
-class Transport(Protocol):
-    """Arrays are payloads': one a group of a layout, in storage type, evaluated. Any thread."""
-
-    direct: bool
-    """I/O threads may write into the very arrays that the model will use."""
-    read_bytes: int
-    """Bytes that are best read at a time."""
-
-    def views(self, arrays: Sequence[mx.array]) -> list[memoryview]:
-        """Byte views of `arrays`, in file order; good until this thread's next call."""
-        ...
-
-    def read_arrays(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
-        """New arrays that `load` has filled; None if it says False."""
-        ...
-
-
 def byte_view(array: mx.array) -> memoryview:
     """A writable byte view of an evaluated array. MLX's stubs don't say that it has the buffer protocol."""
     return memoryview(cast(Any, array)).cast("B")
@@ -72,21 +55,28 @@ def typed_view(array: mx.array) -> np.ndarray[Any, Any]:
 
 
 class DirectTransport:
-    """Views of the arrays themselves; they keep them alive and stay good as long as they are held."""
+    """Views of the arrays themselves; they keep them alive and stay good as long as they are held.
+
+    Arrays are payloads': one a group of a layout, in storage type, evaluated. Any thread.
+    """
 
     direct = True
+    """I/O threads may write into the very arrays that the model will use."""
     read_bytes = READ_BYTES
+    """Bytes that are best read at a time."""
 
     def views(self, arrays: Sequence[mx.array]) -> list[memoryview]:
+        """Byte views of `arrays`, in file order; good until this thread's next call."""
         return [byte_view(array) for array in arrays]
 
     def read_arrays(self, layout: KVLayout, block_size: int, load: Load) -> tuple[mx.array, ...] | None:
+        """New arrays that `load` has filled; None if it says False."""
         arrays = tuple(blank_arrays([(g.shape(block_size), g.dtype) for g in layout.groups]))
         return arrays if load(self.views(arrays)) else None
 
 
 class StagedTransport:
-    """Through a buffer of each thread's own, as large as the largest payload that it has moved."""
+    """As `DirectTransport`, through a buffer of each thread's own, as large as the largest payload moved."""
 
     direct = False
     read_bytes = STAGED_READ_BYTES
@@ -175,6 +165,7 @@ def _place(view: memoryview) -> None:
         _place_warning(str(error))
 
 
+Transport = DirectTransport | StagedTransport
 _chosen: Transport | None = None
 
 

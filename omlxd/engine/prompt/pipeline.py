@@ -105,12 +105,12 @@ class PromptPipeline:
         self._read_documents = read_documents
         self.tokens = TokenCache(tokenizer)
         hoist = HOIST_BY_ITSELF if hoist_system == "auto" else hoist_system == "always"
-        self._renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist, images=images)
-        self._splicer = Splicer(self._renderer, self.tokens, tokenizer)
+        self.renderer = Renderer(tokenizer, cuttable=self.tokens.joins, hoist=hoist, images=images)
+        self._splicer = Splicer(self.renderer, self.tokens, tokenizer)
         self.memory = TurnMemory(files=files) if turn_memory else None
         self._files = files
-        self.traits = self._renderer.traits
-        self.notes = self._renderer.notes()
+        self.traits = self.renderer.traits
+        self.notes = self.renderer.notes()
         if turn_memory and not self._splicer.able:
             self.notes.append(
                 "earlier turns can't be put back as they were generated: no end of a turn found"
@@ -136,7 +136,7 @@ class PromptPipeline:
             return self._raw(prompt, refuse)
         chain = tuple(chain_of(prompt)) if scope else ()
         prompt = self._read_documents(prompt)
-        text = self._renderer.text(prompt)
+        text = self.renderer.text(prompt)
         if refuse is not None:
             self.tokens.bound.token_bytes.check_texts([text.plain], refuse)
         rendered = RenderedPrompt(
@@ -183,15 +183,11 @@ class PromptPipeline:
         """The ids of `text` where it follows the prompt; no token spans the two."""
         length = len(rendered.tokens)
         if rendered.text:
-            special = not (rendered.reasoning and self._renderer.has_template)
+            special = not (rendered.reasoning and self.renderer.has_template)
             both = self.tokens.encode(rendered.text + text, special=special)
             if both[:length] == rendered.tokens:
                 return both[length:]
         return self.tokens.encode(text)
-
-    def text_of(self, prompt: Conversation) -> str:
-        """What the template makes of `prompt`. Raises InvalidRequest."""
-        return self._renderer.text(prompt).plain
 
     def begin(self, rendered: RenderedPrompt) -> None:
         """The prompt will be answered; `end` must follow. Its turns are counted, and recent from now on."""
@@ -229,7 +225,7 @@ class PromptPipeline:
         if text.sentinel:
             return self._splicer.encode(text.text, text.sentinel, most)
         # A template has written itself what the tokenizer puts around a text.
-        return self.tokens.encode(text.plain, special=not self._renderer.has_template, most=most)
+        return self.tokens.encode(text.plain, special=not self.renderer.has_template, most=most)
 
     def _raw(self, prompt: RawPrompt, refuse: int | None) -> RenderedPrompt:
         if prompt.tokens is not None:

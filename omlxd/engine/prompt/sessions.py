@@ -55,7 +55,7 @@ class Lineage:
     """Where a request says that it belongs.
 
     chain    digests of its beginnings
-    heads    system messages that it begins with
+    head     that of tools and first system messages
     hashes   of its prompt's blocks; its output's may follow
     """
 
@@ -63,12 +63,8 @@ class Lineage:
     agent: str
     parent_agent: str
     chain: tuple[Digest, ...]
-    heads: int
+    head: Digest
     hashes: Sequence[BlockHash]
-
-    @property
-    def head(self) -> Digest:
-        return self.chain[self.heads]
 
 
 @dataclass(slots=True, frozen=True)
@@ -159,7 +155,7 @@ def lineage_of(
         agent=agent,
         parent_agent=request.parent_agent,
         chain=rendered.chain,
-        heads=heads,
+        head=rendered.chain[heads],
         hashes=hashes,
     )
 

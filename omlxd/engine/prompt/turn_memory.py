@@ -22,13 +22,16 @@ import json
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...chat import Event, ReasoningDelta, TextDelta, ToolCall
 from ...common.bounded_map import BoundedMap
 from .canonical import Digest, answer_digest, thought_digest
+
+if TYPE_CHECKING:
+    from .turn_store import TurnFiles
 
 
 class PrefixDigest:
@@ -119,28 +122,6 @@ _PLACE_BYTES, _TURN_BYTES = 300, 300
 """What a place costs, and a turn beside its tokens."""
 
 
-class Files(Protocol):
-    """Where places are kept beyond this process: TurnFiles (engine/prompt/turn_store.py)."""
-
-    def load(self, place: Place) -> dict[Said, Turn] | None:
-        """Turns by what was sent, none where there is no file; None: it can't be told now."""
-        ...
-
-    def save(self, place: Place, turns: Mapping[Said, Turn], done: Callable[[bool], None]) -> bool:
-        """Write them later; `done(in place?)` on another thread. False, and no `done`: not taken."""
-        ...
-
-    def remove(self, place: Place) -> None: ...
-
-    def used(self, places: Sequence[Place]) -> None:
-        """Later: they are the most recently used."""
-        ...
-
-    def path_of(self, place: Place) -> str:
-        """Of its file, relative to the cache dir."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Entry:
     """The turns of one place.
@@ -169,7 +150,7 @@ class TurnMemory:
     unknown  turns at whose place nothing is known to have been generated
     """
 
-    def __init__(self, max_bytes: int = MOST_BYTES, files: Files | None = None):
+    def __init__(self, max_bytes: int = MOST_BYTES, files: TurnFiles | None = None):
         self._files = files
         self._lock = threading.Lock()
         self._places = BoundedMap[tuple[tuple[str, str], Digest], _Entry](

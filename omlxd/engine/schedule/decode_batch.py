@@ -76,9 +76,7 @@ class DecodeBatch:
         if not self.rows:
             self._cache, self._merged = sequence.take_cache(), False
         else:
-            if not self._merged:
-                self._cache, self._merged = mlx_adapter.merge([self._cache]), True
-            mlx_adapter.extend(self._cache, sequence.take_cache())
+            mlx_adapter.extend(self._merged_cache(), sequence.take_cache())
         _advance(sequence, sequence.tokens[-1])
         self._append_rows([sequence])
         hidden, sequence.hidden = sequence.hidden, None
@@ -93,10 +91,13 @@ class DecodeBatch:
         if not self.rows:
             self._cache, self._merged = cache, True
         else:
-            if not self._merged:
-                self._cache, self._merged = mlx_adapter.merge([self._cache]), True
-            mlx_adapter.extend_batch(self._cache, cache)
+            mlx_adapter.extend_batch(self._merged_cache(), cache)
         self._append_rows(sequences)
+
+    def _merged_cache(self) -> mlx_adapter.Cache:
+        if not self._merged:
+            self._cache, self._merged = mlx_adapter.merge([self._cache]), True
+        return self._cache
 
     def _append_rows(self, sequences: Seq[Sequence]) -> None:
         newest = mx.array([sequence.tokens[-1] for sequence in sequences])
