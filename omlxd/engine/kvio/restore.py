@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from ...kv.layout import KVLayout
 from ...kv.store import KVStore
@@ -41,28 +41,11 @@ from .transport import Load, transport
 log = logging.getLogger(__name__)
 
 
-class Arrival(Protocol):
-    """Where blocks arrive. `put_block` and `load_block` run on I/O threads, an index each."""
-
-    def put_block(self, index: int, payload: MLXPayload) -> None:
-        """Block `index` is hot."""
-        ...
-
-    def load_block(self, index: int, load: Load) -> bool:
-        """Block `index` is what `load` fills in. False: it could not."""
-        ...
-
-    def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
-        """A cache of `live`, and of the first `blocks` blocks behind; the arrival is over."""
-        ...
-
-    def payloads(self) -> Seq[MLXPayload | None]:
-        """What the hot tier may keep of the blocks. Before `make_cache`."""
-        ...
-
-
 class DirectArrival:
-    """In arrays of their final size: one set a segment, if KV is cut into those. `capacity`: tokens."""
+    """Where blocks arrive: in arrays of their final size, one set a segment if KV is cut into those.
+
+    `put_block` and `load_block` run on I/O threads, an index each. `capacity`: tokens
+    """
 
     def __init__(self, layout: KVLayout, segments: LiveSegments, capacity: int, block_size: int, blocks: int):
         self._segments, self._block = segments, block_size
@@ -74,12 +57,15 @@ class DirectArrival:
         self._buffers = [DirectBuffers(layout, size, block_size) for size in sizes]
 
     def put_block(self, index: int, payload: MLXPayload) -> None:
+        """Block `index` is hot."""
         self._buffers[index // self._each].put_block(index % self._each, payload)
 
     def load_block(self, index: int, load: Load) -> bool:
+        """Block `index` is what `load` fills in. False: it could not."""
         return load(self._buffers[index // self._each].pieces(index % self._each))
 
     def make_cache(self, model: Any, live: Seq[Segment], sequence: Request, blocks: int) -> Cache:
+        """A cache of `live`, and of the first `blocks` blocks behind; the arrival is over."""
         segments, size, full = [*live], self._segments.tokens, blocks // self._each
         names = self._segments.names(sequence.hashes, self._block)
         for index in range(full):
@@ -90,11 +76,12 @@ class DirectArrival:
         return mlx_adapter.filled_cache(model, tail, tokens, segments, len(segments) * size)
 
     def payloads(self) -> Seq[MLXPayload | None]:
+        """What the hot tier may keep of the blocks. Before `make_cache`."""
         return ()
 
 
 class StagedArrival:
-    """In payloads, joined at the end: the KV's bytes twice until the pool has taken or dropped them."""
+    """As `DirectArrival`, in payloads joined at the end: the bytes twice until the pool takes or drops them."""
 
     def __init__(self, layout: KVLayout, segments: LiveSegments, block_size: int, blocks: int):
         self._layout, self._segments, self._block = layout, segments, block_size
@@ -171,7 +158,7 @@ class Restore:
         self._good: list[bool | None] = [None] * len(self._blocks)  # None: not tried.
         self._left = len(self._blocks) + 1
         self._lock = threading.Lock()
-        self._arrival: Arrival | None = None
+        self._arrival: DirectArrival | StagedArrival | None = None
 
     def start(self) -> None:
         self._readers.submit(self._allocate)
@@ -266,7 +253,7 @@ class Restore:
         if arrival is not None and (self._first + good or sequence.resume_at):
             self._take_arrival(arrival, good)
 
-    def _keep_or_lose(self, arrival: Arrival) -> None:
+    def _keep_or_lose(self, arrival: DirectArrival | StagedArrival) -> None:
         for block, key, fine in zip(self._blocks, self._keys, self._good, strict=True):
             if fine is False:
                 self._store.lose(block, key)
@@ -274,7 +261,7 @@ class Restore:
             if payload is not None:
                 self._store.promote(block, key.block_hash, payload)
 
-    def _take_arrival(self, arrival: Arrival, good: int) -> None:
+    def _take_arrival(self, arrival: DirectArrival | StagedArrival, good: int) -> None:
         """The first `good` blocks, and the state that stands behind them."""
         sequence, states = self._sequence, self._states
         blocks = sequence.resume_at or self._first + good

@@ -83,9 +83,9 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def digest_of(*texts: str | bytes) -> Digest:
-    """Return the digest of texts in order; where one ends is part of it."""
-    state = hashlib.blake2b(digest_size=16)
+def digest_of(*texts: str | bytes, size: int = 16) -> Digest:
+    """Return the digest of texts in order, `size` bytes; where one ends is part of it."""
+    state = hashlib.blake2b(digest_size=size)
     for text in texts:
         data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
         state.update(len(data).to_bytes(8, "little"))

@@ -9,18 +9,18 @@ that is missing or fails a check is no record: the turn is rendered as the clien
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import sys
 import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 
 from ...kv.cold.writer import Lease, StoreWriter
 from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, Record, RecordError, RecordFiles
+from .canonical import digest_of
 from .turn_memory import Place, Said, Turn
 
 log = logging.getLogger(__name__)
@@ -28,22 +28,24 @@ log = logging.getLogger(__name__)
 FORMAT = "omlxd-turns-1"
 """Part of every name: raise it when the meaning of a record changes, or of a canonical digest."""
 
-_DIGEST_BYTES = 16
 _COUNTERS = ("written", "dropped", "found", "bad")
 
 
-class _Stored(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A turn. `tokens`: u32, little-endian."""
+_Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
-    answer: bytes
-    thought: bytes | None
-    prompt: bytes
+
+class _Stored(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A turn. `tokens`: u32, little-endian, as is every machine that MLX runs on."""
+
+    answer: _Digest
+    thought: _Digest | None
+    prompt: _Digest
     prompt_length: int
     tokens: bytes
-    prompt_and_turn: bytes
+    prompt_and_turn: _Digest
 
 
-_decoder = msgspec.msgpack.Decoder(list[_Stored])
+_decoder = msgspec.msgpack.Decoder(Annotated[list[_Stored], msgspec.Meta(min_length=1)])
 
 
 class TurnFiles:
@@ -77,12 +79,7 @@ class TurnFiles:
 
     def name_of(self, place: Place) -> bytes:
         """32 bytes."""
-        state = hashlib.blake2b(digest_size=32)
-        session, salt = (text.encode("utf-8", "surrogatepass") for text in place.scope)
-        for part in (FORMAT.encode(), self._tokenizer, session, salt, place.before):
-            state.update(len(part).to_bytes(8, "little"))
-            state.update(part)
-        return state.digest()
+        return digest_of(FORMAT, self._tokenizer, *place.scope, place.before, size=32)
 
     def path_of(self, place: Place) -> str:
         """Relative to the cache dir."""
@@ -147,7 +144,7 @@ def encoded(turns: Mapping[Said, Turn], most_bytes: int) -> bytes:
     kept: list[_Stored] = []
     room = most_bytes - 5
     for (answer, thought), turn in reversed([*turns.items()]):
-        tokens = _little(turn.tokens).tobytes()
+        tokens = turn.tokens.tobytes()
         one = _Stored(answer, thought, turn.prompt, turn.prompt_length, tokens, turn.prompt_and_turn)
         room -= len(msgspec.msgpack.encode(one))
         if room < 0:
@@ -160,24 +157,6 @@ def decoded(payload: bytes) -> dict[Said, Turn]:
     """Raises ValueError where it holds no turns, or nonsense."""
     turns: dict[Said, Turn] = {}
     for one in _decoder.decode(payload):
-        digests = [one.answer, one.prompt, one.prompt_and_turn]
-        if one.thought is not None:
-            digests.append(one.thought)
-        if any(len(digest) != _DIGEST_BYTES for digest in digests) or len(one.tokens) % 4:
-            raise ValueError("makes no sense")
-        tokens = array("I")
-        tokens.frombytes(one.tokens)
-        turns[one.answer, one.thought] = Turn(
-            one.prompt, one.prompt_length, _little(tokens), one.prompt_and_turn
-        )
-    if not turns:
-        raise ValueError("holds no turns")
+        tokens = array("I", one.tokens)
+        turns[one.answer, one.thought] = Turn(one.prompt, one.prompt_length, tokens, one.prompt_and_turn)
     return turns
-
-
-def _little(tokens: array[int]) -> array[int]:
-    if sys.byteorder == "little":
-        return tokens
-    swapped = tokens[:]
-    swapped.byteswap()
-    return swapped

@@ -15,13 +15,13 @@ Features take a tenth to a fifth of the bytes of the same tokens' KV: 9.6 MB bes
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from ...common.bounded_map import BoundedMap
 from ...kv.cold.flusher import WritePolicy
 from ...kv.cold.writer import Lease, StoreWriter
 from ...kv.files.record_file import HEAD_BYTES, MOST_BYTES, Record, RecordError, RecordFiles
+from ..prompt.canonical import digest_of
 from .image import Image
 from .media import Identity, Key
 
@@ -49,9 +50,9 @@ class _Picture(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
     width: int
     height: int
-    rgb_digest: bytes
-    digest: str
-    tokens: bytes
+    rgb_digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    digest: Annotated[str, msgspec.Meta(min_length=64, max_length=64)]
+    tokens: Annotated[bytes, msgspec.Meta(min_length=4)]
     grid: tuple[int, int, int] | None
     values: int
     tiles: int
@@ -80,7 +81,7 @@ class ImageFiles:
     # ----------------------------------------------------------------- pictures
 
     def _picture_name(self, key: Key) -> bytes:
-        return _name(b"picture", self.processor, _DECODERS, repr(key).encode())
+        return digest_of(FORMAT, "picture", self.processor, _DECODERS, repr(key), size=32)
 
     def load_picture(self, key: Key) -> tuple[Identity, Image] | None:
         """What is known of a picture; None: nothing, or the disk can't be read now."""
@@ -101,7 +102,7 @@ class ImageFiles:
             identity.height,
             identity.digest,
             image.digest,
-            np.array(image.tokens, "<u4").tobytes(),
+            image.tokens.tobytes(),
             grid,  # type: ignore[arg-type]
             image.values,
             image.tiles,
@@ -206,38 +207,25 @@ class ImageFiles:
             self.counts[name] += 1
 
 
-def _versions() -> bytes:
-    """Of what decodes pictures: another version may give other pixels."""
-    versions: list[str] = []
-    for package in ("pillow", "pypdfium2"):
-        try:
-            versions.append(version(package))
-        except PackageNotFoundError:
-            versions.append("")
-    return " ".join(versions).encode()
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
-_DECODERS = _versions()
-
-
-def _name(*parts: bytes) -> bytes:
-    state = hashlib.blake2b(digest_size=32)
-    for part in (FORMAT.encode(), *parts):
-        state.update(len(part).to_bytes(8, "little"))
-        state.update(part)
-    return state.digest()
+_DECODERS = f"{_version('pillow')} {_version('pypdfium2')}"
+"""Another version may give other pixels."""
 
 
 def _part_name(digest: str, part: int) -> bytes:
-    return _name(b"features", digest.encode(), str(part).encode())
+    return digest_of(FORMAT, "features", digest, str(part), size=32)
 
 
 def _decoded(payload: bytes) -> tuple[Identity, Image]:
     """Raises ValueError where it makes no sense."""
     known = _decoder.decode(payload)
-    if len(known.rgb_digest) != 32 or len(known.digest) != 64 or not known.tokens or len(known.tokens) % 4:
-        raise ValueError("makes no sense")
-    tokens = array("I", np.frombuffer(known.tokens, "<u4").tolist())
+    tokens = array("I", known.tokens)
     grid = None if known.grid is None else np.array([known.grid])
     return (
         Identity(known.width, known.height, known.rgb_digest),
