@@ -66,18 +66,18 @@ class ColdReads:
         segments: LiveSegments,
         threads: int,
     ):
-        self._model, self._layout, self._store, self._post = model, layout, store, post
-        self._states, self._segments = states, segments
+        self.model, self.layout, self.store, self.post = model, layout, store, post
+        self.states, self.segments = states, segments
         self._block = store.block_size
         self.rates = Rates(self._block, layout.nbytes(self._block))
         self._threads = threads
-        self._readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
+        self.readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-reader")
         self.recomputed = 0
         self._under_way: list[_Shared] = []
         self._tails: dict[Sequence, tuple[TailRead[MLXPayload], _Shared]] = {}
 
     def close(self) -> None:
-        self._readers.shutdown(wait=False, cancel_futures=True)
+        self.readers.shutdown(wait=False, cancel_futures=True)
 
     # ----------------------------------------------------------------- which way
 
@@ -90,7 +90,7 @@ class ColdReads:
         """
         names = self._cold_names(sequence)
         sequence.recomputed = 0
-        most = STAGED_BYTES // max(1, self._layout.nbytes(self._block))
+        most = STAGED_BYTES // max(1, self.layout.nbytes(self._block))
         full = (
             not transport().direct and sum(len(other.names) for other in self._under_way) + len(names) > most
         )
@@ -116,7 +116,7 @@ class ColdReads:
         assert sequence.table is not None
         blocks = zip(sequence.hashes, sequence.table.blocks, strict=False)
         names = {name for name, block in blocks if block.payload is None}
-        if self._states is not None and sequence.resume_at and self._states.hot(sequence) is None:
+        if self.states is not None and sequence.resume_at and self.states.hot(sequence) is None:
             names.add(checkpoint_name(sequence.hashes[sequence.resume_at - 1]))
         return names
 
@@ -126,32 +126,35 @@ class ColdReads:
         What is read lies in RAM until both meet, so the hot tier must have room for it.
         """
         assert sequence.table is not None
-        room = self._store.hot_budget() >= self._layout.nbytes(len(sequence.table.blocks) * self._block)
-        return self._states is None and sequence.images is None and room
+        room = self.store.hot_budget() >= self.layout.nbytes(len(sequence.table.blocks) * self._block)
+        return self.states is None and sequence.images is None and room
 
     def _is_slow(self, sequence: Sequence, names: set[BlockHash]) -> bool:
         """Whether reading them alone would be."""
-        if not self.rates.read or self._segments.find(self._segments.names(sequence.hashes, self._block)):
+        if not self.rates.read or self.segments.find(self.segments.names(sequence.hashes, self._block)):
             return False  # What is live is not read.
-        states, blocks = self._states, len(names)
+        states, blocks, hot = self.states, len(names), 0
         nbytes = blocks * self.rates.block_bytes
-        if states is None:
-            return self._splits(sequence) and self.rates.both_pay(self.rates.read_s(nbytes), blocks)
-        if states.hot(sequence) is None:
-            nbytes += states.nbytes(sequence.resume_at) - self.rates.block_bytes
-        return sequence.images is None and self.rates.computing_pays(
-            self.rates.read_s(nbytes), sequence.resume_at - self._hot_end(sequence)
-        )
+        if states is not None:
+            hot = self._hot_end(sequence)
+            if states.hot(sequence) is None:
+                nbytes += states.nbytes(sequence.resume_at) - self.rates.block_bytes
+        splits = states is None and self._splits(sequence)
+        return self.is_slow(sequence, self.rates.read_s(nbytes), blocks, hot, splits=splits)
+
+    def is_slow(self, sequence: Sequence, read_s: float, blocks: int, hot: int = 0, *, splits: bool) -> bool:
+        """Whether to compute some of `blocks`, which take `read_s` to read, or all but the first `hot`.
+
+        Any thread. `splits`: as `_splits` says
+        """
+        if self.states is None:
+            return splits and self.rates.both_pay(read_s, blocks)
+        return sequence.images is None and self.rates.computing_pays(read_s, sequence.resume_at - hot)
 
     # ----------------------------------------------------------------- reading all of it
 
     def _restore(self, sequence: Sequence, ready: Ready, shared: _Shared) -> None:
         splits = self._splits(sequence)
-
-        def is_slow(left_s: float, blocks: int) -> bool:
-            if self._states is not None:
-                return sequence.images is None and self.rates.computing_pays(left_s, sequence.resume_at)
-            return splits and self.rates.both_pay(left_s, blocks)
 
         def settled() -> None:
             if not sequence.cancelled:
@@ -168,20 +171,7 @@ class ColdReads:
                     if sequence not in self._tails:
                         self._wake(shared)
 
-        restore = Restore(
-            self._model,
-            self._layout,
-            self._store,
-            self._states,
-            self._readers,
-            self._post,
-            sequence,
-            settled,
-            self._segments,
-            self.rates,
-            is_slow,
-            splits,
-        )
+        restore = Restore(self, sequence, settled, splits)
         restore.start()
         self._under_way.append(shared)  # Not if that raised: nobody would settle it.
 
@@ -196,22 +186,22 @@ class ColdReads:
         Where restoring goes through payloads it has done so already. Raises nothing.
         """
         table, cache = sequence.table, sequence.cache
-        if table is None or cache is None or not self._layout.groups or not transport().direct:
+        if table is None or cache is None or not self.layout.groups or not transport().direct:
             return
-        nbytes = self._layout.nbytes(self._block)
-        most = min(PROMOTED_BLOCKS, self._store.hot_budget() // nbytes)
+        nbytes = self.layout.nbytes(self._block)
+        most = min(PROMOTED_BLOCKS, self.store.hot_budget() // nbytes)
         restored = table.blocks[: sequence.kv_length // self._block]
         cold = [index for index, block in enumerate(restored) if block.payload is None]
         try:
-            while most and (run := cold[:most]) and self._store.make_room(len(run) * nbytes):
+            while most and (run := cold[:most]) and self.store.make_room(len(run) * nbytes):
                 cold = cold[most:]
                 first, last = run[0] * self._block, (run[-1] + 1) * self._block
                 tensors = mlx_adapter.token_range(cache, first, last)
                 starts = [(index - run[0]) * self._block for index in run]
                 for index, payload in zip(
-                    run, copy_blocks(self._layout, tensors, starts, self._block), strict=True
+                    run, copy_blocks(self.layout, tensors, starts, self._block), strict=True
                 ):
-                    self._store.promote(restored[index], sequence.hashes[index], payload)
+                    self.store.promote(restored[index], sequence.hashes[index], payload)
         except Exception:  # No memory for a copy, most likely: they stay cold.
             log.exception("request %d: what it was restored from stays cold", sequence.id)
 
@@ -235,7 +225,7 @@ class ColdReads:
 
         def read(index: int) -> MLXPayload | None:
             key = keys[index]
-            return read_payload(self._layout, self._block, lambda views: self._store.load_into(key, views))
+            return read_payload(self.layout, self._block, lambda views: self.store.load_into(key, views))
 
         tail = TailRead(
             start,
@@ -243,8 +233,8 @@ class ColdReads:
             have,
             lost,
             read=read,
-            submit=self._readers.submit,
-            post=self._post,
+            submit=self.readers.submit,
+            post=self.post,
             over=lambda: sequence.cancelled,
             rates=self.rates,
             threads=self._threads,
@@ -264,9 +254,9 @@ class ColdReads:
         assert table is not None
         for index, payload in tail.news():
             if payload is None:
-                self._store.lose(table.blocks[index], sequence.key(index, self._block))
+                self.store.lose(table.blocks[index], sequence.key(index, self._block))
             else:
-                self._store.promote(table.blocks[index], sequence.hashes[index], payload)
+                self.store.promote(table.blocks[index], sequence.hashes[index], payload)
         computed = min(sequence.kv_length // self._block, tail.end) - tail.at
         sequence.recomputed += computed * self._block
         tail.at += computed
@@ -291,18 +281,18 @@ class ColdReads:
             del self._tails[sequence]
             sequence.compute_to = 0
             self._under_way.remove(shared)
-            self._post(lambda: self._wake(shared))
+            self.post(lambda: self._wake(shared))
 
     # ----------------------------------------------------------------- computing instead
 
     def _hot_end(self, sequence: Sequence) -> int:
         """Blocks up to the deepest checkpoint in RAM that the hot blocks reach."""
-        states, table = self._states, sequence.table
+        states, table = self.states, sequence.table
         assert states is not None and table is not None
         hot = 0
         while hot < len(table.blocks) and table.blocks[hot].payload is not None:
             hot += 1
-        if not self._layout.groups:
+        if not self.layout.groups:
             hot = sequence.resume_at
         return states.deepest_hot(sequence, hot)
 

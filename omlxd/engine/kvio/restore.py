@@ -25,18 +25,18 @@ import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...kv.layout import KVLayout
-from ...kv.store import KVStore
 from .. import mlx_adapter
 from ..mlx_adapter import Cache, LiveSegments, Segment
 from ..sequence import Sequence as Request
-from .checkpointer import Checkpointer
 from .payload import DirectBuffers, MLXPayload, append_blocks, read_payload
-from .rates import LEAST_S, Rates
+from .rates import LEAST_S
 from .transport import Load, transport
+
+if TYPE_CHECKING:
+    from .cold_reads import ColdReads
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class DirectArrival:
 
 
 class StagedArrival:
-    """As `DirectArrival`, in payloads joined at the end: the bytes twice until the pool takes or drops them."""
+    """As `DirectArrival`, in payloads joined at the end: twice the bytes until the pool has them."""
 
     def __init__(self, layout: KVLayout, segments: LiveSegments, block_size: int, blocks: int):
         self._layout, self._segments, self._block = layout, segments, block_size
@@ -114,44 +114,28 @@ class StagedArrival:
 
 
 class Restore:
-    """Begun and settled on the engine thread; `post` gets back to it, `ready` ends it there.
+    """One of `reads`: begun and settled on the engine thread, where `ready` ends it.
 
-    rates         learn how fast it reads
-    is_slow       whether to end early: asked with the seconds that are left, and the blocks that they take
-    keeps_match   if it ends early, the sequence's table keeps what was not read
+    splits  if it ends early, the rest is read and computed at once: the sequence's table keeps it
     """
 
-    def __init__(
-        self,
-        model: Any,
-        layout: KVLayout,
-        store: KVStore,
-        states: Checkpointer | None,
-        readers: ThreadPoolExecutor,
-        post: Callable[[Callable[[], None]], None],
-        sequence: Request,
-        ready: Callable[[], None],
-        segments: LiveSegments,
-        rates: Rates,
-        is_slow: Callable[[float, int], bool],
-        keeps_match: bool,
-    ):
-        self._rates, self._is_slow, self._keeps_match = rates, is_slow, keeps_match
+    def __init__(self, reads: ColdReads, sequence: Request, ready: Callable[[], None], splits: bool):
+        self._reads, self._splits = reads, splits
         self._began, self._read = 0.0, 0
         self.ended_early = False
-        self._model, self._layout, self._store = model, layout, store
-        self._states, self._readers, self._post = states, readers, post
+        self._layout, self._store, self._states = reads.layout, reads.store, reads.states
         self._sequence = sequence
         self._ready = ready
         assert sequence.table is not None
         sequence.restores += 1
-        self._block = store.block_size
+        self._block = self._store.block_size
         self._state: MLXPayload | None = None
         self._state_cold = False
         # What others hold already is not read: blocks are those behind.
-        self._segments = segments
-        self._live = segments.find(segments.names(sequence.hashes[: len(sequence.table.blocks)], self._block))
-        self._first = len(self._live) * segments.tokens // self._block
+        self._segments = reads.segments
+        names = self._segments.names(sequence.hashes[: len(sequence.table.blocks)], self._block)
+        self._live = self._segments.find(names)
+        self._first = len(self._live) * self._segments.tokens // self._block
         self._blocks = sequence.table.blocks[self._first :]
         self._cold = [block.payload is None for block in self._blocks]
         self._keys = [sequence.key(self._first + i, self._block) for i in range(len(self._blocks))]
@@ -161,7 +145,7 @@ class Restore:
         self._arrival: DirectArrival | StagedArrival | None = None
 
     def start(self) -> None:
-        self._readers.submit(self._allocate)
+        self._reads.readers.submit(self._allocate)
 
     def _allocate(self) -> None:
         try:
@@ -174,12 +158,12 @@ class Restore:
                 self._arrival = StagedArrival(self._layout, self._segments, self._block, len(self._blocks))
         except Exception:
             log.exception("restore: can't allocate")
-            self._post(self._settle)
+            self._reads.post(self._settle)
             return
         self._began = time.perf_counter()
-        self._readers.submit(self._fill_state)
+        self._reads.readers.submit(self._fill_state)
         for index in range(len(self._blocks)):
-            self._readers.submit(self._fill, index)
+            self._reads.readers.submit(self._fill, index)
 
     def _fill_state(self) -> None:
         try:
@@ -213,14 +197,16 @@ class Restore:
             self._read += 1
             took, left = time.perf_counter() - self._began, sum(self._cold) - self._read
             if took > LEAST_S and left:
-                self.ended_early = self.ended_early or self._is_slow(took / self._read * left, left)
+                self.ended_early = self.ended_early or self._reads.is_slow(
+                    self._sequence, took / self._read * left, left, splits=self._splits
+                )
 
     def _one_less(self) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
         if last:
-            self._post(self._settle)
+            self._reads.post(self._settle)
 
     def _settle(self) -> None:
         """On the engine thread: what came becomes the sequence's, or nothing does and it is computed."""
@@ -241,14 +227,14 @@ class Restore:
         self._arrival = None
         good = next((index for index, good in enumerate(self._good) if not good), len(self._good))
         if arrival is not None:
-            nbytes = self._read * self._rates.block_bytes
-            self._rates.record_read(nbytes, time.perf_counter() - self._began, ended_early=self.ended_early)
+            rates, took = self._reads.rates, time.perf_counter() - self._began
+            rates.record_read(self._read * rates.block_bytes, took, ended_early=self.ended_early)
             self._keep_or_lose(arrival)
         if self._states is not None and (good < len(self._good) or self._state is None):
             # A checkpoint serves only the whole prefix that it stands on: match again, shorter.
             good = 0
             sequence.resume_at = 0
-        if not (self.ended_early and self._keeps_match):
+        if not (self.ended_early and self._splits):
             table.truncate(self._first + good)
         if arrival is not None and (self._first + good or sequence.resume_at):
             self._take_arrival(arrival, good)
@@ -266,7 +252,7 @@ class Restore:
         sequence, states = self._sequence, self._states
         blocks = sequence.resume_at or self._first + good
         tokens = blocks * self._block
-        sequence.cache = arrival.make_cache(self._model, self._live, sequence, good)
+        sequence.cache = arrival.make_cache(self._reads.model, self._live, sequence, good)
         sequence.kv_length, sequence.offered = tokens, blocks
         cold = sum(self._cold[:good])
         if states is not None and self._state is not None:

@@ -61,10 +61,6 @@ class TokenCache:
 
     def __init__(self, tokenizer: Any, max_bytes: int = CACHE_BYTES):
         self._tokenizer = tokenizer
-        # A tokenizer's settings are changed by every call of transformers' `encode`: a second thread
-        # in it gets "Already borrowed". The backend's own changes nothing, so that a short text need not
-        # wait for a long one.
-        self._encoding = _Shared()
         self._lock = threading.Lock()
         self._segments: BoundedMap[bytes, array[int]] = BoundedMap(max_bytes, _cost)
         self.hits = 0
@@ -72,9 +68,11 @@ class TokenCache:
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._tokens, self._cutting = _added_tokens(self._backend)
         self._lead = min(self._cutting, default="")
-        self.cuts = bool(self._cutting) and self._proven()
+        self.cuts = False
+        proven = bool(self._cutting) and self._proven()
+        self._around = self._what_is_put_around() if proven else None
+        self.cuts = proven
         self.joins = self.cuts and self._joins()
-        self._around = self._what_is_put_around() if self.cuts else None
 
     @functools.cached_property
     def bound(self) -> TokenBound:
@@ -126,7 +124,7 @@ class TokenCache:
         for batch in _batches(missing, [len(part) for part in parts]):
             if most is not None and count > 2 * most + len(parts):  # each may have an id that is dropped
                 raise PromptTooLong(count - len(parts), most, least=True)
-            with self._encoding.together(), _readable():
+            with _readable():
                 encoded = self._backend.encode_batch_fast([parts[i] for i in batch], add_special_tokens=False)
             new = {keys[i]: array("I", one.ids) for i, one in zip(batch, encoded, strict=True)}
             count += sum(map(len, new.values()))
@@ -164,10 +162,9 @@ class TokenCache:
     def _parts_at(self, text: str, at: int) -> bool:
         """Whether the ids around `at` are those of the two sides."""
         one, two = text[max(at - _AROUND_CUT, 0) : at], text[at : at + _AROUND_CUT]
-        with self._encoding.together():
-            encoded = self._backend.encode_batch_fast(
-                [self._lead + one + two, self._lead + one, self._lead + two], add_special_tokens=False
-            )
+        encoded = self._backend.encode_batch_fast(
+            [self._lead + one + two, self._lead + one, self._lead + two], add_special_tokens=False
+        )
         both, first, second = (each.ids[1:] for each in encoded)
         return both == first + second
 
@@ -180,8 +177,13 @@ class TokenCache:
         return None
 
     def _encode_uncut(self, text: str, special: bool) -> list[int]:
-        with self._encoding.alone(), _readable():
-            return list(self._tokenizer.encode(text, add_special_tokens=special))
+        with _readable():
+            if self.cuts:
+                return self._backend.encode(text, add_special_tokens=special).ids
+            # transformers' own changes the tokenizer's settings each time, and no other thread may be in it
+            # then. The backend's own changes nothing, so that a short text need not wait for a long one.
+            with self._lock:
+                return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _proven(self) -> bool:
         """Whether cutting gives the ids of the whole, on borders of every kind that breaks it."""
@@ -196,8 +198,7 @@ class TokenCache:
             return False
         # transformers' own `encode` asks the backend; for all others we ask it too, in one call.
         others = list(itertools.chain(*words[1:]))
-        with self._encoding.together():
-            uncut = self._backend.encode_batch(others, add_special_tokens=False)
+        uncut = self._backend.encode_batch(others, add_special_tokens=False)
         return self._pieces_alone(others) == [one.ids for one in uncut]
 
     def _joins(self) -> bool:
@@ -231,31 +232,6 @@ class TokenCache:
             for key, ids in new.items():
                 self.misses += len(ids)
                 self._segments.put(key, ids)
-
-
-class _Shared:
-    """A lock that any number of threads hold together, or one alone."""
-
-    def __init__(self) -> None:
-        self._free = threading.Condition()
-        self._holders = 0
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        with self._free:
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._free:
-                self._holders -= 1
-                self._free.notify_all()
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._free:  # Held to the end: nobody joins meanwhile.
-            self._free.wait_for(lambda: not self._holders)
-            yield
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers_zoo import ODD, fast, zoo
 
-from omlxd.engine.prompt.token_cache import TokenCache, _Shared
+from omlxd.engine.prompt.token_cache import TokenCache
 from omlxd.models.demo import PROSE
 
 NAMES = [
@@ -142,28 +143,16 @@ def test_a_slow_tokenizer_is_asked_for_the_whole():
     assert cache.encode("ab", special=True) == [1, 97, 98]
 
 
-def test_a_text_need_not_wait_for_a_longer_one():
-    lock, both, order = _Shared(), threading.Barrier(2, timeout=120), list[str]()
-
-    def one_of_many() -> None:
-        with lock.together():
-            both.wait()
-
-    others = threading.Thread(target=one_of_many)
-
-    def alone() -> None:
-        with lock.alone():
-            order.append("alone")
-
-    single = threading.Thread(target=alone)
-    with lock.together():
-        others.start()
-        both.wait()
-        single.start()
-        order.append("together")
-    others.join()
-    single.join()
-    assert order == ["together", "alone"]
+def test_a_text_in_one_piece_and_others_in_pieces_at_once():
+    """A tokenizer around whose texts stands what can't be told apart gives those in one piece."""
+    cache = TokenCache(fast(_zoo()["demo"]), max_bytes=20_000)
+    cache._around = None
+    wanted = cache._tokenizer.encode(PROSE, add_special_tokens=True)
+    with ThreadPoolExecutor(8) as pool:
+        whole = [pool.submit(cache.encode, PROSE, special=True) for _ in range(50)]
+        cut = [pool.submit(cache.encode, f"<|im_start|>{PROSE}{number}") for number in range(50)]
+        assert all(each.result() == wanted for each in whole)
+        assert all(len(each.result()) > len(wanted) for each in cut)
 
 
 def test_many_threads_at_once():
