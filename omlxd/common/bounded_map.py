@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
@@ -12,7 +13,7 @@ V = TypeVar("V")
 
 
 class BoundedMap(Generic[K, V]):
-    """Keys in the order of their last use. Not thread-safe, but for `peek`.
+    """Keys in the order of their last use. Thread-safe.
 
     max_cost   sum of the costs at most
     cost_of    cost of a value; constant while the value is in the map: `pop` it to change it
@@ -32,6 +33,7 @@ class BoundedMap(Generic[K, V]):
         self._cost_of = cost_of
         self._entries: OrderedDict[K, V] = OrderedDict()
         self.cost = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,31 +51,35 @@ class BoundedMap(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """Return a value, which is the most recently used then."""
-        value = self._entries.get(key)
-        if value is not None:
-            self._entries.move_to_end(key)
-        return value
+        with self._lock:
+            value = self._entries.get(key)
+            if value is not None:
+                self._entries.move_to_end(key)
+            return value
 
     def put(self, key: K, value: V) -> None:
         """Add or replace an entry, which is the most recently used then; drop what exceeds the bounds."""
-        self.pop(key)
-        self._entries[key] = value
-        self.cost += self._cost_of(value)
-        while len(self._entries) > self._least and (
-            self.cost > self.max_cost or len(self._entries) > self._max_items
-        ):
-            self.cost -= self._cost_of(self._entries.popitem(last=False)[1])
+        with self._lock:
+            self.pop(key)
+            self._entries[key] = value
+            self.cost += self._cost_of(value)
+            while len(self._entries) > self._least and (
+                self.cost > self.max_cost or len(self._entries) > self._max_items
+            ):
+                self.cost -= self._cost_of(self._entries.popitem(last=False)[1])
 
     def clear(self) -> int:
         """Remove all entries; how many there were."""
-        count = len(self._entries)
-        self._entries.clear()
-        self.cost = 0
-        return count
+        with self._lock:
+            count = len(self._entries)
+            self._entries.clear()
+            self.cost = 0
+            return count
 
     def pop(self, key: K) -> V | None:
         """Remove an entry and return its value."""
-        value = self._entries.pop(key, None)
-        if value is not None:
-            self.cost -= self._cost_of(value)
-        return value
+        with self._lock:
+            value = self._entries.pop(key, None)
+            if value is not None:
+                self.cost -= self._cost_of(value)
+            return value

@@ -118,20 +118,14 @@ class ImageFiles:
     def load_features(self, digest: str) -> bytes | None:
         """The features of an image, as `save_features` was given them; None: not all of them are there."""
         first = self._load(_part_name(digest, 0))
-        if not first:
-            with self._lock:
-                self._written.pop(digest)  # It may have been evicted.
-            return None
-        names = [_part_name(digest, part) for part in range(first[0] + 1)]
-        parts = [first[1:], *(self._load(name) for name in names[1:])]
+        names = [_part_name(digest, part) for part in range(1, first[0] + 1)] if first else []
+        parts = [first[1:] if first else None, *map(self._load, names)]
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
-            with self._lock:
-                self._written.pop(digest)
+            self._written.pop(digest)  # It may have been evicted.
             return None
-        self._touch(names)
-        with self._lock:
-            self._written.put(digest, True)
+        self._touch([_part_name(digest, 0), *names])
+        self._written.put(digest, True)
         self._count("restored")
         return b"".join(whole)
 
@@ -147,8 +141,7 @@ class ImageFiles:
         parts += [data[at : at + PART_BYTES] for at in range(PART_BYTES - 1, len(data), PART_BYTES)]
         if len(parts) > MOST_PARTS:
             return
-        with self._lock:
-            self._written.put(digest, True)
+        self._written.put(digest, True)
         left = [len(parts)]
 
         def settled(in_place: bool) -> None:

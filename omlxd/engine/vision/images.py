@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -79,7 +78,6 @@ class Images:
         self.processor = processor
         self.files = files
         self._media = media
-        self._lock = threading.Lock()
         self._known: BoundedMap[bytes, Image] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._places: BoundedMap[str, np.ndarray] = BoundedMap(REMEMBERED_BYTES, lambda each: each.nbytes)
         self._features: BoundedMap[str, Features] = BoundedMap(FEATURE_BYTES, lambda each: each.nbytes)
@@ -160,22 +158,19 @@ class Images:
         if found is None:
             return None
         identity, image = found
-        with self._lock:
-            self._known.put(identity.digest, image)
+        self._known.put(identity.digest, image)
         return identity
 
     def _image(self, each: Keyed, identity: Identity) -> Image:
         part, key = each
-        with self._lock:
-            image = self._known.get(identity.digest)
+        image = self._known.get(identity.digest)
         if image is None:
             image, pixels = self._process(part)
             if self.files is not None:
                 self.files.save_picture(key, identity, image)
-            with self._lock:
-                self._known.put(identity.digest, image)
-                if self._pixels.cost + bytes_of(pixels) <= PIXEL_BYTES:
-                    self._pixels.put(image.digest, pixels)
+            self._known.put(identity.digest, image)
+            if self._pixels.cost + bytes_of(pixels) <= PIXEL_BYTES:
+                self._pixels.put(image.digest, pixels)
         return image
 
     def give_memory_back(self) -> bool:
@@ -184,8 +179,7 @@ class Images:
         """
         dropped = self._features.clear()
         if time.monotonic() - self._processed > PIXELS_S:
-            with self._lock:
-                dropped += self._pixels.clear()
+            dropped += self._pixels.clear()
             dropped += self._media.drop_pictures()
         return dropped > 0
 
@@ -211,26 +205,22 @@ class Images:
             digest = span.image.digest
             if self._features.peek(digest) is not None:
                 continue
-            with self._lock:
-                pixels, read = self._pixels.get(digest), self._read.get(digest)
+            pixels, read = self._pixels.get(digest), self._read.get(digest)
             if read is None and self.files is not None:
                 read = self.files.load_features(digest)
             if read is not None:
-                with self._lock:
-                    self._read.put(digest, read)
+                self._read.put(digest, read)
                 continue
             if pixels is None:
                 _, pixels = self._process(span.part)
             room -= bytes_of(pixels)
             if room < 0:
                 return
-            with self._lock:
-                self._pixels.put(digest, pixels)
+            self._pixels.put(digest, pixels)
 
     def take_pixels(self, span: Span) -> Pixels:
         """The pixels of an image, which are dropped: its features are kept from now on. Engine thread."""
-        with self._lock:
-            pixels = self._pixels.pop(span.image.digest)
+        pixels = self._pixels.pop(span.image.digest)
         return pixels if pixels is not None else self._process(span.part)[1]
 
     def _process(self, part: ImagePart) -> tuple[Image, Pixels]:
@@ -277,8 +267,7 @@ class Images:
         return self._features.peek(digest) is not None or self._read.peek(digest) is not None
 
     def _restored(self, image: Image) -> Features | None:
-        with self._lock:
-            data = self._read.pop(image.digest)
+        data = self._read.pop(image.digest)
         try:
             return unpack_features(data, len(image.tokens)) if data is not None else None
         except ValueError as error:

@@ -7,7 +7,6 @@ a picture by the digest of its encoded bytes, and a cached prefix needs no pixel
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -76,7 +75,6 @@ class Media:
     def __init__(self) -> None:
         script = Path(__file__).with_name("media_child.py")
         self._children = ChildProcesses(script, MEMORY_BYTES, CPU_S)
-        self._lock = threading.Lock()
         self._identities: BoundedMap[Key, Identity] = BoundedMap(max_items=MOST_IDENTITIES)
         self._recent: BoundedMap[Key, Picture] = BoundedMap(RECENT_BYTES, lambda picture: len(picture.rgb))
         self._documents: BoundedMap[tuple[bytes, str], list[Any]] = BoundedMap(
@@ -103,11 +101,9 @@ class Media:
         """Yield what is `kept` of each part, or recalled, or its picture."""
         left = REQUEST_DEADLINE_S
         for part, key in parts:
-            with self._lock:
-                seen = kept.get(key)
+            seen = kept.get(key)
             if seen is None and (seen := recall(key)) is not None:
-                with self._lock:
-                    kept.put(key, seen)
+                kept.put(key, seen)
             if seen is None:
                 began = time.monotonic()
                 seen = self._decode(part, key, param, left)
@@ -125,14 +121,12 @@ class Media:
     def sizes(self, parts: Iterable[Keyed]) -> Iterator[Size | None]:
         """Yield the size of each page of a PDF read lately; None: an image, or it is not known."""
         for _, (digest, page, _side) in parts:
-            with self._lock:
-                pages = self._documents.get((digest, "pages")) if page else None
+            pages = self._documents.get((digest, "pages")) if page else None
             yield pages[page - 1] if pages else None
 
     def drop_pictures(self) -> int:
         """Drop what is decoded again when it is asked for; how many there were."""
-        with self._lock:
-            return self._recent.clear()
+        return self._recent.clear()
 
     def warm_up(self) -> None:
         """Start a child, and have it import what it needs. Raises ChildLost."""
@@ -162,18 +156,16 @@ class Media:
         width, height, rgb = pixels
         digest = hashlib.sha256(b"%d x %d " % (width, height) + rgb).digest()
         picture = Picture(width, height, digest, rgb=rgb)
-        with self._lock:
-            self._identities.put(key, Identity(width, height, digest))
-            self._recent.put(key, picture)
+        self._identities.put(key, Identity(width, height, digest))
+        self._recent.put(key, picture)
         return picture
 
     def _ask(
         self, kind: str, document: chat.DocumentPart, reply: type[tuple[list[T] | None, str]]
     ) -> list[T]:
         key = (hashlib.sha256(document.data).digest(), kind)
-        with self._lock:
-            if (answer := self._documents.get(key)) is not None:
-                return answer
+        if (answer := self._documents.get(key)) is not None:
+            return answer
         what = _pdf(document.name)
         try:
             answer, why = self._children.call((kind, document.data), reply, DEADLINE_S)
@@ -181,8 +173,7 @@ class Media:
             raise bad_field(document.param, f"{what} can't be read: {lost}") from None
         if answer is None:
             raise bad_field(document.param, f"{what} {why}")
-        with self._lock:
-            self._documents.put(key, answer)
+        self._documents.put(key, answer)
         return answer
 
 
