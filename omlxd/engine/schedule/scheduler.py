@@ -107,19 +107,13 @@ class Scheduler:
 
     def turn(self) -> None:
         """One pass of a prompt, and a step of every batch if that is due. Waits if there is no work."""
-        self._drain(block=not self._busy())
+        self.look_up(block=not self._busy())
         while self._changes:
             self._changes.pop(0)()
-        self.watchdog.check((*self.waiting, *self.running))
         self._admit()
         prefilling = self.passes.compute_next()
         if not prefilling or self.step_due():
             self.decode(beside_prefill=prefilling)
-
-    def look_up(self) -> None:
-        """Between two layers: do what other threads have posted, and end whose time is up."""
-        self._drain(block=False)
-        self.watchdog.check((*self.waiting, *self.running))
 
     def _busy(self) -> bool:
         return (
@@ -128,11 +122,12 @@ class Scheduler:
             or bool(self.waiting and not self._short and len(self.running) < self._slots)
         )
 
-    def _drain(self, block: bool) -> None:
-        """Do what other threads have posted; wait for something if `block`."""
+    def look_up(self, block: bool = False) -> None:
+        """Do what other threads have posted, wait for something if `block`; end whose time is up."""
         patience = SHORT_S if self._short else IDLE_S
         if not self._inbox.drain(patience if block else 0.0) and block:
             self.give_memory_back()
+        self.watchdog.check((*self.waiting, *self.running))
 
     def give_memory_back(self, everything: bool = False) -> None:
         """Give back what others may need more. `everything`: blocks in RAM that no sequence uses, too."""

@@ -126,7 +126,7 @@ def test_one_of_several_prompts_that_is_cancelled_meanwhile_leaves_the_others(tm
 
         def cancelled(model: Any, sequences: Any) -> Any:
             rig.scheduler.cancel(started[1].sequence)
-            rig.scheduler._drain(block=False)
+            rig.scheduler.look_up()
             return compute(model, sequences)
 
         with pytest.MonkeyPatch.context() as patch:

@@ -175,7 +175,7 @@ def test_one_that_is_cancelled_meanwhile_leaves_the_others(folder: Path, monkeyp
 
     def cancelled(loaded: Any, sequences: Any) -> Iterator[Any]:
         rig.scheduler.cancel(started[1].sequence)
-        rig.scheduler._drain(block=False)
+        rig.scheduler.look_up()
         return score(loaded, sequences)
 
     with Rig(folder) as rig:
