@@ -114,11 +114,11 @@ class PromptPasses:
 
     def compute(self, sequence: Sequence) -> None:
         """The next pass of `sequence`."""
-        scheduler, memory = self._scheduler, self._scheduler.memory
+        memory = self._scheduler.memory
         if sequence.kv_from is not None:
             self._take_file(sequence, sequence.kv_from)
             return
-        if scheduler.match(sequence):
+        if self._scheduler.match(sequence):
             return  # Somebody has computed it meanwhile, and it lies on disk.
         self._prepare(sequence)
         length, start = sequence.prompt_length, sequence.kv_length
@@ -128,34 +128,34 @@ class PromptPasses:
             with self._looking_up([sequence], mlx_adapter.backend() == "cpu"):
                 saw = sequence.images.see_next(start, stop)
             if saw:
-                scheduler.steps += 1
+                self._scheduler.steps += 1
                 return  # A turn for each image: what else waits has its own in between.
         if sequence.labels and stop == length:
             self._score(sequence)
             return
         if memory is not None:
             memory.begin_chunk()
-        began, decoded = time.perf_counter(), scheduler.decode_s
+        began, decoded = time.perf_counter(), self._scheduler.decode_s
         compared = clock()
         with self._looking_up([sequence], self._is_long(stop - start)):
             logits = compute_chunk(self._loaded.model, sequence, stop, last_alone=self.last_alone)
-        if scheduler.speculation is not None and decoded == scheduler.decode_s:
+        if self._scheduler.speculation is not None and decoded == self._scheduler.decode_s:
             mx.eval(logits if stop == length else [])
-            scheduler.speculation.times.record_prompt(stop - start, clock() - compared)
+            self._scheduler.speculation.times.record_prompt(stop - start, clock() - compared)
         if stop < length:
-            seconds = time.perf_counter() - began - (scheduler.decode_s - decoded)
+            seconds = time.perf_counter() - began - (self._scheduler.decode_s - decoded)
             self._budget.record_pass(stop - start, seconds)
-            if (bridge := scheduler.bridge_of(sequence)) is not None:
+            if (bridge := self._scheduler.bridge_of(sequence)) is not None:
                 bridge.reads.rates.prefill = self._budget.rate
-            if memory is not None and decoded == scheduler.decode_s:
+            if memory is not None and decoded == self._scheduler.decode_s:
                 memory.end_chunk(start, stop)
-        scheduler.steps += 1
-        scheduler.prefilled_tokens += stop - start
+        self._scheduler.steps += 1
+        self._scheduler.prefilled_tokens += stop - start
         sequence.kv_length = stop
         sequence.peak_bytes = max(sequence.peak_bytes, mx.get_peak_memory())
         if stop < length:
             del logits
-            scheduler.offer(sequence)
+            self._scheduler.offer(sequence)
             sequence.sink.progress(Progress(stop, length))
             return
         self.first_token(sequence, logits[:, -1, :])
@@ -175,7 +175,6 @@ class PromptPasses:
 
     def first_token(self, sequence: Sequence, logits: mx.array) -> None:
         """Draw it by the `logits` (1, vocabulary) of the prompt's end; the sequence decodes from now on."""
-        scheduler = self._scheduler
         assert sequence.cache is not None
         if sequence.keys_file:
             attention: list[mx.array] | None = None
@@ -191,23 +190,23 @@ class PromptPasses:
         if sequence.write_kv is not None:
             sequence.write_kv(sequence.cache)
         token, likelihood = sample_one(sequence.sampler, logits)
-        scheduler.decoded_tokens += 1
+        self._scheduler.decoded_tokens += 1
         mlx_adapter.after_prefill(sequence.cache, sequence.kv_length)
-        if scheduler.accept(sequence, token, likelihood):
+        if self._scheduler.accept(sequence, token, likelihood):
             # The token is out; now there is time to store the last blocks.
-            scheduler.offer(sequence)
+            self._scheduler.offer(sequence)
             sequence.state = State.DECODING
-            scheduler.batch_for(sequence).add_row(sequence)
+            self._scheduler.batch_for(sequence).add_row(sequence)
         else:
-            scheduler.release(sequence)
+            self._scheduler.release(sequence)
 
     # ----------------------------------------------------------------- several together
 
     def _compute_ends(self, sequences: Seq[Sequence]) -> None:
         """Compute the ends of several prompts in one pass; their batch's next step draws the first tokens."""
-        scheduler, waits = self._scheduler, False
+        waits = False
         for sequence in sequences:  # What one cuts the next one shares, before it has its own.
-            if scheduler.match(sequence):
+            if self._scheduler.match(sequence):
                 waits = True
             else:
                 self._prepare(sequence)
@@ -219,27 +218,26 @@ class PromptPasses:
         tokens = sum(sequence.remaining_prefill for sequence in sequences)
         with self._looking_up(sequences, self._is_long(tokens)):
             cache = compute_ends(self._loaded.model, sequences)
-        batch = scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
+        batch = self._scheduler.batch_for(max(sequences, key=lambda sequence: sequence.kv_length))
         try:
             batch.add_prompts(sequences, cache)
         except Exception as error:
-            scheduler.drop_batch(batch, batch.rows, error)
+            self._scheduler.drop_batch(batch, batch.rows, error)
             raise
-        scheduler.steps += 1
-        scheduler.prefilled_tokens += tokens
+        self._scheduler.steps += 1
+        self._scheduler.prefilled_tokens += tokens
         for sequence in sequences:
             sequence.state = State.DECODING
-        scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
+        self._scheduler.leave(batch, [sequence for sequence in sequences if sequence.cancelled])
 
     def _score(self, first: Sequence) -> None:
         """Score the labels of `first`, which stands at its prompt's end, and of others that do."""
-        scheduler = self._scheduler
         together, tokens = [first], tokens_to_score(first)
-        for other in sorted(scheduler.running, key=lambda sequence: sequence.arrival):
+        for other in sorted(self._scheduler.running, key=lambda sequence: sequence.arrival):
             alone = first.images or other.images or not self._loaded.batchable
             if other is first or alone or not other.labels or other.state is not State.PREFILLING:
                 continue
-            if scheduler.match(other) or other.kv_length < other.last_boundary(self._block):
+            if self._scheduler.match(other) or other.kv_length < other.last_boundary(self._block):
                 continue
             if tokens + (more := tokens_to_score(other)) > TOGETHER:
                 break
@@ -249,16 +247,16 @@ class PromptPasses:
         with self._over_if_broken(together):
             with self._looking_up(together, self._is_long(tokens)):
                 scores = [*score(self._loaded, together)]
-            scheduler.steps += 1
+            self._scheduler.steps += 1
             for sequence, its_scores in scores:
-                scheduler.prefilled_tokens += sequence.remaining_prefill
+                self._scheduler.prefilled_tokens += sequence.remaining_prefill
                 if its_scores is None:
-                    scheduler.spoiled(sequence)
+                    self._scheduler.spoiled(sequence)
                 elif not sequence.cancelled:
-                    scheduler.note_good(sequence)
+                    self._scheduler.note_good(sequence)
                     sequence.sink.scored(its_scores)
                     sequence.sink.finished(sequence, "stop")
-                scheduler.release(sequence)
+                self._scheduler.release(sequence)
 
     # ----------------------------------------------------------------- between layers
 
@@ -282,15 +280,15 @@ class PromptPasses:
             hook.call, self.computing = None, ()
 
     def between_layers(self) -> None:
-        scheduler, hook = self._scheduler, self._loaded.hook
+        hook = self._loaded.hook
         self.layer_s = time.perf_counter() - self._looked_at
-        scheduler.steps += 1
-        scheduler.look_up()
+        self._scheduler.steps += 1
+        self._scheduler.look_up()
         if all(sequence.cancelled for sequence in self.computing):
             raise Interrupted
-        if scheduler.step_due():
+        if self._scheduler.step_due():
             hook.call = None
-            scheduler.decode(beside_prefill=True)
+            self._scheduler.decode(beside_prefill=True)
             hook.call = self.between_layers
         self._looked_at = time.perf_counter()
 

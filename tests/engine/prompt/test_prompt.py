@@ -285,7 +285,7 @@ def test_hoisting_changes_nothing_from_the_first_answer_on(folder):
     answered = next(i for i, message in enumerate(SESSION) if message.role == "assistant") + 1
     before = ""
     for end in range(answered, len(SESSION) + 1):
-        text = prompts._renderer.text(Conversation(SESSION[:end], tools=(READ,)), generation=False).plain
+        text = prompts.renderer.text(Conversation(SESSION[:end], tools=(READ,)), generation=False).plain
         assert text.startswith(before)
         before = text
 
