@@ -20,9 +20,8 @@ from . import mlx_adapter
 from .mlx_adapter.embedder import Embedder
 
 BATCH_ROWS = 64
-BATCH_TOKENS = {"cpu": 2048}
-"""Tokens of a batch by backend, padding counted; elsewhere `GPU_TOKENS`."""
-GPU_TOKENS = 16_384
+CPU_TOKENS, GPU_TOKENS = 2048, 16_384
+"""Of a batch, padding counted."""
 
 
 class _Job:
@@ -91,7 +90,7 @@ class EmbedderHost:
         self._send = send
         self._fail = fail
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._most = BATCH_TOKENS.get(mlx_adapter.backend(), GPU_TOKENS)
+        self._most = CPU_TOKENS if mlx_adapter.backend() == "cpu" else GPU_TOKENS
         self.steps = 0
         self.scheduler = self
         embedder = self._embedder

@@ -217,14 +217,9 @@ class TokenCache:
     # ----------------------------------------------------------------- remembering
 
     def _cached(self, keys: list[bytes]) -> dict[bytes, array[int]]:
-        cached: dict[bytes, array[int]] = {}
+        cached = {key: ids for key in keys if (ids := self._segments.get(key)) is not None}
         with self._lock:
-            for key in keys:
-                ids = self._segments.get(key)
-                if ids is None:
-                    continue
-                cached[key] = ids
-                self.hits += len(ids)
+            self.hits += sum(len(cached[key]) for key in keys if key in cached)
         return cached
 
     def _remember(self, new: dict[bytes, array[int]]) -> None:
