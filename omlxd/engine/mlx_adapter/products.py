@@ -55,6 +55,8 @@ def products(
     residual: mx.array | None = None,
     silu: bool = False,
     biases: Sequence[mx.array | None] | None = None,
+    squares: mx.array | None = None,
+    scaled: mx.array | None = None,
 ) -> list[mx.array]:
     """x of (..., K) times each of `weights` (N, K), in one launch where the kernel is in use: (..., N) each.
 
@@ -62,13 +64,20 @@ def products(
     residual  (..., N), added to the product of the only weight
     silu      `weights` are a gate and the values that it lets through: the one result is silu(gate) * up
     biases    (N,) or None for each weight
+    scaled    (N,), for the only weight: two more results from which the next launch goes through RMSNorm with
+              this weight, at less cost than by `norm`: the result times `scaled`, and sums of its squares
+    squares   (..., any), float32: such sums; x is such a result. Their RMSNorm has `eps`
+
+    `scaled` and `squares` are for bfloat16: in float16 a result times a norm's weight may be too large.
     """
     biases = biases or [None] * len(weights)
+    if (scaled is not None or squares is not None) and x.dtype == mx.float16:
+        raise ValueError("RMSNorm in two launches is for bfloat16")
     if x.size > MOST_ROWS * x.shape[-1] or x.dtype != weights[0].dtype or not usable(weights):
-        return _plain(x, weights, norm, eps, residual, silu, biases)
-    if norm is not None and x.dtype == mx.float16:  # x times a norm's weight may be too large for it.
+        return _plain(x, weights, norm, eps, residual, silu, biases, squares, scaled)
+    if norm is not None and x.dtype == mx.float16:
         x, norm = mx.fast.rms_norm(x, norm, eps), None
-    return run(x, weights, norm, eps, residual, silu, biases)
+    return run(x, weights, norm, eps, residual, silu, biases, squares, scaled)
 
 
 def _plain(
@@ -79,17 +88,25 @@ def _plain(
     residual: mx.array | None,
     silu: bool,
     biases: Sequence[mx.array | None],
+    squares: mx.array | None = None,
+    scaled: mx.array | None = None,
 ) -> list[mx.array]:
     """`products` by MLX's own operations."""
     if norm is not None:
         x = mx.fast.rms_norm(x, norm, eps)
+    if squares is not None:
+        x = (x * mx.rsqrt(squares.sum(-1, keepdims=True) / x.shape[-1] + eps)).astype(x.dtype)
     out = [
         x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
         for weight, bias in zip(weights, biases, strict=True)
     ]
     if silu:
         out = [nn.silu(out[0]) * out[1]]
-    return out if residual is None else [out[0] + residual]
+    if residual is not None:
+        out = [out[0] + residual]
+    if scaled is not None:
+        out += [out[0] * scaled, mx.square(out[0].astype(mx.float32)).sum(-1, keepdims=True)]
+    return out
 
 
 def install() -> None:

@@ -23,6 +23,10 @@ CHUNKS = 4
 """Times 32 of K: what a warp adds before it goes on where the other warps' next pieces end."""
 
 
+SQUARES = 16
+"""Results whose squares are added to one number, for the RMSNorm that follows."""
+
+
 class Form(NamedTuple):
     """How the work is dealt out."""
 
@@ -55,14 +59,17 @@ FORMS = {1: Form(1, 1, 2, 4, 2, 2), 2: Form(2, 1, 2, 3, 1, 2), 4: Form(2, 1, 1, 
 _BODY = r"""
 template <typename T> __device__ inline float omlxd_float(T x) { return omlxd_floats<T>(x.bits).x; }
 template <typename T> struct Products {
-  const T *x, *norm, *residual, *w[3], *bias[3];
-  T* y[3];
+  const T *x, *norm, *residual, *scaled, *w[3], *bias[3];
+  const float* squares;
+  T *y[3], *next;
+  float* next_squares;
   int n[3];
-  int rows, k;
+  int rows, k, parts;
   float eps;
 };
 
-template <typename T, int NT, int MT, int G, int KW, int CHM, int CH, int ST, int DB, bool NORM, bool SILU>
+template <typename T, int NT, int MT, int G, int KW, int CHM, int CH, int ST, int DB, bool NORM, bool SILU,
+          bool SQUARES, bool SCALED>
 __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   constexpr int ROWS = 16 * MT * G, COLS = 8 * NT, PAD = ROWS + 4, SUBS = CHM / CH;
   constexpr int WP = CH * MT * 2, STAGE = (WP + CH * NT) * 32;
@@ -73,7 +80,7 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   uint4* ring = omlxd_shared + warp * ST * STAGE + lane;
   const unsigned place = (unsigned)__cvta_generic_to_shared(ring);
   float* sums = reinterpret_cast<float*>(omlxd_shared + KW * G * ST * STAGE);  // [DB][KW][COLS][PAD]
-  float* squares = sums + DB * KW * COLS * PAD;  // [KW][COLS]
+  float* squares = sums + DB * KW * COLS * PAD;  // [KW][COLS]; what a row is multiplied by where SQUARES
   int tiles[3];
   #pragma unroll
   for (int i = 0; i < 3; i++) tiles[i] = (p.n[i] + HALF - 1) / HALF;
@@ -135,6 +142,15 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   #pragma unroll
   for (int s = 0; s < ST - 1; s++) load(s);
 
+  if (SQUARES) {
+    for (int col = warp; col < p.rows; col += KW * G) {
+      float all_of_row = 0.f;
+      for (int i = lane; i < p.parts; i += 32) all_of_row += p.squares[(long)col * p.parts + i];
+      #pragma unroll
+      for (int o = 16; o; o >>= 1) all_of_row += __shfl_xor_sync(~0u, all_of_row, o);
+      if (lane == 0) squares[col] = rsqrtf(all_of_row / p.k + p.eps);
+    }
+  }
   float square[NT];
   #pragma unroll
   for (int t = 0; t < NT; t++) square[t] = 0.f;
@@ -209,33 +225,46 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
     const int n = i == 0 ? p.n[0] : i == 1 ? p.n[1] : p.n[2];
     T* y = i == 0 ? p.y[0] : i == 1 ? p.y[1] : p.y[2];
     const T* bias = i == 0 ? p.bias[0] : i == 1 ? p.bias[1] : p.bias[2];
-    for (int j = threadIdx.x; j < HALF * p.rows; j += 32 * KW * G) {
-      const int col = j / HALF, r = j % HALF, at = t * HALF + r;
-      if (at >= n) continue;
-      float scale = 1.f;
-      if (NORM) {
-        float mean = 0.f;
-        #pragma unroll
-        for (int w = 0; w < KW; w++) mean += squares[w * COLS + col];
-        scale = rsqrtf(mean / p.k + p.eps);
-      }
-      const float* parts = sums + (DB == 1 ? 0 : which & 1) * KW * COLS * PAD + col * PAD;
-      const int first = SILU ? (r >> 3) * 16 + (r & 7) : r;
+    for (int base = 0; base < HALF * p.rows; base += 32 * KW * G) {
+      const int j = base + threadIdx.x, col = j / HALF, r = j % HALF, at = t * HALF + r;
+      const bool is_result = j < HALF * p.rows && at < n;
       float value = 0.f;
-      #pragma unroll
-      for (int w = 0; w < KW; w++) value += parts[w * COLS * PAD + first];
-      value *= scale;
-      if (bias) value += omlxd_float<T>(bias[at]);
-      if (SILU) {
-        float up = 0.f;
+      if (is_result) {
+        float scale = SQUARES ? squares[col] : 1.f;
+        if (NORM) {
+          float mean = 0.f;
+          #pragma unroll
+          for (int w = 0; w < KW; w++) mean += squares[w * COLS + col];
+          scale = rsqrtf(mean / p.k + p.eps);
+        }
+        const float* parts = sums + (DB == 1 ? 0 : which & 1) * KW * COLS * PAD + col * PAD;
+        const int first = SILU ? (r >> 3) * 16 + (r & 7) : r;
         #pragma unroll
-        for (int w = 0; w < KW; w++) up += parts[w * COLS * PAD + first + 8];
-        up *= scale;
-        if (p.bias[1]) up += omlxd_float<T>(p.bias[1][at]);
-        value = value / (1.f + __expf(-value)) * up;
+        for (int w = 0; w < KW; w++) value += parts[w * COLS * PAD + first];
+        value *= scale;
+        if (bias) value += omlxd_float<T>(bias[at]);
+        if (SILU) {
+          float up = 0.f;
+          #pragma unroll
+          for (int w = 0; w < KW; w++) up += parts[w * COLS * PAD + first + 8];
+          up *= scale;
+          if (p.bias[1]) up += omlxd_float<T>(p.bias[1][at]);
+          value = value / (1.f + __expf(-value)) * up;
+        }
+        if (p.residual) value += omlxd_float<T>(p.residual[(long)col * n + at]);
+        const T result = omlxd_round<T>(value);
+        y[(long)col * n + at] = result;
+        if (SCALED) {
+          value = omlxd_float<T>(result);
+          p.next[(long)col * n + at] = omlxd_round<T>(value * omlxd_float<T>(p.scaled[at]));
+        }
       }
-      if (p.residual) value += omlxd_float<T>(p.residual[(long)col * n + at]);
-      y[(long)col * n + at] = omlxd_round<T>(value);
+      if (SCALED) {  // The squares of 16 results, whatever the tile.
+        value *= value;
+        #pragma unroll
+        for (int o = 8; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
+        if (is_result && (r & 15) == 0) p.next_squares[(long)col * ((n + 15) / 16) + at / 16] = value;
+      }
     }
     which++;
   }
@@ -251,25 +280,26 @@ def source_of(
     norm: bool = False,
     residual: bool = False,
     silu: bool = False,
+    squares: bool = False,
+    scaled: bool = False,
 ) -> tuple[str, str]:
     """(function, CUDA source) of a launch with a weight for each of `biases`."""
     form, weights = FORMS[eights], range(len(biases))
-    flags = "".join(str(int(flag)) for flag in (norm, residual, silu, *biases))
+    flags = "".join(str(int(flag)) for flag in (norm, residual, silu, squares, scaled, *biases))
     function = f"omlxd_products_{kind}_{eights}_{flags}"
-    arrays = {"x": "x"} | {f"w{i}": f"w[{i}]" for i in weights}
-    arrays |= {name: name for name, given in (("norm", norm), ("residual", residual)) if given}
-    arrays |= {f"bias{i}": f"bias[{i}]" for i in weights if biases[i]}
-    results = {f"y{i}": f"y[{i}]" for i in weights if not (silu and i)}
-    numbers = {"rows": "rows", "k": "k"} | {f"n{i}": f"n[{i}]" for i in weights}
-    arguments = [
-        *(f"const T* {name}" for name in arrays),
-        *(f"T* {name}" for name in results),
-        *(f"const int {name}" for name in numbers),
-        "const int eps",
-    ]
-    fields = " ".join(f"p.{field} = {name};" for name, field in (arrays | results | numbers).items())
+    one_each = (("norm", norm), ("residual", residual), ("scaled", scaled))
+    parameters = [("const T*", "x", "x"), *(("const T*", f"w{i}", f"w[{i}]") for i in weights)]
+    parameters += [("const T*", name, name) for name, given in one_each if given]
+    parameters += [("const T*", f"bias{i}", f"bias[{i}]") for i in weights if biases[i]]
+    parameters += [("const float*", "squares", "squares")] if squares else []
+    parameters += [("T*", f"y{i}", f"y[{i}]") for i in weights if not (silu and i)]
+    parameters += [("T*", "next", "next"), ("float*", "next_squares", "next_squares")] if scaled else []
+    parameters += [("const int", name, name) for name in ("rows", "k", "parts")]
+    parameters += [("const int", f"n{i}", f"n[{i}]") for i in weights]
+    arguments = [*(f"{kind_of} {name}" for kind_of, name, _ in parameters), "const int eps"]
+    fields = " ".join(f"p.{field} = {name};" for _, name, field in parameters)
     constants = [eights, form.sixteens, form.groups, WARPS, CHUNKS, form.chunks, form.stages, form.buffers]
-    template = ", ".join(str(one).lower() for one in [*constants, norm, silu])
+    template = ", ".join(str(one).lower() for one in [*constants, norm, silu, squares, scaled])
     return function, (
         f"{HEADER}using T = {kind};\n{_BODY}\n"
         f'extern "C" __global__ void __launch_bounds__({32 * WARPS * form.groups}, {form.blocks})\n'
@@ -296,25 +326,29 @@ def _launch(
     residual: bool,
     silu: bool,
     eps: float,
+    parts: int,
+    scaled: bool,
 ) -> Callable[..., list[mx.array]]:
     """One launch as a compiled function: it costs the host 11 microseconds, else 19."""
     rows = math.prod(shape[:-1])
     eights = next(eights for eights in FORMS if rows <= 8 * eights)
     form = FORMS[eights]
-    function, code = _code(TYPES[dtype], eights, biases, norm, residual, silu)
-    outputs = lengths[:1] if silu else lengths
+    function, code = _code(TYPES[dtype], eights, biases, norm, residual, silu, parts > 0, scaled)
     tiles = -(-2 * lengths[0] // form.tile) if silu else sum(-(-length // form.tile) for length in lengths)
     threads = 32 * WARPS * form.groups
     (bits,) = struct.unpack("i", struct.pack("f", eps))  # MLX refuses every float here.
+    outputs = [(length, dtype) for length in (lengths[:1] if silu else lengths)]
+    if scaled:
+        outputs += [(lengths[0], dtype), (-(-lengths[0] // SQUARES), mx.float32)]
 
     def launch(*arrays: mx.array) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=function,
             compiled_source=code,
             inputs=arrays,
-            scalars=[rows, shape[-1], *lengths, bits],
-            output_shapes=[(*shape[:-1], length) for length in outputs],
-            output_dtypes=[dtype] * len(outputs),
+            scalars=[rows, shape[-1], parts, *lengths, bits],
+            output_shapes=[(*shape[:-1], length) for length, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
             grid=(min(tiles, form.blocks * cuda_driver.multiprocessors()) * threads, 1, 1),
             threadgroup=(threads, 1, 1),
             shared_memory=form.shared(eights),
@@ -332,6 +366,8 @@ def run(
     residual: mx.array | None,
     silu: bool,
     biases: Sequence[mx.array | None],
+    squares: mx.array | None = None,
+    scaled: mx.array | None = None,
 ) -> list[mx.array]:
     """`products` by the kernel."""
     launch = _launch(
@@ -343,5 +379,9 @@ def run(
         residual is not None,
         silu,
         eps,
+        0 if squares is None else squares.shape[-1],
+        scaled is not None,
     )
-    return launch(x, *weights, *(one for one in (norm, residual, *biases) if one is not None))
+    # In the order of the arguments that `source_of` writes.
+    given = (norm, residual, scaled, *biases, squares)
+    return launch(x, *weights, *(one for one in given if one is not None))

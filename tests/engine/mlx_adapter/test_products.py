@@ -42,15 +42,20 @@ class Kernel:
         residual: Any,
         silu: bool,
         biases: Any,
+        squares: Any = None,
+        scaled: Any = None,
     ) -> list[mx.array]:
         self.calls.append(tuple(x.shape))
-        rows = x.reshape(-1, x.shape[-1])
-        plain: Any = products._plain
-        out = [plain(row[None], weights, norm, eps, None, silu, biases) for row in rows]
-        if not self.of_one and len(rows) > 1:
+        several: Any = lambda all_rows: all_rows.reshape(-1, 1, all_rows.shape[-1])  # noqa: E731
+        rows = [[None] * len(several(x)) if one is None else several(one) for one in (x, residual, squares)]
+        out = [
+            products._plain(row, weights, norm, eps, more, silu, biases, sums, scaled)
+            for row, more, sums in zip(*rows, strict=True)
+        ]
+        if not self.of_one and len(out) > 1:
             out[0] = [2 * one for one in out[0]]
         results = [mx.concatenate(some).reshape(*x.shape[:-1], -1) for some in zip(*out, strict=True)]
-        return [one * (1 + self.wrong) if residual is None else one + residual for one in results]
+        return [one * (1 + self.wrong) for one in results]
 
 
 @pytest.fixture
@@ -85,6 +90,19 @@ def test_what_it_computes(rows: int, dtype: Any):
     np.testing.assert_allclose(
         exact(out), let / (1 + np.exp(-let)) * (exact(x) @ exact(up[:N]).T), rtol=0.03, atol=2
     )
+
+
+def test_a_norm_in_two_launches():
+    x, weight, norm, residual = drawn(3, 1, K), drawn(N, K), drawn(N), drawn(3, 1, N)
+    out, scaled, squares = products.products(x, [weight], residual=residual, scaled=norm)
+    (want,) = products.products(x, [weight], residual=residual)
+    assert mx.array_equal(out, want) and squares.dtype == mx.float32
+    after = drawn(K, N)
+    (got,) = products.products(scaled, [after], squares=squares, eps=1e-5)
+    (want,) = products.products(out, [after], norm=norm, eps=1e-5)
+    np.testing.assert_allclose(exact(got), exact(want), rtol=0.05, atol=0.3)
+    with pytest.raises(ValueError, match="bfloat16"):
+        products.products(x.astype(mx.float16), [weight], scaled=norm)
 
 
 def test_it_is_in_use_for_few_rows_of_weights_that_were_checked(kernel: Kernel):
@@ -161,11 +179,27 @@ def test_a_loaded_model_answers_as_without(
 
 
 def test_a_source_names_what_its_launch_is_given():
-    plain = products_kernel.source_of("bfloat16", 1, (False,))[0]
-    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True)
+    plain, source = products_kernel.source_of("bfloat16", 1, (False,))
+    head = source[source.index('extern "C"') :]
+    for argument in ("norm", "residual", "squares", "scaled", "next", "bias0", "w1"):
+        assert f" {argument}," not in head
+    function, source = products_kernel.source_of("bfloat16", 2, (True, False), True, True, True, True, True)
     head = source[source.index('extern "C"') :]
     assert function != plain and f"{function}(" in head
-    for argument in ("x", "w0", "w1", "norm", "residual", "bias0", "y0", "n1", "k"):
+    for argument in (
+        "x",
+        "w0",
+        "w1",
+        "norm",
+        "residual",
+        "squares",
+        "scaled",
+        "next",
+        "bias0",
+        "y0",
+        "n1",
+        "k",
+    ):
         assert f" {argument}," in head
     assert "bias1," not in head and "y1" not in head
 
