@@ -2,30 +2,26 @@
 
 import { Answer } from "./answer.js";
 import { button, h, number, say } from "./dom.js";
+import { Images } from "./images.js";
+import { fresh, keep, kept } from "./keep.js";
 import { code } from "./markdown.js";
 import { Refused, events, json, send } from "./net.js";
+import { body, take } from "./request.js";
 
-const STORE = "omlxd.chat";
 const PAGE = 60;
-const MOST_IMAGE_BYTES = 20 << 20;
 const NEAR = 80;
 
-let chat = { session: newSession(), messages: [], options: {} };
+let chat = fresh();
 let models = [];
 let running = null; // {abort, message}
 let following = true; // The view stays at the end, whatever grows.
 let top = 0;
 let shown = PAGE; // messages, from the end
-let images = []; // of the next message
+let images = null;
 let els = {};
 
-function newSession() {
-  const random = crypto.getRandomValues(new Uint32Array(3));
-  return `page-${[...random].map((each) => each.toString(36)).join("")}`;
-}
-
 export function start(section) {
-  restore();
+  chat = { ...chat, ...kept((message) => message?.role in WHO && typeof message.content === "string") };
   els.model = h("select", { id: "chat-model", onchange: modelChanged });
   els.sees = h("span", { class: "hint" });
   els.log = h("div", { class: "log", role: "log", "aria-label": "Conversation" });
@@ -41,7 +37,7 @@ export function start(section) {
   els.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, onchange: chosen });
   els.attach = h("button", { type: "button", class: "quiet", "aria-label": "Add images", title: "Add images", onclick: () => els.file.click() }, "+ Image");
   els.send = h("button", { type: "button", class: "main", onclick: pressed }, "Send");
-  els.images = h("ul", { class: "thumbs", "aria-label": "Images of the next message" });
+  images = new Images(blind, (problem = els.notice.textContent) => { notice(problem); els.text.focus(); });
   els.options = options();
   els.toggle = h("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-controls": "chat-options", onclick: () => {
     els.options.hidden = !els.options.hidden;
@@ -58,7 +54,7 @@ export function start(section) {
     els.options,
     els.scroll,
     h("div", { class: "composer" },
-      els.end, els.notice, els.images,
+      els.end, els.notice, images.element,
       h("label", { class: "unseen", for: "chat-text" }, "Message"),
       h("div", { class: "row" }, els.file, els.attach, els.text, els.send),
       h("p", { class: "hint", id: "chat-keys" }, "Enter sends, Shift+Enter makes a new line, Escape stops.")),
@@ -68,7 +64,7 @@ export function start(section) {
   section.addEventListener("drop", (event) => {
     event.preventDefault();
     section.classList.remove("dropping");
-    addFiles(event.dataTransfer.files);
+    images.add(event.dataTransfer.files);
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running && !section.hidden) stop(); });
   addEventListener("pagehide", () => {
@@ -118,6 +114,7 @@ function options() {
 
 const model = () => models.find((each) => each.id === els.model.value);
 const sees = () => model()?.omlxd.input_modalities.includes("image") ?? false;
+const blind = () => (sees() ? "" : `${model()?.display_name ?? "This model"} reads no images: choose a model that does.`);
 
 function modelChanged() {
   chat.options.model = els.model.value;
@@ -133,45 +130,19 @@ function notice(text) {
 
 // ------------------------------------------------------------------- keeping it
 
-function restore() {
-  try {
-    const { session, messages, options } = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
-    if (typeof session === "string") chat.session = session;
-    if (typeof options === "object") chat.options = { ...options };
-    if (Array.isArray(messages)) chat.messages = messages.filter((each) => each?.role in WHO && typeof each.content === "string");
-  } catch {
-    // What can't be read is no conversation.
-  }
-}
-
-function save() {
-  const without = (name, value) => (name === "images" ? undefined : value);
-  for (const filter of [undefined, without]) {
-    try {
-      sessionStorage.setItem(STORE, JSON.stringify(chat, filter));
-      return;
-    } catch {
-      // Too long for the browser: without its images, or in memory alone.
-    }
-  }
-  try {
-    sessionStorage.removeItem(STORE);
-  } catch {
-    // As above.
-  }
-}
+const save = () => keep(chat);
 
 /** The conversation goes with the key that it was made with. */
 export function forget() {
   stop();
   running = null;
-  chat = { session: newSession(), messages: [], options: {} };
+  chat = fresh();
   save();
 }
 
 function clear() {
   stop();
-  chat = { ...chat, session: newSession(), messages: [] };
+  chat = { ...fresh(), options: chat.options };
   shown = PAGE;
   save();
   draw();
@@ -313,37 +284,6 @@ function add(message) {
 
 // ------------------------------------------------------------------- asking
 
-/** The request for these messages. Raises where the options make none. */
-function body(all) {
-  const { system, temperature, max_tokens, thinking, tools } = chat.options;
-  const messages = all.filter((message) => message.role !== "assistant" || message.content || message.calls?.length).map(asSent);
-  if (system?.trim()) messages.unshift({ role: "system", content: system });
-  const made = { model: els.model.value, messages, stream: true, stream_options: { include_usage: true } };
-  if (temperature) made.temperature = Number(temperature);
-  if (max_tokens) made.max_tokens = Number(max_tokens);
-  if (thinking) made.chat_template_kwargs = { enable_thinking: thinking === "on" };
-  if (tools?.trim()) {
-    try {
-      made.tools = JSON.parse(tools);
-    } catch (error) {
-      throw new Error(`The tools of the options are no JSON: ${error.message}`);
-    }
-  }
-  return made;
-}
-
-function asSent(message) {
-  if (message.role === "tool") return { role: "tool", tool_call_id: message.id, content: message.content };
-  if (message.role === "user") {
-    if (!message.images?.length) return { role: "user", content: message.content };
-    const parts = message.images.map((url) => ({ type: "image_url", image_url: { url } }));
-    return { role: "user", content: message.content ? [...parts, { type: "text", text: message.content }] : parts };
-  }
-  const sent = { role: "assistant", content: message.content };
-  if (message.calls?.length) sent.tool_calls = message.calls.map(({ id, name, text }) => ({ id, type: "function", function: { name, arguments: text } }));
-  return sent;
-}
-
 function pressed(event) {
   if (!running) sendNow();
   else if (event.detail < 2) stop(); // The second click of a double one was meant for Send.
@@ -357,24 +297,23 @@ async function sendNow() {
     return;
   }
   const content = els.text.value.trim();
-  if (!content && !images.length) {
+  if (!content && !images.urls.length) {
     els.text.focus();
     return;
   }
-  const message = { role: "user", content, ...(images.length ? { images } : {}) };
+  const message = { role: "user", content, ...(images.urls.length ? { images: images.urls } : {}) };
   try {
-    body([...chat.messages, message]);
+    body(els.model.value, [...chat.messages, message], chat.options);
   } catch (error) {
     notice(error.message);
     return;
   }
   add(message);
-  images = [];
-  drawImages();
+  images.show([]);
   els.text.value = "";
   grow();
   const refused = await answerNow();
-  if (refused && !els.text.value && !images.length && chat.messages.at(-2) === message) takeBack(message, refused);
+  if (refused && !els.text.value && !images.urls.length && chat.messages.at(-2) === message) takeBack(message, refused);
 }
 
 /** A message that the daemon refused goes back into its field: no later prompt carries it. */
@@ -383,8 +322,7 @@ function takeBack(message, refused) {
   save();
   draw();
   els.text.value = message.content;
-  images = message.images ?? [];
-  drawImages();
+  images.show(message.images ?? []);
   grow();
   notice(refused);
   els.text.focus();
@@ -403,7 +341,7 @@ async function answerNow() {
   let refused = "";
   notice("");
   try {
-    asked = body(chat.messages);
+    asked = body(els.model.value, chat.messages, chat.options);
   } catch (error) {
     notice(error.message);
     return "";
@@ -480,35 +418,6 @@ function waits(view, began) {
   if (!started) view.waits.textContent = `${state && state !== "ready" ? "Loading the model, reading the prompt" : "Reading the prompt"}… ${Math.round((performance.now() - began) / 1000)} s`;
 }
 
-/** True: something of the answer came. */
-function take(message, event) {
-  if (event.error) {
-    message.problem = event.error.message;
-    return false;
-  }
-  const choice = event.choices?.[0];
-  if (choice) {
-    const { delta, finish_reason: reason } = choice;
-    message.content += delta.content ?? "";
-    message.reasoning += delta.reasoning_content ?? "";
-    for (const part of delta.tool_calls ?? []) {
-      const known = (message.calls[part.index] ??= { id: "", name: "", text: "" });
-      known.id ||= part.id ?? "";
-      known.name ||= part.function?.name ?? "";
-      known.text += part.function?.arguments ?? "";
-    }
-    if (reason === "length") message.cut = true;
-  }
-  if (event.usage?.omlxd) {
-    const { usage } = event;
-    message.usage = {
-      own: usage.omlxd, prompt: usage.prompt_tokens, completion: usage.completion_tokens,
-      reasoning: usage.completion_tokens_details?.reasoning_tokens ?? 0,
-    };
-  }
-  return Boolean(choice && (choice.delta.content || choice.delta.reasoning_content || choice.delta.tool_calls));
-}
-
 // ------------------------------------------------------------------- what is typed, pasted, dropped
 
 function typed(event) {
@@ -527,36 +436,11 @@ function grow() {
 function pasted(event) {
   if (event.clipboardData.files.length) {
     event.preventDefault();
-    addFiles(event.clipboardData.files);
+    images.add(event.clipboardData.files);
   }
 }
 
 function chosen() {
-  addFiles(els.file.files);
+  images.add(els.file.files);
   els.file.value = "";
-}
-
-async function addFiles(files) {
-  notice("");
-  for (const file of files) {
-    if (!file.type.startsWith("image/")) notice(`${file.name} is no image.`);
-    else if (!sees()) notice(`${model()?.display_name ?? "This model"} reads no images: choose a model that does.`);
-    else if (file.size > MOST_IMAGE_BYTES) notice(`${file.name} is larger than 20 MiB.`);
-    else images.push(await asUrl(file));
-  }
-  drawImages();
-  els.text.focus();
-}
-
-const asUrl = (file) => new Promise((resolve, reject) => {
-  const reader = new FileReader();
-  reader.onload = () => resolve(reader.result);
-  reader.onerror = () => reject(reader.error);
-  reader.readAsDataURL(file);
-});
-
-function drawImages() {
-  els.images.replaceChildren(...images.map((url, at) => h("li", {}, h("img", { src: url, alt: `Image ${at + 1}` }),
-    button("×", () => { images.splice(at, 1); drawImages(); els.text.focus(); }, { class: "quiet", "aria-label": `Remove image ${at + 1}` }))));
-  els.images.hidden = !images.length;
 }
