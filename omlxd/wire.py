@@ -29,7 +29,6 @@ work gets done, for as long as it does.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Union
 
 import msgspec
@@ -42,9 +41,9 @@ from .chat import (
     RawPrompt,
     Struct,
     Vectors,
-    plain_texts,
 )
-from .errors import PromptTooLong
+from .explanation import Explanation
+from .token_bytes import TokenBytes
 
 MAX_FRAME = 256 * 1024 * 1024
 """Bytes. A request body is at most 32 MiB (the front's limit), so this only stops nonsense."""
@@ -273,56 +272,6 @@ class LoadProgress(Struct, frozen=True, tag="load_progress"):
     stage: str
 
 
-FILLER = b" \t\r\n\x0b\x0c!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-_SLICE = 1 << 20
-"""Characters that are counted before other threads get their turn."""
-
-
-COUNTED_CONTEXTS = 4
-"""Clients count what they may then shorten; a prompt of more contexts than this is too long to be counted."""
-
-
-class TokenBytes(Struct, frozen=True):
-    """The most bytes of text that one token of a model stands for; 0: nobody knows.
-
-    word  without `FILLER`: runs of blanks and dashes are tokens of 128 bytes and more in many vocabularies
-    any   with it; 0 too where the tokenizer may drop blanks
-    """
-
-    word: float = 0.0
-    any: float = 0.0
-
-    def check(self, prompt: Conversation | RawPrompt, most: int) -> None:
-        """Raise PromptTooLong for a prompt that surely has more than `most` tokens."""
-        if isinstance(prompt, RawPrompt):
-            self.check_texts([prompt.text], most)
-        elif len(prompt.messages) > most:
-            raise PromptTooLong(len(prompt.messages), most, least=True)
-        else:
-            self.check_texts(plain_texts(prompt), most, trimmed=True)
-
-    def check_texts(self, texts: list[str], most: int, *, trimmed: bool = False) -> None:
-        """The same of `texts` that stand in a prompt. `trimmed`: without blanks at their ends."""
-        if sum(map(len, texts)) > 2 * most:
-            least = self.least(texts, trimmed=trimmed, enough=COUNTED_CONTEXTS * most)
-            if least > most:
-                raise PromptTooLong(least, most, least=True)
-
-    def least(self, texts: list[str], *, trimmed: bool = False, enough: float = math.inf) -> int:
-        """Tokens that `texts` have at least; 0 if nobody knows. No more than `enough` are counted."""
-        least = 0.0
-        words = total = 0
-        for text in texts:
-            for at in range(0, len(text) if self.word else 0, _SLICE):
-                piece = text[at : at + _SLICE].encode(errors="replace")
-                total += len(piece)
-                words += len(piece.translate(None, FILLER))
-                least = max(words / self.word, total / self.any if self.any and not trimmed else 0.0)
-                if least > enough:
-                    return int(least)
-        return int(least)
-
-
 class ModelInfo(Struct, frozen=True):
     """What a loaded model is. `kv_reuse` empty: prefixes are reused; else the reason why not.
 
@@ -376,77 +325,21 @@ class Events(Struct, frozen=True, tag="events"):
     events: tuple[tuple[int, Event], ...]
 
 
-class Counted(Struct, frozen=True, tag="counted"):
+class Answer(Struct, frozen=True):
     id: int
-    tokens: int
+    result: Any
 
 
-class OtherNamespace(Struct, frozen=True):
-    """KV of the same model that was made otherwise: it holds `tokens` of the prompt.
-
-    differs  what else is not the same: weights, block size, versions, …; empty where nobody knows
-    adapter  whose it is, in words, where it is not of the adapter that was asked; "": of that one, or unknown
-    """
-
-    name: str
-    tokens: int
-    differs: tuple[str, ...] = ()
-    adapter: str = ""
+class Counted(Answer, frozen=True, tag="counted"):
+    result: int
 
 
-class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
-    """Why a prompt's cached prefix ends where it does. Counts and positions in tokens.
-
-    cause         none             nothing missed
-                  reuse_off        prefixes are not reused: `reason`
-                  differs          another text stands stored there: `stored`
-                  other_image      another image stands stored there
-                  never_stored     no other text stands there either
-                  other_namespace  it is there, but made otherwise: `elsewhere`
-                  no_checkpoint    the blocks are there, the state that stands only at a position is not
-                  evicted, damaged, cleared  the file was there and is gone (the front fills this in)
-    chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
-    position      of the first token that differs, else of the first missing block
-    missing       path of that block's file, relative to the cache dir
-    other_image   at `position`, whatever the cause: another image stands stored there than `image`, which
-                  names that of the prompt
-    before, prompt  text around `position`; `stored`: what stands stored instead of `prompt`
-    stored_used, gone_at  seconds since 1970
-    looked, complete  files whose headers were read for `stored`, and whether these were all
-    files         that it is restored from, root first: blocks, checkpoints, records of turns; if asked for
-    """
-
-    cause: str
-    prompt_tokens: int = 0
-    block_size: int = 0
-    namespace: str = ""
-    hot_tokens: int = 0
-    cold_tokens: int = 0
-    chain_tokens: int = 0
-    position: int = 0
-    reason: str = ""
-    missing: str = ""
-    before: str = ""
-    prompt: str = ""
-    stored: str = ""
-    stored_used: float = 0.0
-    gone_at: float = 0.0
-    elsewhere: tuple[OtherNamespace, ...] = ()
-    looked: int = 0
-    complete: bool = True
-    other_image: bool = False
-    image: str = ""
-    files: tuple[str, ...] = ()
+class Explained(Answer, frozen=True, tag="explained"):
+    result: Explanation
 
 
-class Explained(Struct, frozen=True, tag="explained"):
-    id: int
-    explanation: Explanation
-
-
-class Embedded(Struct, frozen=True, tag="embedded"):
-    id: int
-    vectors: Vectors
+class Embedded(Answer, frozen=True, tag="embedded"):
+    result: Vectors
 
 
 class Stats(Struct, frozen=True, tag="stats"):

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERYBODY = ("chat.py", "wire.py", "errors.py")
+EVERYBODY = ("chat.py", "wire.py", "errors.py", "explanation.py", "token_bytes.py")
 """Files of omlxd/ that every room imports. Their tests: those of api/, which are the fastest to use them."""
 READERS = ("tests/config/test_config.py", "tests/tools/test_documents.py")
 """Tests that read documents and example files."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..wire import Explanation
+from ..explanation import Explanation
 
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 """Of a model. An owner names the model; a client may leave it out."""

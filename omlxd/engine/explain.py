@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from .. import wire
 from ..chat import GenerateRequest
 from ..errors import OmlxdError
+from ..explanation import Explanation, OtherNamespace
 from ..kv.checkpoint import checkpoint_name
 from ..kv.files.children import Child, children
 from ..kv.files.namespace import NamespaceInfo, read_namespace
@@ -67,7 +67,7 @@ class Explainer:
     model_path: str
     reuse_off: str = ""
 
-    def explain_request(self, request: GenerateRequest, reached: int = -1) -> wire.Explanation:
+    def explain_request(self, request: GenerateRequest, reached: int = -1) -> Explanation:
         """`reached`: tokens that were cached when the request ran; -1: look at what is stored now.
 
         Raises OmlxdError for a prompt that can't be rendered.
@@ -81,7 +81,7 @@ class Explainer:
         chain = len(tiers)
         usable = self._usable(hashes, chain) if reached < 0 else chain
         cause = "none" if usable == len(hashes) else "never_stored"
-        explanation = wire.Explanation(
+        explanation = Explanation(
             cause=cause,
             prompt_tokens=len(tokens),
             block_size=size,
@@ -114,7 +114,7 @@ class Explainer:
     def _chain(self, hashes: Sequence[BlockHash]) -> list[str]:
         return [*takewhile(bool, map(self.where, hashes))]
 
-    def files_of(self, request: GenerateRequest) -> wire.Explanation:
+    def files_of(self, request: GenerateRequest) -> Explanation:
         """The files that `request` is restored from now; nothing of why it misses. Raises OmlxdError."""
         tokens, keys, _ = self.prompt_of(request)
         hashes = hash_blocks(chain_root(self.namespace, request.cache_salt), tokens, self.block_size, keys)
@@ -122,7 +122,7 @@ class Explainer:
         stands = self.stands
         names = chain if stands is None else [*chain, *map(checkpoint_name, filter(stands, chain))]
         files = tuple(block_path(self.namespace, name) for name in names)
-        return wire.Explanation("none", len(tokens), chain_tokens=len(chain) * self.block_size, files=files)
+        return Explanation("none", len(tokens), chain_tokens=len(chain) * self.block_size, files=files)
 
     def _usable(self, hashes: Sequence[BlockHash], chain: int) -> int:
         """Blocks that a request could begin from: up to the deepest checkpoint, where one is needed."""
@@ -144,13 +144,13 @@ class Explainer:
 
     def _beside(
         self,
-        explanation: wire.Explanation,
+        explanation: Explanation,
         tokens: Sequence[int],
         keys: ExtraKeys,
         chain: Sequence[BlockHash],
         first: int,
         end: int,
-    ) -> wire.Explanation:
+    ) -> Explanation:
         """The stored block that has most in common with the prompt's own of the same parent.
 
         chain       the root, then the prompt's blocks
@@ -199,12 +199,12 @@ class Explainer:
 
     def _elsewhere(
         self, tokens: Sequence[int], keys: ExtraKeys, request: GenerateRequest, chain: int
-    ) -> tuple[wire.OtherNamespace, ...]:
+    ) -> tuple[OtherNamespace, ...]:
         """Namespaces of the same model that reach further than ours, and in what they differ."""
         if self.root is None:
             return ()
         own = read_namespace(self.root, namespace_dir(self.namespace))
-        others: list[wire.OtherNamespace] = []
+        others: list[OtherNamespace] = []
         for info in _namespaces(self.root):
             if info.facts_digest == self.namespace.hex() or not self._same_model(info):
                 continue
@@ -219,7 +219,7 @@ class Explainer:
                 whose = _whose(info, own) if own and "adapter" in differs else ""
                 differs.pop("adapter", None)
                 others.append(
-                    wire.OtherNamespace(namespace_dir(other), held, tuple(differs.values()), adapter=whose)
+                    OtherNamespace(namespace_dir(other), held, tuple(differs.values()), adapter=whose)
                 )
         return tuple(sorted(others, key=lambda other: -other.tokens))
 
@@ -287,7 +287,7 @@ class Offline(msgspec.Struct):
     model: str = ""
 
 
-def offline(asked: Offline) -> wire.Explanation:
+def offline(asked: Offline) -> Explanation:
     """As an engine of that model would explain it, knowing only what lies on disk. Raises OmlxdError."""
     root = Path(asked.root)
     infos = [info for info in _namespaces(root) if not asked.model or _is_called(info, asked.model)]

@@ -21,9 +21,11 @@ from .. import wire
 from ..chat import Conversation, GenerateRequest, RawPrompt, first_image
 from ..common.units import CPU_SLOTS, SLOTS
 from ..errors import InvalidRequest, ModelError, PromptTooLong, bad_field
+from ..explanation import Explanation
 from ..kv.cold.writer import Lease
 from ..kv.hashing import chain_root, hash_blocks
 from ..models.footprint import footprint
+from ..token_bytes import COUNTED_CONTEXTS
 from . import mlx_adapter
 from .adapters import Adapters, Served
 from .constrain.constraint import Constraint, ConstraintCompiler
@@ -156,7 +158,7 @@ class EngineHost:
         """Prompt tokens of `prompt` in `session`; `id`: of the question. Raises OmlxdError."""
         served = self.adapters.of_request(id)
         most = self.loaded.context_length - 1
-        refuse = wire.COUNTED_CONTEXTS * most
+        refuse = COUNTED_CONTEXTS * most
         try:
             rendered = self.prompts.render(
                 prompt, scope=Scope(session, served.salt("")), most=most, refuse=refuse
@@ -343,11 +345,11 @@ class EngineHost:
     def _context(self, request: GenerateRequest) -> int:
         return min(request.context_limit or self.loaded.context_length, self.loaded.context_length)
 
-    def explain(self, id: int, request: GenerateRequest, reached: int) -> wire.Explanation:
+    def explain(self, id: int, request: GenerateRequest, reached: int) -> Explanation:
         """Why `request` misses where it does; see engine/explain.py. Any thread. Raises OmlxdError."""
         return self._explainer(id, lambda rendered: None).explain_request(request, reached)
 
-    def cached_files(self, id: int, request: GenerateRequest) -> wire.Explanation:
+    def cached_files(self, id: int, request: GenerateRequest) -> Explanation:
         """Which files `request` is restored from now, records of its turns last. Raises OmlxdError."""
         records: list[str] = []
 

@@ -318,7 +318,7 @@ class EngineService:
 
     def _count(self, message: wire.Count) -> None:
         tokens = self._host.result().count(message.prompt, message.session, message.id)
-        self._send(wire.Counted(id=message.id, tokens=tokens))
+        self._send(wire.Counted(id=message.id, result=tokens))
 
     def _explain(self, message: wire.Explain) -> None:
         host = self._host.result()
@@ -326,7 +326,7 @@ class EngineService:
             explanation = host.cached_files(message.id, message.request)
         else:
             explanation = host.explain(message.id, message.request, message.reached)
-        self._send(wire.Explained(id=message.id, explanation=explanation))
+        self._send(wire.Explained(id=message.id, result=explanation))
 
     def _add(self, message: wire.LoadAdapter) -> None:
         try:

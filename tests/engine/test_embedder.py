@@ -132,7 +132,7 @@ def host(tmp_path_factory: pytest.TempPathFactory):
 
 
 def rows(embedded: wire.Embedded) -> np.ndarray:
-    return np.frombuffer(embedded.vectors.values, "<f4").reshape(-1, embedded.vectors.width)
+    return np.frombuffer(embedded.result.values, "<f4").reshape(-1, embedded.result.width)
 
 
 def test_a_batch_is_progress(host: Host):
@@ -150,7 +150,7 @@ def test_a_request_comes_back_in_its_order_whatever_its_batches(host: Host, monk
     embedded = host.ask(texts=tuple(TEXTS))
     assert host.host.steps - before > 2 and np.abs(rows(embedded) - whole).max() < 2e-6
     counts = [host.host.count(RawPrompt(text)) for text in TEXTS]
-    assert embedded.vectors.tokens == sum(counts)
+    assert embedded.result.tokens == sum(counts)
     ids = tuple(tuple(host.host._embedder.tokens(text)[0]) for text in TEXTS)
     assert np.abs(rows(host.ask(tokens=ids)) - whole).max() < 2e-6
 
@@ -174,7 +174,7 @@ def test_a_text_that_is_too_long_is_refused_or_cut(host: Host):
     with pytest.raises(InvalidRequest, match=r"input.1: \d+ tokens, and 96 are the most"):
         host.ask(texts=("a", long))
     cut = host.ask(texts=(long,), truncate=True)
-    assert cut.vectors.tokens == 96
+    assert cut.result.tokens == 96
     for tokens in ((), (1,) * 97, (9999,)):
         with pytest.raises(InvalidRequest, match=r"input\.0"):
             host.ask(tokens=(tokens,))

@@ -173,7 +173,7 @@ def test_short_prompts_and_figures_wait_for_no_long_prompt(
     ours.sendall(wire.encode(wire.Count(id=5, prompt=RawPrompt(text="short"))))
     ours.sendall(wire.encode(wire.GetStats(id=6)))
     hear(5, 6)
-    assert heard[5].tokens == 5 and heard[6].values["steps"] == 1 and heard.keys() == {0, 5, 6}
+    assert heard[5].result == 5 and heard[6].values["steps"] == 1 and heard.keys() == {0, 5, 6}
     Busy.may.set()
     hear(1, 2, 3, 4)
     ours.sendall(wire.encode(wire.Quit(deadline_s=60.0)))

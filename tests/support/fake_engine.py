@@ -33,6 +33,7 @@ from omlxd.chat import (
     Vectors,
 )
 from omlxd.errors import Unavailable
+from omlxd.explanation import Explanation
 from omlxd.front.app import create_app
 from omlxd.front.engines.cold_ledger import ColdLedger
 from omlxd.front.engines.model import Card
@@ -101,7 +102,7 @@ class FakeEngine:
         self.trouble = ""
         self.is_refused = False
         self.shares = ""
-        self.explanation = wire.Explanation(cause="none")
+        self.explanation = Explanation(cause="none")
         self.values: dict[str, float] | None = {}
         self.script = tuple(script)
         self.tokens = tokens
@@ -186,11 +187,11 @@ class FakeEngine:
             array("f", [value for row in rows for value in row[:width]]).tobytes(), width, len(rows)
         )
 
-    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
         self.explained = (request, reached)
         return self.explanation
 
-    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+    async def cached_files(self, request: GenerateRequest) -> Explanation:
         return self.explanation
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:

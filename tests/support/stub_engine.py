@@ -103,7 +103,7 @@ class Stub:
             self.note(f"cancel {message.id}")
         elif isinstance(message, wire.Count):
             assert isinstance(message.prompt, RawPrompt)
-            self.send(wire.Counted(id=message.id, tokens=len(message.prompt.text.split())))
+            self.send(wire.Counted(id=message.id, result=len(message.prompt.text.split())))
         elif isinstance(message, wire.GetStats):
             self.send(
                 wire.Stats(id=message.id, values={"cancels": float(len(self.cancelled)), **self.memory()})

@@ -17,7 +17,7 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError, OmlxdError
-from ...wire import Explanation, OtherNamespace
+from ...explanation import Explanation, OtherNamespace
 from ..daemon_client import NoDaemon, find_daemon
 from ..owner_api import RecentList, RequestLine, WhyMiss, WhyMissBody
 from ..status import as_json, table

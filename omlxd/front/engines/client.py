@@ -18,6 +18,7 @@ from typing import Any
 from ... import wire
 from ...chat import Conversation, EmbedRequest, Failed, Finished, GenerateRequest, RawPrompt, Vectors
 from ...errors import NotNow, Unavailable
+from ...explanation import Explanation
 from .in_flight import EngineStream, InFlight, Request, settle
 from .supervisor import UNLOAD_S, Spawn, State, Supervisor
 
@@ -97,11 +98,11 @@ class EngineProcess:
         """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Count(id=id, prompt=prompt, session=session))
 
-    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
         """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Explain(id=id, request=request, reached=reached))
 
-    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+    async def cached_files(self, request: GenerateRequest) -> Explanation:
         """Which files `request` is restored from now. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Explain(id=id, request=request, files=True))
 
@@ -286,12 +287,8 @@ class EngineProcess:
         if isinstance(message, wire.Events):
             for id, event in message.events:
                 self._answer(id, event)
-        elif isinstance(message, wire.Counted):
-            self._answer(message.id, message.tokens)
-        elif isinstance(message, wire.Explained):
-            self._answer(message.id, message.explanation)
-        elif isinstance(message, wire.Embedded):
-            self._answer(message.id, message.vectors)
+        elif isinstance(message, wire.Answer):
+            self._answer(message.id, message.result)
         elif isinstance(message, wire.Stats):
             self._answer(message.id, message)
         elif isinstance(message, wire.Wants):

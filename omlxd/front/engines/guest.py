@@ -118,7 +118,7 @@ def to_guests(guests: dict[int, GuestLink], message: Any) -> Any:
         return wire.Events(events=tuple(own)) if own else None
     if isinstance(message, (wire.Loaded, wire.LoadFailed, wire.AdapterDropped)):
         channel = message.channel
-    elif isinstance(message, (wire.Counted, wire.Explained, wire.Stats)):
+    elif isinstance(message, (wire.Answer, wire.Stats)):
         channel = message.id // wire.CHANNEL
     else:
         return message

@@ -13,9 +13,11 @@ from ... import wire
 from ...chat import Conversation, EmbedRequest, GenerateRequest, RawPrompt, Struct, Vectors
 from ...config import NEXT_LOAD, SAMPLING, ModelSettings, Settings
 from ...errors import NotFound, PromptTooLong
+from ...explanation import Explanation
 from ...models.adapters import adapter_bytes
 from ...models.catalog import Description, InstalledModel, describe
 from ...models.footprint import Footprint, footprint
+from ...token_bytes import COUNTED_CONTEXTS
 from .client import EngineProcess
 from .in_flight import EngineStream
 from .names import basename
@@ -289,16 +291,16 @@ class ModelEngine:
         if self.info is not None:
             most = self.info.context_length - 1
             try:
-                self.info.token_bytes.check(prompt, wire.COUNTED_CONTEXTS * most)
+                self.info.token_bytes.check(prompt, COUNTED_CONTEXTS * most)
             except PromptTooLong as error:
                 raise PromptTooLong(error.tokens, most, least=True) from None
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
-    async def explain(self, request: GenerateRequest, reached: int) -> wire.Explanation:
+    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
         self._check()
         return await self.process.explain(with_settings(request, self.settings), reached)
 
-    async def cached_files(self, request: GenerateRequest) -> wire.Explanation:
+    async def cached_files(self, request: GenerateRequest) -> Explanation:
         self._check()
         return await self.process.cached_files(with_settings(request, self.settings))
 

@@ -403,7 +403,7 @@ class Supervisor:
     def _handle(self, life: _Life, message: Any) -> None:
         if self.guests and (message := to_guests(self.guests, message)) is None:
             return
-        if isinstance(message, (wire.Events, wire.Counted, wire.Explained, wire.Embedded)):
+        if isinstance(message, (wire.Events, wire.Answer)):
             life.heard += 1
             self._on_message(message)
         elif isinstance(message, (wire.Stats, wire.Wants)):

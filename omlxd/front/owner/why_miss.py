@@ -14,7 +14,7 @@ from ...api.body import ParsedRequest
 from ...chat import GenerateRequest
 from ...cli.owner_api import LAST, RecentList, RequestLine, WhyMiss, WhyMissBody
 from ...errors import InvalidRequest, NotFound, bad_field
-from ...wire import Explanation
+from ...explanation import Explanation
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
 from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect

@@ -24,6 +24,7 @@ from omlxd.cli.cache.why_miss import as_text
 from omlxd.cli.owner_api import WhyMiss
 from omlxd.engine.explain import Explainer, Placed
 from omlxd.errors import ConfigError
+from omlxd.explanation import Explanation
 from omlxd.front.app import create_app
 from omlxd.front.http.recent_requests import RecentRequests
 from omlxd.front.http.trace import RequestTrace
@@ -34,7 +35,6 @@ from omlxd.kv.files.namespace import NamespaceInfo, describe_namespace
 from omlxd.kv.files.paths import block_path
 from omlxd.kv.hashing import ExtraKey, chain_root, hash_blocks, namespace_of
 from omlxd.kv.ledger.evicted_log import EvictedLog
-from omlxd.wire import Explanation
 
 CHAT = "/v1/chat/completions"
 SIZE = 4
