@@ -75,10 +75,8 @@ class EnginePool:
         self._guard = MemoryGuard(
             self, self.book, settings.memory_limit_bytes, settings.hot_cache_bytes, room_wait_s
         )
-        self._first = next(iter(self.models()), None) if self._starts_with_one() else None
-
-    def _starts_with_one(self) -> bool:
-        return bool(self._settings.model) or self._settings.model_dir is None
+        starts_with_one = settings.model or settings.model_dir is None
+        self._first = next(iter(self.models()), None) if starts_with_one else None
 
     # ----------------------------------------------------------------- names
 
@@ -171,7 +169,8 @@ class EnginePool:
 
     def resolve(self, model_name: str) -> ModelEngine:
         """The engine that serves `model_name`, see `resolve_name`. Raises OmlxdError."""
-        return self._meant(model_name, self.models())
+        ids, default = [engine.model_id for engine in self.models()], self.default()
+        return self._engines[resolve_name(model_name, ids, default and default.model_id, self.aliases())]
 
     async def find_engine(self, model_name: str) -> ModelEngine:
         """As `resolve`, but looks at the folders again for a model that is not there."""
@@ -184,11 +183,6 @@ class EnginePool:
             engine = self.resolve(model_name)
         await take_up_changes(engine)
         return engine
-
-    def _meant(self, model_name: str, engines: Sequence[ModelEngine]) -> ModelEngine:
-        ids, default = [engine.model_id for engine in engines], self.default()
-        id = resolve_name(model_name, ids, default and default.model_id, self.aliases())
-        return self._engines[id]
 
     # ----------------------------------------------------------------- what the owner may do
 

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -48,7 +48,6 @@ Spawn = Callable[[], Awaitable[tuple[Link, wire.Load]]]
 Guard = Callable[[wire.Device], Awaitable[wire.Budget]]
 
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-LOAD_ATTEMPTS = 3
 HOLD_S = 60.0
 """Clients give up at once on a retry-after above 60."""
 MOST_STALLS = 4
@@ -56,51 +55,6 @@ MOST_STALLS = 4
 
 UNLOAD_S = 60.0
 """How long an engine that unloads may write the blocks that it has not written yet."""
-
-
-class OnLost(Protocol):
-    def __call__(self, failed: Failed, was_ready: bool) -> None: ...
-
-
-@dataclass(slots=True)
-class Restarts:
-    """When a process that ended may start again, and how long the next one may be silent.
-
-    backoff_s  seconds before the first restart, the second, …; the last holds for all further ones
-    hold_s     seconds for which a model whose loads failed is refused
-    stall_s    seconds without progress after which an engine that has work is ended; 0: never
-    """
-
-    backoffs_s: Sequence[float]
-    hold_s: float
-    stall_s: float
-    ended_at: float = -math.inf
-    ends_in_a_row: int = 0
-    failed_loads: int = 0
-    stalls: int = 0
-
-    @property
-    def backoff_s(self) -> float:
-        """Seconds between the last end and the next start."""
-        if self.ends_in_a_row == 0:
-            return 0.0
-        return self.backoffs_s[min(self.ends_in_a_row, len(self.backoffs_s)) - 1]
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds that the next process may be silent; 0: for ever."""
-        return self.stall_s * 2**self.stalls
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds from now until it may start; not above 0: at once."""
-        return self.ended_at + self.backoff_s - time.monotonic()
-
-    @property
-    def hold_left_s(self) -> float:
-        """Seconds for which requests are refused because loads failed; not above 0: they are not."""
-        held = self.failed_loads >= LOAD_ATTEMPTS
-        return self.ended_at + self.hold_s - time.monotonic() if held else 0.0
 
 
 @dataclass(slots=True)
@@ -128,7 +82,7 @@ class Supervisor:
 
     spawn()       starts a process; may take long (a download) and raise OmlxdError or OSError
     on_ready()    called when the engine serves
-    on_lost()     called when its process ended by itself, or did not start
+    on_lost()     called with the reason, and whether it was ready, when its process ended or did not start
     on_message()  called with each message about requests, statistics and memory
     on_change()   called when the state changes
     has_work()    whether anybody waits for the engine
@@ -142,7 +96,7 @@ class Supervisor:
         spawn: Spawn,
         *,
         on_ready: Callable[[], None],
-        on_lost: OnLost,
+        on_lost: Callable[[Failed, bool], None],
         on_message: Callable[[Any], None],
         on_change: Callable[[], None],
         has_work: Callable[[], bool],
@@ -160,7 +114,7 @@ class Supervisor:
         self.deaths = 0
         self.link: Link | None = None
         self.guests: dict[int, GuestLink] = {}
-        self.restarts = Restarts(tuple(backoff_s), hold_s, stall_s)
+        self.restarts = watch.Restarts(tuple(backoff_s), hold_s, stall_s)
         self._has_work = has_work
         self._on_message = on_message
         self._on_ready = on_ready

@@ -1,11 +1,13 @@
-"""Watches over an engine process: whether its work makes progress, and what memory its load takes."""
+"""Watches over an engine process: whether its work makes progress, what its load takes, how often it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,6 +23,9 @@ SLOW_CHUNKS = 4.0
 LOAD_LOOK_S = 0.25
 LOAD_SPARE_BYTES = 2 << 30
 """Bytes that a load may take beyond twice what the model's files need."""
+
+
+LOAD_ATTEMPTS = 3
 
 
 async def stalled(progress: Callable[[], object], stall_s: float) -> float:
@@ -77,3 +82,44 @@ async def overgrown(pid: int, folder: Path, loads: Callable[[], bool], float32: 
                 return f"it took {human(took)} while it loaded; its files need {human(need)}"
             await asyncio.sleep(LOAD_LOOK_S)
     return ""
+
+
+@dataclass(slots=True)
+class Restarts:
+    """When a process that ended may start again, and how long the next one may be silent.
+
+    backoff_s  seconds before the first restart, the second, …; the last holds for all further ones
+    hold_s     seconds for which a model whose loads failed is refused
+    stall_s    seconds without progress after which an engine that has work is ended; 0: never
+    """
+
+    backoffs_s: Sequence[float]
+    hold_s: float
+    stall_s: float
+    ended_at: float = -math.inf
+    ends_in_a_row: int = 0
+    failed_loads: int = 0
+    stalls: int = 0
+
+    @property
+    def backoff_s(self) -> float:
+        """Seconds between the last end and the next start."""
+        if self.ends_in_a_row == 0:
+            return 0.0
+        return self.backoffs_s[min(self.ends_in_a_row, len(self.backoffs_s)) - 1]
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds that the next process may be silent; 0: for ever."""
+        return self.stall_s * 2**self.stalls
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds from now until it may start; not above 0: at once."""
+        return self.ended_at + self.backoff_s - time.monotonic()
+
+    @property
+    def hold_left_s(self) -> float:
+        """Seconds for which requests are refused because loads failed; not above 0: they are not."""
+        held = self.failed_loads >= LOAD_ATTEMPTS
+        return self.ended_at + self.hold_s - time.monotonic() if held else 0.0
