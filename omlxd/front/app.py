@@ -42,7 +42,7 @@ from .http.generation import (
     OPENAI_CHAT,
     OPENAI_COMPLETIONS,
     SCORE,
-    Dialect,
+    AnyDialect,
     GenerationResponse,
     InputTokens,
     Parse,
@@ -187,12 +187,14 @@ class _Prompted:
         self._recent = recent
         self._large = asyncio.Semaphore(1)
 
-    def answered(self, path: str, dialect: Dialect, summary: str) -> Operation:
+    def answered(self, path: str, dialect: AnyDialect, summary: str) -> Operation:
         answer = partial(self._generate, dialect=dialect)
         described = {"body": dialect.body, "answer": dialect.answer, "stream": dialect.stream_type}
         return Operation("POST", path, answer, summary, **described)
 
-    def counted(self, path: str, dialect: Dialect, summary: str, answer: Callable[[int], Any]) -> Operation:
+    def counted(
+        self, path: str, dialect: AnyDialect, summary: str, answer: Callable[[int], Any]
+    ) -> Operation:
         """`answer` takes the tokens of the prompt."""
 
         async def count(request: Request) -> Response:
@@ -204,7 +206,7 @@ class _Prompted:
 
         return Operation("POST", path, count, summary, body=dialect.body, answer=answer)
 
-    async def _generate(self, request: Request, dialect: Dialect) -> GenerationResponse | Response:
+    async def _generate(self, request: Request, dialect: AnyDialect) -> GenerationResponse | Response:
         size, parsed = await self._parsed(request, dialect.parse)
         parsed = with_timeout(parsed, request.headers)
         trace_of(request.scope).model = parsed.model
@@ -232,7 +234,7 @@ class _Prompted:
         check_images(engine, self._engines.models(), prompt)
         return engine
 
-    async def _parsed(self, request: Request, parse: Parse) -> tuple[int, ParsedRequest]:
+    async def _parsed(self, request: Request, parse: Parse[ParsedRequest]) -> tuple[int, ParsedRequest]:
         """Bytes of the body, and what `parse` makes of it. A thread parses large bodies, one at a time."""
         pieces = [piece async for piece in request.stream()]
         size = sum(map(len, pieces))

@@ -187,11 +187,8 @@ class FakeEngine:
             array("f", [value for row in rows for value in row[:width]]).tobytes(), width, len(rows)
         )
 
-    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
+    async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
         self.explained = (request, reached)
-        return self.explanation
-
-    async def cached_files(self, request: GenerateRequest) -> Explanation:
         return self.explanation
 
     async def stats(self, trim: bool = False, reset_peak: bool = False) -> wire.Stats | None:

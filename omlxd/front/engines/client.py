@@ -98,13 +98,9 @@ class EngineProcess:
         """Tokens of `prompt` as `generate` would render it. Raises OmlxdError."""
         return await self._ask(lambda id: wire.Count(id=id, prompt=prompt, session=session))
 
-    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
-        """Why `request` misses, or missed after `reached` tokens. Raises OmlxdError."""
-        return await self._ask(lambda id: wire.Explain(id=id, request=request, reached=reached))
-
-    async def cached_files(self, request: GenerateRequest) -> Explanation:
-        """Which files `request` is restored from now. Raises OmlxdError."""
-        return await self._ask(lambda id: wire.Explain(id=id, request=request, files=True))
+    async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
+        """As `wire.Explain`. Raises OmlxdError."""
+        return await self._ask(lambda id: wire.Explain(id, request, reached, files))
 
     async def embed(self, request: EmbedRequest) -> Vectors:
         """Vectors or scores of texts. Raises OmlxdError."""

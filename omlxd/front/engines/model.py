@@ -296,13 +296,10 @@ class ModelEngine:
                 raise PromptTooLong(error.tokens, most, least=True) from None
         return await self.process.count_tokens(prompt_with_settings(prompt, self.settings), session)
 
-    async def explain(self, request: GenerateRequest, reached: int) -> Explanation:
+    async def explain(self, request: GenerateRequest, reached: int = -1, files: bool = False) -> Explanation:
+        """As `wire.Explain`. Raises OmlxdError."""
         self._check()
-        return await self.process.explain(with_settings(request, self.settings), reached)
-
-    async def cached_files(self, request: GenerateRequest) -> Explanation:
-        self._check()
-        return await self.process.cached_files(with_settings(request, self.settings))
+        return await self.process.explain(with_settings(request, self.settings), reached, files)
 
     async def embed(self, request: EmbedRequest) -> Vectors:
         self._check()

@@ -11,6 +11,7 @@ the request fails.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
@@ -100,12 +101,9 @@ async def _choices(
 
     async def read(index: int) -> None:
         try:
-            stream = engine.generate(requests[index])
-            try:
+            async with contextlib.aclosing(engine.generate(requests[index])) as stream:
                 async for event in stream:
                     events.put_nowait((index, event))
-            finally:
-                await stream.aclose()
             events.put_nowait((index, None))
         except Exception as error:
             events.put_nowait((index, error))

@@ -6,6 +6,7 @@ taught to answer yes or no to a query and a document (Qwen3-Reranker), whose sco
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from array import array
@@ -147,14 +148,12 @@ async def _shares(engine: ModelEngine, prompts: list[Conversation]) -> tuple[lis
         more_prompts=tuple(prompts[1:]),
         labels=(("yes", "no"),) * len(prompts),
     )
-    scores, events, shares = Scores(parsed.labels), scores_of(engine, parsed), list[float]()
-    try:
+    scores, shares = Scores(parsed.labels), list[float]()
+    async with contextlib.aclosing(scores_of(engine, parsed)) as events:
         async for event in events:
             if isinstance(event, Failed):
                 raise OmlxdError.from_event(event)
             scores.event(event)
-    finally:
-        await events.aclose()
     for one in scores:
         if isinstance(one, OmlxdError):
             raise one

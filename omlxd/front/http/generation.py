@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -27,7 +27,6 @@ from ...api.body import ParsedRequest
 from ...api.ollama import request as ollama
 from ...api.ollama.answer import Answer as OllamaAnswer
 from ...api.ollama.answer import OllamaCollector, OllamaStream
-from ...api.ollama.request import OllamaRequest
 from ...api.openai import chat_request, completions, scores
 from ...api.openai.chat_answer import ChatCompletion, OpenAIChatCollector, OpenAIChatStream
 from ...api.openai.completions import OpenAICompletionCollector, OpenAICompletionStream
@@ -48,33 +47,39 @@ from .streams import SSE, STREAM_HEADERS, unless_disconnected
 from .thread_store import ThreadStore
 from .trace import RequestTrace, trace_of
 
-Parse = Callable[[bytes, Mapping[str, str]], ParsedRequest]
+P = TypeVar("P", bound=ParsedRequest)
+T = TypeVar("T")
+Parse = Callable[[bytes, Mapping[str, str]], P]
 """(body, headers). Raises InvalidRequest."""
+LINES = "application/x-ndjson"
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(Generic[P]):
     """One protocol: how to read a body, and how to write events.
 
     body, answer  structs of the document
+    encoder       takes the request and its id
     stream_type   of streams; "": it has none
     held          what is held while a request is answered. Raises OmlxdError
     """
 
-    parse: Parse
-    encoder: Callable[[ParsedRequest, str], StreamEncoder]
-    """(request, request id)"""
-    collector: Callable[[ParsedRequest], Collector]
     body: Any
     answer: Any
+    parse: Parse[P]
+    encoder: Callable[[P, str], StreamEncoder]
+    collector: Callable[[P], Collector]
     stream_type: str = SSE
-    held: Callable[[ParsedRequest], AbstractContextManager[None]] = lambda parsed: nullcontext()
+    held: Callable[[P], AbstractContextManager[None]] = lambda parsed: nullcontext()
 
     @property
     def content_type(self) -> bytes:
         """Of a stream."""
         charset = "; charset=utf-8" if self.stream_type == SSE else ""
         return (self.stream_type + charset).encode()
+
+
+AnyDialect = Dialect[Any]
 
 
 def _id(prefix: str) -> str:
@@ -85,63 +90,65 @@ def _now() -> int:
     return int(time.time())
 
 
-def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answer) -> Dialect:
+def messages_dialect(threads: ThreadStore, parse: Any = anthropic.parse_to_answer) -> AnyDialect:
     """Answers to requests with a thread go into `threads`."""
 
     def keep_of(parsed: ParsedRequest) -> Keep | None:
         return partial(threads.keep, parsed) if isinstance(parsed, ThreadRequest) else None
 
     return Dialect(
+        anthropic.MessagesBody,
+        MessageAnswer,
         lambda body, headers: parse(body, headers, threads.find_thread),
         lambda parsed, request_id: AnthropicStream(_id("msg_"), parsed.model, request_id, keep_of(parsed)),
         lambda parsed: AnthropicCollector(_id("msg_"), parsed.model, keep_of(parsed)),
-        *(anthropic.MessagesBody, MessageAnswer),
         held=threads.continuing,
     )
 
 
-def _chat_stream(parsed: ParsedRequest, request_id: str) -> OpenAIChatStream:
-    assert isinstance(parsed, chat_request.ChatRequest)
-    return OpenAIChatStream(
+def responses_dialect(
+    store: ResponseStore, parse: Any = openai_responses.parse, stream_type: str = SSE
+) -> Dialect[ResponsesRequest]:
+    """Answers go into `store` unless their request says `"store": false`."""
+
+    def made(kind: Callable[..., T], parsed: ResponsesRequest) -> T:
+        return kind(new_response_id(), parsed, _now(), store.keep)
+
+    return Dialect(
+        openai_responses.ResponsesBody,
+        OpenAIResponse,
+        lambda body, headers: parse(body, headers, store.messages, item_finder(store)),
+        lambda parsed, request_id: made(OpenAIResponsesStream, parsed),
+        lambda parsed: made(OpenAIResponsesCollector, parsed),
+        stream_type,
+    )
+
+
+OPENAI_CHAT = Dialect(
+    chat_request.ChatBody,
+    ChatCompletion,
+    chat_request.parse,
+    lambda parsed, request_id: OpenAIChatStream(
         *(_id("chatcmpl-"), parsed.model, _now(), request_id),
         include_usage=parsed.include_usage,
         n=parsed.answers,
         shape=parsed.calls,
-    )
-
-
-def _chat_collector(parsed: ParsedRequest) -> OpenAIChatCollector:
-    assert isinstance(parsed, chat_request.ChatRequest)
-    return OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls)
-
-
-OPENAI_CHAT = Dialect(
-    chat_request.parse, _chat_stream, _chat_collector, chat_request.ChatBody, ChatCompletion
+    ),
+    lambda parsed: OpenAIChatCollector(_id("chatcmpl-"), parsed.model, _now(), parsed.answers, parsed.calls),
 )
 OPENAI_COMPLETIONS = Dialect(
+    completions.CompletionsBody,
+    completions.Completion,
     completions.parse,
     lambda parsed, request_id: OpenAICompletionStream(
         _id("cmpl-"), parsed.model, _now(), request_id, parsed.include_usage, parsed.answers
     ),
     lambda parsed: OpenAICompletionCollector(_id("cmpl-"), parsed.model, _now(), parsed.answers),
-    *(completions.CompletionsBody, completions.Completion),
 )
-
-
-def _ollama(parse: Callable[[bytes, Mapping[str, str]], OllamaRequest], body: Any) -> Dialect:
-    def encoder(parsed: ParsedRequest, request_id: str) -> OllamaStream:
-        assert isinstance(parsed, OllamaRequest)
-        return OllamaStream(parsed, request_id)
-
-    def collector(parsed: ParsedRequest) -> OllamaCollector:
-        assert isinstance(parsed, OllamaRequest)
-        return OllamaCollector(parsed)
-
-    return Dialect(parse, encoder, collector, body, OllamaAnswer, "application/x-ndjson")
-
-
-OLLAMA_CHAT = _ollama(ollama.parse_chat, ollama.ChatBody)
-OLLAMA_GENERATE = _ollama(ollama.parse_generate, ollama.GenerateBody)
+OLLAMA_CHAT = Dialect(ollama.ChatBody, OllamaAnswer, ollama.parse_chat, OllamaStream, OllamaCollector, LINES)
+OLLAMA_GENERATE = Dialect(
+    ollama.GenerateBody, OllamaAnswer, ollama.parse_generate, OllamaStream, OllamaCollector, LINES
+)
 
 
 def _never(parsed: ParsedRequest, request_id: str) -> StreamEncoder:
@@ -149,16 +156,20 @@ def _never(parsed: ParsedRequest, request_id: str) -> StreamEncoder:
 
 
 CLASSIFY = Dialect(
+    scores.ClassifyBody,
+    scores.Classifications,
     scores.parse_classify,
     _never,
     lambda parsed: scores.ScoresCollector(_id("classify-"), parsed, _now(), pairs=False),
-    *(scores.ClassifyBody, scores.Classifications, ""),
+    stream_type="",
 )
 SCORE = Dialect(
+    scores.ScoreBody,
+    scores.PairScores,
     scores.parse_score,
     _never,
     lambda parsed: scores.ScoresCollector(_id("score-"), parsed, _now(), pairs=True),
-    *(scores.ScoreBody, scores.PairScores, ""),
+    stream_type="",
 )
 
 
@@ -168,7 +179,7 @@ class GenerationResponse:
 
     engine: ModelEngine
     parsed: ParsedRequest
-    dialect: Dialect
+    dialect: AnyDialect
     settings: HttpSettings
     metrics: Requests
 
@@ -234,27 +245,6 @@ async def _send_json(send: Send, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def responses_dialect(
-    store: ResponseStore, parse: Any = openai_responses.parse, stream_type: str = SSE
-) -> Dialect:
-    """Answers go into `store` unless their request says `"store": false`."""
-
-    def encoder(parsed: ParsedRequest, request_id: str) -> OpenAIResponsesStream:
-        assert isinstance(parsed, ResponsesRequest)
-        return OpenAIResponsesStream(new_response_id(), parsed, int(time.time()), store.keep)
-
-    def collector(parsed: ParsedRequest) -> OpenAIResponsesCollector:
-        assert isinstance(parsed, ResponsesRequest)
-        return OpenAIResponsesCollector(new_response_id(), parsed, int(time.time()), store.keep)
-
-    return Dialect(
-        lambda body, headers: parse(body, headers, store.messages, item_finder(store)),
-        encoder,
-        collector,
-        *(openai_responses.ResponsesBody, OpenAIResponse, stream_type),
-    )
 
 
 class InputTokens(msgspec.Struct):

@@ -49,5 +49,5 @@ class Pinning:
 
 
 async def _files_of(engine: ModelEngine, request: GenerateRequest) -> CachedFiles:
-    found = await engine.cached_files(request)
+    found = await engine.explain(request, files=True)
     return CachedFiles(engine.model_id, list(found.files), found.chain_tokens)

@@ -17,14 +17,16 @@ from ...errors import InvalidRequest, NotFound, bad_field
 from ...explanation import Explanation
 from ..engines.model import ModelEngine
 from ..engines.pool import EnginePool
-from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, Dialect
+from ..http.generation import OPENAI_CHAT, OPENAI_COMPLETIONS, AnyDialect
 from ..http.recent_requests import RecentRequest, RecentRequests
 
 
 class Explaining:
     """messages, responses: the dialects that have a memory of their own."""
 
-    def __init__(self, engines: EnginePool, recent: RecentRequests, messages: Dialect, responses: Dialect):
+    def __init__(
+        self, engines: EnginePool, recent: RecentRequests, messages: AnyDialect, responses: AnyDialect
+    ):
         self._engines = engines
         self._recent = recent
         self._dialects = {
