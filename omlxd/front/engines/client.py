@@ -51,7 +51,7 @@ class EngineProcess:
     ):
         self.used_at = time.monotonic()
         self.channel = channel
-        self._on_change = on_change
+        self.on_change = on_change
         self._on_want = on_want
         self._requests = InFlight(max_concurrent, self._request_ended, channel)
         self._load_waiters: set[asyncio.Future[None]] = set()
@@ -60,16 +60,7 @@ class EngineProcess:
         self._trial_ends: asyncio.TimerHandle | None = None
         self._closing = False
         self._turning = False
-        self.supervisor = Supervisor(
-            model_id,
-            spawn,
-            on_ready=self._on_ready,
-            on_lost=self._on_lost,
-            on_message=self._on_message,
-            on_change=on_change,
-            has_work=lambda: self.is_awaited,
-            **options,
-        )
+        self.supervisor = Supervisor(model_id, spawn, self, **options)
 
     @property
     def state(self) -> State:
@@ -242,7 +233,7 @@ class EngineProcess:
         self.used_at = time.monotonic()
         self._turn()
         if not self._requests:
-            self._on_change()
+            self.on_change()
 
     def _fail_all(self, failed: Failed) -> None:
         self._end_trial()
@@ -256,7 +247,8 @@ class EngineProcess:
 
     # ----------------------------------------------------------------- what the supervisor calls
 
-    def _on_ready(self) -> None:
+    def on_ready(self) -> None:
+        """The engine serves."""
         self.used_at, self._turning = time.monotonic(), False
         for request in self._requests.requests.values():
             if not request.sends:
@@ -264,8 +256,8 @@ class EngineProcess:
         self._send_again()
         self._end_loads()
 
-    def _on_lost(self, failed: Failed, was_ready: bool) -> None:
-        """Requests that the dead engine has not begun to answer go to the next one."""
+    def on_lost(self, failed: Failed, was_ready: bool) -> None:
+        """The process ended by itself, or did not start. Requests that it has not begun to answer go on."""
         before = len(self._requests)
         if was_ready and not self._closing:
             self._end_trial()
@@ -279,7 +271,8 @@ class EngineProcess:
         if self._requests:
             self.supervisor.start()
 
-    def _on_message(self, message: Any) -> None:
+    def on_message(self, message: Any) -> None:
+        """About requests, statistics and memory."""
         if isinstance(message, wire.Events):
             for id, event in message.events:
                 self._answer(id, event)

@@ -28,7 +28,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec.structs import replace
 
@@ -39,6 +39,9 @@ from . import watch
 from .cold_ledger import Account, ColdLedger
 from .guest import SHARED, GuestLink, to_guests
 from .link import EngineLink, in_background, lower_priority, restore_priority
+
+if TYPE_CHECKING:
+    from .client import EngineProcess
 
 log = logging.getLogger(__name__)
 
@@ -81,11 +84,7 @@ class Supervisor:
     """Owns one engine's process and state; it knows no request.
 
     spawn()       starts a process; may take long (a download) and raise OmlxdError or OSError
-    on_ready()    called when the engine serves
-    on_lost()     called with the reason, and whether it was ready, when its process ended or did not start
-    on_message()  called with each message about requests, statistics and memory
-    on_change()   called when the state changes
-    has_work()    whether anybody waits for the engine
+    owner         hears what happens, and says whether anybody waits for the engine
     guard         returns the budget for a load into the memory of Device; raises OmlxdError to refuse it
     stands_back() whether it should load at a lower priority, for the sake of others that answer
     """
@@ -94,12 +93,8 @@ class Supervisor:
         self,
         model_id: str,
         spawn: Spawn,
+        owner: EngineProcess,
         *,
-        on_ready: Callable[[], None],
-        on_lost: Callable[[Failed, bool], None],
-        on_message: Callable[[Any], None],
-        on_change: Callable[[], None],
-        has_work: Callable[[], bool],
         cold: ColdLedger | None = None,
         backoff_s: Sequence[float] = BACKOFF_S,
         hold_s: float = HOLD_S,
@@ -115,11 +110,7 @@ class Supervisor:
         self.link: Link | None = None
         self.guests: dict[int, GuestLink] = {}
         self.restarts = watch.Restarts(tuple(backoff_s), hold_s, stall_s)
-        self._has_work = has_work
-        self._on_message = on_message
-        self._on_ready = on_ready
-        self._on_lost = on_lost
-        self._on_change = on_change
+        self._owner = owner
         self._spawn = spawn
         self._cold = cold
         self._guard = guard
@@ -141,7 +132,7 @@ class Supervisor:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        self._on_change()
+        self._owner.on_change()
 
     @property
     def trouble(self) -> str:
@@ -283,11 +274,11 @@ class Supervisor:
         if isinstance(error, AdapterError):  # Without a hold.
             self.restarts.ended_at, self.state = -math.inf, "failed"
         log.warning("%s is not loaded: %s", self.model_id, error.message)
-        self._on_lost(error.as_event(), False)
+        self._owner.on_lost(error.as_event(), False)
 
     def _unloaded(self) -> None:
         log.info("unloaded %s", self.model_id)
-        if not self._has_work():
+        if not self._owner.is_awaited:
             self._wanted.clear()
         self.state = "loading" if self._wanted.is_set() else "unloaded"
         self._settle_gone()
@@ -305,7 +296,8 @@ class Supervisor:
         self.state = "restarting" if was_ready else "failed"
         log.error("%s", self.trouble)
         retry_after = max(1, min(60, math.ceil(max(restarts.hold_left_s, restarts.backoff_s))))
-        self._on_lost(Failed(code="unavailable", message=self.trouble, retry_after=retry_after), was_ready)
+        failed = Failed(code="unavailable", message=self.trouble, retry_after=retry_after)
+        self._owner.on_lost(failed, was_ready)
 
     async def _one_life(self) -> str:
         """From preparation to the end of the process; returns why it ended."""
@@ -359,9 +351,9 @@ class Supervisor:
             return
         if isinstance(message, (wire.Events, wire.Answer)):
             life.heard += 1
-            self._on_message(message)
+            self._owner.on_message(message)
         elif isinstance(message, (wire.Stats, wire.Wants)):
-            self._on_message(message)
+            self._owner.on_message(message)
         elif isinstance(message, wire.Alive):
             life.steps = message.steps
         elif isinstance(message, wire.Device):
@@ -409,7 +401,7 @@ class Supervisor:
 
         def progress() -> object:
             if self.state == "ready":
-                return (life.heard, life.steps) if self._has_work() else None
+                return (life.heard, life.steps) if self._owner.is_awaited else None
             if self.state == "unloading":
                 return None  # Whoever unloads it has a deadline of its own.
             return watch.load_progress(life.link.pid)
@@ -435,7 +427,7 @@ class Supervisor:
         log.info("loaded %s %s", info.model_id, what)
         if info.note:
             log.warning("%s: %s", info.model_id, info.note)
-        self._on_ready()
+        self._owner.on_ready()
 
 
 def _quoted(words: str) -> str:
