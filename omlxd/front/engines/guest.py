@@ -10,29 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ... import wire
-from .link import EngineLink
+
+if TYPE_CHECKING:
+    from .supervisor import Supervisor
 
 SHARED = "the engine that it shares with its base ended"
 
 
-class Host(Protocol):
-    """The base's supervisor. `guests`: by channel."""
-
-    guests: dict[int, GuestLink]
-
-    @property
-    def link(self) -> EngineLink | GuestLink | None: ...
-
-
 class GuestLink:
-    """As `EngineLink`. `host` is ready."""
+    """As `EngineLink`. `host`: the base's supervisor, which is ready."""
 
     last_words = ""
 
-    def __init__(self, host: Host, channel: int):
+    def __init__(self, host: Supervisor, channel: int):
         assert host.link is not None
         self._host, self._link, self._channel = host, host.link, channel
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -24,6 +24,9 @@ from ...models.footprint import FLOAT32_FRACTION, PROCESS_BYTES, Footprint, expe
 from ...wire import Budget, Device, Wants
 from .model import ModelEngine
 from .model_book import ModelBook
+
+if TYPE_CHECKING:
+    from .pool import EnginePool
 
 SLACK = 64 << 20
 """Bytes that a hot tier may grow by beyond what it uses."""
@@ -102,15 +105,6 @@ class Room:
     at_most: int
 
 
-class Pool(Protocol):
-    """What the guard asks of the pool."""
-
-    def others(self, engine: ModelEngine | None) -> Sequence[ModelEngine]: ...
-    def victim(self, engine: ModelEngine) -> ModelEngine | None: ...
-    async def make_go(self, victim: ModelEngine, why: str) -> None: ...
-    async def change_before(self, deadline: float) -> bool: ...
-
-
 class MemoryGuard:
     """Settings of the owner, which may be replaced at any time:
 
@@ -120,7 +114,7 @@ class MemoryGuard:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: EnginePool,
         book: ModelBook,
         memory_limit_bytes: int | None,
         hot_cache_bytes: int | None,
