@@ -17,7 +17,7 @@ from ..models.footprint import Footprint
 from . import blas, mlx_adapter
 from .mlx_adapter import LoadedModel, Quantisation
 from .prompt.pipeline import PromptPipeline
-from .schedule.draft_model import DraftModel
+from .schedule.draft_model import DraftModel, check_tokenizer
 from .schedule.mtp import MtpModel
 from .schedule.speculation import Speculation
 
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 def load_model(load: wire.Load) -> LoadedModel:
     """Raises ModelError."""
     backend, cache = mlx_adapter.backend(), load.cache
+    if load.speculate and load.draft_path:
+        check_tokenizer(Path(load.draft_path), Path(load.model_path), load.model_id)
     shares = load.share_prefix == "on" or (load.share_prefix == "auto" and backend == "cpu")
     return mlx_adapter.load(
         Path(load.model_path),

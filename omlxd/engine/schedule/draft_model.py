@@ -11,11 +11,13 @@ of this model begin to pay, a chunk between two passes; after a restore or a can
 
 from __future__ import annotations
 
+import filecmp
 import random
 import time
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -39,11 +41,7 @@ class DraftModel:
     """`loaded`: it. `vocab_size`: of the model that it guesses for. Raises ModelError if it can't."""
 
     def __init__(self, loaded: LoadedModel, name: str, target: LoadedModel, target_name: str):
-        if other := _differs(loaded, target):
-            raise ModelError(
-                f"draft-model: {name} has another tokenizer than {target_name} ({other}); "
-                "name a smaller model of the same family"
-            )
+        _check(loaded.tokenizer, target.tokenizer, name, target_name)
         if loaded.layout is None or loaded.states is None or loaded.states.tensors or not loaded.batchable:
             raise ModelError(
                 f"draft-model: {name} keeps more than KV of each token (windows or recurrent states); "
@@ -72,13 +70,23 @@ class DraftModel:
         return logits
 
 
-def _differs(draft: LoadedModel, target: LoadedModel) -> str:
-    """The first token that two tokenizers don't share; empty: they are the same."""
-    own, other = draft.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    if own == other:
-        return ""
-    token = min(dict(own.items() ^ other.items()))
-    return f"token {token!r} is {own.get(token, 'none')} there and {other.get(token, 'none')} here"
+def check_tokenizer(draft: Path, target: Path, target_name: str) -> None:
+    """Raises ModelError for another tokenizer in folder `draft` than in `target`, before weights are read."""
+    files = draft / "tokenizer.json", target / "tokenizer.json"
+    if not (all(file.exists() for file in files) and filecmp.cmp(*files, shallow=False)):
+        _check(*map(mlx_adapter.load_tokenizer, (draft, target)), draft.name, target_name)
+
+
+def _check(draft: Any, target: Any, name: str, target_name: str) -> None:
+    """Raises ModelError for two tokenizers that are not the same; it names the first token that is not."""
+    own, other = draft.get_vocab(), target.get_vocab()
+    if own != other:
+        token = min(dict(own.items() ^ other.items()))
+        differs = f"token {token!r} is {own.get(token, 'none')} there and {other.get(token, 'none')} here"
+        raise ModelError(
+            f"draft-model: {name} has another tokenizer than {target_name} ({differs}); "
+            "name a smaller model of the same family"
+        )
 
 
 @dataclass(slots=True)

@@ -14,7 +14,10 @@ from guesses import draft_always, like_it
 from host import Host, chat, finished, text_of
 from rig import GREEDY, Output, Rig
 
+from omlxd import wire
 from omlxd.chat import AnswerFormat, Sampling
+from omlxd.engine import mlx_adapter
+from omlxd.engine.host import EngineHost
 from omlxd.engine.schedule import draft_model
 from omlxd.engine.schedule.speculation import DRAFT, KINDS, MOST_CREDIT, HoldRate, RowSpeculator, Speculation
 from omlxd.engine.sequence import SamplerRow, Sequence
@@ -161,13 +164,19 @@ def test_a_long_prompt_is_read_from_its_end_and_in_chunks(
         assert shared is not None and shared.kv_bytes(output.sequence) < shared.loaded.layout.nbytes(600)  # pyright: ignore
 
 
-def test_a_tokenizer_of_another_model_is_refused(models: tuple[Path, Path], tmp_path: Path):
+def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(
+    models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     model, _ = models
     other = like_it(model, tmp_path / "other", 0)
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"!"', '"¡"'))
     with pytest.raises(ModelError, match="draft-model: other has another tokenizer than qwen3"):
         Rig(model, speculate=True, draft=other)
+    monkeypatch.setattr(mlx_adapter, "load", lambda *_: pytest.fail("weights were read first"))
+    load = wire.Load(model_path=str(model), model_id="m", cache=wire.CacheSettings(), draft_path=str(other))
+    with pytest.raises(ModelError, match="draft-model: other has another tokenizer than m "):
+        EngineHost(load, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5"])
