@@ -76,6 +76,12 @@ class Catalog:
             self.look()
         return self._found
 
+    def spec_of(self, name: str) -> str:
+        """What `resolve_model` takes for the model that a setting names: an installed one by its id or the
+        id's last part, else `name` itself."""
+        models = self.models().values()
+        return next((m.spec for m in models if name in (m.id, m.id.rpartition("/")[2])), name)
+
     def look(self) -> None:
         """Read the folders. Blocks for as long as they do."""
         settings, own = self.settings, self.settings.base_path / "models"

@@ -14,10 +14,12 @@ import pytest
 from daemon import Daemon, free_port, wait_until
 
 from omlxd.cli import main
-from omlxd.cli.doctor import command, disk, machine, network
+from omlxd.cli.doctor import command, disk, machine, models, network
 from omlxd.cli.doctor.finding import Finding
+from omlxd.cli.owner_api import ModelStatus
 from omlxd.config import Settings, load_settings
 from omlxd.kv.files.paths import LOCK_NAME
+from tests.models.test_resolve import make
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
@@ -144,6 +146,32 @@ def test_a_port_free_held_by_another_and_by_a_daemon(tmp_path: Path):
         assert away.verdict == "bad" and f"its folder {cache} is away" in away.text
         aside.rename(cache)
         assert network.check_port(settings(tmp_path, port=port, api_key="k")).verdict == "ok"
+
+
+def test_draft_models_and_models_that_failed(tmp_path: Path):
+    home = tmp_path / "omlxd"
+    text = '[models.a]\ndraft-model = "{}"\n[models.b]\ndraft-model = "org/on-a-hub"\n'
+    home.mkdir()
+    (home / "omlxd.toml").write_text(text.format("/nonexistent/folder"))
+    missing, hub = models.check_drafts(settings(tmp_path))
+    assert missing.verdict == "bad" and "draft-model of a: /nonexistent/folder" in missing.text
+    assert hub.verdict == "ok" and "SIGHUP" in missing.mend
+    assert models.check_drafts(settings(tmp_path, speculation="off")) == []
+    make(home / "models" / "small")
+    (home / "omlxd.toml").write_text(text.format("small"))
+    assert [each.verdict for each in models.check_drafts(settings(tmp_path))] == ["ok", "ok"]
+    assert models.check_models(settings(tmp_path, port=str(free_port()))) == []
+    ready = ModelStatus(id="m", state="ready", backend="cpu", values={"kv_shared_segment_tokens": 2048.0})
+    failed = ModelStatus(id="n", state="failed", trouble="n can't be loaded: why")
+    decodes, broken = models._of([ready, failed, ModelStatus(id="o", state="unloaded")])
+    assert "segments of 2,048 tokens, without guesses" in decodes.text and decodes.verdict == "ok"
+    assert broken.verdict == "bad" and broken.text == failed.trouble and "models load n" in broken.mend
+    guesses = {"spec_decode_num_draft_tokens_total": 12.0, "spec_decode_num_accepted_tokens_total": 9.0}
+    (decodes,) = models._of(
+        [msgspec.structs.replace(ready, values={**guesses, "attention_reads_own_rows": 1.0})]
+    )
+    assert "omlxd's attention kernel, with prefixes not shared" in decodes.text
+    assert "9 of 12 held" in decodes.text
 
 
 def test_addresses(tmp_path: Path):

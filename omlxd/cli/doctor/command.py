@@ -12,7 +12,7 @@ import msgspec
 from ...config import Settings, add_flags, settings_of
 from ..daemon_client import find_daemon
 from ..status import as_json
-from . import disk, machine, network
+from . import disk, machine, models, network
 from .finding import Finding, bad
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
@@ -65,10 +65,12 @@ def examine(settings: Settings, *, disk_test: bool = True) -> Iterator[Finding]:
         ("space", lambda: disk.check_space(settings)),
         ("address", lambda: network.check_exposure(settings)),
         ("port", lambda: network.check_port(settings)),
+        ("draft model", lambda: models.check_drafts(settings)),
+        ("model", lambda: models.check_models(settings)),
         ("clients", lambda: network.check_clients(settings)),
     ]
     if disk_test:
-        checks.insert(-3, ("disk", lambda: disk.check_speed(settings)))
+        checks.insert(-5, ("disk", lambda: disk.check_speed(settings)))
     for name, check in checks:
         try:
             result = check()

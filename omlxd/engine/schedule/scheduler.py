@@ -173,6 +173,7 @@ class Scheduler:
             "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
             "prefill_tokens_per_s": self.prefill_budget.rate,
+            "kv_shared_segment_tokens": self._loaded.segments.tokens,
         }
 
     # ----------------------------------------------------------------- admission

@@ -397,16 +397,12 @@ class EnginePool:
         return engine.folder
 
     async def _draft_folder(self, engine: ModelEngine) -> Path | None:
-        """That of its `draft-model`: an installed one of that name, else as `--model` takes it."""
+        """That of its `draft-model`."""
         name = engine.settings.draft_model
         if not name or (engine.settings.speculation or self._settings.speculation) != "auto":
             return None
-        installed = (
-            each for each in self._engines.values() if name in (each.model_id, basename(each.model_id))
-        )
-        found = next(installed, None)
         try:
-            return await resolve_model(found.installed.spec if found else name, self._settings.base_path)
+            return await resolve_model(self.catalog.spec_of(name), self._settings.base_path)
         except ModelError as error:
             raise ModelError(f"draft-model of {engine.model_id}: {error.message}") from error
 

@@ -1,0 +1,63 @@
+"""Draft models of the settings; models that the daemon failed to load, and how others decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...config import Settings
+from ...errors import ModelError
+from ...models.catalog import Catalog
+from ...models.resolve import check_folder, is_gguf, is_local, local_folder
+from ..daemon_client import DaemonError, daemon_of
+from ..owner_api import ModelStatus
+from .finding import Finding, bad, ok
+
+_SECONDS = 3.0
+
+
+def check_drafts(settings: Settings) -> list[Finding]:
+    """Whether each `draft-model` is there, as far as that is known without the network."""
+    catalog, found = Catalog(settings), list[Finding]()
+    for model, own in settings.models.items():
+        if own.draft_model and (own.speculation or settings.speculation) == "auto":
+            spec = catalog.spec_of(own.draft_model)
+            facts = f"draft-model of {model}: {own.draft_model}"
+            try:
+                if is_local(spec) and not is_gguf(spec):
+                    check_folder(local_folder(spec, settings.base_path))
+                found.append(ok("draft model", facts))
+            except ModelError as error:
+                reason = error.message.removeprefix("--model: ")
+                mend = "Correct it in the settings file, or take the line out; SIGHUP reads it again."
+                found.append(bad("draft model", f"{facts}: {reason}", mend))
+    return found
+
+
+def check_models(settings: Settings) -> list[Finding]:
+    """As a daemon on the port says; nothing without one."""
+    try:
+        return [*_of(daemon_of(settings).status(_SECONDS).models)]
+    except DaemonError:
+        return []
+
+
+def _of(models: list[ModelStatus]) -> Iterator[Finding]:
+    for model in models:
+        if model.state == "failed":
+            mend = f"Mend what it says, then `omlxd models load {model.id}`."
+            yield bad("model", model.trouble or f"{model.id} can't be loaded", mend)
+        elif model.state == "ready" and model.backend:
+            yield ok("model", f"{model.id} decodes {', '.join(_decoding(model.values))}")
+
+
+def _decoding(values: dict[str, float]) -> Iterator[str]:
+    """What was chosen when it was loaded, and how guesses do."""
+    own = values.get("attention_reads_own_rows")
+    yield "by omlxd's attention kernel" if own else "by MLX's own attention"
+    tokens = int(values.get("kv_shared_segment_tokens", 0))
+    yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
+    if (drafted := values.get("spec_decode_num_draft_tokens_total")) is None:
+        yield "without guesses"
+    else:
+        held = int(values.get("spec_decode_num_accepted_tokens_total", 0))
+        yield f"with guesses, of which {held:,} of {int(drafted):,} held"
