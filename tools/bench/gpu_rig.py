@@ -16,7 +16,7 @@ from omlxd.engine import mlx_adapter
 from omlxd.engine.kvio.bridge import KVBridge
 from omlxd.engine.kvio.payload import MLXPayload, copy_blocks
 from omlxd.engine.kvio.transport import transport
-from omlxd.engine.mlx_adapter import CompiledStep, attention
+from omlxd.engine.mlx_adapter import CompiledStep, attention, products
 from omlxd.engine.schedule.decode_batch import DecodeBatch
 from omlxd.engine.schedule.sampling import RowSampling, SamplerRow, SamplingDefaults
 from omlxd.engine.schedule.scheduler import Scheduler
@@ -58,6 +58,7 @@ class Bench:
         self.model, self.folder, self.tokens, self.blocks = self.loaded.model, folder, tokens, blocks
         self.per_token = self.layout.nbytes(1)
         self.words = min(4096, self.loaded.vocab_size)
+        products.prepare(self.model)
         self.compiled = CompiledStep(self.model)
 
     # ----------------------------------------------------------------- material

@@ -7,11 +7,15 @@ so that no copy of it is a kernel of its own.
 
 A function belongs to (rows, capacity of the KV). A model that can't be traced so, or whose attention is not
 `attention.attend`, goes on step by step. Where the kernel does not run (Metal, CPU) nothing is compiled.
+
+A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
+depend on when rows joined.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +23,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
-from . import attention
+from . import attention, cuda_driver, products
 from .batch_kv import EvenBatchKVCache
 from .cache_kinds import Cache
+from .fused_attention import ARCHITECTURES
+from .fused_step import FusedStep, Unfusable
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +79,45 @@ class StepKV:
         return out
 
 
+def fused_step(model: Any) -> FusedStep | None:
+    """What computes `model`'s steps in fewer kernels; None, and why in the log, where its own do. Kept."""
+    found = vars(model).get("omlxd_fused", False)
+    if found is False:
+        found, began = None, time.perf_counter()
+        try:
+            if cuda_driver.architecture() not in ARCHITECTURES:
+                raise Unfusable("another GPU than an H100's kind")
+            step = FusedStep(model)
+            if not all(map(products.usable, step.weights)):
+                raise Unfusable("MLX's own products are used")
+            step.check(model, StepKV)
+            found = step
+            log.info("decode steps are fused: checked in %.1f s", time.perf_counter() - began)
+        except Exception as error:
+            log.info("decode steps are not fused: %s", error)
+        object.__setattr__(model, "omlxd_fused", found)
+    return found
+
+
+def _make_room(cache: Cache) -> None:
+    """Make the KV's arrays contiguous, with room for a token of each row."""
+    for layer in cache:
+        rows, heads, _, width = layer.keys.shape
+        none = mx.zeros((rows, heads, 1, width), layer.keys.dtype)
+        layer.update_and_fetch(none, mx.zeros((*none.shape[:3], layer.values.shape[3]), layer.values.dtype))
+        if isinstance(layer, KVCache):
+            layer.offset -= 1
+        else:
+            layer.trim_rows([1] * rows)
+
+
 class CompiledStep:
     """Of one model. Call it as the model, for one token a row; None: it must be done by the model itself."""
 
     def __init__(self, model: Any):
         self._model = model
         self._off = not attention.installed()
+        self._fused = None if self._off else fused_step(model)
         self._functions: OrderedDict[tuple[int, ...], Any] = OrderedDict()
         self._starts: tuple[list[int], mx.array] | None = None
 
@@ -88,12 +127,18 @@ class CompiledStep:
         steps  that the batch has done since its rows changed: the first makes the arrays contiguous
         """
         first = cache[0]
-        if self._off or not steps or type(first) not in (KVCache, EvenBatchKVCache):
+        if self._off or type(first) not in (KVCache, EvenBatchKVCache):
+            return None
+        fused = self._fuses(tokens, first.keys)
+        if not (steps or fused):
             return None
         alone = isinstance(first, KVCache)
+        if fused and (not steps or (first.offset if alone else first._idx) >= first.keys.shape[2]):
+            _make_room(cache)
         end = first.offset if alone else first._idx
         shape = tuple(first.keys.shape)
-        if end >= shape[2] or (shape not in self._functions and steps < AFTER):
+        new = shape not in self._functions and steps < AFTER
+        if end >= shape[2] or (new and not fused):
             return None
         starts, ends = ([0], [end + 1]) if alone else (first.starts, [end + 1 for end in first.ends])
         if self._starts is None or self._starts[0] != starts:
@@ -101,7 +146,7 @@ class CompiledStep:
         lengths = [end - start for start, end in zip(starts, ends, strict=True)]
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
         try:
-            function = self._function(shape, cache)
+            function = self._trace if new else self._function(shape, cache)
             places = self._starts[1], mx.array(ends, mx.int32), mx.array([n - 1 for n in lengths], mx.int32)
             logits, keys, values = function(tokens, keys, values, *places)
         except Exception as error:
@@ -116,6 +161,10 @@ class CompiledStep:
             else:
                 layer.advance(offset)
         return logits
+
+    def _fuses(self, tokens: mx.array, keys: mx.array) -> bool:
+        fused = self._fused
+        return fused is not None and tokens.shape[0] <= products.MOST_ROWS and keys.dtype == fused.heads.dtype
 
     def _function(self, shape: tuple[int, ...], cache: Cache) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
@@ -139,7 +188,10 @@ class CompiledStep:
         offset: mx.array,
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
         layers = [StepKV(*pair, starts, ends, offset) for pair in zip(keys, values, strict=True)]
-        logits = self._model(tokens, cache=layers)
+        if self._fused is not None and self._fuses(tokens, keys[0]):
+            logits = self._fused(tokens, layers)
+        else:
+            logits = self._model(tokens, cache=layers)
         if not all(layer.done for layer in layers):
             raise Untraceable("a layer does not attend by its cache")
         return logits, [layer.keys for layer in layers], [layer.values for layer in layers]

@@ -1,0 +1,245 @@
+"""A decode step of Llama's kind of model in five kernels a layer: products.py's and fused_attention.py's.
+
+A layer of RMSNorm, attention and SwiGLU is some 14 kernels in MLX, most of them so small that starting them
+is what they cost: a third of a step of one row. Besides, MLX multiplies one row by one kernel and eight by
+another, whose sums differ; these give a row the same bits whoever is beside it.
+
+`FusedStep(model)` knows a model by its classes. `check` has its first and its last layer and its head give
+what the model's own give, within rounding. Where they don't, the model goes on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import rope_utils
+
+from . import products
+from .fused_attention import FusedAttention, Heads, fits
+
+MODULES = {f"mlx_lm.models.{name}" for name in ("llama", "qwen2", "qwen3")}
+ROPES = (nn.RoPE, rope_utils.Llama3RoPE, rope_utils.YarnRoPE, rope_utils.SuScaledRoPE)
+
+CLOSE = 0.02
+"""Root of the mean square of a layer's difference from the model's own, as a share of what the layer adds.
+
+bfloat16 rounds by 0.2 % at each of some ten places.
+"""
+
+
+class Unfusable(Exception):
+    """The model is of another kind, or the kernels don't compute what it does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: mx.array
+    bias: mx.array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of a layer. `qk_norms`: of queries and keys, or None."""
+
+    norm: mx.array
+    qkv: tuple[Linear, Linear, Linear]
+    qk_norms: tuple[mx.array, mx.array] | None
+    out: Linear
+    mlp_norm: mx.array
+    gate_up: tuple[Linear, Linear]
+    down: Linear
+
+
+class Residual(NamedTuple):
+    """`sum`, (rows, hidden), goes from layer to layer. `scaled`: times the weight of the norm that is next.
+    `squares` (rows, parts) in float32: together those of a row of `sum`."""
+
+    sum: mx.array
+    scaled: mx.array
+    squares: mx.array
+
+
+class FusedStep:
+    """Logits (rows, 1, vocabulary) of one token a row, (rows, 1), by `compiled_step.StepKV` of each layer.
+
+    attend  in place of the kernel. It may return (result, keys, values) instead of writing into what is held
+
+    Raises Unfusable.
+    """
+
+    def __init__(self, model: Any, attend: Callable[..., Any] | None = None):
+        if not any(kind.__module__ in MODULES for kind in type(model).__mro__):
+            raise Unfusable("another kind of model")
+        inner = model.model
+        self._embedding: nn.Embedding = inner.embed_tokens
+        self._rope = inner.layers[0].self_attn.rope
+        heads = {_heads_of(layer, self._rope) for layer in inner.layers}
+        if len(heads) != 1 or type(self._embedding) is not nn.Embedding:
+            raise Unfusable("layers of several kinds")
+        (self.heads,) = heads
+        if attend is None and not fits(self.heads):
+            raise Unfusable(f"no kernel for {self.heads}")
+        self._layers = [_layer_of(layer) for layer in inner.layers]
+        self._eps: float = inner.norm.eps
+        head = getattr(model, "lm_head", None)
+        head = getattr(head, "head", head)  # Of the last positions alone.
+        self._head = _linear(head) if head is not None else Linear(self._embedding.weight, None)
+        self._norm = _norm(inner.norm, self._eps)
+        self.attend = attend or FusedAttention(self.heads)
+
+    @property
+    def weights(self) -> list[list[mx.array]]:
+        """Of each product's launch, for one layer, and the head's."""
+        first = self._layers[0]
+        groups = (first.qkv, (first.out,), first.gate_up, (first.down,), (self._head,))
+        return [[linear.weight for linear in group] for group in groups]
+
+    def __call__(self, tokens: mx.array, layers: list[Any]) -> mx.array:
+        turns, residual = (
+            self.turns(layers[0].offset),
+            self.begin(self._embedding(tokens[:, 0]), self._layers[0]),
+        )
+        norms = [layer.norm for layer in self._layers[1:]] + [self._norm]
+        for weights, kv, norm in zip(self._layers, layers, norms, strict=True):
+            residual = self.layer(weights, residual, turns, kv, norm)
+        return self.head(residual)[:, None]
+
+    def begin(self, x: mx.array, layer: Layer) -> Residual:
+        """What a layer takes in, of (rows, hidden)."""
+        squares = mx.sum(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
+        return Residual(x, x * layer.norm, squares)
+
+    def turns(self, offset: mx.array) -> mx.array:
+        """(rows, width): cosine and sine by which each pair of dimensions turns: what the model's own rope
+        makes of (1, 0)."""
+        heads = self.heads
+        dimension = mx.arange(heads.width)
+        first = dimension % 2 == 0 if heads.traditional else dimension < heads.turned // 2
+        # In the shape and order in which the model's own keys come.
+        shape = offset.shape[0], 1, heads.kv_heads, heads.width
+        probe = mx.contiguous(mx.broadcast_to(first.astype(mx.float32), shape))
+        return mx.contiguous(self._rope(probe.transpose(0, 2, 1, 3), offset=offset)[:, 0, 0])
+
+    def layer(self, weights: Layer, x: Residual, turns: mx.array, kv: Any, norm: mx.array) -> Residual:
+        """What comes out of a layer; `kv` takes the token's KV.
+
+        norm  weight of the norm behind the layer
+        """
+        eps = self._eps
+        q, k, v = _products(x.scaled, *weights.qkv, squares=x.squares, eps=eps)
+        held = kv.keys, kv.values
+        attended = self.attend((q, k, v), weights.qk_norms, turns, held, kv.starts, kv.ends)
+        if isinstance(attended, tuple):  # Where nothing is written in place.
+            attended, kv.keys, kv.values = attended
+        kv.done = True
+        x = Residual(*_products(attended, weights.out, residual=x.sum, scaled=weights.mlp_norm))
+        (inner,) = _products(x.scaled, *weights.gate_up, squares=x.squares, eps=eps, silu=True)
+        return Residual(*_products(inner, weights.down, residual=x.sum, scaled=norm))
+
+    def head(self, x: Residual) -> mx.array:
+        (logits,) = _products(x.scaled, self._head, squares=x.squares, eps=self._eps)
+        return logits
+
+    def check(self, model: Any, step_kv: Any) -> None:
+        """Raise Unfusable unless the first and the last layer, and the head, give what the model's own do.
+
+        step_kv  makes a layer's cache of (keys, values, starts, ends, offset)
+        """
+        heads, dtype = self.heads, self.heads.dtype
+        rows, length, capacity = 3, 300, 512
+        starts, ends = mx.array([0, 5, length - 1]), mx.array([length, length - 7, length])
+        shape = rows, heads.kv_heads, capacity, heads.width
+        own_head = getattr(model, "lm_head", None) or self._embedding.as_linear
+        for seed, at in enumerate((0, -1)):
+            keys = [mx.random.key(4 * seed + i) for i in range(3)]
+            x = mx.random.normal((rows, self._norm.shape[0]), key=keys[0]).astype(dtype)
+            held = [mx.random.normal(shape, key=key).astype(dtype) for key in keys[1:]]
+            mx.eval(held)
+            own, ours = (
+                step_kv(*(array + 0 for array in held), starts, ends, ends - starts - 1) for _ in range(2)
+            )
+            mx.eval(own.keys, own.values, ours.keys, ours.values)
+            want = model.model.layers[at](x[:, None], None, own)
+            weights = self._layers[at]
+            got = self.layer(weights, self.begin(x, weights), self.turns(ours.offset), ours, self._norm)
+            mx.eval(got, want, own.keys, ours.keys)
+            added = got.sum - x, want[:, 0] - x
+            logits = self.head(got)[:, None], own_head(model.model.norm(want))
+            pairs = added, (ours.keys, own.keys), (ours.values, own.values), logits
+            far = max(_apart(*pair) for pair in pairs)
+            if not far < CLOSE:  # NaN too
+                raise Unfusable(f"layer {at} differs by {far:.3g}")
+
+
+def _apart(got: mx.array, want: mx.array) -> float:
+    got, want = got.astype(mx.float32), want.astype(mx.float32)
+    return cast(float, mx.sqrt(mx.mean((got - want) ** 2) / mx.mean(want**2)).item())
+
+
+def _products(x: mx.array, *linears: Linear, **how: Any) -> list[mx.array]:
+    biases = [linear.bias for linear in linears]
+    how["biases"] = biases if any(bias is not None for bias in biases) else None
+    return products.products(x, [linear.weight for linear in linears], **how)
+
+
+def _heads_of(layer: Any, rope: Any) -> Heads:
+    """Raises Unfusable, AttributeError."""
+    if not any(kind.__module__ in MODULES for kind in type(layer).__mro__):
+        raise Unfusable("another kind of layer")
+    own = layer.self_attn
+    if getattr(layer, "use_sliding", False) or not _same_turns(own.rope, rope):
+        raise Unfusable("layers of several kinds")
+    width = own.k_proj.weight.shape[0] // own.n_kv_heads
+    norm = "q_norm" in own
+    turned = own.rope.dim if isinstance(rope, rope_utils.SuScaledRoPE) else own.rope.dims
+    if turned > width or turned % 2:
+        raise Unfusable(f"heads of {width} dimensions, {turned} of them rotated")
+    return Heads(
+        width=width,
+        heads=own.n_heads,
+        kv_heads=own.n_kv_heads,
+        turned=turned,
+        traditional=bool(getattr(rope, "traditional", False)),
+        norm=norm,
+        scale=own.scale,
+        eps=own.q_norm.eps if norm else 0.0,
+        dtype=own.k_proj.weight.dtype,
+    )
+
+
+def _same_turns(one: Any, other: Any) -> bool:
+    if type(one) not in ROPES or type(one) is not type(other) or vars(one) != vars(other):
+        return False
+    return all(mx.array_equal(one[name], other[name]).item() for name in one)
+
+
+def _layer_of(layer: Any) -> Layer:
+    own, mlp = layer.self_attn, layer.mlp
+    eps = layer.input_layernorm.eps
+    norms = (own.q_norm, own.k_norm) if "q_norm" in own else None
+    return Layer(
+        norm=_norm(layer.input_layernorm, eps),
+        qkv=(_linear(own.q_proj), _linear(own.k_proj), _linear(own.v_proj)),
+        qk_norms=(_norm(norms[0], norms[1].eps), _norm(norms[1], norms[0].eps)) if norms else None,
+        out=_linear(own.o_proj),
+        mlp_norm=_norm(layer.post_attention_layernorm, eps),
+        gate_up=(_linear(mlp.gate_proj), _linear(mlp.up_proj)),
+        down=_linear(mlp.down_proj),
+    )
+
+
+def _norm(norm: Any, eps: float) -> mx.array:
+    if type(norm) is not nn.RMSNorm or norm.eps != eps:
+        raise Unfusable("another kind of norm")
+    return norm.weight
+
+
+def _linear(linear: Any) -> Linear:
+    """Raises Unfusable for packed weights, and where an adapter is beside them."""
+    if type(linear) is not nn.Linear:
+        raise Unfusable(f"a {type(linear).__name__}")
+    return Linear(linear.weight, linear.get("bias"))

@@ -1,0 +1,159 @@
+"""The fused decode step beside the model's own, by MLX's ops in place of its kernels, which run on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from families import FAMILIES, build_family
+
+from omlxd.engine import mlx_adapter
+from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
+from omlxd.engine.mlx_adapter.fused_attention import Heads, Shape, source_of
+from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
+
+from .test_compiled_step import STEPS, Steps, batch_of
+
+FUSED = ("llama", "qwen3")
+VARIANTS = {
+    "llama": ("llama", {}),
+    "biases, pairs": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_traditional": True}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+class Attend:
+    """What fused_attention.py's kernel computes. Counts its calls."""
+
+    def __init__(self, heads: Heads):
+        self.heads, self.calls = heads, 0
+
+    def __call__(
+        self, new: Any, norms: Any, turns: mx.array, held: Any, starts: mx.array, ends: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        self.calls += 1
+        heads = self.heads
+        q, k, v = (array.reshape(turns.shape[0], -1, heads.width) for array in new)
+        if norms is not None:
+            q, k = (mx.fast.rms_norm(x, weight, heads.eps) for x, weight in zip((q, k), norms, strict=True))
+        q, k = self._turned(q, turns), self._turned(k, turns)
+        keys, values = (
+            mx.put_along_axis(array, mx.broadcast_to((ends - 1)[:, None, None, None], x.shape), x, axis=2)
+            for array, x in zip(held, (k[:, :, None], v[:, :, None]), strict=True)
+        )
+        columns = mx.arange(keys.shape[2])
+        seen = (columns >= starts[:, None]) & (columns < ends[:, None])
+        out = mx.fast.scaled_dot_product_attention(
+            q[:, :, None], keys, values, scale=heads.scale, mask=seen[:, None, None]
+        )
+        return out.reshape(turns.shape[0], -1), keys, values
+
+    def _turned(self, x: mx.array, turns: mx.array) -> mx.array:
+        heads, pairs = self.heads, mx.arange(self.heads.turned // 2)
+        a, b = (2 * pairs, 2 * pairs + 1) if heads.traditional else (pairs, pairs + heads.turned // 2)
+        cosine, sine = turns[:, None, a], turns[:, None, b]
+        one, two = x[..., a], x[..., b]
+        out = x + 0
+        out[..., a], out[..., b] = one * cosine - two * sine, one * sine + two * cosine
+        return out
+
+
+def fuse(model: Any) -> FusedStep:
+    step = FusedStep(model, attend=lambda *_: None)
+    step.attend = Attend(step.heads)
+    return step
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_step, "fused_step", fuse)
+
+
+@pytest.mark.parametrize("lengths", [(5, 40, 17), (33, 33), (33,)], ids=["unequal", "equal", "one row"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_computes_what_the_model_does(variant: str, lengths: tuple[int, ...], tmp_path, reference, fused):
+    family, changes = VARIANTS[variant]
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family, changes=changes))
+    reference()
+    want = Steps(loaded, batch_of(loaded, lengths), None).run(len(lengths))
+    steps = Steps(loaded, cache := batch_of(loaded, lengths), CompiledStep(loaded.model))
+    np.testing.assert_allclose(steps.run(len(lengths)), want, atol=2e-4)
+    assert steps.done == STEPS, "compiled or not, all steps are fused"
+    again = batch_of(loaded, lengths)
+    Steps(loaded, again, None).run(len(lengths))
+    for row, length in enumerate(lengths if len(lengths) > 1 else ()):
+        held, own = (mlx_adapter.row_tensors(of, row, 0, length + STEPS) for of in (cache, again))
+        for name, array in held.items():
+            np.testing.assert_allclose(np.array(array), np.array(own[name]), atol=5e-5)
+
+
+def test_rows_join_and_leave(tmp_path, reference, fused):
+    loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "model"))
+    reference()
+
+    def run(compiled: bool) -> list[np.ndarray]:
+        batch = batch_of(loaded, (5, 40, 17), capacity=41)  # Full at once: room is made.
+        steps = Steps(loaded, batch, CompiledStep(loaded.model) if compiled else None)
+        out = steps.run(3, 3)
+        mlx_adapter.keep_rows(batch, [0, 2])
+        steps.count = 0
+        out += steps.run(2, 2)
+        mlx_adapter.trim(batch, [1, 0])  # Rows that end apart.
+        out += steps.run(2, 2)
+        assert not compiled or steps.done == 7
+        return out
+
+    for got, want in zip(run(True), run(False), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_models_are_left_alone(family: str, tmp_path):
+    model = mlx_adapter.load(build_family(family, tmp_path / family)).model
+    if family in FUSED:
+        assert fuse(model).weights
+    else:
+        with pytest.raises(Unfusable):
+            fuse(model)
+
+
+@pytest.mark.parametrize("what", ["another product", "another scale", "another norm", "a window", "packed"])
+def test_a_model_that_is_not_quite_of_its_kind(what: str, tmp_path, reference):
+    model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
+    reference()
+    fuse(model).check(model, compiled_step.StepKV)
+    layer = model.layers[-1]
+    if what == "another product":
+        kind = type(layer.mlp)
+        layer.mlp.__class__ = type("MLP", (kind,), {"__call__": lambda self, x: 1.1 * kind.__call__(self, x)})
+    elif what == "another scale":
+        layer.self_attn.scale *= 2
+    elif what == "another norm":
+        layer.input_layernorm.eps *= 2
+    elif what == "a window":
+        layer.use_sliding = True
+    else:
+        layer.mlp.down_proj = nn.QuantizedLinear.from_linear(layer.mlp.down_proj, 32, 8)
+    with pytest.raises(Unfusable):
+        fuse(model).check(model, compiled_step.StepKV)
+
+
+def test_a_source_for_each_kind_of_heads():
+    sources = {
+        source_of(Heads(width, 4 * group, 4, width, traditional, norm, 0.1, 1e-6, dtype), Shape())
+        for width in (64, 128, 256)
+        for group in (1, 3, 8, 16)
+        for traditional in (False, True)
+        for norm in (False, True)
+        for dtype in (mx.bfloat16, mx.float16)
+    }
+    assert len({name for name, _ in sources}) == len(sources) == 96
+    assert all(source.count("{") == source.count("}") for _, source in sources)
+
+
+def test_without_cuda_nothing_is_fused(tmp_path):
+    model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
+    assert CompiledStep(model)(mx.array([[1]]), mlx_adapter.new_cache(model, 4), 9) is None
