@@ -19,7 +19,7 @@ from fake_engine import FakeEngine, app_of, served
 from omlxd.front.app import create_app
 from omlxd.kv.hashing import hash_blocks
 from tests.end_to_end.test_page import until
-from tests.front.owner.test_cache_tree import CachedEngines
+from tests.front.owner.test_cache_tree import cached
 
 pytestmark = [pytest.mark.slow, needs_chromium]
 
@@ -195,7 +195,7 @@ def large_cache(root: Path) -> None:
 
 async def test_a_hundred_thousand_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     large_cache(tmp_path / "cache")
-    app = create_app(CachedEngines(tmp_path / "cache"))
+    app = create_app(cached(tmp_path / "cache"))
     async with served(app) as url, browser() as chromium, tab(chromium, url) as one:
         one.expected = ("503",)  # These engines pin nothing.
         began = time.monotonic()
