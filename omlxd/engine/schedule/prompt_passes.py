@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 class PromptPasses:
-    """Those of one scheduler.
+    """Computes the prompts of one scheduler's sequences. Engine thread.
 
     computing   sequences of the pass under way
     last_alone  the prompt's last token gets a pass of its own. On a GPU that costs as much as a whole last
