@@ -143,10 +143,10 @@ _HELP = {
     "that is too long; 0: no limit",
     "seed": "where a model's random numbers begin when it is loaded, for requests without a seed of their "
     "own: the same requests in the same order then get the same answers; random: anywhere",
-    "speculation": "auto: while one request decodes alone, several guessed tokens are checked in a pass "
-    "where that is faster, and answers stay the same; off: one token a pass",
+    "speculation": "auto: several guessed tokens of a request are checked in a pass where that is measured "
+    "to be faster, in a batch too, and answers stay the same; off: one token a pass",
     "share_prefix": "auto: on a CPU, running requests that begin alike hold the KV of that once; on: on a "
-    "GPU too, where it has not been tried; off: each holds its own",
+    "GPU too, where steps took two to five times as long; off: each holds its own",
     "hoist_system": "put system messages that stand before the first answer at the head of the prompt: "
     "always, never, or auto",
     "no_healing": "render earlier answers as the client sends them, not as they were generated",
