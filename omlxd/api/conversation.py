@@ -12,17 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..chat import (
-    AnswerFormat,
-    Conversation,
-    DocumentPart,
-    ImagePart,
-    Message,
-    Part,
-    TextPart,
-    Tool,
-    ToolResultPart,
-)
+from .. import chat
 from ..errors import bad_field
 
 _BILLING = re.compile(r"(?:x-anthropic-billing-header:[^\n]*+\n*+)*+")
@@ -39,47 +29,56 @@ _NAMED = frozenset({"properties", "$defs", "definitions", "patternProperties", "
 _LITERAL = frozenset({"default", "const", "enum", "examples", "example"})
 
 
-def conversation(messages: Iterable[Message], tools: Iterable[Tool], **fields: Any) -> Conversation:
+def conversation(
+    messages: Iterable[chat.Message], tools: Iterable[chat.Tool], **fields: Any
+) -> chat.Conversation:
     """A Conversation of `messages` and `tools`. `fields`: its others."""
     kept = tuple(message for message in map(_without_billing, messages) if message is not None)
-    return Conversation(
+    return chat.Conversation(
         messages=kept,
         tools=tuple(replace(tool, parameters=one_spelling(tool.parameters)) for tool in tools),
         **fields,
     )
 
 
-def tool_result(call_id: str, parts: Sequence[Part], is_error: bool = False) -> ToolResultPart:
+def tool_result(call_id: str, parts: Sequence[chat.Part], is_error: bool = False) -> chat.ToolResultPart:
     """The result of a call from texts, images and documents; texts are joined with newlines."""
-    return ToolResultPart(
+    return chat.ToolResultPart(
         call_id,
-        "\n".join(part.text for part in parts if isinstance(part, TextPart)),
+        "\n".join(part.text for part in parts if isinstance(part, chat.TextPart)),
         is_error,
-        tuple(part for part in parts if isinstance(part, ImagePart)),
-        tuple(part for part in parts if isinstance(part, DocumentPart)),
+        tuple(part for part in parts if isinstance(part, chat.ImagePart)),
+        tuple(part for part in parts if isinstance(part, chat.DocumentPart)),
     )
 
 
-def begun_answer(prompt: Conversation, format: AnswerFormat | None, param: str) -> Conversation:
+def begun_answer(
+    prompt: chat.Conversation, format: chat.AnswerFormat | None, param: str
+) -> chat.Conversation:
     """Make the last message the beginning of the answer. Raises InvalidRequest naming `param`, which asks for
     it.
     """
     last = prompt.messages[-1] if prompt.messages else None
-    if last is None or last.role != "assistant" or not last.parts or not isinstance(last.parts[-1], TextPart):
+    if (
+        last is None
+        or last.role != "assistant"
+        or not last.parts
+        or not isinstance(last.parts[-1], chat.TextPart)
+    ):
         raise bad_field(param, "only an assistant's text at the end of messages can be continued")
     if format is not None:
         raise bad_field(param, f"a begun answer can't be held to {format.param}")
     return replace(prompt, continue_final=True)
 
 
-def _without_billing(message: Message) -> Message | None:
+def _without_billing(message: chat.Message) -> chat.Message | None:
     """None: there was nothing else."""
     if message.role != "system":
         return message
     parts = []
     for part in message.parts:
-        if isinstance(part, TextPart) and (billing := _BILLING.match(part.text)) and billing.end():
-            part = TextPart(part.text[billing.end() :])
+        if isinstance(part, chat.TextPart) and (billing := _BILLING.match(part.text)) and billing.end():
+            part = chat.TextPart(part.text[billing.end() :])
             if not part.text:
                 continue
         parts.append(part)

@@ -30,18 +30,8 @@ from ..body import (
 )
 from ..conversation import begun_answer, conversation, tool_result
 from ..local_fields import effort_word
-from . import blocks
+from . import blocks, threads
 from .documents import browser_state_text, document_parts, image_block, search_result_text
-from .threads import (
-    Continue,
-    Create,
-    HeldThread,
-    ThreadRequest,
-    conversation_of,
-    in_threads_words,
-    owner_of,
-    with_conversation,
-)
 from .tools import ToolChoice, Tools
 
 # --------------------------------------------------------------------------- the body
@@ -90,7 +80,7 @@ class MessagesBody(msgspec.Struct):
     metadata: Metadata | None = None
     output_config: _OutputConfig | None = None
     output_format: ResponseFormat | None = None
-    thread: Create | Continue | None = None
+    thread: threads.Create | threads.Continue | None = None
     compaction: Any = None
     container: Any = None
     mcp_servers: list[Any] | None = None
@@ -105,7 +95,7 @@ _NOTHING_BEGUN = chat.Message("assistant", ())
 
 
 def parse(
-    body: bytes, headers: Mapping[str, str] | None = None, held: HeldThread = lambda *_: None
+    body: bytes, headers: Mapping[str, str] | None = None, held: threads.HeldThread = lambda *_: None
 ) -> ParsedRequest:
     """A body of /v1/messages or /v1/messages/count_tokens. Raises InvalidRequest naming the field, and
     ThreadError for a thread.
@@ -115,19 +105,19 @@ def parse(
     try:
         request = decode(_decoder, body)
     except InvalidRequest as error:
-        raise in_threads_words(error) from None
+        raise threads.in_threads_words(error) from None
     if not request.messages:
         raise bad_field("messages", "at least one message is required")
     if request.thread is None:
         return _parsed(request, headers or {})
-    owner = owner_of(headers or {})
-    fields = conversation_of(body, request.thread, owner, held)
-    parsed = _parsed(decode(_decoder, with_conversation(body, fields)), headers or {})
-    return ThreadRequest(
+    owner = threads.owner_of(headers or {})
+    fields = threads.conversation_of(body, request.thread, owner, held)
+    parsed = _parsed(decode(_decoder, threads.with_conversation(body, fields)), headers or {})
+    return threads.ThreadRequest(
         **{name: getattr(parsed, name) for name in parsed.__struct_fields__},
         owner=owner,
         conversation=msgspec.json.encode(fields),
-        previous=request.thread.previous_message_id if isinstance(request.thread, Continue) else "",
+        previous=request.thread.previous_message_id if isinstance(request.thread, threads.Continue) else "",
     )
 
 
@@ -168,7 +158,7 @@ def _parsed(request: MessagesBody, headers: Mapping[str, str]) -> ParsedRequest:
 
 
 def parse_to_answer(
-    body: bytes, headers: Mapping[str, str] | None = None, held: HeldThread = lambda *_: None
+    body: bytes, headers: Mapping[str, str] | None = None, held: threads.HeldThread = lambda *_: None
 ) -> ParsedRequest:
     """As `parse`, for a conversation that is to be answered, not only counted."""
     parsed = parse(body, headers, held)

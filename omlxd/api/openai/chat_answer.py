@@ -7,15 +7,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import (
-    Event,
-    Finished,
-    ReasoningDelta,
-    TextDelta,
-    ToolCall,
-    ToolCallCut,
-    ToolCallDelta,
-)
+from ... import chat
 from ..sse import OpenCall
 from .chat_tools import FUNCTIONS, CallShape
 from .choices import ChoicesCollector, ChoicesStream, ids_of, logprobs_of, text_of
@@ -86,18 +78,18 @@ class OpenAIChatStream(ChoicesStream):
         # Not an SSE comment: not every client's idle timer counts those.
         return self._chunk({})
 
-    def _of_choice(self, event: Event, index: int) -> bytes:
-        if isinstance(event, TextDelta):
+    def _of_choice(self, event: chat.Event, index: int) -> bytes:
+        if isinstance(event, chat.TextDelta):
             if not event.text and not event.logprobs:
                 return b""
             logprobs = chat_logprobs(event.logprobs) if event.logprobs else None
             return self._chunk({"content": event.text}, logprobs=logprobs, index=index)
-        if isinstance(event, ReasoningDelta):
+        if isinstance(event, chat.ReasoningDelta):
             return self._chunk({"reasoning_content": event.text}, index=index) if event.text else b""
-        if isinstance(event, (ToolCallDelta, ToolCall, ToolCallCut)):
+        if isinstance(event, (chat.ToolCallDelta, chat.ToolCall, chat.ToolCallCut)):
             delta = self._calls[index].delta(event)
             return self._chunk(delta, index=index) if delta else b""
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             return self._chunk({}, finish_reason=_finish_reason(event, self._shape), index=index)
         return b""
 
@@ -128,13 +120,13 @@ class _Progress:
         self._count = 0
         self._open = OpenCall()
 
-    def delta(self, event: ToolCallDelta | ToolCall | ToolCallCut) -> Delta | None:
+    def delta(self, event: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> Delta | None:
         """What to send now, if anything."""
         index = self._count
-        if not isinstance(event, ToolCallDelta):
+        if not isinstance(event, chat.ToolCallDelta):
             self._count += 1
         if event.name in self._shape.custom:
-            if isinstance(event, ToolCallDelta):
+            if isinstance(event, chat.ToolCallDelta):
                 return None  # Its text comes out of JSON, and can't be sent before that is whole.
             call = {"id": event.id, "custom": _custom(event), "type": "custom", "index": index}
             return {"tool_calls": [call]}
@@ -150,11 +142,11 @@ class _Progress:
         return {"tool_calls": [{"id": event.id, "function": function, "type": "function", "index": index}]}
 
 
-def _custom(event: ToolCall | ToolCallCut) -> _Custom:
+def _custom(event: chat.ToolCall | chat.ToolCallCut) -> _Custom:
     return _Custom(event.name, custom_input(event.valid_arguments))
 
 
-def _finish_reason(finished: Finished, shape: CallShape) -> str:
+def _finish_reason(finished: chat.Finished, shape: CallShape) -> str:
     if shape.obsolete and finished.reason == "tool_calls":
         return "function_call"
     return FINISH_REASON[finished.reason]
@@ -188,15 +180,15 @@ class ChatCompletion(msgspec.Struct):
     timings: Timings | UnsetType = UNSET
 
 
-def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
+def _choice(events: list[chat.Event], index: int, shape: CallShape) -> _Choice:
     finished = events[-1]
-    assert isinstance(finished, Finished), "response before Finished"
-    calls = [event for event in events if isinstance(event, (ToolCall, ToolCallCut))]
+    assert isinstance(finished, chat.Finished), "response before Finished"
+    calls = [event for event in events if isinstance(event, (chat.ToolCall, chat.ToolCallCut))]
     text, logprobs = text_of(events), logprobs_of(events)
     message = _Message(
         # Null only beside tool calls: clients read an answer's content without asking.
         content=None if calls and not text else text,
-        reasoning_content=text_of(events, ReasoningDelta) or UNSET,
+        reasoning_content=text_of(events, chat.ReasoningDelta) or UNSET,
     )
     if calls and shape.obsolete:
         message.function_call = _Function(calls[0].name, calls[0].arguments)
@@ -211,7 +203,7 @@ def _choice(events: list[Event], index: int, shape: CallShape) -> _Choice:
     )
 
 
-def _call(call: ToolCall | ToolCallCut, shape: CallShape) -> _Call | _CustomCall:
+def _call(call: chat.ToolCall | chat.ToolCallCut, shape: CallShape) -> _Call | _CustomCall:
     if call.name in shape.custom:
         return _CustomCall(call.id, _custom(call))
     return _Call(call.id, _Function(call.name, call.arguments))
@@ -221,7 +213,7 @@ class OpenAIChatCollector(ChoicesCollector):
     """`sse.Collector` of one chat completion. `created`: Unix seconds."""
 
     def __init__(self, id: str, model: str, created: int, n: int = 1, shape: CallShape = FUNCTIONS):
-        def body(choices: list[list[Event]], finished: Finished) -> ChatCompletion:
+        def body(choices: list[list[chat.Event]], finished: chat.Finished) -> ChatCompletion:
             return ChatCompletion(
                 *(id, created, model, [_choice(events, at, shape) for at, events in enumerate(choices)]),
                 usage_body(finished.usage),

@@ -12,25 +12,16 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...chat import (
-    ChoiceEvent,
-    Event,
-    Finished,
-    ReasoningDelta,
-    Restarted,
-    TextDelta,
-    TokenIds,
-    TokenLogprob,
-)
+from ... import chat
 from ...errors import OmlxdError
 from ..errors import error_body
 from ..sse import DONE, data_event
 from .fields import Timings, UsageBody, timings_of, usage_body
 
 
-def ids_of(events: Iterable[Event]) -> dict[str, Any]:
+def ids_of(events: Iterable[chat.Event]) -> dict[str, Any]:
     """vLLM's fields of a choice: `token_ids`, and `prompt_token_ids` at its beginning. {}: not asked for."""
-    parts = [event for event in events if isinstance(event, TokenIds)]
+    parts = [event for event in events if isinstance(event, chat.TokenIds)]
     prompt = {"prompt_token_ids": list(parts[0].prompt)} if parts and parts[0].prompt else {}
     return {"token_ids": [id for part in parts for id in part.ids], **prompt} if parts else {}
 
@@ -52,10 +43,10 @@ class ChoicesStream(ABC):
         self._usage: UnsetType | None = None if include_usage else UNSET
         self._n = n
         self._timings: Timings | UnsetType = UNSET
-        self._ids: list[list[Event]] = [[] for _ in range(n)]
+        self._ids: list[list[chat.Event]] = [[] for _ in range(n)]
 
     @abstractmethod
-    def _of_choice(self, event: Event, index: int) -> bytes:
+    def _of_choice(self, event: chat.Event, index: int) -> bytes:
         """What `event` says to the client of the choice at `index`."""
 
     def error(self, error: OmlxdError) -> bytes:
@@ -67,16 +58,16 @@ class ChoicesStream(ABC):
         taken, self._ids[index] = ids_of(self._ids[index]), []
         return taken
 
-    def event(self, event: Event) -> bytes:
-        if isinstance(event, ChoiceEvent):
-            if isinstance(event.event, TokenIds):
+    def event(self, event: chat.Event) -> bytes:
+        if isinstance(event, chat.ChoiceEvent):
+            if isinstance(event.event, chat.TokenIds):
                 self._ids[event.index].append(event.event)
                 return b""
             return self._of_choice(event.event, event.index)
-        if isinstance(event, TokenIds):
+        if isinstance(event, chat.TokenIds):
             self._ids[0].append(event)
             return b""
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             self._timings = timings_of(event.usage)
             # Of several choices each has finished by itself; this is of them all.
             last = self._of_choice(event, 0) if self._n == 1 else b""
@@ -96,18 +87,18 @@ class ChoicesCollector:
     body  makes its struct of each choice's events, Finished or Failed among them, and the Finished of all
     """
 
-    def __init__(self, body: Callable[[list[list[Event]], Finished], msgspec.Struct], n: int = 1):
+    def __init__(self, body: Callable[[list[list[chat.Event]], chat.Finished], msgspec.Struct], n: int = 1):
         self._body = body
-        self._events: list[list[Event]] = [[] for _ in range(n)]
-        self._finished: Finished | None = None
+        self._events: list[list[chat.Event]] = [[] for _ in range(n)]
+        self._finished: chat.Finished | None = None
 
-    def event(self, event: Event) -> None:
-        if isinstance(event, ChoiceEvent):
-            if isinstance(event.event, Restarted):
+    def event(self, event: chat.Event) -> None:
+        if isinstance(event, chat.ChoiceEvent):
+            if isinstance(event.event, chat.Restarted):
                 self._events[event.index].clear()
             self._events[event.index].append(event.event)
             return
-        if isinstance(event, Finished):
+        if isinstance(event, chat.Finished):
             self._finished = event
         if len(self._events) == 1:
             self._events[0].append(event)
@@ -117,10 +108,10 @@ class ChoicesCollector:
         return msgspec.json.encode(self._body(self._events, self._finished))
 
 
-def text_of(events: Iterable[Event], *kinds: type[TextDelta | ReasoningDelta]) -> str:
+def text_of(events: Iterable[chat.Event], *kinds: type[chat.TextDelta | chat.ReasoningDelta]) -> str:
     """The text of a choice, or of its events of `kinds`."""
-    return "".join(event.text for event in events if isinstance(event, kinds or TextDelta))
+    return "".join(event.text for event in events if isinstance(event, kinds or chat.TextDelta))
 
 
-def logprobs_of(events: Iterable[Event]) -> tuple[TokenLogprob, ...]:
-    return tuple(each for event in events if isinstance(event, TextDelta) for each in event.logprobs)
+def logprobs_of(events: Iterable[chat.Event]) -> tuple[chat.TokenLogprob, ...]:
+    return tuple(each for event in events if isinstance(event, chat.TextDelta) for each in event.logprobs)

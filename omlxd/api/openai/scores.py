@@ -16,18 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from ...chat import (
-    ChoiceEvent,
-    Conversation,
-    Event,
-    Failed,
-    Finished,
-    GenerateRequest,
-    RawPrompt,
-    Sampling,
-    Scored,
-    Usage,
-)
+from ... import chat
 from ...errors import OmlxdError, bad_field
 from ..body import ParsedRequest, ScoresShape, decode
 from ..errors import OpenAIDetail, openai_detail
@@ -130,7 +119,7 @@ def labelled(parsed: ParsedRequest, labels: Sequence[str], top: int = 0) -> Pars
     if len(set(labels)) < len(labels):
         raise bad_field("labels", "each may stand there once")
     prompt = parsed.generate.prompt
-    if isinstance(prompt, Conversation):
+    if isinstance(prompt, chat.Conversation):
         # A label is no thought: the answer begins at once, unless the request says otherwise.
         prompt = replace(prompt, thinking=bool(prompt.thinking))
     sampling = replace(_SAMPLING, logprobs=top)
@@ -146,12 +135,12 @@ def without_top(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-_SAMPLING = Sampling(temperature=0.0, logprobs=0)
+_SAMPLING = chat.Sampling(temperature=0.0, logprobs=0)
 
 
 def _prompts(model: str | None, prompts: Sequence[str]) -> ParsedRequest:
-    first, *more = [RawPrompt(text) for text in prompts]
-    generate = GenerateRequest(first, sampling=_SAMPLING)
+    first, *more = [chat.RawPrompt(text) for text in prompts]
+    generate = chat.GenerateRequest(first, sampling=_SAMPLING)
     return ParsedRequest(model or "", stream=False, generate=generate, more_prompts=tuple(more))
 
 
@@ -186,17 +175,17 @@ class Scores:
 
     def __init__(self, labels: Sequence[Sequence[str]]):
         self._labels = labels
-        self._scored: dict[int, Scored] = {}
+        self._scored: dict[int, chat.Scored] = {}
         self._failed: dict[int, OmlxdError] = {}
-        self.usage = Usage()
+        self.usage = chat.Usage()
 
-    def event(self, event: Event) -> None:
-        if isinstance(event, Finished):
+    def event(self, event: chat.Event) -> None:
+        if isinstance(event, chat.Finished):
             self.usage = replace(event.usage, decode_s=0.0)  # Labels are given, and nothing is decoded.
-        elif isinstance(event, ChoiceEvent):
-            if isinstance(event.event, Scored):
+        elif isinstance(event, chat.ChoiceEvent):
+            if isinstance(event.event, chat.Scored):
                 self._scored[event.index] = event.event
-            elif isinstance(event.event, Failed):
+            elif isinstance(event.event, chat.Failed):
                 self._failed[event.index] = OmlxdError.from_event(event.event)
 
     def top(self, index: int) -> list[TopLogprob]:
@@ -209,7 +198,7 @@ class Scores:
             yield self._failed.get(index) or _scores(labels, self._scored[index])
 
 
-def _scores(labels: Sequence[str], scored: Scored) -> list[Score]:
+def _scores(labels: Sequence[str], scored: chat.Scored) -> list[Score]:
     sums = [math.fsum(tokens) for tokens in scored.logprobs]
     parts = [math.exp(value - max(sums)) for value in sums]
     return [
@@ -266,7 +255,7 @@ class ScoresCollector:
         self._id, self._parsed, self._created, self._pairs = id, parsed, created, pairs
         self._scores = Scores(parsed.labels)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: chat.Event) -> None:
         self._scores.event(event)
 
     def response(self) -> bytes:

@@ -13,18 +13,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from ...chat import (
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Progress,
-    Scored,
-    TextDelta,
-    TokenIds,
-    ToolCallCut,
-    Usage,
-)
+from ... import chat
 from ...errors import OmlxdError
 from ..prompt.turn_memory import Answer
 from ..sequence import LabelScores, Likelihood, Sequence
@@ -32,13 +21,13 @@ from .parser import OutputParser
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], list[tuple[int, Event]]]
+Work = Callable[[], list[tuple[int, chat.Event]]]
 
 
 class OutputThread:
     """Runs work in order and sends what it gives, as much as is there in one frame."""
 
-    def __init__(self, send: Callable[[tuple[tuple[int, Event], ...]], None]):
+    def __init__(self, send: Callable[[tuple[tuple[int, chat.Event], ...]], None]):
         self._send = send
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="output", daemon=True)
@@ -55,7 +44,7 @@ class OutputThread:
     def _run(self) -> None:
         closing = False
         while not closing:
-            events: list[tuple[int, Event]] = []
+            events: list[tuple[int, chat.Event]] = []
             work = self._queue.get()
             while True:
                 if work is None:
@@ -72,7 +61,7 @@ class OutputThread:
             if events:
                 self._send_all(events)
 
-    def _send_all(self, events: list[tuple[int, Event]]) -> None:
+    def _send_all(self, events: list[tuple[int, chat.Event]]) -> None:
         """In one frame, or else each event alone: this thread serves everybody, and must not end."""
         try:
             self._send(tuple(events))
@@ -83,7 +72,9 @@ class OutputThread:
             try:
                 self._send(((id, event),))
             except Exception as error:
-                failed = Failed(code="internal", message=f"the answer can't be sent: {type(error).__name__}")
+                failed = chat.Failed(
+                    code="internal", message=f"the answer can't be sent: {type(error).__name__}"
+                )
                 self._send(((id, failed),))
 
 
@@ -110,17 +101,17 @@ class RequestSink:
         self.is_silent = False
         self.prompt: tuple[int, ...] | None = None
         self.learn: Callable[[Answer], None] | None = None
-        self.usage: Callable[[], Usage] = Usage
+        self.usage: Callable[[], chat.Usage] = chat.Usage
         self.over: Callable[[], None] = _nothing
 
     # ----------------------------------------------------------------- engine thread
 
-    def progress(self, event: Progress) -> None:
+    def progress(self, event: chat.Progress) -> None:
         self._output.put(lambda: self._emit([event]))
 
     def echo(self, text: str) -> None:
         """Text of the prompt that the client wants back."""
-        self._output.put(lambda: self._emit([TextDelta(text)]))
+        self._output.put(lambda: self._emit([chat.TextDelta(text)]))
 
     def token(self, token: int, likelihood: Likelihood | None) -> None:
         self._output.put(lambda: self._guarded(lambda: self._token(token, likelihood)))
@@ -128,7 +119,7 @@ class RequestSink:
     def scored(self, scores: LabelScores) -> None:
         self._output.put(lambda: self._guarded(lambda: self._scored(scores)))
 
-    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finished(self, sequence: Sequence, reason: chat.FinishReason) -> None:
         usage = usage_of(sequence)
         self._output.put(lambda: self._guarded(lambda: self._finish(reason, usage)))
 
@@ -143,19 +134,19 @@ class RequestSink:
 
     # ----------------------------------------------------------------- output thread
 
-    def _abandon(self) -> list[tuple[int, Event]]:
+    def _abandon(self) -> list[tuple[int, chat.Event]]:
         self._close()
         return []
 
-    def _emit(self, events: list[Event]) -> list[tuple[int, Event]]:
+    def _emit(self, events: list[chat.Event]) -> list[tuple[int, chat.Event]]:
         if self._ended:
             return []
         for event in events:
             self._answer.add(event)
-            self._cut = self._cut or isinstance(event, ToolCallCut)
+            self._cut = self._cut or isinstance(event, chat.ToolCallCut)
         return [(self._id, event) for event in events]
 
-    def _guarded(self, work: Work) -> list[tuple[int, Event]]:
+    def _guarded(self, work: Work) -> list[tuple[int, chat.Event]]:
         """A request whose output breaks fails: else its client would wait for ever."""
         try:
             return [] if self._ended else work()
@@ -164,11 +155,11 @@ class RequestSink:
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
 
-    def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, Event]]:
+    def _token(self, token: int, likelihood: Likelihood | None) -> list[tuple[int, chat.Event]]:
         self._taken += 1
-        events: list[tuple[int, Event]] = []
+        events: list[tuple[int, chat.Event]] = []
         if self.prompt is not None:
-            events = self._emit([TokenIds(() if self.is_silent else (token,), self.prompt)])
+            events = self._emit([chat.TokenIds(() if self.is_silent else (token,), self.prompt)])
             self.prompt = ()
         if self.is_silent:
             return events
@@ -179,11 +170,11 @@ class RequestSink:
             events += self._finish("stop", replace(self.usage(), completion_tokens=self._taken))
         return events
 
-    def _scored(self, scores: LabelScores) -> list[tuple[int, Event]]:
+    def _scored(self, scores: LabelScores) -> list[tuple[int, chat.Event]]:
         likeliest = self._parser.spelled(*scores.likeliest)
-        return self._emit([Scored(scores.logprobs, scores.logits, likeliest)])
+        return self._emit([chat.Scored(scores.logprobs, scores.logits, likeliest)])
 
-    def _finish(self, reason: FinishReason, usage: Usage) -> list[tuple[int, Event]]:
+    def _finish(self, reason: chat.FinishReason, usage: chat.Usage) -> list[tuple[int, chat.Event]]:
         if self.is_silent:
             reason, usage = "length", replace(usage, completion_tokens=0)
         in_answer = self._parser.in_answer
@@ -200,11 +191,11 @@ class RequestSink:
             reason = "tool_calls"
         self.over()
         usage = replace(usage, reasoning_tokens=self._parser.reasoning_tokens)
-        events += self._emit([Finished(reason=reason, usage=usage, stop_sequence=stopped)])
+        events += self._emit([chat.Finished(reason=reason, usage=usage, stop_sequence=stopped)])
         self._close()
         return events
 
-    def _fail(self, failed: Failed) -> list[tuple[int, Event]]:
+    def _fail(self, failed: chat.Failed) -> list[tuple[int, chat.Event]]:
         events = self._emit([failed])
         self._close()
         return events
@@ -215,14 +206,14 @@ class RequestSink:
             self._end()
             # They hold the request, which holds this sink: its tokens would wait for the collector.
             self.stop = self.over = _nothing
-            self.learn, self.usage = None, Usage
+            self.learn, self.usage = None, chat.Usage
 
 
 def _nothing() -> None:
     pass
 
 
-def usage_of(sequence: Sequence) -> Usage:
+def usage_of(sequence: Sequence) -> chat.Usage:
     """Counts of a sequence as it stands."""
     now = time.monotonic()
     ttft_s = sequence.first_token_s or now - sequence.received
@@ -230,7 +221,7 @@ def usage_of(sequence: Sequence) -> Usage:
     generated = sequence.generated
     if generated and sequence.tokens[-1] in sequence.eos:
         generated -= 1
-    return Usage(
+    return chat.Usage(
         prompt_tokens=sequence.prompt_length,
         cached_hot=sequence.restored_hot,
         cached_cold=sequence.restored_cold,
