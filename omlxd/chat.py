@@ -171,8 +171,7 @@ class Conversation(Struct, frozen=True, tag="conversation"):
     tool_choice: str = "auto"
     """`auto`, `none`, `required`, or `named:<tool>`, which is one call of it."""
     allowed_tools: tuple[str, ...] = ()
-    """Names of the tools that may be called, with `auto` and `required`; the prompt lists all the same.
-    Empty: all."""
+    """Names of the tools that may be called, with `auto` and `required`; the prompt lists all. Empty: all."""
     parallel_calls: bool = True
     """False: the answer ends with its first call."""
     thinking: bool | None = None
@@ -330,11 +329,8 @@ class Usage(Struct, frozen=True):
     @property
     def tokens_per_s(self) -> float:
         """Of decoding, without the first token; 0: too few."""
-        return (
-            (self.completion_tokens - 1) / self.decode_s
-            if self.completion_tokens > 1 and self.decode_s
-            else 0.0
-        )
+        timed = self.completion_tokens > 1 and self.decode_s
+        return (self.completion_tokens - 1) / self.decode_s if timed else 0.0
 
 
 class TokenLogprob(Struct, frozen=True):
@@ -472,16 +468,8 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 
 AnswerEvent = Union[
-    TokenIds,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-    ToolCall,
-    ToolCallCut,
-    Scored,
-    Restarted,
-    Finished,
-    Failed,
+    Union[TokenIds, ReasoningDelta, TextDelta, ToolCallDelta, ToolCall, ToolCallCut],
+    Union[Scored, Restarted, Finished, Failed],
 ]
 """An event of one answer."""
 

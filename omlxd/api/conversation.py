@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from .. import chat
@@ -55,9 +56,7 @@ def tool_result(call_id: str, parts: Sequence[chat.Part], is_error: bool = False
 def begun_answer(
     prompt: chat.Conversation, format: chat.AnswerFormat | None, param: str
 ) -> chat.Conversation:
-    """Make the last message the beginning of the answer. Raises InvalidRequest naming `param`, which asks for
-    it.
-    """
+    """Make the last message the answer's beginning. Raises InvalidRequest naming `param`."""
     last = prompt.messages[-1] if prompt.messages else None
     if (
         last is None
@@ -94,7 +93,7 @@ def one_spelling(schema: dict[str, Any]) -> dict[str, Any]:
             first = schema.get("required") if key == "properties" else None
             ordered[key] = {name: _spelled(value[name]) for name in _names(value, first)}
         else:
-            ordered[key] = _sorted(value) if key in _LITERAL else _spelled(value)
+            ordered[key] = to_builtins(value, order="sorted") if key in _LITERAL else _spelled(value)
     return ordered
 
 
@@ -107,9 +106,3 @@ def _spelled(value: Any) -> Any:
     if isinstance(value, list):
         return [_spelled(item) for item in value]
     return one_spelling(value) if isinstance(value, dict) else value
-
-
-def _sorted(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_sorted(item) for item in value]
-    return {key: _sorted(value[key]) for key in sorted(value)} if isinstance(value, dict) else value

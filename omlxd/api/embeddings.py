@@ -133,9 +133,7 @@ class RerankAnswer(msgspec.Struct):
 def embed_request(
     value: str | Sequence[str | int | list[int]], dimensions: int | None = None, truncate: bool = False
 ) -> EmbedRequest:
-    """The request to an engine for `value`: a text, texts, token ids, or lists of them. Raises
-    InvalidRequest.
-    """
+    """The request to an engine for a text, texts, token ids, or lists of them. Raises InvalidRequest."""
     items: list[Any] = [value] if isinstance(value, str) else list(value)
     if items and all(isinstance(item, int) for item in items):
         items = [items]

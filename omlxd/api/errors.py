@@ -143,12 +143,6 @@ def openai_detail(error: OmlxdError) -> OpenAIDetail:
     return OpenAIDetail(message_of(error, "openai"), kind, error.param, code)
 
 
-def status_of(error: OmlxdError, protocol: Protocol) -> int:
-    if protocol == "anthropic" and error.code == "overloaded":
-        return 529
-    return _TABLE[error.code][0]
-
-
 def http_error(
     error: OmlxdError, protocol: Protocol, request_id: str, *, status: int | None = None
 ) -> HttpError:
@@ -159,5 +153,6 @@ def http_error(
         headers.append(("retry-after", str(max(1, min(wait, MAX_RETRY_AFTER)))))
     if error.code == "authentication":
         headers.append(("www-authenticate", "Bearer"))
+    usual = 529 if protocol == "anthropic" and error.code == "overloaded" else _TABLE[error.code][0]
     body = msgspec.json.encode(error_body(error, protocol, request_id))
-    return HttpError(status or status_of(error, protocol), tuple(headers), body)
+    return HttpError(status or usual, tuple(headers), body)

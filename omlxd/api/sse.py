@@ -25,9 +25,7 @@ def named_event(name: bytes, data: Any) -> bytes:
 
 
 class StreamEncoder(Protocol):
-    """Events in, SSE bytes out, b"" for nothing: `start`, then any of `event` and `ping`, or `error` at the
-    end.
-    """
+    """Events in, SSE bytes out, b"" for nothing: `start`, any `event` and `ping`, or `error` at the end."""
 
     def start(self) -> bytes: ...
     def event(self, event: Event) -> bytes: ...
@@ -61,10 +59,7 @@ class OpenCall:
 
 
 class UsageExtension(Struct, frozen=True):
-    """What no protocol has a field for; stands as `omlxd` in usage. Tokens, and seconds.
-
-    As `chat.Usage` has them.
-    """
+    """What no protocol has a field for, as `chat.Usage` has it; stands as `omlxd` in usage."""
 
     cached_hot: int
     cached_cold: int

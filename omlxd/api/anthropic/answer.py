@@ -99,9 +99,7 @@ Keep = Callable[[str, bytes], None]
 
 
 class AnthropicStream:
-    """`sse.StreamEncoder` of one message. `message_start` waits for the first event, which has the cached
-    tokens.
-    """
+    """`sse.StreamEncoder` of one message. Its `message_start` waits for the cached tokens."""
 
     def __init__(self, id: str, model: str, request_id: str, keep: Keep | None = None):
         self.message = MessageAnswer(id, model, [], None, None, _Usage(0, 0, 0, 0))

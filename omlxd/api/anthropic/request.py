@@ -114,7 +114,7 @@ def parse(
     fields = threads.conversation_of(body, request.thread, owner, held)
     parsed = _parsed(decode(_decoder, threads.with_conversation(body, fields)), headers or {})
     return threads.ThreadRequest(
-        **{name: getattr(parsed, name) for name in parsed.__struct_fields__},
+        **msgspec.structs.asdict(parsed),
         owner=owner,
         conversation=msgspec.json.encode(fields),
         previous=request.thread.previous_message_id if isinstance(request.thread, threads.Continue) else "",
@@ -291,9 +291,7 @@ _ALLOWED: dict[str, tuple[type, ...]] = {
 
 
 def _messages(message: _Message, tools: Tools, param: str, skip: int) -> list[chat.Message]:
-    """Return one message or several: results and summaries are messages of their own. `skip`: blocks left
-    out.
-    """
+    """One message or several: results and summaries are messages of their own. `skip`: blocks left out."""
     content = [blocks.Text(message.content)] if isinstance(message.content, str) else message.content
     if content is None:
         if message.role == "system":

@@ -52,6 +52,8 @@ class _Held(msgspec.Struct):
     messages: list[msgspec.Raw]
 
 
+_NULL = msgspec.Raw(b"null")
+_value = msgspec.json.Decoder(Any).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _held = msgspec.json.Decoder(_Held)
 
@@ -77,7 +79,7 @@ def conversation_of(body: bytes, thread: Create | Continue, owner: str, held: He
         raise already_continued()
     kept = _fields.decode(before)
     for name in FIXED:
-        if name in given and _value(given, name) != _value(kept, name):
+        if name in given and _value(given[name]) != _value(kept.get(name, _NULL)):
             why = f"{name} differs from what the thread began with; leave it out, or {REPLAY}"
             raise ThreadError("thread", why, "thread_fingerprint_mismatch")
     messages = [*_held.decode(before).messages, *_held.decode(body).messages]
@@ -95,10 +97,6 @@ def in_threads_words(error: InvalidRequest) -> OmlxdError:
     if error.param != "thread.type":
         return error
     return ThreadError("thread.type", 'it is "create" or "continue"', "thread_unsupported_request")
-
-
-def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
-    return msgspec.json.decode(fields[name]) if name in fields else None
 
 
 def with_conversation(body: bytes, conversation: Mapping[str, Any]) -> bytes:

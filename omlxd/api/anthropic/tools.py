@@ -113,38 +113,31 @@ class Tools:
     def __init__(self, params: list[ToolParam], changes: Iterable[ToolChange] = ()):
         changes = list(changes)
         later = _added_later(changes)
-        self._tools_by_name: dict[str, Tool] = {}
-        self._names: set[str] = set()
-        self._at_server: set[str] = set()
+        self._tools: dict[str, Tool | None] = {}
+        """All of them by their names. None: it runs at the server."""
         listed = []
         for index, param in enumerate(params):
             tool = _tool(param, f"tools.{index}")
-            self._names.add(tool.name if tool else param.name or "")
-            if tool is None:
-                self._at_server.add(param.name or "")
-                continue
-            self._tools_by_name[tool.name] = tool
-            if not param.defer_loading and tool.name not in later:
+            self._tools[tool.name if tool else param.name or ""] = tool
+            if tool and not param.defer_loading and tool.name not in later:
                 listed.append(tool)
         self.listed = tuple(listed)
         self._removed: set[str] = set()
         self._room = MAX_DESCRIBED
-        self._follow(changes)
-
-    def _follow(self, changes: list[ToolChange]) -> None:
         for change in changes:
             name, made = _changed(change)
-            if made is not None:
-                self._tools_by_name[name] = made
-            self._names.add(name)
+            self._tools[name] = made or self._tools.get(name, Tool(name))
             if isinstance(change, ToolRemoval):
                 self._removed.add(name)
             else:
                 self._removed.discard(name)
 
+    def _at_server(self, name: str) -> bool:
+        return name in self._tools and self._tools[name] is None
+
     def described(self, name: str) -> str:
         """The tool as the JSON text that templates list tools with. Raises InvalidRequest."""
-        tool = self._tools_by_name.get(name, Tool(name))
+        tool = self._tools.get(name) or Tool(name)
         function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
         text = stable_json({"type": "function", "function": function})
         self._room -= len(text)
@@ -159,7 +152,7 @@ class Tools:
     def change(self, change: ToolChange) -> str:
         """A tool that comes or goes, as the model is told; "" for what there is not here."""
         name, _ = _changed(change)
-        if not name or name in self._at_server:
+        if not name or self._at_server(name):
             return ""
         if isinstance(change, ToolRemoval):
             return f"The tool {name} can't be called any more."
@@ -167,7 +160,7 @@ class Tools:
 
     def choice(self, choice: ToolChoice | None) -> tuple[str, tuple[str, ...]]:
         """(`tool_choice`, `allowed_tools`) of a conversation. Raises InvalidRequest."""
-        if choice is None or choice.type == "auto" or not self._names:
+        if choice is None or choice.type == "auto" or not self._tools:
             return "auto", ()
         if choice.type == "none":
             return "none", ()
@@ -177,9 +170,9 @@ class Tools:
             return ("required", allowed) if left else ("auto", ())
         if choice.name in left:
             return f"named:{choice.name}", ()
-        if choice.name in self._at_server:
+        if self._at_server(choice.name or ""):
             return "auto", ()
-        if choice.name in self._removed or choice.name not in self._names:
+        if choice.name in self._removed or choice.name not in self._tools:
             raise bad_field("tool_choice.name", f"there is no tool {choice.name!r}")
         raise bad_field(
             "tool_choice.name",

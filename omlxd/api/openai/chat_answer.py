@@ -100,16 +100,10 @@ class OpenAIChatStream(ChoicesStream):
         logprobs: ChatLogprobs | None = None,
         index: int = 0,
     ) -> bytes:
-        choice, ids = _chunk_choice(delta, index, logprobs, finish_reason), self._take_ids(index)
-        if ids:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if ids := self._take_ids(index):
             choice["token_ids"] = ids.pop("token_ids")
         return self._chunk_of([choice], self._usage, **ids)
-
-
-def _chunk_choice(
-    delta: Delta, index: int, logprobs: ChatLogprobs | None = None, finish_reason: str | None = None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 class _Progress:

@@ -54,9 +54,7 @@ Names = Callable[[ToolGiven], "list[str] | None"]
 
 
 def tool_choice(value: Any, listed: set[str], names: Names) -> tuple[str, tuple[str, ...]]:
-    """Return (Conversation.tool_choice, Conversation.allowed_tools). `listed`: names of the tools in the
-    prompt.
-    """
+    """`tool_choice` and `allowed_tools` of a Conversation. `listed`: names of the tools in the prompt."""
     if value is None or value in ("auto", "none"):
         return value or "auto", ()
     if value == "required":

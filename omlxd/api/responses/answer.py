@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from ... import chat
 from ...errors import OmlxdError
@@ -24,7 +26,7 @@ from ..sse import OpenCall, named_event, usage_extension
 from . import objects as body
 from .items import SUMMARY, item_id, sealed
 from .request import ResponsesRequest
-from .tools import ToolName, tool_name
+from .tools import tool_name
 
 Sent = dict[str, Any]
 """An event of the stream; its `sequence_number` is given where it is sent."""
@@ -36,14 +38,10 @@ def _sent(type: str, **fields: Any) -> Sent:
     return {"type": f"response.{type}", **fields}
 
 
-def _nowhere(id: str, messages: tuple[chat.Message, ...], response: bytes) -> None:
-    pass
-
-
 class _Answer:
     """One response as it grows. Every method gives the events of the stream that tell of it."""
 
-    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep):
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep | None):
         self._id = id
         self._request = request
         self._created = created
@@ -99,7 +97,7 @@ class _Answer:
         status: body.Status = "incomplete" if finished.reason == "length" else "completed"
         events = self._close(status)
         response = self.response(status, finished.usage)
-        if self._request.response.store:
+        if self._request.response.store and self._keep is not None:
             turn = (chat.Message("assistant", tuple(self._parts)),) if self._parts else ()
             conversation = self._request.messages + turn
             self._keep(self._id, conversation, msgspec.json.encode(response))
@@ -156,47 +154,31 @@ class _Answer:
     def _call(self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut) -> list[Sent]:
         tool = tool_name(self._request.names, call.name)
         if not tool.custom:
-            return self._function_call(call, tool)
-        # What a custom tool is given is text out of the JSON: it can't be sent before that is whole.
-        return [] if isinstance(call, chat.ToolCallDelta) else self._custom_call(call, tool)
-
-    def _keep_call(self, call: chat.ToolCall | chat.ToolCallCut) -> body.Status:
-        cut = isinstance(call, chat.ToolCallCut)
-        arguments = lenient_arguments(call.valid_arguments, "arguments")
-        self._parts.append(chat.ToolCallPart(call.id, call.name, arguments))
-        return "incomplete" if cut else "completed"
-
-    def _function_call(
-        self, call: chat.ToolCallDelta | chat.ToolCall | chat.ToolCallCut, tool: ToolName
-    ) -> list[Sent]:
-        id = self._item_id("fc")
-        namespace = tool.namespace or msgspec.UNSET
-        events: list[Sent] = []
-        if not self._calling.id:
-            empty = body.FunctionCall(id, call.id, tool.name, "", namespace, "in_progress")
-            events.append(self._added(empty))
-        if text := self._calling.take(call):
-            events.append(self._in_item("function_call_arguments.delta", id, delta=text))
+            id, begins = self._item_id("fc"), not self._calling.id
+            item = partial(body.FunctionCall, id, call.id, tool.name, namespace=tool.namespace or UNSET)
+            events = [self._added(item("", status="in_progress"))] if begins else []
+            if text := self._calling.take(call):
+                events.append(self._in_item("function_call_arguments.delta", id, delta=text))
+            if isinstance(call, chat.ToolCallDelta):
+                return events
+            whole = {"arguments": call.arguments, "name": tool.name}
+            events.append(self._in_item("function_call_arguments.done", id, **whole))
+            return [*events, self._done(item(call.arguments, status=self._keep_call(call)))]
         if isinstance(call, chat.ToolCallDelta):
-            return events
-        status = self._keep_call(call)
-        item = body.FunctionCall(id, call.id, tool.name, call.arguments, namespace, status)
-        whole = {"arguments": call.arguments, "name": tool.name}
-        return [*events, self._in_item("function_call_arguments.done", id, **whole), self._done(item)]
-
-    def _custom_call(self, call: chat.ToolCall | chat.ToolCallCut, tool: ToolName) -> list[Sent]:
-        id = self._item_id("ctc")
-        namespace = tool.namespace or msgspec.UNSET
-        text = custom_input(call.valid_arguments)
-        status = self._keep_call(call)
-        item = body.CustomCall(id, call.id, tool.name, text, namespace, status)
-        empty = body.CustomCall(id, call.id, tool.name, "", namespace, "in_progress")
+            return []  # What it is given is text out of the JSON: it can't be sent before that is whole.
+        id, text = self._item_id("ctc"), custom_input(call.valid_arguments)
+        item = partial(body.CustomCall, id, call.id, tool.name, namespace=tool.namespace or UNSET)
         return [
-            self._added(empty),
+            self._added(item("", status="in_progress")),
             self._in_item("custom_tool_call_input.delta", id, delta=text),
             self._in_item("custom_tool_call_input.done", id, input=text),
-            self._done(item),
+            self._done(item(text, status=self._keep_call(call))),
         ]
+
+    def _keep_call(self, call: chat.ToolCall | chat.ToolCallCut) -> body.Status:
+        arguments = lenient_arguments(call.valid_arguments, "arguments")
+        self._parts.append(chat.ToolCallPart(call.id, call.name, arguments))
+        return "incomplete" if isinstance(call, chat.ToolCallCut) else "completed"
 
     # ----------------------------------------------------------------- items
 
@@ -238,14 +220,14 @@ class _Compaction(_Answer):
         return [self._added(item), self._done(item), *self._finish(event)]
 
 
-def _answer(id: str, request: ResponsesRequest, created: int, keep: Keep) -> _Answer:
+def _answer(id: str, request: ResponsesRequest, created: int, keep: Keep | None) -> _Answer:
     return (_Compaction if request.compacts else _Answer)(id, request, created, keep)
 
 
 class OpenAIResponsesStream:
     """`sse.StreamEncoder` of one response. `created`: Unix seconds."""
 
-    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep | None = None):
         self._answer = _answer(id, request, created, keep)
         self._next = 0
 
@@ -274,7 +256,7 @@ class OpenAIResponsesStream:
 class OpenAIResponsesCollector:
     """`sse.Collector` of one response. `created`: Unix seconds."""
 
-    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep = _nowhere):
+    def __init__(self, id: str, request: ResponsesRequest, created: int, keep: Keep | None = None):
         self._answer = _answer(id, request, created, keep)
         self._response: body.Response | None = None
 

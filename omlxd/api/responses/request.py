@@ -190,18 +190,15 @@ def parse_compact(
     item_of: KnownItem = lambda _: None,
 ) -> ResponsesRequest:
     """Read a body of /v1/responses/compact, as if its input ended with the item that asks for a summary."""
-    request = decode(_any_body, body)
-    given = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    fields = {**msgspec.json.decode(body), "input": [*(given or []), {"type": TRIGGER}], "stream": False}
+    fields = decode(_any_object, body)
+    given = fields.get("input") or []
+    items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    fields |= {"input": [*items, {"type": TRIGGER}], "stream": False}
     parsed = parse(msgspec.json.encode(fields), headers, history, item_of)
     return replace(parsed, response=replace(parsed.response, object="response.compaction"))
 
 
-class _AnyInput(msgspec.Struct):
-    input: Union[str, list[Any], None] = None
-
-
-_any_body = msgspec.json.Decoder(_AnyInput)
+_any_object = msgspec.json.Decoder(dict[str, Any])
 COMPACT = (
     "Summarise this conversation, so that you can go on from the summary alone: what was asked, what was "
     "done and found, decisions, names of files and commands that matter, and what comes next. Write nothing "
@@ -269,26 +266,24 @@ def _text_echo(body: bytes) -> dict[str, Any]:
     return {"format": {"type": "text"}} | {name: value for name, value in fields.items() if value is not None}
 
 
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "prompt_cache_key"),
+    *("prompt_cache_retention", "safety_identifier", "temperature", "top_p", "user"),
+)
+"""Fields that the response object repeats as they are."""
+
+
 def _response(request: ResponsesBody, tools: ResponseTools, body: bytes) -> Response:
     reasoning = request.reasoning or _Reasoning()
     return Response(
+        **{name: getattr(request, name) for name in _ECHOED},
         model=request.model or "",
-        instructions=request.instructions,
-        max_output_tokens=request.max_output_tokens,
         metadata=free_json(request.metadata or {}, "metadata"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        previous_response_id=request.previous_response_id,
-        prompt_cache_key=request.prompt_cache_key,
         reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
         store=request.store is not False,
-        temperature=request.temperature,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=tools.echo,
         top_logprobs=request.top_logprobs or 0,
-        top_p=request.top_p,
-        user=request.user,
         text=_text_echo(body),
-        max_tool_calls=request.max_tool_calls,
-        safety_identifier=request.safety_identifier,
-        prompt_cache_retention=request.prompt_cache_retention,
     )

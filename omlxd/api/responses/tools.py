@@ -59,9 +59,7 @@ class ResponseTools:
         return tuple(self._listed.values())
 
     def add(self, tool: Any, param: str, searched: bool = False) -> None:
-        """Take a tool. `searched`: the result of a search describes it. Raises InvalidRequest naming the
-        field.
-        """
+        """Take a tool. `searched`: a search's result describes it. Raises InvalidRequest naming the field."""
         fields = free_json(tool, param)
         self.echo.append(fields)
         self._add(fields, "", param, searched)

@@ -157,9 +157,7 @@ def _loose(tag: str) -> str:
 
 @dataclass(slots=True, frozen=True)
 class ValueCalls:
-    """`before NAME`, then `KEY VALUE` between `opens` and `closes`, in a section. `python`: `=` between the
-    two.
-    """
+    """`before NAME`, then `KEY VALUE`, in `python` `KEY=VALUE`, from `opens` to `closes`, in a section."""
 
     section: str
     before: str

@@ -23,7 +23,7 @@ from .call_formats import (
     opening_of,
     unreadable,
 )
-from .json_schema import Unenforceable, branches, closed
+from .json_schema import NO_SCHEMA, Unenforceable, branches, closed, why_not
 from .value_grammar import Check, Literal, ValueRules, ValueSyntax, but_not, plain, regex_of, text_regex
 
 TEXT = r"TEXT: /(.|\n)*/"
@@ -68,9 +68,7 @@ class CallGrammar:
         return opening_of(self._format)
 
     def rules(self, many: bool, opened: bool = False) -> str:
-        """Return rule `calls`: one call, or with `many` one and more. `opened`: the `opening` stands there
-        already.
-        """
+        """Rule `calls`: one call, with `many` one and more. `opened`: the `opening` stands there already."""
         self._skip = len(self.opening) if opened else 0
         row, literal = self._format, self._literal
         names = [f"call_{index}" for index in range(len(self._tools))]
@@ -97,24 +95,18 @@ class CallGrammar:
 
     def _held(self, make: Callable[..., list[str]], row: Any, rule: str, tool: Tool) -> list[str]:
         """The rules of a call that is held to its tool's schema, as far as it can be."""
-        make = _schema_errors(make)
         try:
             if problem := self._check({**tool.parameters, "type": "object"}):
                 raise Unenforceable(problem)
             return make(row, rule, tool, True)
-        except Unenforceable as problem:
+        except NO_SCHEMA as error:
             if tool.strict:
-                raise bad_field(
-                    "tools", f"the strict schema of {tool.name!r} can't be enforced: {problem}"
-                ) from problem
+                raise _not_strict(tool, why_not(error)) from error
         try:
             return make(row, rule, tool, False)
-        except Unenforceable as problem:
-            raise bad_field(
-                "tools",
-                f"a call of {tool.name!r} can't be forced in this model's format: {problem}; use "
-                "tool_choice auto",
-            ) from problem
+        except NO_SCHEMA as error:
+            why = f"a call of {tool.name!r} can't be forced in this model's format: {why_not(error)}"
+            raise bad_field("tools", f"{why}; use tool_choice auto") from error
 
     def _rules(self, rule: str, root: dict[str, Any], values: ValueSyntax, strict: bool) -> ValueRules:
         return ValueRules(rule, root, values, self._literal, self._check, strict, self._terminals)
@@ -230,15 +222,10 @@ class CallGrammar:
             if body == "(?s:.*)":
                 terms.append(f"{rules.terminal(f'/{row.plain}/')} {close}")
             return terms
-        free = body == "(?s:.*)"
-        if close.startswith("<["):  # a control token, which no terminal holds
-            never = but_not((*row.never, row.close))
-            return [f"{rules.terminal(f'/{body}/{never}')} {close}"]
-        pad = "" if free else regex_of(row.pad)
-        never = but_not(row.never, last=row.close)
-        if not free and not row.pad:  # a newline on each side would be taken off
-            never += r" & ~/\n(?s:.*)/"
-        text = rules.closed(f"/{body}{pad}{regex_of(row.close)}/{never}")
+        held = body != "(?s:.*)"
+        # Without a pad a newline on each side would be taken off.
+        also = r" & ~/\n(?s:.*)/" if held and not row.pad else ""
+        text = rules.bare(body, row.close, row.never, regex_of(row.pad) if held else "", also)
         return [f"{text} {self._literal(row.pad + row.tail)}"]
 
     def _choice(self, row: TagCalls, text: str) -> str:
@@ -266,16 +253,8 @@ class CallGrammar:
         return [f"{rule}: {before} {members} {self._literal(row.closes)}", *rules.rules]
 
 
-def _schema_errors(make: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """`make`, for which a schema whose words have values of the wrong types is unenforceable too."""
-
-    def made(*arguments: Any) -> list[str]:
-        try:
-            return make(*arguments)
-        except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-            raise Unenforceable("what is no JSON schema") from error
-
-    return made
+def _not_strict(tool: Tool, why: str) -> InvalidRequest:
+    return bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {why}")
 
 
 def no_grammar_in_json(tool: Tool) -> InvalidRequest:
@@ -292,7 +271,7 @@ def enforceable(tool: Tool, check: Check) -> dict[str, Any]:
     schema = {"properties": {}, **tool.parameters, "type": "object"}
     if problem := check(schema):
         if tool.strict:
-            raise bad_field("tools", f"the strict schema of {tool.name!r} can't be enforced: {problem}")
+            raise _not_strict(tool, problem)
         return {"type": "object"}
     return schema
 

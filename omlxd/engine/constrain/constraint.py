@@ -181,9 +181,7 @@ class ConstraintCompiler:
         self._made: tuple[Grammars, _Facts] | None = None
 
     def compile(self, request: GenerateRequest, *, thinking: bool) -> Constraint | None:
-        """Return the constraint of `request`, if any. Raises InvalidRequest. `thinking`: the prompt ends in
-        thinking.
-        """
+        """The constraint of `request`, if any. Raises InvalidRequest. `thinking`: the prompt ends in it."""
         prompt = request.prompt
         chat = prompt if isinstance(prompt, Conversation) else None
         wanted = Wanted.of(request, lambda: self._parts("tools")[0].bare_text)

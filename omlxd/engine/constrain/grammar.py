@@ -25,19 +25,16 @@ if TYPE_CHECKING:
 class Wanted:
     """What the answer of a request must be.
 
-    tools    that may be called; empty: calls are not looked for
-    forced   one of them must be called; many: several may be
-    thought  thinking may come first
-    chat     the prompt is a conversation
-    param    the request's field that asks for it
+    chat    the prompt, if it is a conversation
+    tools   that may be called; empty: calls are not looked for
+    forced  one of them must be called
+    param   the request's field that asks for it
     """
 
+    chat: Conversation | None
     format: AnswerFormat | None
     tools: Sequence[Tool]
     forced: bool
-    many: bool
-    thought: bool
-    chat: bool
     param: str
 
     @classmethod
@@ -54,16 +51,10 @@ class Wanted:
         limited = chat is not None and 0 < len(tools) < len(chat.tools)
         if request.format is None and not forced and not limited and not any(map(_is_held, tools)):
             return None
-        choice = "tool_choice" if forced or limited else "tools"
-        return cls(
-            format=request.format,
-            tools=tools,
-            forced=forced,
-            many=chat is None or not chat.one_call,
-            thought=chat is not None and chat.thinking is not False,
-            chat=chat is not None,
-            param=request.format.param if request.format and not forced else choice,
-        )
+        param = "tool_choice" if forced or limited else "tools"
+        if request.format is not None and not forced:
+            param = request.format.param
+        return cls(chat, request.format, tools, forced, param)
 
 
 def _is_held(tool: Tool) -> bool:
@@ -99,8 +90,8 @@ class Grammars:
         self.bare_text = not self.harmony and carries_text(call_format)
 
     def of(self, wanted: Wanted) -> str:
-        if self.harmony and wanted.chat:
-            grammar = self._messages(wanted)
+        if self.harmony and wanted.chat is not None:
+            grammar = self._messages(wanted, wanted.chat.thinking is not False)
         elif not wanted.tools:
             assert wanted.format is not None
             grammar = self._answer(wanted.format)
@@ -130,7 +121,7 @@ class Grammars:
         calls = CallGrammar(self._call_format, wanted.tools, self._literal, self._why_not, wanted.param)
         if not wanted.forced and wanted.format is None:
             return _packed(self._free_text(calls), calls.inputs)
-        rules = calls.rules(wanted.many)
+        rules = calls.rules(many=wanted.chat is None or not wanted.chat.one_call)
         if wanted.forced:
             return _packed(f"start: calls\n{rules}", calls.inputs)
         assert wanted.format is not None
@@ -146,8 +137,8 @@ class Grammars:
         rules = calls.rules(many=False, opened=True)
         return f"start: (begun calls)* TEXT\n{TEXT}\nbegun[lazy]: /(.|\\n)*/ {opening}\n{rules}"
 
-    def _messages(self, wanted: Wanted) -> str:
-        messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, wanted.thought)
+    def _messages(self, wanted: Wanted, thinking: bool) -> str:
+        messages = HarmonyGrammar(wanted.tools, self._literal, self._why_not, thinking)
         if wanted.forced:
             return messages.forced()
         if wanted.format is None:

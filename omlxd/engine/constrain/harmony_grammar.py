@@ -31,11 +31,11 @@ class HarmonyGrammar:
         """One call."""
         return self._grammar(f"start: {self._thought} calls")
 
-    def answer(self, term: str, *rules: str) -> str:
+    def answer(self, term: str) -> str:
         """A final message that is `term`, or a call if there are tools."""
         final = f"{self._literal('<|channel|>final' + _BODY)} {term}"
         calls = " | calls" if self._calls else ""
-        return self._grammar(f"start: {self._thought} (final{calls})", f"final: {final}", *rules)
+        return self._grammar(f"start: {self._thought} (final{calls})", f"final: {final}")
 
     def free(self) -> str:
         """Any messages, and a call that is as its tool has it."""

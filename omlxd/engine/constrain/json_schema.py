@@ -32,6 +32,14 @@ class Unenforceable(ValueError):
     """What of a schema can't be enforced; the text names it."""
 
 
+NO_SCHEMA = (Unenforceable, TypeError, AttributeError, KeyError, IndexError, RecursionError)
+"""What reading a schema raises whose words have values of any type."""
+
+
+def why_not(error: Exception) -> str:
+    return str(error) if isinstance(error, Unenforceable) else "what is no JSON schema"
+
+
 def is_any(schema: Any) -> bool:
     """Whether `schema` says nothing of a value's type."""
     return schema is True or (isinstance(schema, dict) and not _asserts(schema))
@@ -57,13 +65,11 @@ def resolved(schema: Any, root: dict[str, Any]) -> Any:
 
 
 def branches(schema: Any, root: dict[str, Any], strict: bool) -> list[dict[str, Any]]:
-    """Return alternatives that together are `schema`, or part of it. `strict`: raises Unenforceable for the
-    rest.
-    """
+    """Alternatives that together are `schema`, or part of it. `strict`: raises Unenforceable for the rest."""
     try:
         alternatives = list(islice(_split(schema, root, strict, _MAX_STEPS), MAX_BRANCHES + 1))
-    except (TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-        raise Unenforceable("what is no JSON schema") from error
+    except NO_SCHEMA as error:
+        raise Unenforceable(why_not(error)) from error
     if len(alternatives) > MAX_BRANCHES:
         raise Unenforceable("more alternatives than can be told apart")
     return alternatives
@@ -194,7 +200,7 @@ def closed(schema: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         return _Closing(schema).alone(schema)
-    except (Unenforceable, TypeError, AttributeError, RecursionError):
+    except NO_SCHEMA:
         return schema
 
 
@@ -236,24 +242,16 @@ class _Closing:
         self._nodes += 1
         if self._nodes > _MOST_NODES:
             raise Unenforceable("a schema that leads to itself")
-        node = {
-            key: value
-            for key, value in node.items()
-            if key != "unevaluatedProperties" or (isinstance(value, dict) and value)
-        }
-        node |= {
-            word: {key: self.alone(value) for key, value in node[word].items()}
-            for word in _BY_NAME
-            if word in node
-        }
+        node = {**node}
+        if not isinstance(unevaluated := node.get("unevaluatedProperties"), dict) or not unevaluated:
+            node.pop("unevaluatedProperties", None)
+        for word in node.keys() & {*_BY_NAME}:
+            node[word] = {key: self.alone(value) for key, value in node[word].items()}
         node |= {word: self.alone(node[word]) for word in _SINGLE if word in node}
         if "prefixItems" in node:
             node["prefixItems"] = [*map(self.alone, node["prefixItems"])]
-        if (
-            node.get("properties")
-            and is_any(node.get("additionalProperties"))
-            and "patternProperties" not in node
-        ):
+        others = is_any(node.get("additionalProperties"))
+        if others and node.get("properties") and "patternProperties" not in node:
             # As a pattern: an escape in another property's name can't make it one of those named.
             node |= {"patternProperties": {"": True}, "additionalProperties": False}
         return node

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .json_schema import Unenforceable, branches
@@ -85,6 +85,7 @@ def text_regex(schema: dict[str, Any]) -> str:
     return f"({regex})".replace("/", r"\/")
 
 
+@dataclass(slots=True)
 class ValueRules:
     """Rules for the values of one tool.
 
@@ -94,27 +95,20 @@ class ValueRules:
     terminals  body → name, shared by all tools
     """
 
-    def __init__(
-        self,
-        prefix: str,
-        root: dict[str, Any],
-        syntax: ValueSyntax,
-        literal: Literal,
-        check: Check,
-        strict: bool,
-        terminals: dict[str, str],
-    ):
-        self.rules: list[str] = []
-        self._terminals = terminals
-        self._prefix = prefix
-        self._root = root
-        self._syntax = syntax
-        self._literal = literal
-        self._check = check
-        self._strict = strict
-        self._made: dict[str, str] = {}
-        self._names = 0
-        self._space = self.terminal("/[ \\n]{1,8}/") + "?" if syntax.spaces else ""
+    prefix: str
+    root: dict[str, Any]
+    syntax: ValueSyntax
+    literal: Literal
+    check: Check
+    strict: bool
+    terminals: dict[str, str]
+    rules: list[str] = field(default_factory=list)
+    _made: dict[str, str] = field(default_factory=dict)
+    _names: int = 0
+
+    @property
+    def _space(self) -> str:
+        return self.terminal("/[ \\n]{1,8}/") + "?" if self.syntax.spaces else ""
 
     def term(self, schema: Any) -> str:
         """A term for values that are as `schema` says. Raises Unenforceable."""
@@ -126,11 +120,11 @@ class ValueRules:
 
     def spelled(self, value: Any) -> str:
         """A term for just `value`. Raises Unenforceable."""
-        syntax = self._syntax
+        syntax = self.syntax
         if syntax.quote and isinstance(value, str):
             if any(text in value for text in (syntax.quote, *syntax.never)):
                 raise Unenforceable(f"the text {value[:60]!r}, which this model's format can't hold")
-            quote = self._literal(syntax.quote)
+            quote = self.literal(syntax.quote)
             return f"{quote} {plain(value)} {quote}" if value else f"{quote} {quote}"
         if syntax.quote and isinstance(value, list):
             return f'"[" {self._spelled_row([self.spelled(item) for item in value])} "]"'
@@ -144,7 +138,7 @@ class ValueRules:
 
     def key(self, name: str) -> str:
         """A term for a member's name and what stands before its value."""
-        if self._syntax.quote and re.fullmatch(r"\w+", name):
+        if self.syntax.quote and re.fullmatch(r"\w+", name):
             return plain(f"{name}:")
         return f'{self.spelled(name)} ":" {self._space}'
 
@@ -167,18 +161,18 @@ class ValueRules:
     def _any_of(self, schema: Any) -> str:
         terms: list[str] = []
         try:
-            alternatives = branches(schema, self._root, self._strict)
+            alternatives = branches(schema, self.root, self.strict)
         except Unenforceable:
-            if self._strict:
+            if self.strict:
                 raise
             alternatives = [{}]
         for branch in alternatives:
             try:
                 terms.append(self._branch(branch))
             except Unenforceable:
-                if self._strict:
+                if self.strict:
                     raise
-        if not terms and self._strict:
+        if not terms and self.strict:
             raise Unenforceable("a schema that allows nothing")
         return " | ".join(dict.fromkeys(terms or [self._anything()]))
 
@@ -192,9 +186,9 @@ class ValueRules:
             case "integer" | "number":
                 return self._number(schema)
             case "boolean":
-                return f"{self._syntax.words[0]} | {self._syntax.words[1]}"
+                return f"{self.syntax.words[0]} | {self.syntax.words[1]}"
             case "null":
-                return self._syntax.words[2]
+                return self.syntax.words[2]
             case "array":
                 return self._array(schema)
             case "object":
@@ -202,29 +196,15 @@ class ValueRules:
         return self._anything()
 
     def _string(self, schema: dict[str, Any]) -> str:
-        if self._syntax.quote:
-            quote = self._literal(self._syntax.quote)
-            text = self._open_text(schema) if quote.startswith("<[") else self._closed_text(schema)
-            return f"{quote} {text}"
+        if self.syntax.quote:
+            text = self.bare(text_regex(schema), self.syntax.quote, self.syntax.never)
+            return f"{self.literal(self.syntax.quote)} {text}"
         if rules := {name: schema[name] for name in _TEXT_RULES if name in schema}:
             lengths = {name: schema[name] for name in ("minLength", "maxLength") if name in schema}
             return self._json({"type": "string", **rules, **lengths})
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         count = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        return self.terminal(f'/"{_LETTER}{count}"/{but_not(self._syntax.never)}')
-
-    def _open_text(self, schema: dict[str, Any]) -> str:
-        """Text and its closing quote, which is a token of its own."""
-        body = text_regex(schema)
-        never = (self._syntax.quote, *self._syntax.never)
-        name = self.terminal(f"/{body}/{but_not(never)}")
-        return f"{name} {self._literal(self._syntax.quote)}"
-
-    def _closed_text(self, schema: dict[str, Any]) -> str:
-        body = text_regex(schema)
-        quote = self._syntax.quote
-        regex = f"/{body}{regex_of(quote)}/{but_not(self._syntax.never, last=quote)}"
-        return self.closed(regex)
+        return self.terminal(f'/"{_LETTER}{count}"/{but_not(self.syntax.never)}')
 
     def _number(self, schema: dict[str, Any]) -> str:
         bounds = {name: schema[name] for name in _BOUNDS if name in schema}
@@ -234,7 +214,7 @@ class ValueRules:
         return self.terminal(f"/{_INTEGER if integer else _NUMBER}/")
 
     def _json(self, schema: dict[str, Any]) -> str:
-        if problem := self._check(schema):
+        if problem := self.check(schema):
             raise Unenforceable(problem)
         return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
@@ -269,13 +249,13 @@ class ValueRules:
             try:
                 members.append((f"{self.key(key)} {self.term(inner)}", key in must))
             except Unenforceable:
-                if self._strict or key in must:
+                if self.strict or key in must:
                     raise
         return f'"{{" {space} {self.members(members)} {space} "}}"'
 
     def _map(self, values: Any) -> str:
         """Members of any name."""
-        if self._syntax.quote:
+        if self.syntax.quote:
             key = self.terminal("/[A-Za-z_][A-Za-z0-9_]{0,60}:/")
         else:
             key = f'{self._string({})} ":" {self._space}'
@@ -301,7 +281,7 @@ class ValueRules:
 
     def _name(self) -> str:
         self._names += 1
-        return f"{self._prefix}_{self._names}"
+        return f"{self.prefix}_{self._names}"
 
     def rule(self, body: str) -> str:
         """The name of a new rule."""
@@ -314,8 +294,18 @@ class ValueRules:
 
     def terminal(self, body: str) -> str:
         """The name of a terminal, the same one for the same body."""
-        return self._terminals.setdefault(f": {body}", f"T_{len(self._terminals)}")
+        return self.terminals.setdefault(f": {body}", f"T_{len(self.terminals)}")
+
+    def bare(self, body: str, end: str, never: Sequence[str], pad: str = "", also: str = "") -> str:
+        """A term for text that is `body` and holds none of `never`, and `end` behind it.
+
+        pad   stands before an `end` that is no control token; also: further words of that terminal
+        """
+        closing = self.literal(end)
+        if closing.startswith("<["):  # a control token, which no terminal holds
+            return f"{self.terminal(f'/{body}/{but_not((*never, end))}')} {closing}"
+        return self.closed(f"/{body}{pad}{regex_of(end)}/{but_not(never, last=end)}{also}")
 
     def closed(self, body: str) -> str:
         """As `terminal`, of a text that is over as soon as it can be."""
-        return self._terminals.setdefault(f"[lazy]: {self.terminal(body)}", f"t_{len(self._terminals)}")
+        return self.terminals.setdefault(f"[lazy]: {self.terminal(body)}", f"t_{len(self.terminals)}")

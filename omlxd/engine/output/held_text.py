@@ -27,9 +27,7 @@ class Beginnings:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, then `matched`; holds back what may be the beginning of
-    one.
-    """
+    """Passes text on up to the first stop string, then `matched`; holds back what may begin one."""
 
     def __init__(self, stops: tuple[str, ...]):
         self._stops = tuple(dict.fromkeys(stop for stop in stops if stop))
