@@ -22,8 +22,8 @@ import msgspec
 
 from ..common.units import human
 from ..errors import ConfigError
-from .chat import Answer, Chunk, Usage, ask_body
-from .daemon_client import Daemon, DaemonError
+from .chat import Answer, Chunk, ask_body
+from .daemon_client import Daemon, DaemonError, Usage
 from .launch import find_target
 from .own_daemon import own_daemon
 from .owner_api import InstalledStatuses, ModelStatus
@@ -202,7 +202,7 @@ class _Bench:
             result.trouble = error.message
             return result, ""
         result.prompt_tokens, result.ram_cached = usage.prompt_tokens, hot_usage.omlxd.all
-        result.cold_s, result.ram_s = cold.times.first_s, hot.times.first_s
+        result.cold_s, result.ram_s = cold.first_s, hot.first_s
         result.prefill_tokens_per_s = (usage.prompt_tokens - usage.omlxd.all) / result.cold_s
         result.decode_tokens_per_s = cold.tokens_per_s
         result.equal_tokens = hot.text == cold.text
@@ -219,7 +219,7 @@ class _Bench:
         except DaemonError as error:
             result.trouble = error.message
             return result
-        result.ssd_s, result.ssd_cached = answer.times.first_s, usage.omlxd.all
+        result.ssd_s, result.ssd_cached = answer.first_s, usage.omlxd.all
         result.equal_tokens = bool(result.equal_tokens) and answer.text == text
         return result
 
@@ -240,8 +240,8 @@ class _Bench:
             for chunk in chunks:
                 answer.add(chunk)
         if not answer.text:
-            answer.times.token_came()  # None has text: the answer's end stands for the first.
-        return answer, answer.usage or Usage(0, 0)
+            answer.token_came()  # None has text: the answer's end stands for the first.
+        return answer, answer.usage or Usage()
 
     def _wait_written(self) -> float:
         """Seconds until all blocks are on SSD."""

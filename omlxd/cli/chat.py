@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import termios
+import time
 import uuid
 from base64 import b64encode
 from collections.abc import Callable, Generator, Sequence
@@ -27,8 +28,8 @@ from ..common.files import read_small
 from ..config import load_settings
 from ..errors import ConfigError
 from ..models.offer import offer_default_model
-from .daemon_client import DaemonError, NoDaemon, TokenTimes, add_url, find_daemon
-from .launch import LaunchError, Models, Target, find_target
+from .daemon_client import DaemonError, NoDaemon, Usage, add_url, find_daemon
+from .launch import Models, Target, find_target
 from .own_daemon import own_daemon
 from .status import table
 
@@ -83,33 +84,23 @@ class _Choice(msgspec.Struct):
     text: str = ""
 
 
-class _Cached(msgspec.Struct):
-    cached_hot: int = 0
-    cached_cold: int = 0
-
-    @property
-    def all(self) -> int:
-        return self.cached_hot + self.cached_cold
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    omlxd: _Cached = msgspec.field(default_factory=_Cached)
-
-
 class Chunk(msgspec.Struct):
     choices: list[_Choice]
     usage: Usage | None = None
 
 
 class Answer:
-    """One answer as it comes, and its figures. Seconds since the question; tokens."""
+    """One answer as it comes, and its figures. Seconds since the question to its first token and its newest.
+
+    pieces  of the answer so far: it has at least as many tokens
+    """
 
     def __init__(self) -> None:
         self.text = self.thinking = self.finish_reason = ""
         self.usage: Usage | None = None
-        self.times = TokenTimes()
+        self.pieces = 0
+        self.first_s = self.last_s = 0.0
+        self._began = time.monotonic()
 
     def add(self, chunk: Chunk) -> _Delta:
         """Take `chunk` in; returns what it adds."""
@@ -120,15 +111,22 @@ class Answer:
         delta, self.finish_reason = choice.delta, choice.finish_reason or self.finish_reason
         text, thinking = choice.text or delta.content or "", delta.reasoning_content or ""
         if text or thinking:
-            self.times.token_came()
+            self.token_came()
             self.text += text
             self.thinking += thinking
         return delta
 
+    def token_came(self) -> None:
+        self.pieces += 1
+        self.last_s = time.monotonic() - self._began
+        self.first_s = self.first_s or self.last_s
+
     @property
     def tokens_per_s(self) -> float | None:
         """None: the tokens are too few."""
-        return self.times.tokens_per_s(self.usage.completion_tokens if self.usage else self.times.count)
+        tokens = self.usage.completion_tokens if self.usage else self.pieces
+        seconds = self.last_s - self.first_s
+        return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
 
     def message(self) -> Message:
         thinking = {"reasoning_content": self.thinking} if self.thinking else {}
@@ -218,7 +216,7 @@ class Terminal:
             try:
                 with _typing_waits():
                     self._take(line)
-            except (ConfigError, DaemonError, LaunchError) as error:
+            except (ConfigError, DaemonError) as error:
                 self._say(error.message, "red")
 
     def _take(self, line: str) -> None:
@@ -324,10 +322,10 @@ class Writer:
 
 def _figures(answer: Answer) -> tuple[str, ...]:
     """Cells of `/stats`, without the number."""
-    ttft, usage = f"{answer.times.first_s:.2f} s", answer.usage
+    ttft, usage = f"{answer.first_s:.2f} s", answer.usage
     speed = f"{answer.tokens_per_s:.1f}" if answer.tokens_per_s else "-"
     if usage is None:  # It was stopped: no usage came.
-        return ("-", "-", "-", "-", ttft, f"{answer.times.count}+", speed)
+        return ("-", "-", "-", "-", ttft, f"{answer.pieces}+", speed)
     prompt, cached = usage.prompt_tokens, usage.omlxd
     counts = map(str, (prompt, cached.cached_hot, cached.cached_cold, prompt - cached.all))
     return (*counts, ttft, str(usage.completion_tokens), speed)

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import http.client
 import os
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from typing import IO, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+import psutil
 
 from ..config import Settings, is_loopback, load_settings
 from ..errors import ConfigError, OmlxdError
@@ -40,26 +40,24 @@ class NoDaemon(DaemonError):
     """Nothing answers at the address."""
 
 
-class TokenTimes:
-    """Seconds from now to the first token of an answer and to its newest; 0 before there is one.
+class Cached(msgspec.Struct):
+    """Tokens of a prompt. What was restored, and what was computed where the request took one token."""
 
-    count  pieces of the answer so far: it has at least as many tokens
-    """
+    cached_hot: int = 0
+    cached_cold: int = 0
+    computed: int = 0
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self.first_s = self.last_s = 0.0
-        self.count = 0
+    @property
+    def all(self) -> int:
+        return self.cached_hot + self.cached_cold
 
-    def token_came(self) -> None:
-        self.count += 1
-        self.last_s = time.monotonic() - self._began
-        self.first_s = self.first_s or self.last_s
 
-    def tokens_per_s(self, tokens: int) -> float | None:
-        """The rate of an answer of `tokens` tokens; None: they are too few."""
-        seconds = self.last_s - self.first_s
-        return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else None
+class Usage(msgspec.Struct):
+    """Of any protocol; the first two are OpenAI's."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    omlxd: Cached = msgspec.field(default_factory=Cached)
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
@@ -212,8 +210,6 @@ def _addresses_of_holder(cache_dir: Path) -> list[str]:
     pid = holder(cache_dir)
     if not pid:
         return []
-    import psutil
-
     try:
         sockets = psutil.Process(pid).net_connections("tcp")
     except psutil.Error:
@@ -236,20 +232,10 @@ def holder(root: Path) -> int | None:
     try:
         lines = _PROC_LOCKS.read_text().splitlines()
     except OSError:
-        return pid if pid and _is_alive(pid) else None
+        return pid if pid and psutil.pid_exists(pid) else None
     # "1: FLOCK ADVISORY WRITE 10244 fe:00:2146918 0 EOF"; some file systems give another device than stat.
     held = any("FLOCK" in line and f":{inode} " in line for line in lines)
     return pid if held else None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True  # It is somebody else's.
-    return True
 
 
 class _StaysHere(urllib.request.HTTPRedirectHandler):

@@ -27,10 +27,6 @@ MAX_OUTPUT_TOKENS = 32_000
 """What the agents ask for by themselves. A small context can't spare as much, see `output_tokens`."""
 
 
-class LaunchError(OmlxdError):
-    """The agent can't be started; the message says what to do."""
-
-
 @dataclass(frozen=True, slots=True)
 class Target(Daemon):
     """A daemon, with one of its models.
@@ -254,19 +250,19 @@ class Models(msgspec.Struct):
 
 
 def find_target(daemon: Daemon, name: str | None) -> Target:
-    """The model called `name`, None: the first one, once it has loaded. Raises LaunchError, DaemonError."""
+    """The model called `name`, None: the first one, once it has loaded. Raises DaemonError."""
     deadline = time.monotonic() + LOADING_S
     announced, pause_s = False, 0.1
     while True:
         models = daemon.fetch("/v1/models", Models).data
         model = _chosen(models, name) or _called(daemon, name or "", models)
         if model.omlxd.kind != "chat":
-            raise LaunchError(f"{model.id} answers no prompts; name another one with --model.")
+            raise DaemonError(f"{model.id} answers no prompts; name another one with --model.")
         if model.omlxd.state != "loading":
             sees, most = "image" in model.omlxd.input_modalities, model.max_input_tokens
             return Target(daemon.url, daemon.key, model=model.id, context=most, sees=sees)
         if time.monotonic() > deadline:
-            raise LaunchError(f"{model.id} is still loading; see the log of the daemon at {daemon.url}.")
+            raise DaemonError(f"{model.id} is still loading; see the log of the daemon at {daemon.url}.")
         if not announced:
             print(f"omlxd: waiting for {model.id} to load", file=sys.stderr, flush=True)
             announced = True
@@ -277,7 +273,7 @@ def find_target(daemon: Daemon, name: str | None) -> Target:
 def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
     """None: no model's own name is `name`."""
     if not models:
-        raise LaunchError("The daemon serves no model.")
+        raise DaemonError("The daemon serves no model.")
     if name is None:
         models = [model for model in models if model.omlxd.kind == "chat"] or models
         return next((model for model in models if model.omlxd.state in ("ready", "loading")), models[0])
@@ -285,12 +281,12 @@ def _chosen(models: Sequence[_Model], name: str | None) -> _Model | None:
 
 
 def _called(daemon: Daemon, name: str, models: Sequence[_Model]) -> _Model:
-    """The model that the daemon knows by an alias. Raises LaunchError."""
+    """The model that the daemon knows by an alias. Raises DaemonError."""
     try:
         return daemon.fetch("/v1/models/" + quote(name), _Model)
     except DaemonError:
         there_are = ", ".join(model.id for model in models)
-        raise LaunchError(f"There is no model {name!r} there; the models are: {there_are}.") from None
+        raise DaemonError(f"There is no model {name!r} there; the models are: {there_are}.") from None
 
 
 # --------------------------------------------------------------------------- the command
@@ -354,13 +350,13 @@ def as_list() -> str:
 
 
 def _with_folder(agent: Agent, start: Start, save: bool) -> Start:
-    """`start` with the variable of its folder, once that is written. Raises LaunchError."""
+    """`start` with the variable of its folder, once that is written. Raises OmlxdError."""
     if start.folder is None:
         return start
     variable, name, text = start.folder
     folder = Path("~/.omlxd/launch").expanduser() / agent.program
     if not save and not (folder / name).exists():
-        raise LaunchError(
+        raise OmlxdError(
             f"{agent.program} reads its provider from a file alone; --save writes {folder / name}, and "
             "leaves its own files as they are."
         )
@@ -404,7 +400,7 @@ def shell_text(agent: Agent, start: Start, rest: Sequence[str]) -> str:
 def _program(agent: Agent) -> str:
     path = shutil.which(agent.program)
     if path is None:
-        raise LaunchError(
+        raise OmlxdError(
             f"{agent.program} is not on the PATH; install it with `{agent.install}`{agent.wants}."
         )
     return path

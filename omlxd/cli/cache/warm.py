@@ -17,7 +17,7 @@ import msgspec
 
 from ...config import Settings
 from ...errors import ConfigError
-from ..daemon_client import STREAM_S, Daemon, DaemonError, find_daemon
+from ..daemon_client import STREAM_S, Daemon, DaemonError, Usage, find_daemon
 from .asked import NO_JSON, Recorded, read_data, recorded, text_of
 
 _LIMITS = {
@@ -30,18 +30,8 @@ LOOK_S = 1.0
 """Between two looks at whether the daemon is idle."""
 
 
-class _Cached(msgspec.Struct):
-    cached_hot: int
-    cached_cold: int
-    computed: int
-
-
-class _Usage(msgspec.Struct):
-    omlxd: _Cached
-
-
 class _Answer(msgspec.Struct):
-    usage: _Usage
+    usage: Usage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +60,7 @@ def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
             print(f"omlxd: {place}: {error.message}", file=sys.stderr)
             status = 1
             continue
-        cached = used.cached_hot + used.cached_cold
-        print(f"{place}: {used.computed} tokens computed, {cached} were cached", flush=True)
+        print(f"{place}: {used.computed} tokens computed, {used.all} were cached", flush=True)
     return status
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -76,8 +77,7 @@ def check_space(settings: Settings) -> Finding:
 
 
 def _free(folder: Path) -> int:
-    status = os.statvfs(_existing(folder))
-    return status.f_frsize * status.f_bavail
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def check_speed(settings: Settings, nbytes: int = TEST_BYTES, seconds: float = TEST_S) -> Finding:
