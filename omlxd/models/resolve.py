@@ -88,9 +88,7 @@ def default_folder(base_path: Path) -> Path:
 
 async def fetch_default_model(base_path: Path) -> Path:
     """The folder of `DEFAULT_ID`, downloaded and converted if need be. Raises ModelError."""
-    folder = await _run_builder("omlxd.models.smollm", str(default_folder(base_path)))
-    await asyncio.to_thread(check_folder, folder)
-    return folder
+    return await _run_builder("omlxd.models.smollm", str(default_folder(base_path)))
 
 
 async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = None) -> Path:
@@ -100,15 +98,7 @@ async def fetch_from_hub(repo: str, note: Callable[[int, int], None] | None = No
     """
     if not _HUB_ID.fullmatch(repo):
         raise ModelError(f"{repo!r} is no hub id; write ORG/NAME.")
-
-    def said(line: str) -> None:
-        if note is not None and line.startswith("{"):
-            far = _progress.decode(line)
-            note(far.done, far.total)
-
-    folder = await _run_builder("omlxd.models.hub", repo, *(["--progress"] if note else []), said=said)
-    await asyncio.to_thread(check_folder, folder)
-    return folder
+    return await _run_builder("omlxd.models.hub", repo, *(["--progress"] if note else []), note=note)
 
 
 def imported_folder(file: str, base_path: Path) -> Path:
@@ -123,9 +113,7 @@ async def import_gguf(file: str, base_path: Path, name: str = "") -> Path:
     """
     source = Path(file).expanduser().absolute()
     target = imported_folder(name + ".gguf" if name else file, base_path)
-    folder = await _run_builder("omlxd.models.gguf.importing", str(source), str(target))
-    await asyncio.to_thread(check_folder, folder)
-    return folder
+    return await _run_builder("omlxd.models.gguf.importing", str(source), str(target))
 
 
 class Progress(msgspec.Struct):
@@ -135,31 +123,24 @@ class Progress(msgspec.Struct):
     total: int
 
 
-_progress = msgspec.json.Decoder(Progress)
-
-
-async def _run_builder(module: str, *arguments: str, said: Callable[[str], None] = lambda line: None) -> Path:
+async def _run_builder(module: str, *arguments: str, note: Callable[[int, int], None] | None = None) -> Path:
     """Run `python -m module arguments`, which prints a folder, or ends in one line of error.
 
     Its standard error is ours, for progress bars. Its standard input closes when we die, which ends it.
+    `note` is told of each line that is a `Progress`.
     """
+    command, pipe = (sys.executable, "-m", module, *arguments), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        module,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        limit=1 << 20,
+        *command, stdin=pipe, stdout=pipe, start_new_session=True, limit=1 << 20
     )
     assert process.stdout is not None
     last = ""
     try:
         async for line in process.stdout:
-            if text := line.decode(errors="replace").strip():
-                last = text
-                said(text)
+            last = line.decode(errors="replace").strip() or last
+            if note is not None and last.startswith("{"):
+                far = msgspec.json.decode(last, type=Progress)
+                note(far.done, far.total)
         await process.wait()
     finally:
         if process.returncode is None:  # Cancelled: omlxd is shutting down.
@@ -170,7 +151,9 @@ async def _run_builder(module: str, *arguments: str, said: Callable[[str], None]
         raise ModelError(
             last or f"{module} failed with status {process.returncode}; its reason is in the log."
         )
-    return Path(last)
+    folder = Path(last)
+    await asyncio.to_thread(check_folder, folder)
+    return folder
 
 
 # --------------------------------------------------------------------------- is a folder whole?

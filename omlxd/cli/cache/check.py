@@ -164,14 +164,15 @@ class _Progress:
     def __init__(self, files: int, nbytes: int):
         self._files, self._bytes = files, nbytes
         self._tty = sys.stderr.isatty()
-        self._next = time.monotonic() + (_TTY_S if self._tty else _PLAIN_S)
+        self._every = _TTY_S if self._tty else _PLAIN_S
+        self._next = time.monotonic() + self._every
         self._shown = False
 
     def show(self, outcome: Outcome) -> None:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + (_TTY_S if self._tty else _PLAIN_S)
+        self._next = now + self._every
         line = (
             f"checked {outcome.checked} of {self._files} files, "
             f"{human(outcome.bytes)} of {human(self._bytes)}, {len(outcome.bad)} bad"
