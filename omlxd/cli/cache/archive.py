@@ -157,6 +157,4 @@ def _fault(temp: str, path: str, verifier: Verifier) -> str:
         except (msgspec.MsgspecError, ValueError, RecursionError):
             return "it is no description"
         return "" if info.facts_digest.startswith(namespace) else "it describes another namespace"
-    if name.endswith(RECORD_SUFFIX):
-        return verifier.verify_record(temp, name[:64]).fault
-    return verifier.verify(temp, namespace, name[:64]).fault
+    return verifier.verify(temp, namespace, name[:64], is_record=name.endswith(RECORD_SUFFIX)).fault

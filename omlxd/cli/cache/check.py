@@ -86,10 +86,8 @@ def _verify(root: Path, chosen: list[Found], outcome: Outcome, delete_bad: bool)
         path = f"{root}/{file.path}"
         try:
             seen = os.lstat(path)
-            if file.kind == "record":
-                verdict = verifier.verify_record(path, file.name)
-            else:
-                verdict = verifier.verify(path, file.namespace, file.name)
+            is_record = file.kind == "record"
+            verdict = verifier.verify(path, file.namespace, file.name, is_record=is_record)
         except FileNotFoundError:
             outcome.gone += 1
             continue

@@ -80,10 +80,10 @@ def find(root: Path, settings: Settings, url: str | None = None) -> Holder | Non
     try:
         daemon = find_daemon(url, settings)
         status = daemon.status()
-    except (DaemonError, ConfigError):
+        if status.cold is None or not root.samefile(status.cold.dir):
+            raise DaemonRuns(root, pid)  # The one that answers is another.
+    except (DaemonError, ConfigError, OSError):
         raise DaemonRuns(root, pid) from None
-    if status.cold is None or not _same(Path(status.cold.dir), root):
-        raise DaemonRuns(root, pid)  # The one that answers is another.
     return Holder(daemon.url, daemon.key, at_first=status)
 
 
@@ -93,10 +93,3 @@ def folder_of(url: str) -> Path:
     if cold is None:
         raise DaemonError(f"The daemon at {url} has no SSD cache, or its folder can't be used.")
     return Path(cold.dir)
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False

@@ -67,26 +67,18 @@ class Verifier:
         self._fs = FileSystem()
         self._buffer = bytearray()
 
-    def verify(self, path: str, namespace: str, name: str) -> Verdict:
+    def verify(self, path: str, namespace: str, name: str, *, is_record: bool = False) -> Verdict:
         """Look at all of a file. `namespace`, `name`: what its path says, in hex. Raises OSError."""
         fd = self._fs.open_read(path)
         try:
-            return self._check(fd, namespace, name)
-        except BlockFileError as error:
-            return Verdict(str(error))
-        finally:
-            self._fs.close(fd)
-
-    def verify_record(self, path: str, name: str) -> Verdict:
-        """Look at all of a record. `name`: what its path says, in hex. Raises OSError."""
-        fd = self._fs.open_read(path)
-        try:
+            if not is_record:
+                return self._check(fd, namespace, name)
             checked(self._fs, fd, bytes.fromhex(name))
-        except RecordError as error:
+            return Verdict("", RECORD)
+        except (BlockFileError, RecordError) as error:
             return Verdict(str(error))
         finally:
             self._fs.close(fd)
-        return Verdict("", RECORD)
 
     def _header(self, fd: int) -> bytes:
         """The JSON and what pads it."""
