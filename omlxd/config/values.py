@@ -53,7 +53,7 @@ def convert(
 ) -> Any:
     """`value`, text or what TOML holds, as type `kind`. Raises ConfigError in one sentence.
 
-    place  the flag, variable or line; wrong: what a value is that does not fit; whole: bytes that 100% is
+    place  the flag, variable or line; wrong: what a refused value is; full_size: bytes that 100% is
     """
 
     def custom(kind: type, value: Any) -> Any:

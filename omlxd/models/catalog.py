@@ -5,7 +5,6 @@ A client's model name is compared with this list and never joined to a path.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import time
@@ -153,20 +152,10 @@ def adapters_of(model: InstalledModel, base_path: Path) -> Iterator[InstalledMod
 def looks_like_model(folder: Path) -> bool:
     """A config and weights; whether they are whole is seen when it is loaded."""
     try:
-        changed = os.stat(folder).st_mtime_ns
-        # A clock's tick may hold two changes: what changed just now is not remembered.
-        look = _holds_model if time.time_ns() - changed > 2_000_000_000 else _holds_model.__wrapped__
-        return look(str(folder), changed)
+        names = os.listdir(folder)
     except OSError:
         return False
-
-
-@functools.lru_cache(4096)
-def _holds_model(folder: str, mtime_ns: int) -> bool:
-    """`mtime_ns`: of the folder, which is another one once a file comes or goes."""
-    return os.path.isfile(os.path.join(folder, "config.json")) and any(
-        name.endswith(".safetensors") for name in os.listdir(folder)
-    )
+    return "config.json" in names and any(name.endswith(".safetensors") for name in names)
 
 
 class _Import(msgspec.Struct):

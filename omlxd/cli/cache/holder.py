@@ -25,7 +25,6 @@ class DaemonRuns(OmlxdError):
     def __init__(self, root: Path, pid: int):
         who = f"a daemon (process {pid})" if pid else "a daemon"
         super().__init__(f"{who} is using {root}; stop it first, then run this again")
-        self.pid = pid
 
 
 @contextlib.contextmanager
