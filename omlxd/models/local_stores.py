@@ -117,7 +117,9 @@ def check_models(models: Sequence[LocalModel]) -> None:
     for model in models:
         if model.format == "mlx" and not model.trouble:
             model.type, model.trouble = _check_folder(Path(model.path))
-    _check_gguf(models)
+    files = [model for model in models if model.format == "gguf" and not model.trouble]
+    for model, check in zip(files, _read_headers([model.path for model in files]), strict=False):
+        model.type, model.trouble = _printable(check.type), _printable(check.trouble)
     for model in models:
         if model.trouble:
             model.command = ""
@@ -141,12 +143,6 @@ def check_gguf(file: Path) -> None:
     for check in _read_headers([str(file)]):
         if check.trouble:
             raise ModelError(f"{file} can't be imported: {_printable(check.trouble)}.")
-
-
-def _check_gguf(models: Sequence[LocalModel]) -> None:
-    files = [model for model in models if model.format == "gguf" and not model.trouble]
-    for model, check in zip(files, _read_headers([model.path for model in files]), strict=False):
-        model.type, model.trouble = _printable(check.type), _printable(check.trouble)
 
 
 def _read_headers(files: Sequence[str]) -> list[Check]:
