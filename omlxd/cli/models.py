@@ -15,7 +15,7 @@ from ..common.units import human, spoken
 from ..config import ModelSettings, Settings, add_flags, settings_of
 from ..errors import ConfigError, ModelError
 from ..models.adapters import adapter_bytes
-from ..models.catalog import Catalog, Description, InstalledModel, default_model, describe
+from ..models.catalog import Catalog, InstalledModel, default_model, describe
 from ..models.footprint import Footprint, expected, footprint, likely_backend, weight_bytes
 from ..models.local_stores import LocalModel, LocalModels, check_models, local_models, model_called
 from ..models.resolve import DEFAULT_ID, check_folder, fetch_default_model, fetch_from_hub
@@ -45,34 +45,28 @@ def why_broken(model: InstalledStatus) -> str:
 
 def installed(settings: Settings) -> list[InstalledStatus]:
     """Every model that a daemon of these settings would offer."""
-    default = default_model(settings)
-    result = []
+    default, backend = default_model(settings), likely_backend()
+    result: list[InstalledStatus] = []
     for model in Catalog(settings).models().values():
-        own = settings.models.get(model.id)
-        prints = _prints(model.folder, own, settings) if model.folder is not None else None
-        described = describe(model.folder) if model.folder is not None else Description()
-        result.append(
-            InstalledStatus(
-                id=model.id,
-                state="installed",
-                source=model.source,
-                default=default is not None and model.id == default.id,
-                folder=str(model.folder) if model.folder else None,
-                aliases=list(own.aliases) if own else [],
-                pinned=bool(own and own.pin),
-                disk_bytes=_disk_bytes(model),
-                load_bytes=prints.loading(likely_backend()) if prints else None,
-                context_length=prints.context_length if prints else None,
-                kv_bytes_per_token=prints.kv_per_token if prints else None,
-                images=prints.blind == "" if prints else None,
-                blind=(prints.blind or "") if prints else "",
-                origin=described.origin,
-                tools=described.tools,
-                layers=prints.layers if prints else None,
-                hidden_size=prints.hidden_size if prints else None,
-                adapter=str((own and own.adapter) or model.adapter or ""),
-            )
+        own = settings.models.get(model.id, ModelSettings())
+        status = InstalledStatus(
+            id=model.id,
+            state="installed",
+            source=model.source,
+            default=default is not None and model.id == default.id,
+            aliases=list(own.aliases),
+            pinned=own.pin,
+            disk_bytes=_disk_bytes(model),
+            adapter=str(own.adapter or model.adapter or ""),
         )
+        if (folder := model.folder) is not None:
+            prints, described = _prints(folder, own, settings), describe(folder)
+            status.folder, status.origin, status.tools = str(folder), described.origin, described.tools
+            status.load_bytes, status.context_length = prints.loading(backend), prints.context_length
+            status.kv_bytes_per_token = prints.kv_per_token
+            status.images, status.blind = prints.blind == "", prints.blind or ""
+            status.layers, status.hidden_size = prints.layers, prints.hidden_size
+        result.append(status)
     return result
 
 
@@ -82,8 +76,8 @@ def _disk_bytes(model: InstalledModel) -> int | None:
     return weight_bytes(model.folder) if model.folder is not None else None
 
 
-def _prints(folder: Path, own: ModelSettings | None, settings: Settings) -> Footprint:
-    as_stored = ((own and own.cpu_weights) or settings.cpu_weights) == "as-stored"
+def _prints(folder: Path, own: ModelSettings, settings: Settings) -> Footprint:
+    as_stored = (own.cpu_weights or settings.cpu_weights) == "as-stored"
     float32 = None if as_stored else footprint(folder, float32=True)
     return expected(footprint(folder), float32, likely_backend())
 

@@ -68,11 +68,8 @@ def check_platform(system: str = sys.platform, machine: str | None = None, mac: 
     return bad("platform", system, "omlxd runs on macOS (Apple silicon) and Linux.")
 
 
-def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Finding:
-    facts = f"{'.'.join(map(str, version))} at {sys.executable}"
-    if version < (3, 11):
-        return bad("python", facts, "Use Python 3.11 or newer.")
-    return ok("python", facts)
+def check_python() -> Finding:
+    return ok("python", f"{platform.python_version()} at {sys.executable}")
 
 
 def check_backend(command: Sequence[str] = (sys.executable, "-c", _ASK)) -> Finding:
