@@ -139,8 +139,8 @@ def test_a_file_that_was_replaced_meanwhile_stays(cache: Cache, monkeypatch: pyt
     flip(path, HEADER)
     verify = Verifier.verify
 
-    def then_replaced(self: Verifier, where: str, namespace: str, name: str) -> Verdict:
-        found = verify(self, where, namespace, name)
+    def then_replaced(self: Verifier, where: str, namespace: str, name: str, *, is_record: bool) -> Verdict:
+        found = verify(self, where, namespace, name, is_record=is_record)
         if found.fault:
             fresh = path.with_suffix(".new")
             fresh.write_bytes(good)
