@@ -22,9 +22,8 @@ from ..status import as_json
 from . import carry, holder, inventory, pin, stats, warm, why_miss
 from .asked import NAMED
 from .check import check, summary
-from .clear import named, plan, remove
+from .clear import named, plan, remove, scrub
 from .holder import DaemonRuns, exclusive
-from .scrub import scrub
 
 Verb = Callable[[argparse.Namespace, Settings, Path], int]
 """(arguments, settings, the cache dir) → exit status. Raises OmlxdError, OSError."""
