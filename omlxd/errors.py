@@ -14,7 +14,7 @@ class OmlxdError(Exception):
 
     code         what kind it is (see `chat.ErrorCode`)
     message      one sentence that says what to do
-    param        the request field or the flag at fault, if one is
+    param        the request field at fault, if one is
     retry_after  seconds after which the same request may go through, at most 60
     """
 
@@ -113,7 +113,7 @@ class NotNow(OmlxdError):
 
 
 class ConfigError(OmlxdError):
-    """A flag, a variable or a line of the configuration file makes no sense. `param` names it."""
+    """A flag, a variable or a line of the configuration file makes no sense. The message names it."""
 
     code = "invalid_request"
     loggable = True

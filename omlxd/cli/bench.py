@@ -104,12 +104,10 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
 def _lengths(text: str) -> tuple[int, ...]:
     parts = text.lower().split(",")
     if not all(re.fullmatch(r"\d{1,7}k?", part.strip()) for part in parts):
-        raise ConfigError(f"--lengths: {text!r} is no list of lengths; write 1k,4k.", param="--lengths")
+        raise ConfigError(f"--lengths: {text!r} is no list of lengths; write 1k,4k.")
     lengths = [int(part.strip().rstrip("k")) * (1024 if "k" in part else 1) for part in parts]
     if min(lengths) < SHORTEST:
-        raise ConfigError(
-            f"--lengths: {min(lengths)} is too short; {SHORTEST} is the least.", param="--lengths"
-        )
+        raise ConfigError(f"--lengths: {min(lengths)} is too short; {SHORTEST} is the least.")
     return tuple(sorted(set(lengths)))
 
 

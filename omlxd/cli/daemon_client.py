@@ -186,7 +186,7 @@ def find_daemon(url: str | None, settings: Settings | None = None) -> Daemon:
     except ValueError:
         fine = False
     if not fine:
-        raise ConfigError(f"--url: {url!r} is no address like http://127.0.0.1:8000.", param="--url")
+        raise ConfigError(f"--url: {url!r} is no address like http://127.0.0.1:8000.")
     return Daemon(url.rstrip("/").removesuffix("/v1"), os.environ.get(KEY_VARIABLE, ""))
 
 
@@ -194,8 +194,7 @@ def daemon_of(settings: Settings) -> Daemon:
     """A daemon of these settings. Raises ConfigError where its port is any free one."""
     if not settings.port:
         raise ConfigError(
-            f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens.",
-            param="--url",
+            f"{settings.sources['port']}: port 0 is any free one; say with --url where the daemon listens."
         )
     return Daemon(_url(settings.host, settings.port), settings.api_key)
 

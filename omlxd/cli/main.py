@@ -123,9 +123,7 @@ def _main(argv: list[str]) -> int:
     if rest:
         word = rest[0].partition("=")[0]
         hint = closest(word, [option.flag for option in OPTIONS] + ["--config"])
-        raise ConfigError(
-            f"{word} is not a flag of `omlxd serve`{hint}; see `omlxd serve --help`.", param=word
-        )
+        raise ConfigError(f"{word} is not a flag of `omlxd serve`{hint}; see `omlxd serve --help`.")
     flags = {name: value for name, value in vars(args).items() if name != "verb" and value is not None}
     environ = dict(os.environ)
     settings = load_settings(flags, environ)

@@ -49,7 +49,7 @@ def _number(text: str, flag: str, least: float) -> float:
     except ValueError:
         value = -1.0
     if not least <= value <= 3600:
-        raise ConfigError(f"{flag}: {text!r} is no number from {least:g} to 3600.", param=flag)
+        raise ConfigError(f"{flag}: {text!r} is no number from {least:g} to 3600.")
     return value
 
 

@@ -66,15 +66,15 @@ def main(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
     train, valid = read_data(args.data)
     name = args.data.absolute().name if args.name is None else args.name
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise ConfigError(f"--name: {name!r} is no name of letters, digits, - and _.", param="--name")
+        raise ConfigError(f"--name: {name!r} is no name of letters, digits, - and _.")
     target = own_adapters(model.id, settings.base_path) / name
     if args.resume and not target.is_dir():
-        raise ConfigError(f"{model.id}:{name} is not there to be resumed.", param="--name")
+        raise ConfigError(f"{model.id}:{name} is not there to be resumed.")
     with _claimed(target, settings.base_path) as lock:
         there = (target / ADAPTER_FILES[1]).exists()
         if there != args.resume:
             problem = "is there; --resume goes on with it" if there else "is not there to be resumed"
-            raise ConfigError(f"{model.id}:{name} {problem}.", param="--name")
+            raise ConfigError(f"{model.id}:{name} {problem}.")
         job = _job(args, model.folder, target, train, valid)
         fit_memory(job, model.folder, settings)
         status = _train(job, lock)
@@ -139,12 +139,12 @@ def _job(
                 problem = (
                     f"the adapter has {has or 'all'}, and keeps it; leave out --{flag}, or give a new --name"
                 )
-                raise ConfigError(f"--{flag}: {problem}.", param=f"--{flag}")
+                raise ConfigError(f"--{flag}: {problem}.")
     else:
         layers = layers if args.layers is None else args.layers
         lora["rank"] = args.rank or _RANK
     if layers > most:
-        raise ConfigError(f"--layers: {layers} are more than the model's {most}.", param="--layers")
+        raise ConfigError(f"--layers: {layers} are more than the model's {most}.")
     return Job(
         model=str(folder),
         data=str(args.data),
@@ -169,8 +169,7 @@ def _installed(settings: Settings, name: str) -> InstalledModel:
         if tuned.adapter is not None and tuned.adapter.name == adapter and base in _names(tuned, tuned.base):
             raise ConfigError(
                 f"{name} is an adapter, and only a base is tuned; "
-                f"`omlxd tune {base} --name {adapter} --resume --data FOLDER` goes on with it.",
-                param="model",
+                f"`omlxd tune {base} --name {adapter} --resume --data FOLDER` goes on with it."
             )
     named = [
         model

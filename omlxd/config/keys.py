@@ -54,33 +54,28 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     except FileNotFoundError:
         return ()
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}.", param=str(path)) from error
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
     if facts.st_mode & 0o077:
-        raise ConfigError(
-            f"{path} can be read or written by others; run `chmod 600 {path}`.", param=str(path)
-        )
+        raise ConfigError(f"{path} can be read or written by others; run `chmod 600 {path}`.")
     if facts.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{path} belongs to another user.", param=str(path))
+        raise ConfigError(f"{path} belongs to another user.")
     try:
         return tuple(msgspec.json.decode(text, type=_File).keys)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} is no file of keys ({error}); remove it and make keys again with `omlxd key add NAME`.",
-            param=str(path),
+            f"{path} is no file of keys ({error}); remove it and make keys again with `omlxd key add NAME`."
         ) from error
 
 
 def add_key(path: Path, name: str) -> str:
     """Make a key called `name`, store its digest, return the key. Raises ConfigError."""
     if not _NAME.fullmatch(name):
-        raise ConfigError("A key's name is up to 64 letters, digits and . _ @ -.", param="NAME")
+        raise ConfigError("A key's name is up to 64 letters, digits and . _ @ -.")
     secret = "omlxd-" + secrets.token_urlsafe(32)
     with _locked(path):
         keys = read_keys(path)
         if any(key.name == name for key in keys):
-            raise ConfigError(
-                f"there is a key {name} already; revoke it first, or choose another name.", param="NAME"
-            )
+            raise ConfigError(f"there is a key {name} already; revoke it first, or choose another name.")
         created = datetime.now(UTC).isoformat(timespec="seconds")
         _write(path, [*keys, Key(name, digest_of(secret.encode()), created)])
     return secret
@@ -93,7 +88,7 @@ def revoke_key(path: Path, name: str) -> int:
         left = [key for key in keys if key.name != name]
         if len(left) == len(keys):
             names = ", ".join(key.name for key in keys) or "none"
-            raise ConfigError(f"there is no key {name}; the keys are: {names}.", param="NAME")
+            raise ConfigError(f"there is no key {name}; the keys are: {names}.")
         _write(path, left)
     return len(left)
 
@@ -105,9 +100,7 @@ def _locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError(
-            f"{path.parent} can't be used: {error.strerror}.", param=str(path.parent)
-        ) from error
+        raise ConfigError(f"{path.parent} can't be used: {error.strerror}.") from error
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -121,4 +114,4 @@ def _write(path: Path, keys: Sequence[Key]) -> None:
     try:
         write_atomic(path, data, sync=True)
     except OSError as error:
-        raise ConfigError(f"{path} can't be written: {error.strerror}.", param=str(path)) from error
+        raise ConfigError(f"{path} can't be written: {error.strerror}.") from error

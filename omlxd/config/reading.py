@@ -41,13 +41,12 @@ def load_settings(flags: Mapping[str, str], environ: Mapping[str, str] | None = 
         sources[option.name] = source
         values[option.field] = _value(option, value, option.flag if source == "default" else source, values)
     if entries.get("api_key", ("x", ""))[0] == "":
-        raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.", param=sources["api_key"])
+        raise ConfigError(f"{sources['api_key']}: an empty key protects nothing.")
     guarded = values["api_key"] or is_loopback(values["host"])
     if not guarded and not read_keys(keys_path(values["base_path"])):
         raise ConfigError(
             f"{sources['host']}: {values['host']} can be reached by other machines, so a key is needed: "
-            "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1.",
-            param=sources["host"],
+            "make one with `omlxd key add NAME`, set OMLXD_API_KEY, or leave --host at 127.0.0.1."
         )
     if file is None:
         return Settings(**values, sources=sources)
@@ -91,7 +90,7 @@ def _value(option: Option, value: Any, place: str, before: Mapping[str, Any]) ->
     elif option.name == "log_file_size" and not got:
         problem = "a size is needed, as 10MB"
     if problem:
-        raise ConfigError(f"{place}: {problem}.", param=place)
+        raise ConfigError(f"{place}: {problem}.")
     return got
 
 
@@ -103,7 +102,7 @@ def _config_file(
         if text is not None and (text or source == "--config"):
             path = Path(text).expanduser().absolute()
             if not path.is_file():
-                raise ConfigError(f"{source}: there is no file {path}.", param=source)
+                raise ConfigError(f"{source}: there is no file {path}.")
             return path, source
     option = BY_NAME["base_path"]
     text, source = entries.get("base_path", (option.default, option.flag))
@@ -125,7 +124,7 @@ class _File:
             self._text = read_small(path).decode()
             tables = tomllib.loads(self._text)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}.", param=str(path)) from error
+            raise ConfigError(f"{path}: {error}.") from error
         for table, entries in tables.items():
             if table not in _TABLES or not isinstance(entries, dict):
                 raise self._unknown_table(table, isinstance(entries, dict))
@@ -134,7 +133,7 @@ class _File:
         for name, (key, value) in self._entries(tables.get("serve", {}), list(BY_NAME), "serve").items():
             place = self._place(key, "serve")
             if isinstance(value, (list, dict)):
-                raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.", param=key)
+                raise ConfigError(f"{place}: {key!r} takes one value, not a list or a table.")
             self.serve[name] = value, place
         self.defaults = self._model(tables.get("defaults", {}), list(SAMPLING), "defaults")
         self.models: dict[str, ModelSettings] = {}
@@ -142,13 +141,12 @@ class _File:
         for name, entries in tables.get("models", {}).items():
             if not isinstance(entries, dict):
                 place = self._place(name, "models")
-                raise ConfigError(f'{place}: settings of a model stand under [models."{name}"].', param=name)
+                raise ConfigError(f'{place}: settings of a model stand under [models."{name}"].')
             own = self.models[name] = self._model(entries, list(_MODEL_TYPES), "models", name)
             for alias in own.aliases:
                 if (other := owners.setdefault(alias, name)) != name:
                     place = self._place("aliases", "models", name)
-                    problem = f"{alias!r} is an alias of {other!r} already"
-                    raise ConfigError(f"{place}: {problem}.", param="aliases")
+                    raise ConfigError(f"{place}: {alias!r} is an alias of {other!r} already.")
 
     def _model(self, entries: Mapping[str, Any], fields: list[str], *table: str) -> ModelSettings:
         values = {name: getattr(self.defaults, name) for name in SAMPLING} if table != ("defaults",) else {}
@@ -169,21 +167,20 @@ class _File:
                 kinds = {"serve": "setting", "defaults": "sampling setting", "models": "setting of a model"}
                 what = kinds[table[0]]
                 hint = closest(key.replace("_", "-"), [entry.replace("_", "-") for entry in names])
-                raise ConfigError(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.", param=key)
+                raise ConfigError(f"{self._place(key, *table)}: {key!r} is no {what}{hint}.")
             if name in got:
-                raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.", param=key)
+                raise ConfigError(f"{self._place(key, *table)}: {key!r} is given twice.")
             got[name] = key, value
         return got
 
     def _unknown_table(self, name: str, is_table: bool) -> ConfigError:
         place = self._place(name)
         if name.replace("-", "_") in BY_NAME and not is_table:
-            return ConfigError(f"{place}: {name!r} stands in no table; put [serve] before it.", param=name)
+            return ConfigError(f"{place}: {name!r} stands in no table; put [serve] before it.")
         hint = closest(name, list(_TABLES)) if name not in _TABLES else ""
         return ConfigError(
             f"{place}: {name!r} is unknown{hint}; settings stand under [serve], those of one model under "
-            '[models."its name"], sampling for all of them under [defaults].',
-            param=name,
+            '[models."its name"], sampling for all of them under [defaults].'
         )
 
     def _place(self, key: str, *table: str) -> str:

@@ -89,7 +89,7 @@ def convert(
         if isinstance(error.__cause__, ValueError) and isinstance(info, inspect.CustomType):
             wrong = str(error.__cause__)
         what = "" if secret else f"{written!r} is "
-        raise ConfigError(f"{place}: {what}{wrong}.", param=place) from None
+        raise ConfigError(f"{place}: {what}{wrong}.") from None
 
 
 def expected(kind: Any) -> str:

@@ -112,7 +112,7 @@ def _read_examples(file: Path) -> list[Example]:
 
 
 def _wrong(path: Path, problem: str) -> ConfigError:
-    return ConfigError(f"--data: {path}: {problem}.", param="--data")
+    return ConfigError(f"--data: {path}: {problem}.")
 
 
 def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
@@ -121,9 +121,9 @@ def lora_of(adapter: Path) -> tuple[int, dict[str, Any]]:
     try:
         config = msgspec.json.decode(read_small(file), type=_AdapterConfig)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--resume: {file}: {error}.", param="--resume") from None
+        raise ConfigError(f"--resume: {file}: {error}.") from None
     if config.fine_tune_type != "lora" or not isinstance(config.lora_parameters.get("rank"), int):
-        raise ConfigError(f"--resume: {adapter} is no LoRA adapter of mlx-lm's.", param="--resume")
+        raise ConfigError(f"--resume: {adapter} is no LoRA adapter of mlx-lm's.")
     return max(0, config.num_layers), config.lora_parameters
 
 

@@ -53,15 +53,13 @@ def export_files(args: argparse.Namespace, settings: Settings, root: Path) -> in
 def _of_model(args: argparse.Namespace, root: Path) -> list[str]:
     chosen = named(inventory.namespaces(root), args.model)
     if not chosen:
-        raise ConfigError(f"--model: nothing of {args.model!r} is cached.", param="--model")
+        raise ConfigError(f"--model: nothing of {args.model!r} is cached.")
     before = time.time() - args.newer_than if args.newer_than is not None else 0.0
     files = [file for file in inventory.walk(root, list(chosen)) if file.kind in ("block", "record")]
     # A prefix before what goes on from it.
     newer = [file.path for file in sorted(files, key=lambda file: -file.used) if file.used >= before]
     if not newer:
-        raise ConfigError(
-            f"--newer-than: nothing of {args.model!r} was used within it.", param="--newer-than"
-        )
+        raise ConfigError(f"--newer-than: nothing of {args.model!r} was used within it.")
     return newer
 
 
@@ -69,7 +67,7 @@ def _of_session(args: argparse.Namespace, settings: Settings) -> list[str]:
     asked = named_request(args.session)
     found = find_daemon(args.url, settings).fetch("/omlxd/cache/files", CachedFiles, asked, ANSWER_S)
     if not found.files:
-        raise ConfigError(f"--session: nothing of {args.session!r} is cached.", param="--session")
+        raise ConfigError(f"--session: nothing of {args.session!r} is cached.")
     return found.files
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, settings: Settings, root: Path) -> int:
     daemon = find_daemon(args.url, settings)
     if args.off and not args.what:
-        raise ConfigError("--off: say what to unpin.", param="--off")
+        raise ConfigError("--off: say what to unpin.")
     if not args.what:
         pins = daemon.fetch("/omlxd/cache/pins", PinList)
     else:

@@ -40,9 +40,7 @@ class _Header(msgspec.Struct):
 def export_file(args: argparse.Namespace, settings: Settings) -> int:
     """The KV of a session's last prompt, restored or computed by the daemon. Raises OmlxdError, OSError."""
     if not args.session:
-        raise ConfigError(
-            "--format mlx-lm: say with --session whose prompt it is to hold.", param="--session"
-        )
+        raise ConfigError("--format mlx-lm: say with --session whose prompt it is to hold.")
     asked = named_request(args.session)
     with new_file(args.archive) as target:
         target.writelines(find_daemon(args.url, settings).download(f"{_PATH}/export", asked))
@@ -63,8 +61,7 @@ def import_file(args: argparse.Namespace, settings: Settings, source: IO[bytes],
         asked = WhyMissBody(path="/v1/completions", body={"prompt": _tokens(told.tokens)})
     else:
         raise ConfigError(
-            f"{args.archive}: mlx-lm's file doesn't say of which prompt it is; give that with --prompt.",
-            param="--prompt",
+            f"{args.archive}: mlx-lm's file doesn't say of which prompt it is; give that with --prompt."
         )
     if args.model:
         asked.body["model"] = args.model

@@ -68,14 +68,14 @@ def _explained(args: argparse.Namespace, settings: Settings, root: Path) -> WhyM
     asked: WhyMissBody | None = None
     if not request and not args.session:
         if args.offline:
-            raise ConfigError("--offline: give a file that holds the request.", param="--offline")
+            raise ConfigError("--offline: give a file that holds the request.")
     elif args.session:
         asked = WhyMissBody(session=args.session)
     else:
         asked = named_request(request, path=args.path)
     from_file = asked is not None and bool(asked.path)
     if args.offline and not from_file:
-        raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.", param="--offline")
+        raise ConfigError(f"--offline: of {request or args.session} only a daemon knows.")
     if not args.offline:
         try:
             daemon = find_daemon(args.url, settings)

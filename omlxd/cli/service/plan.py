@@ -51,13 +51,12 @@ def make_plan(flags: Mapping[str, str], *, log_file: Path | None, at_login: bool
     """
     if "api_key" in flags:
         raise ConfigError(
-            "--api-key would stand in a file and in `ps`; make a key with `omlxd key add NAME` instead.",
-            param="--api-key",
+            "--api-key would stand in a file and in `ps`; make a key with `omlxd key add NAME` instead."
         )
     options = {name: _absolute(name, text) for name, text in flags.items()}
     settings = load_settings(options, {})  # The service will not see this shell's variables.
     if settings.port == 0:
-        raise ConfigError("--port: a service needs a port that stays; give one above 1023.", param="--port")
+        raise ConfigError("--port: a service needs a port that stays; give one above 1023.")
     if settings.log_file is None and log_file is not None:
         options["log_file"] = str(log_file)
     arguments = [word for name, text in options.items() for word in _words(name, text)]

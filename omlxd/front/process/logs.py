@@ -138,9 +138,7 @@ class Logs:
             )
         except OSError as error:
             source = settings.sources.get("log_file", "--log-file")
-            raise ConfigError(
-                f"{source}: {settings.log_file} can't be written: {error.strerror}.", param=source
-            ) from error
+            raise ConfigError(f"{source}: {settings.log_file} can't be written: {error.strerror}.") from error
 
 
 class _PrivateFile(RotatingFileHandler):

@@ -85,7 +85,7 @@ def _check_default_model(settings: Settings) -> None:
             check_folder(default.folder)
     except ModelError as error:
         source = settings.sources.get("model", "--model")
-        raise ConfigError(f"{source}: {error.message}", param=source) from error
+        raise ConfigError(f"{source}: {error.message}") from error
 
 
 def _hangup_means_reload() -> bool:

@@ -55,7 +55,7 @@ def _systemd_fds(environ: MutableMapping[str, str]) -> list[int]:
     if pid != str(os.getpid()) or not count:
         return []
     if not count.isdigit() or int(count) > 64:
-        raise ActivationError(f"LISTEN_FDS: {count!r} is no number of sockets.", param="LISTEN_FDS")
+        raise ActivationError(f"LISTEN_FDS: {count!r} is no number of sockets.")
     # `stored` are descriptors that a daemon once gave the manager to keep; we give none.
     named = dict(enumerate(names.split(":")))
     return [FIRST_FD + at for at in range(int(count)) if named.get(at) != "stored"]
