@@ -65,8 +65,6 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     def verb(name: str, run: Verb, text: str) -> argparse.ArgumentParser:
         made = verbs.add_parser(name, help=text)
         made.set_defaults(run=run)
-        add_flags(made, *_FOLDER_OPTIONS)
-        made.add_argument("--url", help="address of the daemon that holds the folder, if one does")
         return made
 
     shown = verb("stats", _stats, "what each model takes")
@@ -117,6 +115,9 @@ def _add_verbs(parser: argparse.ArgumentParser) -> None:
     )
     imported.add_argument("--model", metavar="NAME", help="whose KV mlx-lm's file holds")
     why_miss.add_arguments(verb("why-miss", why_miss.run, "why a prompt's cached prefix ends"))
+    for made in verbs.choices.values():
+        add_flags(made, *_FOLDER_OPTIONS)
+        made.add_argument("--url", help="address of the daemon that holds the folder, if one does")
 
 
 def _fraction(text: str) -> tuple[int, int]:
