@@ -159,6 +159,9 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     make(home / "models" / "small")
     (home / "omlxd.toml").write_text(text.format("small"))
     assert [each.verdict for each in models.check_drafts(settings(tmp_path))] == ["ok", "ok"]
+    (home / "models" / "small").rename(tmp_path / "small")
+    assert models.check_drafts(settings(tmp_path))[0].verdict == "bad"
+    assert models.check_drafts(settings(tmp_path, model_dir=str(tmp_path)))[0].verdict == "ok"
     assert models.check_models(settings(tmp_path, port=str(free_port()))) == []
     ready = ModelStatus(id="m", state="ready", backend="cpu", values={"kv_shared_segment_tokens": 2048.0})
     failed = ModelStatus(id="n", state="failed", trouble="n can't be loaded: why")

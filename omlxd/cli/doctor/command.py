@@ -16,7 +16,7 @@ from . import disk, machine, models, network
 from .finding import Finding, bad
 
 _SIGNS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
-_OPTIONS = ("base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
+_OPTIONS = ("model_dir", "base_path", "paged_ssd_cache_dir", "paged_ssd_cache_max_size", "host", "port")
 
 
 class Report(msgspec.Struct):

@@ -28,7 +28,7 @@ def check_drafts(settings: Settings) -> list[Finding]:
                 found.append(ok("draft model", facts))
             except ModelError as error:
                 reason = error.message.removeprefix("--model: ")
-                mend = "Correct it in the settings file, or take the line out; SIGHUP reads it again."
+                mend = "Correct it in the settings file, which SIGHUP reads again; name the daemon's --model-dir."
                 found.append(bad("draft model", f"{facts}: {reason}", mend))
     return found
 
