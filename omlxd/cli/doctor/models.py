@@ -28,7 +28,7 @@ def check_drafts(settings: Settings) -> list[Finding]:
                 found.append(ok("draft model", facts))
             except ModelError as error:
                 reason = error.message.removeprefix("--model: ")
-                mend = "Correct it in the settings file, which SIGHUP reads again; name the daemon's --model-dir."
+                mend = "Correct the settings file, which SIGHUP reads again; is --model-dir the daemon's?"
                 found.append(bad("draft model", f"{facts}: {reason}", mend))
     return found
 
