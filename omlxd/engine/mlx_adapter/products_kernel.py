@@ -142,13 +142,31 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
   #pragma unroll
   for (int s = 0; s < ST - 1; s++) load(s);
 
-  if (SQUARES) {
-    for (int col = warp; col < p.rows; col += KW * G) {
-      float all_of_row = 0.f;
-      for (int i = lane; i < p.parts; i += 32) all_of_row += p.squares[(long)col * p.parts + i];
+  if (SQUARES) {  // All of a lane's numbers are on their way together.
+    constexpr int EACH = COLS / (KW * G) ? COLS / (KW * G) : 1;
+    float of_row[EACH];
+    #pragma unroll
+    for (int c = 0; c < EACH; c++) of_row[c] = 0.f;
+    for (int base = 0; base < p.parts; base += 32 * 8) {
+      float some[EACH][8];
       #pragma unroll
-      for (int o = 16; o; o >>= 1) all_of_row += __shfl_xor_sync(~0u, all_of_row, o);
-      if (lane == 0) squares[col] = rsqrtf(all_of_row / p.k + p.eps);
+      for (int c = 0; c < EACH; c++)
+        #pragma unroll
+        for (int u = 0; u < 8; u++) {
+          const int col = warp + c * KW * G, i = base + u * 32 + lane;
+          some[c][u] = col < p.rows && i < p.parts ? __ldg(p.squares + (long)col * p.parts + i) : 0.f;
+        }
+      #pragma unroll
+      for (int c = 0; c < EACH; c++)
+        #pragma unroll
+        for (int u = 0; u < 8; u++) of_row[c] += some[c][u];
+    }
+    #pragma unroll
+    for (int c = 0; c < EACH; c++) {
+      #pragma unroll
+      for (int o = 16; o; o >>= 1) of_row[c] += __shfl_xor_sync(~0u, of_row[c], o);
+      const int col = warp + c * KW * G;
+      if (lane == 0 && col < p.rows) squares[col] = rsqrtf(of_row[c] / p.k + p.eps);
     }
   }
   float square[NT];
@@ -219,14 +237,25 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
         if (quad == 0) squares[slice * COLS + t * 8 + group] = square[t];
       }
     }
-    __syncthreads();
     int t = tile, i = 0;
     if (t >= tiles[0]) { t -= tiles[0]; i = 1; if (t >= tiles[1]) { t -= tiles[1]; i = 2; } }
     const int n = i == 0 ? p.n[0] : i == 1 ? p.n[1] : p.n[2];
     T* y = i == 0 ? p.y[0] : i == 1 ? p.y[1] : p.y[2];
     const T* bias = i == 0 ? p.bias[0] : i == 1 ? p.bias[1] : p.bias[2];
-    for (int base = 0; base < HALF * p.rows; base += 32 * KW * G) {
-      const int j = base + threadIdx.x, col = j / HALF, r = j % HALF, at = t * HALF + r;
+    // What is added to a thread's results and what these are multiplied by comes while warps wait.
+    constexpr int THREADS = 32 * KW * G, ROUNDS = (HALF * COLS + THREADS - 1) / THREADS;
+    T more[ROUNDS], times[ROUNDS];
+    #pragma unroll
+    for (int q = 0; q < ROUNDS; q++) {
+      const int j = q * THREADS + threadIdx.x, col = j / HALF, at = t * HALF + j % HALF;
+      const bool is_result = j < HALF * p.rows && at < n;
+      if (p.residual) more[q] = is_result ? p.residual[(long)col * n + at] : T{};
+      if (SCALED) times[q] = is_result ? p.scaled[at] : T{};
+    }
+    __syncthreads();
+    #pragma unroll
+    for (int q = 0; q < ROUNDS; q++) {
+      const int j = q * THREADS + threadIdx.x, col = j / HALF, r = j % HALF, at = t * HALF + r;
       const bool is_result = j < HALF * p.rows && at < n;
       float value = 0.f;
       if (is_result) {
@@ -251,12 +280,12 @@ __device__ __forceinline__ void omlxd_products(const Products<T>& p) {
           if (p.bias[1]) up += omlxd_float<T>(p.bias[1][at]);
           value = value / (1.f + __expf(-value)) * up;
         }
-        if (p.residual) value += omlxd_float<T>(p.residual[(long)col * n + at]);
+        if (p.residual) value += omlxd_float<T>(more[q]);
         const T result = omlxd_round<T>(value);
         y[(long)col * n + at] = result;
         if (SCALED) {
           value = omlxd_float<T>(result);
-          p.next[(long)col * n + at] = omlxd_round<T>(value * omlxd_float<T>(p.scaled[at]));
+          p.next[(long)col * n + at] = omlxd_round<T>(value * omlxd_float<T>(times[q]));
         }
       }
       if (SCALED) {  // The squares of 16 results, whatever the tile.
