@@ -9,6 +9,8 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   order, or an `ArraysCache`'s arrays; `extract(row)` takes either out of a batch;
 - `mx.load` of a file-like object allocates each array and has the object fill it
   (engine/mlx_adapter/arrays.py);
+- `nn.Linear` and `nn.Embedding.as_linear` multiply by their `weight` as it is, and may be replaced in their
+  classes (products.py; tests/engine/mlx_adapter/test_products.py);
 - a CUDA kernel may write into an array that it was given (attention_kernel.py, compiled_step.py);
 - `mlx::core::clear_cache` is a symbol of its library (engine/mlx_adapter/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
