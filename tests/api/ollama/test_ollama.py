@@ -22,6 +22,7 @@ from omlxd.chat import (
     TextPart,
     ThinkingPart,
     TokenLogprob,
+    ToolCall,
     ToolCallCut,
     ToolCallPart,
     ToolResultPart,
@@ -180,6 +181,15 @@ async def test_the_seconds_that_a_load_took_are_the_loads(state: str, fields: di
     end = json.loads(answer.text.splitlines()[-1])
     assert (end["load_duration"] > 0.19e9) is (state != "ready")
     assert end["total_duration"] >= end["load_duration"] + 0.05e9
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_call_alone_takes_the_engines_time_too(stream: bool):
+    usage = Usage(prompt_tokens=5, completion_tokens=9, ttft_s=0.25, decode_s=0.5)
+    *_, end = await ask(
+        "/api/chat", (ToolCall("c", "read", "{}"), Finished("tool_calls", usage)), stream=stream
+    )
+    assert (end["prompt_eval_duration"], end["eval_duration"]) == (0.25e9, 0.5e9)
 
 
 async def test_generate_answers_with_a_response():
