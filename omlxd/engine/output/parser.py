@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import chat
-from ..constrain.call_formats import CODER, HERMES, begun_call, opening_of
+from ..constrain.call_formats import CODER, HERMES, MAX_HEAD, begun_call, opening_of
 from ..constrain.harmony_grammar import CONTROLS
 from ..sequence import Likelihood
 from .call_writers import Writer, writer_for
@@ -174,7 +174,7 @@ class _EventSink(Sink):
     def call_text(self, text: str) -> None:
         if self.ended:
             return
-        if type(self._writer) is Writer:
+        if type(self._writer) is Writer and len(self._writer.rest) <= MAX_HEAD:
             text = self._writer.rest + text
             self._writer = writer_for(text, self._reader.parameters)
         self._writer.feed(text)
