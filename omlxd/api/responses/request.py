@@ -75,11 +75,6 @@ History = Callable[[str], "tuple[Message, ...] | None"]
 """Response id → the conversation that it ended, without instructions; None: not known (any more)."""
 
 
-class _Reasoning(msgspec.Struct):
-    effort: str | None = None
-    summary: str | None = None
-
-
 class _Text(msgspec.Struct):
     format: ResponseFormat | None = None
     verbosity: Verbosity | None = None
@@ -92,7 +87,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    reasoning: _Reasoning | None = None
+    reasoning: ReasoningEcho | None = None
     text: _Text | None = None
     include: list[str] | None = None
     store: bool | None = None
@@ -274,13 +269,12 @@ _ECHOED = (
 
 
 def _response(request: ResponsesBody, tools: ResponseTools, body: bytes) -> Response:
-    reasoning = request.reasoning or _Reasoning()
     return Response(
         **{name: getattr(request, name) for name in _ECHOED},
         model=request.model or "",
         metadata=free_json(request.metadata or {}, "metadata"),
         parallel_tool_calls=request.parallel_tool_calls is not False,
-        reasoning=ReasoningEcho(reasoning.effort, reasoning.summary),
+        reasoning=request.reasoning or ReasoningEcho(),
         store=request.store is not False,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
         tools=tools.echo,
