@@ -102,6 +102,7 @@ class Sequence:
     hidden         states (1, tokens, hidden) of its newest pass, for the model's own MTP heads
     kv_length      tokens whose KV is in the cache
     offered        blocks that the store has been offered
+    unkept         indices of those that it had no room for, or that went to make some: to be offered again
     max_new        tokens to generate at most; `reserve`: of these, how many its cache has room for at once
     resume_at      blocks after which the checkpoint stands that the match ends at
     overtaken      chunks of other prompts that went before its own, in a row
@@ -117,6 +118,7 @@ class Sequence:
     unreached      blocks cached behind the checkpoint that its prefix had to end at, past the usual
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     admitted       on the monotonic clock, when it got its slot; 0: it has none yet
+    short_since    on the monotonic clock, when it began to wait for memory; 0: it has not
     restore_s, first_token_s  seconds spent on its cached prefix; from receipt to its first token
     peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
@@ -151,6 +153,7 @@ class Sequence:
     hidden: mx.array | None = None
     kv_length: int = 0
     offered: int = 0
+    unkept: list[int] = field(default_factory=list)
     resume_at: int = 0
     overtaken: int = 0
     divergence: int = 0
@@ -172,6 +175,7 @@ class Sequence:
     timed_out: bool = False
     deadline: float = math.inf
     admitted: float = 0.0
+    short_since: float = 0.0
     restore_s: float = 0.0
     first_token_s: float = 0.0
     peak_bytes: int = 0

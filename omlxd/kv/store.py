@@ -133,7 +133,7 @@ class KVStore:
             return False
         if self.hot_budget() > 0:
             return True
-        if self.flusher is None or block is not None or self.flusher.is_writing(block_hash):
+        if self.flusher is None or block is not None or block_hash in self.flusher.writing:
             return False
         if self.flusher.is_removing(block_hash):
             return False
@@ -268,7 +268,7 @@ class KVStore:
             block.on_disk = False
             if block.payload is None:
                 self.pool.forget(block)
-            elif self.flusher is not None and not self.flusher.is_writing(key.block_hash):
+            elif self.flusher is not None and key.block_hash not in self.flusher.writing:
                 self.flusher.unwritten.add(key, None, block.payload.nbytes, due=True)
 
     def promote(self, block: Block, block_hash: BlockHash, payload: WritablePayload) -> None:

@@ -293,7 +293,7 @@ class StoreMachine(RuleBasedStateMachine):
         if write and not had_file:
             self.rig.in_ram_alone.discard(name)
             noted = {*self.rig.flusher.unwritten.due, *self.rig.flusher.unwritten.held}
-            assert hot is None or self.rig.flusher.is_writing(name) or name in noted, "never written"
+            assert hot is None or name in self.rig.flusher.writing or name in noted, "never written"
         return had_file
 
     @precondition(lambda self: self.places)
@@ -404,7 +404,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         self.rig.settle()
-        assert not self.rig.flusher.held and not self.rig.flusher._writing
+        assert not self.rig.flusher.held and not self.rig.flusher.writing
         assert not self.rig.flusher._removals, "a removal was dropped"
         stats = self.rig.ledger.stats()
         # A temporary file that could not be removed keeps its grant while its engine lives, and an engine

@@ -389,7 +389,7 @@ class Rig:
         for block_hash in (*unwritten.due, *unwritten.held):
             block = self.pool.get_cached_block(block_hash)
             assert block is not None and block.payload is not None and not block.on_disk
-            assert not self.flusher.is_writing(block_hash)
+            assert block_hash not in self.flusher.writing
         ends = self.writer.stats
         ended = ends.written + ends.dropped_full + ends.refused + ends.failed
         waiting = len(self.writer._unsettled)
@@ -397,7 +397,7 @@ class Rig:
         for name, block in self.pool._by_hash.items():
             assert block.payload is not None or block.on_disk, "named, and readable nowhere"
             noted = name in unwritten.due or name in unwritten.held
-            on_its_way = self.flusher.is_writing(name) or self.flusher.is_removing(name)
+            on_its_way = name in self.flusher.writing or self.flusher.is_removing(name)
             written = block.on_disk or name in self.in_ram_alone
             assert written or noted or on_its_way or ends.failed, "dirty, and nobody will write it"
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -31,7 +31,8 @@ from ..mlx_adapter import LiveSegments
 from ..sequence import Sequence
 from .checkpointer import MOST_RESTORES, Checkpointer
 from .cold_reads import ColdReads
-from .payload import MLXPayload, append_blocks, copy_blocks
+from .copier import BlockCopier, Rows
+from .payload import MLXPayload, append_blocks
 from .tail_read import TailRead
 from .transport import transport
 
@@ -52,18 +53,6 @@ would not be those that were put in place."""
 
 OFFER_TOKENS = 256
 """Output tokens between two offers of a decoding row: each waits for the step in flight."""
-
-
-class Rows(Protocol):
-    """Where a sequence's KV is. Arrays are lazy, and valid until the next step."""
-
-    def row_tensors(self, sequence: Sequence, start: int, stop: int) -> dict[str, mx.array]:
-        """KV of tokens `start` to `stop`, by layout name, each (1, heads, stop - start, dim)."""
-        ...
-
-    def row_states(self, sequence: Sequence) -> dict[str, mx.array]:
-        """State that exists only at the row's position."""
-        ...
 
 
 class _OwnCache:
@@ -107,6 +96,7 @@ class KVBridge:
         """Called before a sequence is matched for the first time."""
         self.store = store
         self._block = store.block_size
+        self._copier = BlockCopier(layout, store)
         readers = readers or (DIRECT_READERS if transport().direct else STAGED_READERS)
         self.reads = ColdReads(model, layout, store, post, states, self.segments, readers)
 
@@ -126,7 +116,8 @@ class KVBridge:
                 self.states.after_chunk(sequence, last, lambda: _OWN_CACHE.row_states(sequence))
             return
         self._hold_state(sequence, batch)
-        if sequence.kv_length - sequence.offered * self._block >= OFFER_TOKENS:
+        due = sequence.kv_length - sequence.offered * self._block >= OFFER_TOKENS
+        if due or self._copier.may_again(sequence):
             self._offer_blocks(sequence, batch)
 
     def finish(self, sequence: Sequence, batch: Rows | None = None, *, spoiled: bool = False) -> None:
@@ -148,7 +139,7 @@ class KVBridge:
                 self._withdraw(sequence)
             elif batch is not None or sequence.cache is not None:
                 rows = _OWN_CACHE if batch is None else batch
-                self._offer_blocks(sequence, rows)
+                self._offer_blocks(sequence, rows, last=True)
                 self._hold_state(sequence, rows)
             self._record_end(sequence, table)
         except Exception:
@@ -171,6 +162,7 @@ class KVBridge:
                 self.store.stats.new_state_bytes += sequence.last_checkpoint[1].nbytes
             # Before its chain, so the most recent: without it the chain is worth nothing.
             used = [*self.states.finish(sequence), *used]
+        self.store.stats.not_kept += len(sequence.unkept)
         hot = [block.on_disk and block.payload is not None for block in table.blocks]
         clean = [sequence.key(index, self._block) for index in range(len(hot)) if hot[index]]
         self.store.record_use(used, clean)
@@ -179,8 +171,10 @@ class KVBridge:
         if self.states is not None and sequence.kv_length % self._block == 0:
             self.states.at_boundary(sequence, lambda: rows.row_states(sequence))
 
-    def _offer_blocks(self, sequence: Sequence, rows: Rows) -> None:
-        """Offer every full block that the store has not been offered yet.
+    def _offer_blocks(self, sequence: Sequence, rows: Rows, *, last: bool = False) -> None:
+        """Offer every full block that the store has not been offered yet, or had no room for.
+
+        Those evict others only if they are offered for the `last` time: they may have made room for a prompt.
 
         Not a block that holds the newest token: it may have been put through the model, but nobody has
         looked at the logits. Without memory for copies the blocks are not kept, and the answer goes on.
@@ -191,35 +185,17 @@ class KVBridge:
         full = min(sequence.kv_length, len(sequence.tokens) - 1) // self._block
         table.append(full - len(table.blocks))
         sequence.hash_output(full, self._block)
+        again: list[int] = []
+        if last or self._copier.may_again(sequence):
+            again, sequence.unkept = sorted(sequence.unkept), []
         try:
-            self._put_blocks(sequence, table, full, rows)
+            self._copier.put(sequence, table, again, rows, evict=last)
+            self._copier.put(sequence, table, range(sequence.offered, full), rows, evict=True)
         except Exception:
             log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
         new = max(0, full - max(sequence.offered, self.reads.known(sequence)))
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.offered = max(sequence.offered, full)  # Those that failed are not tried again.
-
-    def _put_blocks(self, sequence: Sequence, table: BlockTable, full: int, rows: Rows) -> None:
-        for run in self._wanted_runs(sequence, full):
-            first, last = run[0] * self._block, (run[-1] + 1) * self._block
-            starts = [(index - run[0]) * self._block for index in run]
-            payloads = copy_blocks(self._layout, rows.row_tensors(sequence, first, last), starts, self._block)
-            for index, payload in zip(run, payloads, strict=True):
-                key = sequence.key(index, self._block)
-                had_file = self.store.put(table, index, key, payload, sequence.prompt_length)
-                sequence.stored[key.block_hash] = had_file
-
-    def _wanted_runs(self, sequence: Sequence, full: int) -> list[list[int]]:
-        """Indices of blocks to copy, as runs of neighbours."""
-        runs: list[list[int]] = []
-        for index in range(sequence.offered, full):
-            if not self.store.wants(sequence.hashes[index]):
-                continue
-            if runs and runs[-1][-1] == index - 1:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        return runs
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Remove what the sequence has stored since its last good token or its match.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from msgspec.structs import replace
 
 from ... import wire
@@ -39,7 +38,7 @@ from .fingerprint import (
     tokenizer_fingerprint,
     weight_fingerprints,
 )
-from .hot_budget import HotTiers, evict_unused
+from .hot_budget import HotTiers, evict_unused, memory
 from .newest import Newest
 from .transport import transport
 
@@ -55,7 +54,7 @@ KV_FORMAT = 1
 """Part of the namespace: raise it when the meaning of stored bytes changes."""
 
 WRITE_QUEUE_FRACTION = 0.05
-"""Of the machine's memory: payloads on their way to disk."""
+"""Of the memory where arrays live: payloads on their way to disk."""
 
 
 class ModelStore:
@@ -210,7 +209,7 @@ class ModelStore:
             root = Path(settings.cold_dir)
             self._fs = FileSystem(str(root / LOCK_NAME))
             cold = ColdTier(root, format, self._fs)
-            queue_bytes = int(psutil.virtual_memory().total * WRITE_QUEUE_FRACTION)
+            queue_bytes = int(memory()[0] * WRITE_QUEUE_FRACTION)
             flusher = Flusher(
                 pool,
                 StoreWriter(cold, lease, max_queue_bytes=queue_bytes),

@@ -10,8 +10,9 @@ the next prompt.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 import mlx.core as mx
 
@@ -26,7 +27,10 @@ from ..kvio.hot_budget import memory
 from ..mlx_adapter import Adapter, LoadedModel
 from ..sequence import Sequence, State
 from .draft_model import DraftModel
+from .hot_blocks import Held, HotBlocks, nbytes_of
 from .mtp import MtpModel
+
+log = logging.getLogger(__name__)
 
 ANSWER_S = 15.0
 """How long the front may take to find memory."""
@@ -78,6 +82,7 @@ class MemoryAdmission:
         self._pair = float(pair)
         self.store: KVStore | None = None
         self.stores: dict[Adapter, KVStore] = {}
+        self._hot = HotBlocks(self._all_stores, self._store_of)
         self.draft_model: DraftModel | MtpModel | None = None
         self.live: int | None = None
         self.most: int | None = None
@@ -95,29 +100,40 @@ class MemoryAdmission:
     # ----------------------------------------------------------------- deciding
 
     def has_room_for(
-        self, sequence: Sequence, running: list[Sequence], stuck: Sequence | None = None
+        self,
+        sequence: Sequence,
+        running: list[Sequence],
+        stuck: Sequence | None = None,
+        waiting: Iterable[Sequence] = (),
     ) -> bool:
         """Whether `sequence` may begin beside `running`; else it waits. Raises OmlxdError to refuse it.
 
-        stuck  the one that waits for memory before it: then it is not refused, nor is the front asked for it
+        stuck    who waits for memory before it: then it is not refused, nor is the front asked for it
+        waiting  all that wait: their blocks in RAM are the last to go
         """
         shared = self._shared(sequence, running)
         need = self.need(sequence) - shared
         total, room = self._room(running)
-        if need > room - self._hot():
-            room -= self._held_hot(running)
-        hot: list[Block] = []
+        beside, held, soon = need, Held(0, 0, False), False
+        if need > room - self._hot.nbytes:
+            beside = min(need, self._beside_hot(sequence) - shared)
+            held = self._hot.held(running, [sequence, *waiting])
+            room -= held.now
+            # Better wait until others have copied their blocks than evict what comes next.
+            soon = held.copying and beside > room - held.coming
         if need > room:  # What is cached is not computed. Not asked otherwise: that may touch the disk.
             through, hot = self._through_cache(sequence, room + shared)
-            need = min(need, through - shared)
-        if need <= room:
+            if through - shared < need:
+                need, beside = through - shared, through - shared - nbytes_of(hot)
+        if need <= room and not soon:
             if self._asked is sequence:
                 self._asked = None
-            there = sum(block.payload.nbytes for block in hot if block.payload is not None)
-            self._clear_the_way(sequence, need - there, running, hot)
+            self._clear_the_way(beside, running, [sequence, *waiting])
+            self._note_end_of_wait(sequence)
             return True
         never = need > self._most(total)
-        if stuck or (not never and (running or self._may_hope(sequence, need - room))):
+        if stuck or soon or (not never and (running or self._may_hope(sequence, need - room))):
+            self._note_wait(sequence, need, room - held.coming if soon else room, held, running)
             return False
         self._asked = None
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
@@ -198,7 +214,7 @@ class MemoryAdmission:
     def _room(self, running: list[Sequence]) -> tuple[int, int]:
         """(all memory, bytes that a prompt may take now, the hot tier giving way)."""
         total, available = self._measure()
-        hot = self._hot()
+        hot = self._hot.nbytes
         reserve = CUDA_RESERVE_FRACTION if mlx_adapter.backend() == "cuda" else RESERVE_FRACTION
         room = available + hot - int(total * reserve)
         if self.live is not None:
@@ -222,52 +238,50 @@ class MemoryAdmission:
         usable = int(total * (1 - RESERVE_FRACTION))
         return max(0, (usable if self.most is None else min(usable, self.most)) - self._loaded.weight_bytes)
 
-    @property
     def _all_stores(self) -> list[KVStore]:
         return [*([self.store] if self.store is not None else []), *self.stores.values()]
 
     def _store_of(self, sequence: Sequence) -> KVStore | None:
         return self.store if sequence.adapter is None else self.stores.get(sequence.adapter)
 
-    def _hot(self) -> int:
-        return sum(store.pool.hot_bytes for store in self._all_stores)
+    def _beside_hot(self, sequence: Sequence) -> int:
+        """Bytes that `sequence` will add where its blocks in RAM stay. As for `_through_cache`."""
+        cached, states = 0, self._loaded.states
+        if (store := self._store_of(sequence)) is not None and not (states and states.tensors):
+            for block, name in zip(self._hot.of(sequence), sequence.hashes, strict=False):
+                if block.block_hash != name:
+                    break
+                cached += store.block_size
+        work = max(self.working(sequence.prompt_length, cached), self._tower(sequence, cached))
+        return self._kv(sequence) + work
 
-    def _clear_the_way(
-        self, sequence: Sequence, need: int, running: list[Sequence], hot: list[Block]
-    ) -> None:
-        """Evict hot blocks that stand where the prompt must go, but not `hot`, its own."""
-        _, room = self._room(running)
-        excess = need - (room - self._hot())
-        if excess > 0 and (own := self._store_of(sequence)) is not None:
-            own.pool.touch(hot)
-            for store in self._all_stores:
-                excess -= store.pool.evict(excess)
-            own.pool.free(hot)
-            for store, block in self._hot_blocks(running, copied=True):
-                if excess > 0 and block.payload is not None:
-                    excess -= block.payload.nbytes
-                    store.pool.drop_payload(block)
+    def _clear_the_way(self, need: int, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Free hot blocks that stand where the first of `waiting` must go."""
+        excess = need - (self._room(running)[1] - self._hot.nbytes)
+        if excess > 0:
+            self._hot.free(excess, running, waiting)
             mlx_adapter.give_spare_back()
 
-    def _held_hot(self, running: list[Sequence]) -> int:
-        """Bytes of hot blocks that can't go: a sequence has still to copy them, or they are not on disk."""
-        held = {id(block): block.payload for _, block in self._hot_blocks(running, copied=False)}
-        return sum(payload.nbytes for payload in held.values() if payload is not None)
+    def _note_wait(
+        self, sequence: Sequence, need: int, room: int, held: Held, running: list[Sequence]
+    ) -> None:
+        if sequence.short_since:
+            return
+        sequence.short_since = self._clock()
+        log.info(
+            "request %d waits for memory: its %d tokens need %s and %s can be had beside %d others; "
+            "%s of blocks in RAM must stay until they are copied or on disk",
+            sequence.id,
+            sequence.prompt_length,
+            human(need),
+            human(room),
+            len(running),
+            human(held.now + held.coming),
+        )
 
-    def _hot_blocks(self, running: list[Sequence], *, copied: bool) -> Iterator[tuple[KVStore, Block]]:
-        """Hot blocks of `running`, ends first: those that only the disk needs to keep, or the others.
-
-        A sequence that has its KV goes on without the blocks that it was restored from.
-        """
-        for sequence in running:
-            if sequence.table is None or (store := self._store_of(sequence)) is None:
-                continue
-            own = sequence.cache is not None or sequence.state is State.DECODING
-            length = sequence.kv_length // store.block_size if own else 0
-            for index in range(len(sequence.table.blocks) - 1, -1, -1):
-                block = sequence.table.blocks[index]
-                if block.payload is not None and (index < length and block.on_disk) == copied:
-                    yield store, block
+    def _note_end_of_wait(self, sequence: Sequence) -> None:
+        if sequence.short_since:
+            log.info("request %d got memory after %.1f s", sequence.id, self._clock() - sequence.short_since)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

@@ -185,7 +185,7 @@ class Scheduler:
             if sequence is None:
                 break
             try:
-                if self.memory and not self.memory.has_room_for(sequence, self.running, stuck):
+                if self.memory and not self.memory.has_room_for(sequence, self.running, stuck, self.waiting):
                     if stuck is not None:
                         break  # Nor is there memory for the shortest.
                     stuck = sequence

@@ -104,6 +104,7 @@ RETRY_S = 30.0
 class Flusher:
     """One store's. `post(f)` runs `f` on the engine thread, which alone calls all this but `close`.
 
+    writing         names of blocks that a writer has
     held_back       stores that the write policy did not admit
     left_unwritten  blocks that left RAM and that no writer took
     """
@@ -125,7 +126,7 @@ class Flusher:
         self._post = post
         self._admits = policy
         self._write_back = write_back
-        self._writing: set[BlockHash] = set()
+        self.writing: set[BlockHash] = set()
         self._removing: set[BlockHash] = set()
         self._removed_at = 0.0
         self._removals = 0  # Calls of the writer's `remove` that are not over.
@@ -137,9 +138,6 @@ class Flusher:
     def has_work(self) -> bool:
         """Whether `tick` may have something to do. Any thread."""
         return bool(self.unwritten.due or self._removing)
-
-    def is_writing(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._writing
 
     def is_removing(self, block_hash: BlockHash) -> bool:
         """Whether a file of that name is worth nothing, and on its way out. Any thread."""
@@ -169,7 +167,7 @@ class Flusher:
         tokens  length of the prompt that it belongs to
         True: a writer has it.
         """
-        if key.block_hash in self._writing:
+        if key.block_hash in self.writing:
             return False
         admitted = self._admits(key.block_hash, tokens)
         self.held_back += not admitted
@@ -196,7 +194,7 @@ class Flusher:
         tries: int = 0,
     ) -> bool:
         """Queue a payload for the cold tier; `block`, if it is hot, stays so until it is in place."""
-        if key.block_hash in self._writing or key.block_hash in self._removing:
+        if key.block_hash in self.writing or key.block_hash in self._removing:
             return False
 
         def done(in_place: bool) -> None:
@@ -204,7 +202,7 @@ class Flusher:
 
         if not self.writer.submit(key, payload, done, tier):
             return False
-        self._writing.add(key.block_hash)
+        self.writing.add(key.block_hash)
         self.unwritten.pop(key.block_hash)
         if block is not None:
             self._pool.touch([block])
@@ -213,7 +211,7 @@ class Flusher:
     def _written(
         self, key: BlockKey, block: Block | None, in_place: bool, tier: ColdTier | None, tries: int
     ) -> None:
-        self._writing.discard(key.block_hash)
+        self.writing.discard(key.block_hash)
         removing = key.block_hash in self._removing
         if in_place and not removing:
             self.on_written(key.block_hash)
@@ -236,7 +234,7 @@ class Flusher:
         again by `tick` and `close`.
         """
         self._removing.update(names)
-        self._writing.difference_update(names)
+        self.writing.difference_update(names)
         for name in names:
             self.unwritten.pop(name)
         self._remove(names)

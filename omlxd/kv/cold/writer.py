@@ -161,9 +161,10 @@ class StoreWriter:
             self._queue.put(job)
         return True
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether the queue takes a payload of `nbytes` now."""
-        return not self.queued_bytes or self.queued_bytes + nbytes <= self._max_queue_bytes
+    def has_room(self, nbytes: int, count: int = 1) -> bool:
+        """Whether the queue takes `count` payloads of `nbytes` now; an empty one takes one of any size."""
+        first = count == 1 and not self.queued_bytes
+        return first or self.queued_bytes + count * nbytes <= self._max_queue_bytes
 
     def wait_for_room(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until it does. False: not in time."""

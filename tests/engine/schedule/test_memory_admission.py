@@ -371,8 +371,8 @@ def test_hot_blocks_give_way_to_a_prompt(rig: Rig):
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_hot_blocks_of_a_running_request_give_way_where_the_disk_has_them(tmp_path: Path, on_disk: bool):
-    """It has copied them. Those that are nowhere else are no room: the prompt waits."""
+def test_hot_blocks_of_a_running_request_give_way(tmp_path: Path, on_disk: bool):
+    """It has copied them. Those that are nowhere else are kept again at its end, from its own KV."""
     with Rig(family_model("qwen3"), tmp_path if on_disk else None, hot=1 << 30) as rig:
         memory = Memory(rig, 10**9)
         first = rig.start(PROMPT, 100_000)
@@ -384,17 +384,36 @@ def test_hot_blocks_of_a_running_request_give_way_where_the_disk_has_them(tmp_pa
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
         held = sum(block.payload.nbytes for block in blocks)
+        rig.hot = 1  # No room for those that go, as long as the other one runs.
         memory.available = RESERVE + kv(rig, 600 + 4) - held // 2
         second = rig.start([7, *PROMPT[::-1]], 4)
-        if not on_disk:
-            for _ in range(3):
-                rig.on_engine(lambda: None)
-            assert second.sequence.cache is None and not second.got
-            memory.available = 10**9
+        assert second.first.wait(60)
+        gone = [index for index, block in enumerate(blocks) if block.payload is None]
+        assert gone and not first.reason
         assert len(second.tokens()) == 4
-        gone = [block for block in blocks if block.payload is None]
-        assert bool(gone) == on_disk and not first.reason
+        unkept = rig.on_engine(lambda: set(first.sequence.unkept))
+        assert unkept.isdisjoint(gone) if on_disk else unkept.issuperset(gone)
+        rig.hot = 1 << 30
         rig.scheduler.cancel(first.sequence)
+        rig.settle()
+        memory.available = 10**9
+        again = rig.run(PROMPT, 1)
+        assert again.hot + again.cold == len(PROMPT) // BLOCK * BLOCK
+
+
+def test_a_request_that_waits_does_not_evict_what_another_will_use(rig: Rig):
+    """Its own turn comes as soon as those that run have copied their blocks, which then go first."""
+    memory = Memory(rig, 10**9)
+    others = [[n, *PROMPT] for n in (11, 12, 13)]
+    for tokens in others:
+        rig.run(tokens, 1)
+    hot = rig.pool.hot_bytes
+    memory.available = RESERVE + 2 * kv(rig, 600 + KV_RESERVE) - hot // 6
+    started = rig.on_engine(lambda: [rig.start(tokens, 100_000) for tokens in others])
+    assert all(output.first.wait(60) for output in started)
+    assert [output.hot for output in started] == [len(others[0]) // BLOCK * BLOCK] * 3
+    for output in started:
+        rig.scheduler.cancel(output.sequence)
 
 
 def test_what_the_cache_has_done_refuses_no_prompt(rig: Rig):
