@@ -25,8 +25,10 @@ from ..sequence import Sequence, State
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of hot blocks: those that can't go now, and others that waiting sequences will use.
+    """Bytes of hot blocks.
 
+    now      of those that can't go now
+    coming   of others that waiting sequences will use, while `copying`
     copying  a running sequence has still to copy some; soon they can go
     """
 
@@ -63,7 +65,8 @@ class HotBlocks:
             for name in store.flusher.writing if store.flusher is not None else ():
                 if (block := store.pool.get_cached_block(name)) is not None:
                     held[id(block)] = block
-        coming = {id(block): block for sequence in waiting for block in self.of(sequence)}
+        # Not looked up else: who waits is asked for with every step that others decode.
+        coming = {id(block): block for sequence in waiting for block in self.of(sequence)} if uncopied else {}
         others = (block for key, block in coming.items() if key not in held)
         return Held(nbytes_of(held.values()), nbytes_of(others), bool(uncopied))
 
