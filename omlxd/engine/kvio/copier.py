@@ -38,9 +38,12 @@ class BlockCopier:
         self._layout, self._store, self._block = layout, store, store.block_size
 
     def may_again(self, sequence: Request) -> bool:
-        """Whether it is worth a copy to offer the sequence's unkept blocks again."""
-        count = min(len(sequence.unkept), RUN_BLOCKS)
-        return bool(count) and self._has_room(count, evict=False)
+        """Whether to offer unkept blocks again: there is room for a run of them, or no writer is busy."""
+        if not sequence.unkept:
+            return False
+        flusher, count = self._store.flusher, min(len(sequence.unkept), RUN_BLOCKS)
+        idle = flusher is not None and not flusher.writer.queued_bytes
+        return idle or self._has_room(count, evict=False)
 
     def put(
         self, sequence: Request, table: BlockTable, indices: Sequence[int], rows: Rows, *, evict: bool
