@@ -133,7 +133,7 @@ class MemoryAdmission:
             return True
         never = need > self._most(total)
         if stuck or soon or (not never and (running or self._may_hope(sequence, need - room))):
-            self._note_wait(sequence, need, room - held.coming if soon else room, held, running)
+            self._note_wait(sequence, need, max(0, room - held.coming), held, running)
             return False
         self._asked = None
         raise self._refusal(sequence, need, self._most(total) if never else room, never)
