@@ -301,11 +301,11 @@ class Machine(RuleBasedStateMachine):
         self.may_spawn.set()
         self.ticks(ticks)
 
-    @precondition(lambda self: self.made.state in ("unloaded", "loading", "restarting"))
+    @precondition(lambda self: self.made.state not in ("ready", "unloading"))
     @rule(ticks=TICKS, asks=st.integers(0, 3))
     def serves(self, ticks: int, asks: int) -> None:
         """The whole way up; requests come in the tick in which it is ready."""
-        if self.made.state == "unloaded":
+        if self.made.state in ("unloaded", "failed"):
             self.load(2)
         self.starts(50, None)
         for says in ("device", "loaded"):
