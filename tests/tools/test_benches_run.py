@@ -22,6 +22,7 @@ RUNS = {
     "gpu_identity": ("--rows llama-fp32", "llama-fp32"),
     "cpu_prefill": ("{llama} --tokens 128", "| of attention: softmax |"),
     "prefill_gap": ("--shape tiny --prompt 512", "15 tokens of a turn"),
+    "prompt_ends": ("{llama} --prefix 128 --ends 2x4 --rounds 1", "| 2 x 4 | one |"),
     "images": ("--shape tiny --peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
     "tower_gap": ("--size 224x112", "| parts |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
