@@ -38,6 +38,10 @@ AFTER = 4
 """Steps of a batch before its shape is compiled, which takes as long as some steps."""
 
 
+COPIED = 1 << 28
+"""Bytes of KV that are copied at once as rows change."""
+
+
 class Untraceable(Exception):
     """The model does with its KV what a compiled step can't."""
 
@@ -100,7 +104,11 @@ def fused_step(model: Any) -> FusedStep | None:
 
 
 def _make_room(cache: Cache) -> None:
-    """Make the KV's arrays contiguous, with room for a token of each row."""
+    """Make the KV's arrays contiguous, with room for a token of each row.
+
+    Some layers at a time: MLX keeps what a launch graph reads until it has run, and a fused step is one graph.
+    """
+    waiting: list[mx.array] = []
     for layer in cache:
         rows, heads, _, width = layer.keys.shape
         none = mx.zeros((rows, heads, 1, width), layer.keys.dtype)
@@ -109,6 +117,10 @@ def _make_room(cache: Cache) -> None:
             layer.offset -= 1
         else:
             layer.trim_rows([1] * rows)
+        waiting += [layer.keys, layer.values]
+        if sum(array.nbytes for array in waiting) > COPIED:
+            mx.eval(waiting)
+            waiting.clear()
 
 
 class CompiledStep:

@@ -90,7 +90,9 @@ def test_it_computes_what_the_model_does(variant: str, lengths: tuple[int, ...],
             np.testing.assert_allclose(np.array(array), np.array(own[name]), atol=5e-5)
 
 
-def test_rows_join_and_leave(tmp_path, reference, fused):
+@pytest.mark.parametrize("copied", [0, compiled_step.COPIED], ids=["a layer at a time", "all at once"])
+def test_rows_join_and_leave(copied: int, tmp_path, reference, fused, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled_step, "COPIED", copied)
     loaded = mlx_adapter.load(build_family("qwen3", tmp_path / "model"))
     reference()
 
