@@ -106,7 +106,7 @@ def fused_step(model: Any) -> FusedStep | None:
 def _make_room(cache: Cache) -> None:
     """Make the KV's arrays contiguous, with room for a token of each row.
 
-    Some layers at a time: MLX keeps what a launch graph reads until it has run, and a fused step is one graph.
+    Some layers at a time: MLX keeps what a launch graph reads until it ran, and a fused step is one graph.
     """
     waiting: list[mx.array] = []
     for layer in cache:
