@@ -433,7 +433,7 @@ class GPUBench(Bench):
                         assert bridge.store.flusher and bridge.store.flusher.writer.flush(60)
                         bridge = self._bridge(block, cold, ledger)
                     watch = Watch(self.model)
-                    self.loaded.model = bridge._model = bridge.reads._model = watch
+                    self.loaded.model = bridge._model = bridge.reads.model = watch
                     others = [self.prompt(300 * i, seed=i) for i in range(1, 8)] if "beside" in run else []
                     again = run == "computed again"
                     sequence = self._run(tokens, 0 if again else block, 64, bridge, others)

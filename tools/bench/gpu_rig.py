@@ -166,7 +166,7 @@ class Bench:
         scheduler = Scheduler(self.loaded, None, slots=1 + len(others), block_size=block or self.blocks[0])
         if block:
             scheduler.bridge = bridge or self._bridge(block)
-            scheduler.bridge.reads._post = scheduler.bridge.store._post = scheduler.post
+            scheduler.bridge.reads.post = scheduler.bridge.store._post = scheduler.post
         sink = Collector()
         sequence = self._sequence(tokens, block or self.blocks[0], new, sink)
         for other in others:

@@ -80,7 +80,7 @@ class LoadBench(Bench):
         scheduler = Scheduler(self.loaded, None, slots=1, block_size=BLOCK)
         if rates is not None:
             scheduler.bridge = self._bridge(BLOCK, self.cold_tier)
-            scheduler.bridge.reads._post = scheduler.bridge.store._post = scheduler.post
+            scheduler.bridge.reads.post = scheduler.bridge.store._post = scheduler.post
             scheduler.bridge.reads.rates = rates
             scheduler.prefill_budget.rate = rates.prefill
         sink = Collector()
