@@ -25,6 +25,7 @@ from omlxd import wire  # noqa: E402
 from omlxd.chat import Failed, Finished, GenerateRequest, RawPrompt, Sampling  # noqa: E402
 from omlxd.engine.host import EngineHost  # noqa: E402
 from omlxd.engine.output.sink import OutputThread  # noqa: E402
+from omlxd.engine.sequence import Likelihood, Sequence  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 
 
@@ -55,9 +56,9 @@ class Bench:
     def _note_tokens(self) -> None:
         accept = self.host.scheduler.accept
 
-        def noting(sequence: Any, *more: Any) -> bool:
+        def noting(sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
             self.times.append((sequence, time.process_time()))
-            return accept(sequence, *more)
+            return accept(sequence, token, likelihood)
 
         self.host.scheduler.accept = noting
 
@@ -67,7 +68,7 @@ class Bench:
     def ask(self, count: int, end: int, answer: int) -> float:
         """Start them in one turn; when, in processor seconds."""
         gate = threading.Event()
-        self.host.scheduler.post(gate.wait)
+        self.host.scheduler.post(lambda: gate.wait() and None)
         for _ in range(count):
             prompt = RawPrompt(tokens=(*self.prefix, *self.tokens(end)))
             sampling = Sampling(max_tokens=answer, temperature=0)
