@@ -11,7 +11,8 @@ What it relies on, each assumption tested in tests/engine/mlx_adapter/test_mlx_a
   (engine/mlx_adapter/arrays.py);
 - `nn.Linear` and `nn.Embedding.as_linear` multiply by their `weight` as it is, and may be replaced in their
   classes (products.py; tests/engine/mlx_adapter/test_products.py);
-- a CUDA kernel may write into an array that it was given (attention_kernel.py, compiled_step.py);
+- a CUDA kernel may write into an array that it was given (attention_kernel.py, fused_attention.py);
+- layers of llama, qwen2 and qwen3 keep their weights under the names of fused_step.py, which checks the rest;
 - `mlx::core::clear_cache` is a symbol of its library (engine/mlx_adapter/arrays.py);
 - `model(tokens, cache=cache)` gives logits of shape (batch, tokens, vocabulary), by an `lm_head` or by
   `as_linear` of its embedding;
