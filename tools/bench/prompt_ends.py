@@ -68,7 +68,7 @@ class Bench:
     def ask(self, count: int, end: int, answer: int) -> float:
         """Start them in one turn; when, in processor seconds."""
         gate = threading.Event()
-        self.host.scheduler.post(lambda: gate.wait() and None)
+        self.host.scheduler.post(lambda: [gate.wait()] and None)
         for _ in range(count):
             prompt = RawPrompt(tokens=(*self.prefix, *self.tokens(end)))
             sampling = Sampling(max_tokens=answer, temperature=0)

@@ -74,7 +74,8 @@ def check_tokenizer(draft: Path, target: Path, target_name: str) -> None:
     """Raises ModelError for another tokenizer in folder `draft` than in `target`, before weights are read."""
     files = draft / "tokenizer.json", target / "tokenizer.json"
     if not (all(file.exists() for file in files) and filecmp.cmp(*files, shallow=False)):
-        _check(*map(mlx_adapter.load_tokenizer, (draft, target)), draft.name, target_name)
+        own, other = map(mlx_adapter.load_tokenizer, (draft, target))
+        _check(own, other, draft.name, target_name)
 
 
 def _check(draft: Any, target: Any, name: str, target_name: str) -> None:
