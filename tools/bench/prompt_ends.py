@@ -15,6 +15,7 @@ import random
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from omlxd.engine import blas
@@ -28,6 +29,9 @@ from omlxd.engine.output.sink import OutputThread  # noqa: E402
 from omlxd.engine.sequence import Likelihood, Sequence  # noqa: E402
 from tools.bench.gpu_rig import row  # noqa: E402
 
+BEFORE = 25
+"""Tokens that a request decodes before others come."""
+
 
 class Bench:
     """A host, which the main thread runs. `times`: (sequence, processor seconds) of each token."""
@@ -35,6 +39,7 @@ class Bench:
     def __init__(self, model: str, prefix: int):
         self._ids, self._ended = itertools.count(1), queue.SimpleQueue[Any]()
         self.times: list[tuple[Any, float]] = []
+        self.then: Callable[[], None] | None = None
         self.prefix = self.tokens(prefix)
         load = wire.Load(
             model_path=model,
@@ -58,6 +63,8 @@ class Bench:
 
         def noting(sequence: Sequence, token: int, likelihood: Likelihood | None) -> bool:
             self.times.append((sequence, time.process_time()))
+            if len(self.times) == BEFORE and (then := self.then):
+                then()
             return accept(sequence, token, likelihood)
 
         self.host.scheduler.accept = noting
@@ -68,7 +75,11 @@ class Bench:
     def ask(self, count: int, end: int, answer: int) -> float:
         """Start them in one turn; when, in processor seconds."""
         gate = threading.Event()
-        self.host.scheduler.post(lambda: [gate.wait()] and None)
+
+        def hold() -> None:
+            gate.wait()
+
+        self.host.scheduler.post(hold)
         for _ in range(count):
             prompt = RawPrompt(tokens=(*self.prefix, *self.tokens(end)))
             sampling = Sampling(max_tokens=answer, temperature=0)
@@ -96,11 +107,12 @@ class Bench:
     def beside(self, count: int, end: int) -> list[float]:
         """The decoder's usual gap, and its longest until the others have begun."""
         self.times.clear()
+        asked: list[float] = []
+        self.then = lambda: asked.append(self.ask(count, end, 2))
         self.ask(1, 9, 80)
-        while len(self.times) < 25:
-            time.sleep(0.01)
-        decoder, began = self.times[0][0], self.ask(count, end, 2)
         self.wait(count + 1)
+        self.then = None
+        decoder, began = self.times[0][0], asked[0]
         last = began + self.firsts(began)[-1]
         mine = [at for sequence, at in self.times if sequence is decoder]
         gaps = [(b, b - a) for a, b in itertools.pairwise(mine)]

@@ -45,7 +45,8 @@ of 5; processor seconds (load 14). One after another, those that have begun deco
 | 4 of 16       | 1.38, 4.09                             | 0.45, 1.65, 2.69, 3.76, 6.27 |
 | 2 of 16       | 0.83, 2.89                             | 0.46, 1.77, 3.79             |
 
-Beside a decoder whose step takes 0.10, three of 20 tokens make its longest gap 0.20 to 0.23; one after another 0.22 to 0.50.
+Beside a decoder whose step takes 0.10, three of 20 tokens make its longest gap 0.20 to 0.23; one after
+another 0.22 to 0.50.
 
 Not on CUDA: of four turns behind 16,000 to 20,500 tokens (8B shape, H100, tools/bench/streams.py) three had
 their first tokens after 0.55 s together, and one by one an end takes 0.03 s: their KV is copied first.
