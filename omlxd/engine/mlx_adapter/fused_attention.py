@@ -31,6 +31,16 @@ class Shape:
     """How a kernel is cut. `least`, `most`: tokens of a part at least, parts of a row at most (32).
 
     A part has a multiple of 16 * `warps` tokens. `stages` of 16 tokens are on their way for each warp.
+
+    Microseconds a layer, 32 query heads on 8 of 128 in bfloat16, one H100, 36 launches in one graph:
+
+    | warps, stages, least, most | 1 x 500 | 1 x 4,000 | 1 x 16,000 | 4 x 16,000 up | 8 x 32,000 | 32 short |
+    |----------------------------|---------|-----------|------------|---------------|------------|----------|
+    | 8, 3, 512, 16              | 7.8     | 12.3      | 29.8       | 115           | 374        | 67       |
+    | 8, 3, 256, 16              | 8.0     | 12.1      | 29.8       | 115           | 374        | 68       |
+    | 8, 3, 1024, 16             | 7.8     | 15.3      | 29.8       | 115           | 372        | 59       |
+    | 4, 3, 512, 16              | 9.8     | 14.6      | 33.0       | 118           | 382        | 64       |
+    | bytes at 3.35 TB/s         | 0.6     | 4.9       | 19.6       | 89            | 313        | 42       |
     """
 
     warps: int = 8

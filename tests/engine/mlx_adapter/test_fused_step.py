@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -141,6 +142,31 @@ def test_a_model_that_is_not_quite_of_its_kind(what: str, tmp_path, reference):
         layer.mlp.down_proj = nn.QuantizedLinear.from_linear(layer.mlp.down_proj, 32, 8)
     with pytest.raises(Unfusable):
         fuse(model).check(model, compiled_step.StepKV)
+
+
+def test_a_model_is_checked_once(tmp_path, reference, monkeypatch: pytest.MonkeyPatch):
+    reference()
+    monkeypatch.setattr(compiled_step, "products", SimpleNamespace(usable=lambda weights: True, MOST_ROWS=32))
+    monkeypatch.setattr(compiled_step, "FusedStep", fuse)
+    asked: list[int] = []
+
+    def taken(architecture: int) -> bool:
+        model = mlx_adapter.load(build_family("llama", tmp_path / f"{architecture}")).model
+        monkeypatch.setattr(
+            compiled_step.cuda_driver, "architecture", lambda: asked.append(1) or architecture
+        )
+        vars(model).pop("omlxd_fused")  # Of the load.
+        asked.clear()
+        first = compiled_step.fused_step(model)
+        assert compiled_step.fused_step(model) is first
+        assert len(asked) == 1
+        return first is not None
+
+    assert taken(90) and not taken(80)
+    monkeypatch.setattr(
+        compiled_step, "products", SimpleNamespace(usable=lambda weights: False, MOST_ROWS=32)
+    )
+    assert not taken(100)
 
 
 def test_a_source_for_each_kind_of_heads():
