@@ -108,7 +108,7 @@ def _make_room(cache: Cache) -> None:
 
     Some layers at a time: MLX keeps what a launch graph reads until it ran, and a fused step is one graph.
     """
-    waiting: list[mx.array] = []
+    waiting: list[Any] = []
     for layer in cache:
         rows, heads, _, width = layer.keys.shape
         none = mx.zeros((rows, heads, 1, width), layer.keys.dtype)
