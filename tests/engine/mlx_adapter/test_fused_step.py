@@ -12,9 +12,10 @@ import pytest
 from families import FAMILIES, build_family
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
+from omlxd.engine.mlx_adapter import CompiledStep, compiled_step, fused_step
 from omlxd.engine.mlx_adapter.fused_attention import Heads, Shape, source_of
 from omlxd.engine.mlx_adapter.fused_step import FusedStep, Unfusable
+from omlxd.engine.mlx_adapter.products_kernel import FORMS
 
 from .test_compiled_step import STEPS, Steps, batch_of
 
@@ -185,3 +186,17 @@ def test_a_source_for_each_kind_of_heads():
 def test_without_cuda_nothing_is_fused(tmp_path):
     model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
     assert CompiledStep(model)(mx.array([[1]]), mlx_adapter.new_cache(model, 4), 9) is None
+
+
+def test_the_check_runs_each_form_of_the_products(tmp_path, reference, monkeypatch: pytest.MonkeyPatch):
+    model = mlx_adapter.load(build_family("llama", tmp_path / "llama")).model
+    reference()
+    seen: list[int] = []
+    own = fused_step.products.products
+    monkeypatch.setattr(
+        fused_step.products,
+        "products",
+        lambda x, *given, **how: seen.append(x.shape[0]) or own(x, *given, **how),
+    )
+    fuse(model).check(model, compiled_step.StepKV)
+    assert {next(eights for eights in FORMS if rows <= 8 * eights) for rows in seen} == set(FORMS)
