@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import BLOCK, Daemon, demo_model_with, family_model, own_usage
+from daemon import BLOCK, Daemon, demo_model_with, family_model, own_usage, restored
 from templates import QWEN3_THINKING
 
 ARCHIVE = Path(__file__).parents[1] / "data" / "cache_2744a18.tar.xz"
@@ -45,7 +45,7 @@ def test_an_earlier_cache_folder_is_read(name: str, earlier: Path, tmp_path: Pat
         assert answer.status_code == 200, answer.text
         usage, before = own_usage(answer.json()), wanted["second"]["usage"]
         # The answer of the dense model comes back without its thinking: its record puts the tokens back.
-        assert usage["cached_cold"] == before["cached_cold"] >= wanted["total_tokens"] - BLOCK
+        assert restored(usage) == before["cached_cold"] >= wanted["total_tokens"] - BLOCK
         assert usage["computed"] == before["computed"]
         if platform.machine() == "x86_64" and platform.system() == "Linux":  # Where it was made: same bits.
             assert answer.json()["choices"][0]["message"] == wanted["second"]["text"]

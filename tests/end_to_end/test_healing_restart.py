@@ -131,7 +131,7 @@ def lost(lived: Lived, usage: dict[str, Any]) -> int:
 
 
 def test_an_engine_that_was_killed(lived: Lived):
-    assert lived.restarted["cached_hot"] == 0 and lost(lived, lived.restarted) <= BLOCK, lived
+    assert lost(lived, lived.restarted) <= BLOCK, lived
 
 
 def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
@@ -141,7 +141,7 @@ def test_a_daemon_that_was_killed(lived: Lived, tmp_path: Path):
         assert counter(daemon, "omlxd_prompt_turns_healed_total") == 0
         assert counter(daemon, "omlxd_prompt_turn_records_found_total") == 0
         usage = own_usage(ask(daemon, lived.messages))
-        assert lost(lived, usage) <= BLOCK and usage["cached_cold"] > 0, usage
+        assert lost(lived, usage) <= BLOCK, usage
         assert lost(lived, stranger) > BLOCK, stranger
         wait_until(lambda: counter(daemon, "omlxd_prompt_turns_healed_total") == 1)
         assert counter(daemon, "omlxd_prompt_turn_records_bad_total") == 0

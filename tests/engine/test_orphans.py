@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cold_files import all_on_disk, settled, unsettled
-from daemon import BLOCK, READY_S, REPO, Daemon, alive, demo_model, own_usage, prose, wait_until
+from daemon import BLOCK, READY_S, REPO, Daemon, alive, demo_model, own_usage, prose, restored, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 
 from omlxd import wire
@@ -171,6 +171,6 @@ def test_the_daemon_is_killed_while_its_engine_works(tmp_path: Path, moment: str
     (dying.folder / "there").unlink()
     with Daemon(tmp_path, "--paged-ssd-cache-max-size", str(CAP)) as daemon:
         again = daemon.messages(BASE, max_tokens=20)
-        assert own_usage(again)["cached_cold"] > 0 and again["content"] == dying.base["content"]
+        assert restored(own_usage(again)) > 0 and again["content"] == dying.base["content"]
         wait_until(lambda: settled(daemon), why=lambda: unsettled(daemon))
         assert all_on_disk(dying.cache) <= CAP and daemon.stop() == 0

@@ -284,6 +284,14 @@ def own_usage(answer: dict[str, Any]) -> dict[str, Any]:
     return answer["usage"]["omlxd"]
 
 
+def restored(usage: dict[str, Any]) -> int:
+    """Of an engine's first request: the prompt tokens that came from SSD.
+
+    They count as hot if it comes late: an idle engine reads what was used last into RAM (newest.py).
+    """
+    return usage["cached_hot"] + usage["cached_cold"]
+
+
 def free_port(family: int = socket.AF_INET) -> int:
     """A port of loopback that is free, and that no other program is given unless it asks for it."""
     host = "::1" if family == socket.AF_INET6 else "127.0.0.1"

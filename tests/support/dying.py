@@ -37,6 +37,7 @@ class Dying:
         self.home, self.cache = home, home / "omlxd" / "cache"
         try:
             self.base = self.daemon.messages(BASE, max_tokens=20)
+            self.daemon.settled()
             wait_until(lambda: settled(self.daemon), why=lambda: unsettled(self.daemon))
         except BaseException:
             self.daemon.close()

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from omlxd.engine.kvio import newest
 from omlxd.kv.files.fs import FileSystem
 
 _readv = FileSystem.readv
@@ -26,6 +27,7 @@ def slow_readv(self: FileSystem, fd: int, buffers: Any, offset: int) -> int:
 
 
 if __name__ == "__main__":
+    newest.IDLE_S = 3600.0  # No block is in RAM before a request.
     FileSystem.readv = slow_readv
     sys.argv = sys.argv[2:]
     runpy.run_module("omlxd.engine", run_name="__main__")

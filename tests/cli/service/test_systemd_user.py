@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from daemon import PATIENCE_S, free_port, prose, wait_until
+from daemon import PATIENCE_S, free_port, prose, restored, wait_until
 from user_manager import UID, UserManager
 
 from omlxd.cli.service.plan import THROTTLE_S
@@ -117,7 +117,7 @@ def test_on_demand(service: Service):
     before = service.pid()
     service.user.root("kill", "-KILL", str(before))
     wait_until(lambda: service.user.show("NRestarts", SERVICE) == "1", THROTTLE_S + 20)
-    assert service.answer(prose(150))["cached_cold"] and service.pid() not in (0, before)
+    assert restored(service.answer(prose(150))) and service.pid() not in (0, before)
     assert sum("omlxd.engine" in line for line in service.user.processes()) == 1
 
     # A clean end stays ended, but the port is open, and the next connection starts it.
@@ -126,12 +126,12 @@ def test_on_demand(service: Service):
     wait_until(lambda: service.state() == ("inactive", "active"), 30)
     assert service.user.show("SubState", SERVICE) == "dead"  # And not `auto-restart`.
     assert service("status").startswith("waiting")
-    assert service.answer(prose(150))["cached_cold"] and service.pid() not in (0, before)
+    assert restored(service.answer(prose(150))) and service.pid() not in (0, before)
 
     # A restart loses nobody: whoever connects meanwhile is answered afterwards.
     before = service.pid()
     assert service("restart") == "started again\n"
-    assert service.answer(prose(150))["cached_cold"] and service.pid() != before
+    assert restored(service.answer(prose(150))) and service.pid() != before
 
     began = time.monotonic()
     assert service("stop") == "stopped\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cold_files import all_on_disk, on_disk, settled, unsettled
-from daemon import PATIENCE_S, READY_S, own_usage, prose, wait_until
+from daemon import PATIENCE_S, READY_S, own_usage, prose, restored, wait_until
 from dying import BASE, CAP, MOMENTS, Asking, Dying
 
 from omlxd.front.engines.watch import STALL_S
@@ -50,7 +50,7 @@ def dies(dying: Dying, moment: str, signal: str) -> None:
 
     again = dying.daemon.messages(BASE, max_tokens=20)
     assert again["content"] == dying.base["content"]
-    assert own_usage(again)["cached_cold"] > 0 and own_usage(again)["cached_hot"] == 0
+    assert restored(own_usage(again)) > 0
     (now,) = dying.status()["models"]
     assert now["state"] == "ready" and now["pid"] != engine
     wait_until(lambda: settled(dying.daemon), why=lambda: unsettled(dying.daemon))
