@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon import BLOCK, Daemon, body, own_usage, prose, restored, wait_until
+from daemon import BLOCK, NO_END, Daemon, body, own_usage, prose, restored, wait_until
 
 from omlxd.kv.files.paths import TEMP_SUFFIX
 
@@ -95,12 +95,14 @@ def test_killed_engine_comes_back_warm_and_the_daemon_lives_on(serving: Daemon):
     first = serving.messages(LONG, max_tokens=40)
     serving.settled()
     engine = serving.engine_pid()
-    request = body(serving.model, prose(400, seed=20), max_tokens=12_000)  # However late the kill is.
-    with serving.stream("/v1/messages", request) as answer:
+    # However late the kill is, it is not over.
+    request = body(serving.model, prose(400, seed=20), max_tokens=12_000, logit_bias=NO_END)
+    with serving.stream("/v1/chat/completions", request) as answer:
         lines = answer.iter_lines()
-        next(line for line in lines if "_delta" in line)  # Before that it would be sent again.
+        # Before its first token it would be sent again.
+        next(line for line in lines if 'content":' in line and '"role"' not in line)
         os.kill(engine, signal.SIGKILL)
-        assert "overloaded_error" in "".join(lines)
+        assert '"code":"unavailable"' in "".join(lines)
 
     assert_restored_from_disk(serving.messages(LONG, max_tokens=40), first)
     assert serving.engine_pid() != engine and serving.process.poll() is None

@@ -31,6 +31,8 @@ from omlxd.models.demo import build_demo
 REPO = Path(__file__).resolve().parents[2]
 BLOCK = 64
 """Tokens in a cache block, the daemon's default."""
+NO_END = {"4089": -100, "4091": -100}
+"""A bias against the tokens that end the demo's turn."""
 READY_S = 120.0
 PATIENCE_S = 60.0
 """Seconds that a test waits for what another process or thread does: no measure of speed."""

@@ -131,6 +131,7 @@ def test_a_pinned_session_stays_while_others_go(tmp_path: Path, capsys):
     with Daemon(here, *flags) as daemon:
         for seed in range(1, 9):
             ask(daemon, prose(200, seed=seed), str(seed))
+        daemon.settled()
         wait_until(lambda: status(daemon.http)["evicted_files"] >= 4)
         assert ask(daemon, prose(200, seed=1), "1") < 640  # The oldest of the others: leaves go first.
         assert ask(daemon, text, "mine") >= 640

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from daemon import BLOCK, demo_model, prose, restored, wait_until
+from daemon import BLOCK, NO_END, demo_model, prose, restored, wait_until
 from engine_lines import EngineLines, Line
 
 
@@ -46,8 +46,6 @@ def settled(lines: EngineLines) -> None:
 
 
 LONG = prose(200)
-NO_END = {"4089": -100, "4091": -100}
-"""A bias against the tokens that end the demo's turn."""
 
 
 @pytest.fixture(scope="module")
