@@ -15,7 +15,7 @@ from kv_fakes import check_pool, retry_now
 from rig import BLOCK, Rig
 
 from omlxd.chat import Sampling
-from omlxd.engine.kvio import bridge, checkpointer
+from omlxd.engine.kvio import checkpointer, copier
 from omlxd.engine.kvio.restore import Restore
 from omlxd.errors import OmlxdError
 from omlxd.kv.files.fs import FileSystem
@@ -50,7 +50,7 @@ def test_a_copy_that_fails_costs_nobody_an_answer(family: str, request, monkeypa
     with Rig(folder, reuse=False) as rig:
         alone = [rig.run(p, 20).got for p in prompts]
     with Rig(folder) as rig:
-        monkeypatch.setattr(bridge, "copy_blocks", no_memory)
+        monkeypatch.setattr(copier, "copy_blocks", no_memory)
         monkeypatch.setattr(checkpointer, "copy_state", no_memory)
         running = [rig.start(p, 20) for p in prompts]
         assert [output.tokens() for output in running] == alone
@@ -65,7 +65,7 @@ def test_a_copy_that_fails_at_a_cancel_gives_the_slot_back(model: Path, monkeypa
         stays = rig.start(prompt(30), 6000)
         leaves = rig.start(prompt(100, seed=1), 6000)
         assert stays.first.wait(60) and leaves.first.wait(60)
-        monkeypatch.setattr(bridge, "copy_blocks", no_memory)
+        monkeypatch.setattr(copier, "copy_blocks", no_memory)
         rig.scheduler.cancel(leaves.sequence)
         wait_until(lambda: leaves.sequence not in rig.scheduler.running, 30)
         so_far = len(stays.got)

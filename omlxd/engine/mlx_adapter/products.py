@@ -37,7 +37,7 @@ TURNS = 5
 
 _ROWS = (1, 8, 32)
 
-_in_use: dict[tuple[int, int, Any], bool] = {}
+_in_use: dict[tuple[Any, ...], bool] = {}
 _own_linear, _own_as_linear = nn.Linear.__call__, nn.Embedding.as_linear
 
 
@@ -200,7 +200,7 @@ def _difference(weight: mx.array) -> float:
     for part in (slice(0, 1024), slice(max(0, rows - 1024), rows)):
         want = x.astype(mx.float32) @ weight[part].astype(mx.float32).T
         size = mx.abs(want).max() + 1e-30
-        far = max(far, (mx.abs(out[:, part].astype(mx.float32) - want).max() / size).item())
+        far = max(far, cast(float, (mx.abs(out[:, part].astype(mx.float32) - want).max() / size).item()))
     return far if far == far else float("inf")
 
 
