@@ -80,7 +80,8 @@ ADDED = {
     "labels in shared passes": ("engine/schedule/scoring.py",),
     "attention kernels, compiled steps": (
         *("engine/mlx_adapter/attention*.py", "engine/mlx_adapter/compiled_step.py"),
-        "engine/mlx_adapter/nvrtc.py",
+        *("engine/mlx_adapter/nvrtc.py", "engine/mlx_adapter/fused_*.py"),
+        "engine/mlx_adapter/products*.py",
     ),
     "OpenBLAS on CPUs": ("engine/blas.py",),
     "hostile model folders": (
