@@ -374,15 +374,20 @@ def can_take_back(cache: Cache, rows: int) -> bool:
     return all(kinds) and not (recurrent and (windows or rows > 1))
 
 
-def recurrent_states(cache: Cache) -> list[tuple[Any, list[Any]]]:
-    """(leaf, its arrays) of states that can't be trimmed. Costs nothing: a pass makes new arrays."""
-    return [(leaf, [*leaf.cache]) for _, leaf, kind in _of_kind(cache, per_token=False) if kind.trim is None]
+RecurrentState = tuple[Any, CacheKind, dict[str, Any]]
+"""A leaf, its row, and its arrays."""
 
 
-def put_back(states: Sequence[tuple[Any, list[Any]]]) -> None:
-    """Set the state that `recurrent_states` gave."""
-    for leaf, arrays in states:
-        leaf.cache = arrays
+def recurrent_states(cache: Cache) -> list[RecurrentState]:
+    """Of states that can't be trimmed. Costs nothing: a pass makes new arrays."""
+    held = _of_kind(cache, per_token=False)
+    return [(leaf, kind, kind.state_of(leaf)) for _, leaf, kind in held if kind.trim is None]
+
+
+def put_back(states: Sequence[RecurrentState], position: int) -> None:
+    """Set the state after `position` tokens, which `recurrent_states` gave."""
+    for leaf, kind, arrays in states:
+        kind.restore(leaf, arrays, position)
 
 
 def trim(cache: Cache, counts: Sequence[int]) -> None:

@@ -282,7 +282,7 @@ class DecodeBatch:
             row.drafted += len(guess)
             row.accepted += count - 1
         if recurrent and len(kept[0]) <= width:  # Of one row: what held is computed again.
-            mlx_adapter.put_back(recurrent)
+            mlx_adapter.put_back(recurrent, self.rows[0].kv_length - len(kept[0]))
             mlx_adapter.trim(self._cache, [width + 1])
             mx.eval(self._forward(inputs[:, : len(kept[0])]))
         else:

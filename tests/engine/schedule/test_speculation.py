@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from cold_run import prompt
 from daemon import wait_until
@@ -154,6 +156,24 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
             assert running[0].sequence.accepted and not running[3].sequence.drafted
             rig.settle()
             assert next_turns(rig, running) == turns
+
+
+def test_a_recurrent_state_is_put_back_as_its_row_of_the_table_says(monkeypatch: pytest.MonkeyPatch):
+    class Sum:
+        total, tokens = 1, 0
+
+    def restore(cache: Sum, arrays: Mapping[str, int], tokens: int) -> None:
+        cache.total, cache.tokens = arrays["total"], tokens
+
+    kinds = mlx_adapter.cache_kinds
+    kind = kinds.CacheKind(Sum, False, lambda cache: {"total": cache.total}, restore, Sum, None)
+    monkeypatch.setitem(kinds.KINDS, Sum, kind)
+    cache = [Sum(), kinds.ArraysCache(1)]
+    cache[1][0] = mx.zeros(1)
+    before = mlx_adapter.recurrent_states(cache)
+    cache[0].total, cache[1][0] = 2, mx.ones(1)
+    mlx_adapter.put_back(before, 7)
+    assert (cache[0].total, cache[0].tokens, cache[1][0].item()) == (1, 7, 0)
 
 
 def test_recurrent_states_beside_windows_are_never_guessed_on():
