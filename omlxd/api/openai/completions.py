@@ -40,7 +40,6 @@ class CompletionsBody(CommonBody, kw_only=True):
     prompt: Any
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
 
 
@@ -52,8 +51,6 @@ def parse(body: bytes, headers: Mapping[str, str] | None = None) -> ParsedReques
     request = decode(_decoder, body)
     if request.suffix:
         raise bad_field("suffix", "inserting text is not supported")
-    if request.best_of not in (None, request.n or 1):
-        raise bad_field("best_of", "it can only be as many as n")
     if request.echo and request.logprobs is not None:
         raise bad_field("logprobs", "log-probabilities of the prompt are not supported")
     limit = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens

@@ -59,6 +59,8 @@ class CommonBody(DialectFields, kw_only=True):
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     return_token_ids: bool | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
 
 
 class ChatFields(CommonBody, kw_only=True):
@@ -90,7 +92,13 @@ def template_fields(body: ChatFields, verbosity: Verbosity | None) -> dict[str, 
 
 
 def parsed_fields(body: CommonBody) -> dict[str, Any]:
-    """Fields of a `ParsedRequest`."""
+    """Fields of a `ParsedRequest`. Raises InvalidRequest for answers that aren't made here."""
+    refuse(
+        {
+            "best_of": (body.best_of not in (None, body.n or 1), "it can only be as many as n"),
+            "use_beam_search": (body.use_beam_search, "beams are not supported; leave it out"),
+        }
+    )
     return {
         "model": body.model or "",
         "stream": bool(body.stream),

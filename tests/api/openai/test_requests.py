@@ -237,6 +237,10 @@ def test_minus_one_is_no_limit(field: str):
     assert chat(**{field: -1}).generate.sampling.max_tokens is None
 
 
+def test_fields_that_ask_for_no_other_answer_are_taken():
+    assert chat(best_of=2, n=2, use_beam_search=False).n == 2
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -252,6 +256,9 @@ def test_minus_one_is_no_limit(field: str):
         (with_call({"a": 10**400}), "messages.0.tool_calls.0.function.arguments"),
         ({"n": 9}, "n"),
         ({"n": 0}, "n"),
+        ({"best_of": 4}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {}}},
             "response_format.json_schema.schema",
@@ -347,6 +354,7 @@ def test_completion_options():
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "use_beam_search": True}, "use_beam_search"),
         ({"prompt": "a", "echo": True, "logprobs": 1}, "logprobs"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "a", "response_format": {"type": "xml"}}, "response_format.type"),
