@@ -129,7 +129,7 @@ class MemoryAdmission:
             if self._asked is sequence:
                 self._asked = None
             self._clear_the_way(beside, running, [sequence, *waiting])
-            self._note_end_of_wait(sequence)
+            self.note_end_of_wait(sequence, "got memory")
             return True
         never = need > self._most(total)
         if stuck or soon or (not never and (running or self._may_hope(sequence, need - room))):
@@ -268,20 +268,27 @@ class MemoryAdmission:
         if sequence.short_since:
             return
         sequence.short_since = self._clock()
+        layout, prompt = self._loaded.layout, mlx_adapter.round_up(sequence.prompt_length)
+        answer = self._kv(sequence) - layout.nbytes(prompt) if layout else 0
         log.info(
-            "request %d waits for memory: its %d tokens need %s and %s can be had beside %d others; "
-            "%s of blocks in RAM must stay until they are copied or on disk",
+            "request %d (prompt=%d) waits for memory: it needs %s, %s of that for its answer (kv-reserve), and "
+            "%s can be had beside %d others; %s of blocks in RAM must stay until they are copied or on disk",
             sequence.id,
             sequence.prompt_length,
             human(need),
+            human(answer),
             human(room),
             len(running),
             human(held.now + held.coming),
         )
 
-    def _note_end_of_wait(self, sequence: Sequence) -> None:
+    def note_end_of_wait(self, sequence: Sequence, how: str) -> None:
+        """Log it as the access log does, which has the same `prompt=` and `queue=`."""
         if sequence.short_since:
-            log.info("request %d got memory after %.1f s", sequence.id, self._clock() - sequence.short_since)
+            waited = time.monotonic() - sequence.received
+            log.info(
+                "request %d (prompt=%d) %s, queue=%.3fs", sequence.id, sequence.prompt_length, how, waited
+            )
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

@@ -381,6 +381,8 @@ class Scheduler:
 
     def _over(self, sequence: Sequence) -> None:
         """Nothing of it is held any more; its sink, which holds it, is let go."""
+        if self.memory and not sequence.admitted:
+            self.memory.note_end_of_wait(sequence, "ended before it got memory")
         sequence.cache = sequence.last_checkpoint = sequence.checked = sequence.sink = None
         sequence.state = State.DONE
         if sequence in self.running:

@@ -129,7 +129,7 @@ def test_none_waits_for_the_disk_nor_is_computed_anew(
     assert not any(output.reason for output in outputs), "all run at once"
     assert [output.got[:1] for output in outputs] == first
     assert [output.hot for output in outputs] == [BLOCKS * BLOCK] * STREAMS
-    assert "waits for memory: its 1500 tokens need" in caplog.text and "got memory after" in caplog.text
+    assert "(prompt=1500) waits for memory: it needs" in caplog.text and "got memory, queue=" in caplog.text
     sequences = [output.sequence for output in outputs]
     assert rig.on_engine(lambda: sum(len(sequence.unkept) for sequence in sequences)), "blocks made room"
     if disk is not None:  # They are written from the rows' own KV, while these decode.

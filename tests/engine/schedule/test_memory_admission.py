@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import struct
 import time
 from pathlib import Path
@@ -445,13 +446,20 @@ def test_a_long_prompts_peak_says_nothing_of_a_short_one(rig: Rig):
     assert admission.working(8000) > admission.working(2000) > 5 * admission.working(10) > 0
 
 
-def test_a_waiting_prompt_can_be_cancelled(rig: Rig):
+def test_a_waiting_prompt_can_be_cancelled(rig: Rig, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "omlxd.engine.schedule.memory_admission")
     memory = Memory(rig, RESERVE)
-    output = rig.start(PROMPT, 4)
+    memory.now = 1.0
+    output = rig.start(PROMPT, 1000)
+    output.sequence.received -= 100  # It came when no one looked whether there is memory.
     rig.on_engine(lambda: None)
     rig.scheduler.cancel(output.sequence)
     rig.settle()
     assert rig.scheduler.active_sequences == 0
+    began, ended = (record.getMessage() for record in caplog.records)
+    assert f"(prompt={len(PROMPT)}) waits for memory: it needs " in began
+    assert re.search(r" [1-9]\S* \w+ of that for its answer \(kv-reserve\)", began)
+    assert re.search(rf"\(prompt={len(PROMPT)}\) ended before it got memory, queue=1\d\d\.\d{{3}}s$", ended)
     memory.available = 10**9
     assert len(rig.run(PROMPT, 2).got) == 2
 
