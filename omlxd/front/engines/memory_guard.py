@@ -317,13 +317,14 @@ class MemoryGuard:
             self._book.set_factor(engine.model_id, min(4.0, max(0.5, peak / prints.weights)))
 
     async def keep(self) -> None:
-        """Divide the memory every `LOOK_S` while engines work. Never returns."""
+        """Divide the memory every `LOOK_S` while engines work, and when one has loaded. Never returns."""
         while True:
             await asyncio.sleep(LOOK_S)
             engines = self._pool.others(None)
             now = time.monotonic()
             shared = self._divides(len(engines)) or any(sent != Budget() for sent in self._sent.values())
-            if shared and any(e.is_busy or now - e.used_at < QUIET_S for e in engines):
+            loaded = {e.model_id for e in engines if e.state == "ready"} & set(self._claims)
+            if shared and (loaded or any(e.is_busy or now - e.used_at < QUIET_S for e in engines)):
                 try:
                     await self.read_allocations()
                     self._share_out(self._claimed())

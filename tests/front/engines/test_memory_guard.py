@@ -186,6 +186,23 @@ async def test_the_model_that_stays_has_all_of_the_machine_again(monkeypatch: py
     keeper.cancel()
 
 
+async def test_a_model_that_has_loaded_has_its_share_before_its_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(memory_guard, "LOOK_S", 0.0)
+    model = Model("m", 100)
+    model.used_at = -1e9
+    models = Models(limit=1000)
+    await soon(models.load(model))
+    model.becomes("ready")
+    keeper = asyncio.create_task(models.guard.keep())
+    async with asyncio.timeout(HANGS_S):
+        while not model.budgets:
+            await asyncio.sleep(0)
+    keeper.cancel()
+    assert 0 < (model.budgets[0].hot or 0) < 900 * MB
+
+
 async def test_a_process_that_starts_again_is_sent_its_share_again(monkeypatch: pytest.MonkeyPatch):
     one, other = Model("one", 100), Model("other", 100)
     models = Models(one, other, limit=1000)
