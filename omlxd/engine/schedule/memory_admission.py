@@ -272,7 +272,8 @@ class MemoryAdmission:
         answer = self._kv(sequence) - layout.nbytes(prompt) if layout else 0
         log.info(
             "request %d (prompt=%d) waits for memory: it needs %s, %s of that for its answer (kv-reserve), "
-            "and %s can be had beside %d others; %s of blocks in RAM must stay until they are copied or on disk",
+            "and %s can be had beside %d others; %s of blocks in RAM must stay until they are copied or on "
+            "disk",
             sequence.id,
             sequence.prompt_length,
             human(need),
