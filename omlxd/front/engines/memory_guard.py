@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -205,8 +206,20 @@ class MemoryGuard:
             return None
         return (
             f"float32, which reads prompts many times faster, needs about {human(need)} and may take half of "
-            f"the {human(max(0, free))} that are free"
+            f"the {human(max(0, free))} that are free: {await self._float32_fits(engine, device, need, free)}"
         )
+
+    async def _float32_fits(self, engine: ModelEngine, device: Device, need: int, free: int) -> str:
+        """From where on float32 weights, which `need` these bytes, fit; rounded up, so that it does."""
+        enough = math.ceil(need / FLOAT32_FRACTION)
+        if limit := self.memory_limit_bytes:
+            more = limit + enough - free
+            step = 10**8 if more >= 10**9 else 10**6
+            available = await self._available(engine, device) - self._claimed()
+            beyond = available - self._reserve(device) >= enough and more + step <= device.total
+            if beyond:  # Else the limit is not what holds it back.
+                return f"it fits from --memory-limit {human(-(-more // step) * step).replace(' ', '')} on"
+        return f"it fits where {human(enough)} are free"
 
     def check_ever(self, engine: ModelEngine) -> None:
         """Raises InvalidRequest if the model can never fit on the device, once an engine has named that."""

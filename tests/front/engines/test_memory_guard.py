@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
+from omlxd.common.units import parse_size
 from omlxd.errors import NotNow
 from omlxd.front.engines import memory_guard
 from omlxd.front.engines.memory_guard import MemoryGuard
@@ -234,6 +235,23 @@ async def test_weights_become_float32_where_they_take_half_of_what_is_free(
     assert estimate == (PROCESS_BYTES + (800 if float32 else stored) * MB, 0)
     budget = await soon(models.load(model))
     assert budget.float32 == model.float32 == float32
-    slow = "faster, needs about 1 GB and may take half of the 1.9 GB that are free"
+    slow = (
+        "faster, needs about 1 GB and may take half of the 1.9 GB that are free: it fits where 2 GB are free"
+    )
     assert (slow in budget.slow) == (slow in caplog.text) == (weights == "auto" and not float32)
     assert bool(budget.slow) == (slow in budget.slow)
+
+
+@pytest.mark.parametrize("weights", [800, 817])
+async def test_the_limit_that_is_said_is_one_with_which_weights_become_float32(weights: int, monkeypatch):
+    monkeypatch.setattr(memory_guard, "available_ram", lambda: 10**12)
+    said: list[str] = []
+    for limit in (1500, 0):
+        limit = limit or parse_size(said[0].rpartition("--memory-limit ")[2].removesuffix(" on")) // MB
+        models, model = Models(limit=limit), Model("m", 100)
+        models.device = Device(backend="cpu", total=10**12, available=0)
+        model.float32_footprint = replace(model.footprint, weights=weights * MB)
+        budget = await soon(models.load(model))
+        said.append(budget.slow)
+    assert said[0].endswith(f": it fits from --memory-limit {'2GB' if weights == 800 else '2.1GB'} on")
+    assert said[1] == "" and budget.float32
