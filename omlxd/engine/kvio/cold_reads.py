@@ -103,6 +103,7 @@ class ColdReads:
                 self._begin_tail(sequence, _Shared(names))
             else:
                 self._compute_instead(sequence)
+                self.rates.doubt()
             return False
         self._restore(sequence, ready, _Shared(names))
         return True

@@ -39,6 +39,10 @@ class Rates:
             known = self.read if self.read and not ended_early else rate
             self.read = (1 - WEIGHT) * known + WEIGHT * rate
 
+    def doubt(self) -> None:
+        """Nothing was read since it seemed slow: it is thought twice as fast, and so tried again some day."""
+        self.read *= 2
+
     def read_s(self, nbytes: int) -> float:
         """Seconds that reading `nbytes` is thought to take; 0: not known."""
         return nbytes / self.read if self.read else 0.0
