@@ -25,7 +25,9 @@ from .status import RESTORED, cold_line, duration, hit_rate, mlx_memory, model_o
 INTERVAL_S = 1.0
 WIDE = 100
 """Columns of a terminal that has room for everything."""
-NAME = 24
+NARROW = 80
+NAME, LEAST_NAME = 24, 10
+"""Characters of a model's name in a terminal that has not."""
 _COLUMNS = ("RUN", "WAIT", "IN/S", "HIT/S", "OUT/S", "HITS", "RAM TIER", "PROCESS", "MLX")
 _STATE_STYLES = {"ready": "green", "failed": "red"}
 
@@ -108,9 +110,15 @@ def page(
     table.add_column("STATE", no_wrap=True, min_width=7)
     for name in _COLUMNS if wide else _COLUMNS[:-1]:
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    for model in now.models:
-        row = _row(model, model_of(before, model.id), seconds)
-        table.add_row(*(row if wide else [_short(model.id), *row[1:-1]]))
+    rows = [_row(model, model_of(before, model.id), seconds) for model in now.models]
+    if not wide:  # Names are cut, so that all else is whole.
+        rows = [row[:-1] for row in rows]
+        columns = list(zip(("MODEL", "STATE", *_COLUMNS[:-1]), *rows, strict=True))[1:]
+        room = NARROW - sum(1 + max(map(len, column)) for column in columns)
+        for row in rows:
+            row[0] = _short(str(row[0]), max(LEAST_NAME, min(NAME, room)))
+    for row in rows:
+        table.add_row(*row)
     parts: list[RenderableType] = [
         head,
         Text(),
@@ -124,13 +132,14 @@ def page(
     return Group(*parts)
 
 
-def _short(id: str) -> str:
-    """The last part of a hub id or path, cut to what 80 columns leave it."""
+def _short(id: str, most: int) -> str:
+    """The last part of a hub id or path, cut to `most` characters, but not the name of an adapter."""
     name = id.rpartition("/")[2]
-    return name if len(name) <= NAME else name[: NAME - 1] + "…"
+    tail = name[at:] if 0 < len(name) - (at := name.find(":")) < most // 2 else ""
+    return name if len(name) <= most else name[: most - 1 - len(tail)] + "…" + tail
 
 
-def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[RenderableType]:
+def _row(model: ModelStatus, before: ModelStatus | None, seconds: float) -> list[str | Text]:
     computed = rate(before, model, seconds, "prompt_tokens_total")
     generated = rate(before, model, seconds, "generation_tokens_total")
     return [

@@ -150,6 +150,20 @@ def test_a_page_of_top_fits_80_columns():
     assert row.split()[1:] == ["ready", "1", "0", "0", "0", "0.0", "75%", "5", "MB", "2", "GB"]
 
 
+def test_no_figure_of_top_is_cut_at_80_columns():
+    busy = {"kv_hot_bytes": 804.8e6, "prompt_tokens_total": 12_100.0, "generation_tokens_total": 1240.0}
+    long = model("o/SmolLM2-135M-Instruct:data", "unloaded", running=12, waiting=3, values=busy)
+    long = msgspec.structs.replace(long, resident=1_640_000_000)
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as capture:
+        console.print(top.page(status(long), status(model(long.id)), 1.0, URL, wide=False))
+    _, _, head, row, *_ = capture.get().splitlines()
+    assert head.endswith("PROCESS") and max(len(head), len(row)) <= 80
+    assert row.startswith("SmolLM2-135") and row.split()[0].endswith("…:data")
+    assert row.split()[1:5] == ["unloaded", "12", "3", "12,000"]
+    assert row.split()[-4:] == ["804.8", "MB", "1.6", "GB"] and row.count("…") == 1
+
+
 def test_top_waits_for_a_daemon_that_went_away():
     answers = iter([status(model()), NoDaemon("gone"), DaemonError("busy"), status(model(), pid=8)])
 
