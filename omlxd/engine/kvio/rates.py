@@ -40,7 +40,7 @@ class Rates:
             self.read = (1 - WEIGHT) * known + WEIGHT * rate
 
     def doubt(self) -> None:
-        """Nothing was read since it seemed slow: it is thought twice as fast, and so tried again some day."""
+        """Nothing was read, since it seemed slow: think it twice as fast, so that it is tried again."""
         self.read *= 2
 
     def read_s(self, nbytes: int) -> float:
