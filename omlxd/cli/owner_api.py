@@ -100,7 +100,7 @@ class ModelStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One model. Bytes, tokens and seconds; 0: nothing to say.
 
     trouble   why it can't serve, a sentence
-    shares    the model whose engine it is in, which has the figures of both; "": it has its own
+    shares    the model whose engine it is in, which has the other figures of both; "": it has its own
     resident  bytes of the engine process
     values    the engine's counters and gauges, counters over all its processes
     values_age_s  how old they are

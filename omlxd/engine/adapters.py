@@ -184,6 +184,9 @@ class Adapters:
         self._loaded.adapters.remove(adapter)
         self._count()
         self._scheduler.bridges.pop(adapter, None)
+        self._scheduler.decoded.pop(adapter, None)
+        if self._scheduler.speculation is not None:
+            self._scheduler.speculation.counts.pop(adapter, None)
         if self._scheduler.memory is not None:
             self._scheduler.memory.stores.pop(adapter, None)
         served.store.rest()

@@ -420,7 +420,7 @@ class EngineHost:
     # ----------------------------------------------------------------- figures and the end
 
     def engine_stats(self, id: int = 0) -> dict[str, float]:
-        """Counters and gauges by name; vLLM's names where it has one. Of an adapter, those of its store."""
+        """Counters and gauges by name; vLLM's names where it has one. Of an adapter, its own alone."""
         served = self.adapters.find(id)
         if served is None:
             return {}

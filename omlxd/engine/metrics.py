@@ -28,6 +28,7 @@ from .mlx_adapter import Adapter
 from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
 from .schedule.scheduler import Scheduler
+from .schedule.speculation import GuessCounts
 from .sequence import Sequence
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     values: dict[str, float] = {
         **scheduler.load_metrics(),
         "prompt_tokens_total": scheduler.prefilled_tokens,
-        "generation_tokens_total": scheduler.decoded_tokens,
+        **_generated(scheduler, None),
         "requests_timed_out_total": scheduler.watchdog.expired,
         "mlx_active_bytes": active,
         "mlx_peak_bytes": max(mx.get_peak_memory(), active, scheduler.memory.peak if scheduler.memory else 0),
@@ -48,15 +49,6 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         **mlx_adapter.limits,
         "attention_reads_own_rows": float(mlx_adapter.reads_own_rows()),
     }
-    if (speculation := scheduler.speculation) is not None:
-        values |= {
-            "spec_decode_num_drafts_total": speculation.drafts,
-            "spec_decode_num_draft_tokens_total": speculation.drafted,
-            "spec_decode_num_accepted_tokens_total": speculation.accepted,
-        }
-        names = ("drafts", "draft_tokens", "accepted_tokens")
-        for name, count in zip(names, speculation.of_model, strict=True):
-            values[f"spec_decode_num_{name}_of_draft_model_total"] = count
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)
         # Of the whole process, which counts it as what it can give back.
@@ -67,9 +59,23 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
 def adapter_metrics(scheduler: Scheduler, adapter: Adapter) -> dict[str, float]:
     """What an adapter has of its own, beside the figures of its engine."""
     bridge = scheduler.bridges.get(adapter)
-    values = _bridge_metrics(bridge) if bridge is not None else {}
+    values = _generated(scheduler, adapter) | (_bridge_metrics(bridge) if bridge is not None else {})
     shared = ("kv_hot_bytes", "kv_hot_budget_bytes", "kv_cold_tier_on", "kv_read_bytes_per_s")
     return {name: float(value) for name, value in values.items() if name not in shared}
+
+
+def _generated(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]:
+    """Generated tokens and guesses of an adapter; None: of the model itself."""
+    values: dict[str, float] = {"generation_tokens_total": scheduler.decoded[adapter]}
+    if scheduler.speculation is not None:
+        counts = scheduler.speculation.counts.get(adapter, GuessCounts())
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        for name, count, of_model in zip(
+            names, (counts.drafts, counts.drafted, counts.accepted), counts.of_model, strict=True
+        ):
+            values[f"spec_decode_num_{name}_total"] = count
+            values[f"spec_decode_num_{name}_of_draft_model_total"] = of_model
+    return values
 
 
 def _bridge_metrics(bridge: KVBridge) -> dict[str, float]:

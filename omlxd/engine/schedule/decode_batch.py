@@ -295,7 +295,8 @@ class DecodeBatch:
             if speculator.of_model:
                 row.model_drafted += len(guess)
                 row.model_accepted += len(tokens) - 1
-            self._speculation.record_guesses(len(guess), len(tokens) - 1, of_model=speculator.of_model)
+            counts = self._speculation.counts[row.adapter]
+            counts.record(len(guess), len(tokens) - 1, of_model=speculator.of_model)
             speculator.add_tokens(tokens, len(guess))
         self._spared += self._speculation.times.record_check(len(self.rows), width, clock() - began)
         return draws

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -74,7 +75,7 @@ class Scheduler:
         self._stepped_at = 0.0  # When the last step ended.
         self.speculation = speculation
         self.prefilled_tokens = 0
-        self.decoded_tokens = 0
+        self.decoded: Counter[Adapter | None] = Counter()  # Tokens, by whose they are.
         self.steps = 0
 
     # ----------------------------------------------------------------- from other threads
@@ -269,7 +270,7 @@ class Scheduler:
             ended: list[Sequence] = []
             for sequence, token, likelihood in tokens:
                 if sequence not in ended:
-                    self.decoded_tokens += 1
+                    self.decoded[sequence.adapter] += 1
                     if not self.accept(sequence, token, likelihood):
                         sequence.kv_length = min(sequence.kv_length, len(sequence.tokens))
                         ended.append(sequence)

@@ -14,8 +14,8 @@ No MLX here: decode_batch.py computes the passes.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from statistics import median_low
@@ -226,6 +226,28 @@ class PassTimes:
 
 
 @dataclass(slots=True)
+class GuessCounts:
+    """What passes checked of the model, or of one adapter.
+
+    drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
+    of_model    likewise, of the draft model alone
+    """
+
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    of_model: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+    def record(self, guesses: int, held: int, *, of_model: bool = False) -> None:
+        """Count what a pass checked for one row."""
+        self.drafts += guesses > 0
+        self.drafted += guesses
+        self.accepted += held
+        if of_model and guesses:
+            self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
+
+
+@dataclass(slots=True)
 class Speculation:
     """What the sequences of one engine share.
 
@@ -241,8 +263,7 @@ class Speculation:
     rates       the share of guesses that hold, by their kind
     draft_model  whose guesses are checked where a row has none as good; the model's own heads are one, too
     draft_seconds  of one guess of it, by rows
-    drafts      guesses of a row in a pass; drafted, accepted: guesses made, guesses that held
-    of_model    likewise, of the draft model alone
+    counts      of each adapter, by it; None: of the model itself
     """
 
     repeatable: bool = False
@@ -253,18 +274,7 @@ class Speculation:
     )
     draft_model: DraftModel | MtpModel | None = None
     draft_seconds: dict[int, float] = field(default_factory=dict)
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    of_model: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-    def record_guesses(self, guesses: int, held: int, *, of_model: bool = False) -> None:
-        """Count what a pass checked for one row."""
-        self.drafts += guesses > 0
-        self.drafted += guesses
-        self.accepted += held
-        if of_model and guesses:
-            self.of_model = [n + more for n, more in zip(self.of_model, (1, guesses, held), strict=True)]
+    counts: defaultdict[Hashable, GuessCounts] = field(default_factory=lambda: defaultdict(GuessCounts))
 
     def record_step(self, rows: int, seconds: float) -> None:
         """A plain step took `seconds`."""

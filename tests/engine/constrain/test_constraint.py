@@ -343,10 +343,10 @@ def test_guesses_change_nothing_of_what_a_grammar_lets_through(host: Host, monke
     guess_by(monkeypatch, half_right(rights, 1), forced=True)
     shared = host.engine.scheduler.speculation
     assert shared is not None
-    before = shared.drafted, shared.accepted
+    before = shared.counts[None].drafted, shared.counts[None].accepted
     ids = [host.send(request) for request in guessed_requests(host)]
     assert [summary(host.events(id)) for id in ids] == want
-    assert shared.drafted - before[0] > shared.accepted - before[1] > 100
+    assert shared.counts[None].drafted - before[0] > shared.counts[None].accepted - before[1] > 100
 
 
 def summary(events: list[Any]) -> tuple:

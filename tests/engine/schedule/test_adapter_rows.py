@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from adapters import make_adapter
+from guesses import guess_by
 from rig import Rig
 
+from omlxd.engine.metrics import adapter_metrics, metrics_of
 from omlxd.models import demo
 
 PROMPT = list(range(20, 120))
@@ -49,3 +51,21 @@ def test_no_adapters_blocks_are_kept_as_the_models(base: Path, tmp_path: Path):
         assert rig.store.stats.puts == 0 and rig.run(PROMPT, n=2).hot == 0
         assert rig.run(PROMPT, n=2, adapter=adapter).hot == 0
         assert rig.run(PROMPT, n=2).hot > 0
+
+
+def test_guesses_and_tokens_are_counted_by_whose_they_are(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    guess_by(monkeypatch, lambda tokens: tokens[-2:])
+    with Rig(base, speculate=True) as rig:
+        folder = str(make_adapter(base, tmp_path / "a", 1))
+        adapter = rig.on_engine(lambda: rig.loaded.adapters.add(folder))
+        started = [rig.start(PROMPT, n=n, adapter=each) for n, each in ((9, None), (17, adapter))]
+        assert all(output.tokens() for output in started)
+        rig.settle()
+        both = metrics_of(rig.scheduler, 0), adapter_metrics(rig.scheduler, adapter)
+    for output, values, tokens in zip(started, both, (9, 17), strict=True):
+        assert values["generation_tokens_total"] == tokens
+        drafted = values["spec_decode_num_draft_tokens_total"]
+        assert drafted == output.sequence.drafted > 0
+        assert values["spec_decode_num_accepted_tokens_total"] == output.sequence.accepted

@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def drafted(rig: Rig) -> list[int]:
     assert rig.scheduler.speculation is not None
-    return rig.scheduler.speculation.of_model
+    return rig.scheduler.speculation.counts[None].of_model
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "seeded", "penalised"])

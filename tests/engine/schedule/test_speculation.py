@@ -70,10 +70,13 @@ def test_the_answer_and_its_kv_are_those_of_plain_decoding(
             output = rig.run(asked, 150, sampling=sampling)
             assert output.got == plain
             shared = rig.scheduler.speculation
-            assert shared is not None and 0 < shared.accepted < shared.drafted
-            assert (output.sequence.drafted, output.sequence.accepted) == (shared.drafted, shared.accepted)
+            assert shared is not None and 0 < shared.counts[None].accepted < shared.counts[None].drafted
+            assert (output.sequence.drafted, output.sequence.accepted) == (
+                shared.counts[None].drafted,
+                shared.counts[None].accepted,
+            )
             assert output.sequence.kv_length <= len(output.sequence.tokens)
-            assert rig.scheduler.decoded_tokens == len(plain)
+            assert rig.scheduler.decoded[None] == len(plain)
             rig.recorder.logits.clear()
             turn = rig.run(then, 5)
             assert (turn.hot, turn.got) == (plain_turn.hot, plain_turn.got)
@@ -152,7 +155,7 @@ def test_each_row_of_a_batch_takes_its_own_number_of_guesses(
                         other.logprob, abs=LOOSE.get(family, 0.05 if kv_bits else 1e-4)
                     )
             shared = rig.scheduler.speculation
-            assert shared is not None and 0 < shared.accepted < shared.drafted
+            assert shared is not None and 0 < shared.counts[None].accepted < shared.counts[None].drafted
             assert running[0].sequence.accepted and not running[3].sequence.drafted
             rig.settle()
             assert next_turns(rig, running) == turns
@@ -352,6 +355,6 @@ def test_answers_that_must_repeat_do_not_depend_on_what_is_measured(
         assert shared is not None
         shared.repeatable = True
         rig.run(prompt(40, seed=1), 20, sampling=Sampling(temperature=0.9))
-        assert not shared.drafts
+        assert not shared.counts[None].drafts
         rig.run(prompt(40, seed=1), 20, sampling=SAMPLED)
-        assert shared.drafts
+        assert shared.counts[None].drafts
