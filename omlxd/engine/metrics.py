@@ -27,6 +27,7 @@ from .kvio.bridge import KVBridge
 from .mlx_adapter import Adapter
 from .prompt.pipeline import RenderedPrompt
 from .prompt.sessions import Standing
+from .schedule.draft_model import DraftModel
 from .schedule.scheduler import Scheduler
 from .schedule.speculation import GuessCounts
 from .sequence import Sequence
@@ -49,6 +50,8 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
         **mlx_adapter.limits,
         "attention_reads_own_rows": float(mlx_adapter.reads_own_rows()),
     }
+    if scheduler.speculation is not None:
+        values["spec_decode_draft_model"] = isinstance(scheduler.speculation.draft_model, DraftModel)
     if scheduler.bridge is not None:
         values |= _bridge_metrics(scheduler.bridge)
         # Of the whole process, which counts it as what it can give back.

@@ -165,15 +165,33 @@ def test_draft_models_and_models_that_failed(tmp_path: Path):
     assert models.check_models(settings(tmp_path, port=str(free_port()))) == []
     ready = ModelStatus(id="m", state="ready", backend="cpu", values={"kv_shared_segment_tokens": 2048.0})
     failed = ModelStatus(id="n", state="failed", trouble="n can't be loaded: why")
-    decodes, broken = models._of([ready, failed, ModelStatus(id="o", state="unloaded")])
+    given = settings(tmp_path)
+    decodes, broken = models._of([ready, failed, ModelStatus(id="o", state="unloaded")], given)
     assert "segments of 2,048 tokens, without guesses" in decodes.text and decodes.verdict == "ok"
     assert broken.verdict == "bad" and broken.text == failed.trouble and "models load n" in broken.mend
     guesses = {"spec_decode_num_draft_tokens_total": 12.0, "spec_decode_num_accepted_tokens_total": 9.0}
     (decodes,) = models._of(
-        [msgspec.structs.replace(ready, values={**guesses, "attention_reads_own_rows": 1.0})]
+        [msgspec.structs.replace(ready, values={**guesses, "attention_reads_own_rows": 1.0})], given
     )
     assert "omlxd's attention kernel, with prefixes not shared" in decodes.text
-    assert "9 of 12 held" in decodes.text
+    assert "with guesses, of which 9 of 12 held" in decodes.text
+
+
+def test_an_adapter_decodes_as_its_base_and_has_its_own_guesses(tmp_path: Path):
+    guesses = "spec_decode_num_draft_tokens_total"
+    of_base = {"kv_shared_segment_tokens": 2048.0, "spec_decode_draft_model": 1.0, guesses: 12.0}
+    base = ModelStatus(id="a", state="ready", backend="cpu", values=of_base)
+    adapter = ModelStatus(id="a:style", state="ready", backend="cpu", shares="a", values={guesses: 0.0})
+    text = '[models.a]\ndraft-model = "org/small"\n'
+    (home := tmp_path / "omlxd").mkdir()
+    (home / "omlxd.toml").write_text(text)
+    told = [each.text for each in models._of([base, adapter], settings(tmp_path))]
+    alike = "by MLX's own attention, with prefixes shared in segments of 2,048 tokens, with guesses"
+    draft = "also of its draft model org/small"
+    assert told == [
+        f"a decodes {alike}, {draft}, of which 0 of 12 held",
+        f"a:style decodes {alike}, {draft}, none of which was made yet",
+    ]
 
 
 def test_addresses(tmp_path: Path):

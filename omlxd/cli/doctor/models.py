@@ -36,21 +36,27 @@ def check_drafts(settings: Settings) -> list[Finding]:
 def check_models(settings: Settings) -> list[Finding]:
     """As a daemon on the port says; nothing without one."""
     try:
-        return [*_of(daemon_of(settings).status(_SECONDS).models)]
+        return [*_of(daemon_of(settings).status(_SECONDS).models, settings)]
     except DaemonError:
         return []
 
 
-def _of(models: list[ModelStatus]) -> Iterator[Finding]:
+def _of(models: list[ModelStatus], settings: Settings) -> Iterator[Finding]:
+    """An adapter decodes as the model whose engine it is in, but has guesses of its own."""
+    by_id = {model.id: model for model in models}
     for model in models:
         if model.state == "failed":
             mend = f"Mend what it says, then `omlxd models load {model.id}`."
             yield bad("model", model.trouble or f"{model.id} can't be loaded", mend)
         elif model.state == "ready" and model.backend:
-            yield ok("model", f"{model.id} decodes {', '.join(_decoding(model.values))}")
+            base = by_id.get(model.shares, model)
+            own = settings.models.get(base.id)
+            draft = own.draft_model if own is not None else None
+            values = {**base.values, **model.values}
+            yield ok("model", f"{model.id} decodes {', '.join(_decoding(values, draft or ''))}")
 
 
-def _decoding(values: dict[str, float]) -> Iterator[str]:
+def _decoding(values: dict[str, float], draft: str) -> Iterator[str]:
     """What was chosen when it was loaded, and how guesses do."""
     own = values.get("attention_reads_own_rows")
     yield "by omlxd's attention kernel" if own else "by MLX's own attention"
@@ -58,6 +64,12 @@ def _decoding(values: dict[str, float]) -> Iterator[str]:
     yield f"with prefixes shared in segments of {tokens:,} tokens" if tokens else "with prefixes not shared"
     if (drafted := values.get("spec_decode_num_draft_tokens_total")) is None:
         yield "without guesses"
-    else:
+        return
+    yield "with guesses"
+    if values.get("spec_decode_draft_model"):
+        yield f"also of its draft model {draft}".rstrip()
+    if drafted:
         held = int(values.get("spec_decode_num_accepted_tokens_total", 0))
-        yield f"with guesses, of which {held:,} of {int(drafted):,} held"
+        yield f"of which {held:,} of {int(drafted):,} held"
+    else:
+        yield "none of which was made yet"

@@ -57,6 +57,7 @@ HELP = {
     "spec_decode_num_drafts_total": "How often a pass checked guesses of a request.",
     "spec_decode_num_draft_tokens_total": "Guessed tokens that were checked.",
     "spec_decode_num_accepted_tokens_total": "Guessed tokens that held.",
+    "spec_decode_draft_model": "1 where a draft model is loaded, else 0.",
     "spec_decode_num_drafts_of_draft_model_total": "Of the checks, those of the draft model's guesses.",
     "spec_decode_num_draft_tokens_of_draft_model_total": "Of the guesses, the draft model's.",
     "spec_decode_num_accepted_tokens_of_draft_model_total": "Of these, those that held.",

@@ -140,6 +140,7 @@ def test_an_engine_counts_its_memory_and_its_guesses_and_grammars_hold(
         usage, counts = finished(events).usage, engine.engine.engine_stats()
         assert text_of(events) == text_of(plain)
         assert counts["spec_decode_num_draft_tokens_of_draft_model_total"] == usage.model_drafted > 0
+        assert counts["spec_decode_draft_model"] == 1
         memory, loaded = engine.engine.scheduler.memory, engine.engine.loaded
         sequence = Sequence(0, [1] * 1000, 1000, b"", [], 500, frozenset(), SamplerRow(None))
         assert memory is not None and memory.draft_model is not None and loaded.layout is not None
