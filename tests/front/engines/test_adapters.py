@@ -88,6 +88,21 @@ def test_one_engine_says_for_each_what_mlx_lm_says(daemon: Daemon, alone: dict[s
     assert facts[0]["pid"] and facts[1]["pid"] is None and facts[1]["load_bytes"] < facts[0]["load_bytes"]
 
 
+def test_metrics_count_tokens_and_guesses_under_the_name_that_was_asked_for(daemon: Daemon):
+    def count(of: str, name: str) -> float:
+        line = f'vllm:{of}_total{{model_name="{name}"}} '
+        lines = daemon.http.get("/metrics").text.splitlines()
+        return sum(float(each.removeprefix(line)) for each in lines if each.startswith(line))
+
+    for name in NAMES:
+        text(daemon, name)
+    before = [count("generation_tokens", name) for name in NAMES]
+    usage = ask(daemon, "tiny:style", "Count. " + demo.PROSE).json()["usage"]
+    after = [before[0], before[1] + usage["completion_tokens"], before[2]]
+    assert [count("generation_tokens", name) for name in NAMES] == after
+    assert "tiny:style" in daemon.http.get("/metrics").text.partition("vllm:spec_decode_num_drafts_total{")[2]
+
+
 def test_kv_is_never_shared_and_is_there_again_after_an_unload(daemon: Daemon):
     prompt = "Tell me. " + demo.PROSE
     for name in NAMES:
