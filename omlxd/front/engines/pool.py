@@ -83,8 +83,13 @@ class EnginePool:
     async def look_for_models(self, *, afresh: bool = False) -> None:
         """Look at the model folders, in a thread, unless that was done a moment ago.
 
-        Looks at the same time are one. After `LOOK_S` what was there before holds: a disk may hang.
+        Looks at the same time are one; `afresh` waits for one that has begun, and looks again. After `LOOK_S`
+        what was there before holds: a disk may hang.
         """
+        if afresh and self._looking is not None:
+            done, _ = await asyncio.wait({self._looking}, timeout=LOOK_S)
+            if not done:
+                return
         if self._looking is None and (afresh or self.catalog.is_old or self._unmeasured()):
             self._looking = asyncio.create_task(self._look(), name="model folders")
             self._looking.add_done_callback(self._looked)

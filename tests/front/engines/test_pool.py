@@ -136,6 +136,27 @@ async def test_a_mended_setting_or_the_owner_ends_the_hold_of_a_model_that_faile
         assert states(made)["big"] == "ready"
 
 
+async def test_a_fresh_look_is_not_one_that_had_begun_before(tmp_path: Path):
+    async with pool(tmp_path, "a") as made:
+        look, looked, goes_on = made.catalog.look, threading.Event(), threading.Event()
+
+        def slow_look() -> None:
+            look()
+            looked.set()
+            goes_on.wait(20)
+
+        made.catalog.look = slow_look  # type: ignore[method-assign]
+        first = asyncio.create_task(made.look_for_models(afresh=True))
+        await asyncio.to_thread(looked.wait, 20)
+        made.catalog.look = look  # type: ignore[method-assign]
+        shutil.copytree(tmp_path / "models" / "a", tmp_path / "models" / "b")
+        found = asyncio.create_task(made.find_engine("b"))
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        assert (await found).model_id == "b"
+        await first
+
+
 async def test_without_a_default_claude_means_the_model_used_last(tmp_path: Path):
     async with pool(tmp_path, "a", "b") as made:
         assert made.resolve("claude-x").model_id == "a"
