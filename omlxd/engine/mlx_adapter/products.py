@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .device import backend
-from .products_kernel import MOST_ROWS, TYPES, run
+from .products_kernel import MOST_ROWS, TYPES, Around, run
 
 log = logging.getLogger(__name__)
 
@@ -70,28 +70,19 @@ def products(
 
     `scaled` and `squares` are for bfloat16: in float16 a result times a norm's weight may be too large.
     """
-    biases = biases or [None] * len(weights)
     if (scaled is not None or squares is not None) and x.dtype == mx.float16:
         raise ValueError("RMSNorm in two launches is for bfloat16")
+    around = Around(biases or [None] * len(weights), norm, eps, residual, silu, squares, scaled)
     if x.size > MOST_ROWS * x.shape[-1] or x.dtype != weights[0].dtype or not usable(weights):
-        return _plain(x, weights, norm, eps, residual, silu, biases, squares, scaled)
+        return _plain(x, weights, around)
     if norm is not None and x.dtype == mx.float16:
-        x, norm = mx.fast.rms_norm(x, norm, eps), None
-    return run(x, weights, norm, eps, residual, silu, biases, squares, scaled)
+        x, around = mx.fast.rms_norm(x, norm, eps), around._replace(norm=None)
+    return run(x, weights, around)
 
 
-def _plain(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    norm: mx.array | None,
-    eps: float,
-    residual: mx.array | None,
-    silu: bool,
-    biases: Sequence[mx.array | None],
-    squares: mx.array | None = None,
-    scaled: mx.array | None = None,
-) -> list[mx.array]:
+def _plain(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:
     """`products` by MLX's own operations."""
+    biases, norm, eps, residual, silu, squares, scaled = around
     if norm is not None:
         x = mx.fast.rms_norm(x, norm, eps)
     if squares is not None:
@@ -181,7 +172,7 @@ def _is_right(shape: tuple[int, int, Any], weight: mx.array) -> bool:
 
 
 def _ours(x: mx.array, weight: mx.array) -> mx.array:
-    return run(x, [weight], None, 0.0, None, False, [None])[0]
+    return run(x, [weight], Around([None]))[0]
 
 
 def _mlx_own(x: mx.array, weight: mx.array) -> mx.array:

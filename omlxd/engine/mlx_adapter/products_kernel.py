@@ -27,6 +27,18 @@ SQUARES = 16
 """Results whose squares are added to one number, for the RMSNorm that follows."""
 
 
+class Around(NamedTuple):
+    """What a launch does around its products, by the names that `products.products` explains."""
+
+    biases: Sequence[mx.array | None]
+    norm: mx.array | None = None
+    eps: float = 0.0
+    residual: mx.array | None = None
+    silu: bool = False
+    squares: mx.array | None = None
+    scaled: mx.array | None = None
+
+
 class Form(NamedTuple):
     """How the work is dealt out."""
 
@@ -405,30 +417,20 @@ def _launch(
     return mx.compile(launch)
 
 
-def run(
-    x: mx.array,
-    weights: Sequence[mx.array],
-    norm: mx.array | None,
-    eps: float,
-    residual: mx.array | None,
-    silu: bool,
-    biases: Sequence[mx.array | None],
-    squares: mx.array | None = None,
-    scaled: mx.array | None = None,
-) -> list[mx.array]:
+def run(x: mx.array, weights: Sequence[mx.array], around: Around) -> list[mx.array]:
     """`products` by the kernel."""
     launch = _launch(
         tuple(x.shape),
         x.dtype,
         tuple(weight.shape[0] for weight in weights),
-        tuple(bias is not None for bias in biases),
-        norm is not None,
-        residual is not None,
-        silu,
-        eps,
-        0 if squares is None else squares.shape[-1],
-        scaled is not None,
+        tuple(bias is not None for bias in around.biases),
+        around.norm is not None,
+        around.residual is not None,
+        around.silu,
+        around.eps,
+        0 if around.squares is None else around.squares.shape[-1],
+        around.scaled is not None,
     )
     # In the order of the arguments that `source_of` writes.
-    given = (norm, residual, scaled, *biases, squares)
+    given = (around.norm, around.residual, around.scaled, *around.biases, around.squares)
     return launch(x, *weights, *(one for one in given if one is not None))

@@ -33,23 +33,13 @@ class Kernel:
         self.wrong = 0.0
         self.of_one = True
 
-    def __call__(
-        self,
-        x: Any,
-        weights: Any,
-        norm: Any,
-        eps: Any,
-        residual: Any,
-        silu: bool,
-        biases: Any,
-        squares: Any = None,
-        scaled: Any = None,
-    ) -> list[mx.array]:
+    def __call__(self, x: Any, weights: Any, around: Any) -> list[mx.array]:
         self.calls.append(tuple(x.shape))
         several: Any = lambda all_rows: all_rows.reshape(-1, 1, all_rows.shape[-1])  # noqa: E731
-        rows = [[None] * len(several(x)) if one is None else several(one) for one in (x, residual, squares)]
+        by_row = (x, around.residual, around.squares)
+        rows = [[None] * len(several(x)) if one is None else several(one) for one in by_row]
         out = [
-            products._plain(row, weights, norm, eps, more, silu, biases, sums, scaled)
+            products._plain(row, weights, around._replace(residual=more, squares=sums))
             for row, more, sums in zip(*rows, strict=True)
         ]
         if not self.of_one and len(out) > 1:
