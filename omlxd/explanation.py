@@ -23,8 +23,8 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
 
     cause         none             nothing missed
                   reuse_off        prefixes are not reused: `reason`
-                  differs          another text stands stored there: `stored`
-                  other_image      another image stands stored there
+                  differs          another text is stored there: `stored`
+                  other_image      another image is stored there
                   never_stored     no other text stands there either
                   other_namespace  it is there, but made otherwise: `elsewhere`
                   no_checkpoint    the blocks are there, the state that stands only at a position is not
@@ -32,9 +32,9 @@ class Explanation(Struct, frozen=True, rename={"prompt": "given"}):
     chain_tokens  what the chain of blocks reaches; a model with checkpoints may use less
     position      of the first token that differs, else of the first missing block
     missing       path of that block's file, relative to the cache dir
-    other_image   at `position`, whatever the cause: another image stands stored there than `image`, which
-                  names that of the prompt
-    before, prompt  text around `position`; `stored`: what stands stored instead of `prompt`
+    other_image   at `position` another image is stored than the prompt's, which `image` names. It may be
+                  true with any cause
+    before, prompt  text around `position`; `stored`: what is stored instead of `prompt`
     stored_used, gone_at  seconds since 1970
     looked, complete  files whose headers were read for `stored`, and whether these were all
     files         that it is restored from, root first: blocks, checkpoints, records of turns; if asked for

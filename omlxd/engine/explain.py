@@ -1,4 +1,4 @@
-"""Why a prompt missed: where its chain ends, and what stands stored where it would have gone on.
+"""Why a prompt missed: where its chain ends, and what is stored where it would have gone on.
 
     tokens → block hashes → the first one that neither tier has → what the folder says of that place
 

@@ -1,4 +1,4 @@
-"""From a frame's `wire.Load` to a loaded model, what guesses for it, and what the front is told of it.
+"""Loads the model that a `wire.Load` names and what guesses for it, and tells the front what was loaded.
 
 On the engine thread.
 """
