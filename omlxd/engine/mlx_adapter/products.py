@@ -162,13 +162,11 @@ def _is_right(shape: tuple[int, int, Any], weight: mx.array) -> bool:
         far = _difference(weight)
     except Exception as error:
         log.warning(
-            "products of %d by %d: MLX's own kernel is used, since omlxd's fails: %s", *shape[:2], error
+            "products of %d by %d: ours do not run here (%s); by MLX's own kernels", *shape[:2], error
         )
         return False
     if not far < CLOSE:  # NaN too
-        log.warning(
-            "products of %d by %d: MLX's own kernel is used, since omlxd's differs by %.3g", *shape[:2], far
-        )
+        log.warning("products of %d by %d: ours differ by %.3g; by MLX's own kernels", *shape[:2], far)
         return False
     return True
 
