@@ -202,6 +202,11 @@ class EvenBatchKVCache(BatchKVCache):
 class WindowBatchKVCache(BatchRotatingKVCache):
     """Windows of a batch, whose rows may forget different numbers of tokens."""
 
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        if N > 1:
+            self._temporal_order()  # As the pass will: the mask below is of windows in order.
+        return super().make_mask(N, window_size, return_array)
+
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row, after a pass of several and fewer than those.
 

@@ -89,9 +89,10 @@ def test_a_row_that_leaves_and_one_that_joins(tmp_path, reference):
     assert Reference.calls > 0
 
 
-def test_rows_that_took_different_numbers_of_guesses(tmp_path, reference):
+@pytest.mark.parametrize("family", ["llama", "olmo3"])
+def test_rows_that_took_different_numbers_of_guesses(family: str, tmp_path, reference):
     """They end at columns of their own; a row that ends early may leave, and others join."""
-    loaded = mlx_adapter.load(build_family("llama", tmp_path / "llama"))
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
     tokens = [[int(token) for token in np.random.default_rng(seed).integers(5, 200, 60)] for seed in range(4)]
 
     def run() -> list[np.ndarray]:
