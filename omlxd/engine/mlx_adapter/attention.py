@@ -7,10 +7,15 @@ each pass with guesses. And for single tokens its sums come in another order fro
 attention_kernel.py read a row from its own first token, in spans cut at fixed positions, and merge them by
 log-sum-exp.
 
+A window's row is read from its oldest token on, wherever in its ring that lies, and its spans are counted
+from there: its column depends on when the row joined whom, so that spans of columns would give other bits in
+other company.
+
 `install` puts them in place of mlx-lm's `scaled_dot_product_attention`. They take over for up to `MOST_NEW`
-tokens of each row of a `KVCache` or an `EvenBatchKVCache`, in 16 bits, with 2 to 16 query heads a KV head,
-without window or sinks, once a check beside MLX's own passed; everything else goes on to MLX. They never run
-on Metal or a CPU.
+tokens of each row of a `KVCache`, a window or a batch of either, in 16 bits, also with sinks, once a check
+beside MLX's own passed. Everything else goes on to MLX: heads that are no multiple of 8 wide, or over 256 and
+not 512; keys and values of unequal width (MLA, MiMo V2); what is derived from the KV that a cache holds. They
+never run on Metal or a CPU.
 """
 
 from __future__ import annotations
@@ -23,21 +28,20 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.models import base
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
 
 from .attention_kernel import MOST_NEW, SPAN, Kernel
 from .device import backend
 
 log = logging.getLogger(__name__)
 
-WIDTHS = (64, 128, 256)
-MOST_HEADS = 16
-"""Query heads a KV head. A lane keeps those of up to 8 in its registers; more are parts of their own."""
-
 CLOSE = 0.02
 """Largest difference from MLX's own in float32, for values of a normal distribution: bfloat16's rounding."""
 
-_kernels: dict[tuple[int, int, Any], Kernel | None] = {}
+Places = tuple[list[int], list[int]]
+"""First column of each row, and its end."""
+
+_kernels: dict[tuple[int, int, Any, bool, bool], Kernel | None] = {}
 _mlx_own = base.scaled_dot_product_attention
 
 
@@ -50,9 +54,15 @@ def install() -> None:
     """Let every model of mlx-lm attend by `attend` from now on. Does nothing but on CUDA, and once."""
     if backend() != "cuda" or installed():
         return
-    cast(Any, BatchKVCache).keys_and_values = _noting(BatchKVCache.keys_and_values)
-    cast(Any, KVCache).update_and_fetch = _noting(KVCache.update_and_fetch)
+    for cache in NOTED:
+        for name in ("update_and_fetch", "keys_and_values"):
+            setattr(cache, name, _noting(getattr(cache, name)))
+    cast(Any, RotatingKVCache).make_mask = _noting_mask(RotatingKVCache.make_mask)
     attend_by(attend)
+
+
+NOTED = (KVCache, BatchKVCache, RotatingKVCache, BatchRotatingKVCache)
+"""Caches whose KV the kernels read."""
 
 
 def attend_by(function: Any) -> None:
@@ -67,16 +77,22 @@ def installed() -> bool:
     return base.scaled_dot_product_attention is attend
 
 
-def _noting(fetch: Any) -> Any:
-    """`fetch`, which also notes the arrays that it returns in `given_out`.
+_given_out: dict[int, tuple[Any, Any, Any]] = {}
+"""By the identity of keys: weak references to them, to the values and to the cache that gave both out.
 
-    A model may derive other arrays from them for its attention; the kernel reads the cache's own.
-    """
+A model may derive other arrays from them for its attention; the kernel reads the cache's own. Layers that
+share another's KV attend without its cache.
+"""
+
+
+def _noting(fetch: Any) -> Any:
+    """`fetch`, which also notes the arrays that it returns."""
 
     def noted(self: Any, *new: Any) -> Any:
         keys, values = fetch(self, *new)
-        if not new or new[0].shape[2] <= MOST_NEW:
-            self.given_out = weakref.ref(keys), weakref.ref(values)
+        at = id(keys)
+        gone = weakref.ref(keys, lambda _: _given_out.pop(at, None))
+        _given_out[at] = gone, weakref.ref(values), weakref.ref(self)
         return keys, values
 
     return noted
@@ -95,61 +111,103 @@ def attend(
     if hasattr(cache, "attend"):  # A step that is being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
-    if new <= MOST_NEW and sinks is None and (places := _places(cache, keys, values, mask, new)) is not None:
-        kernel = kernel_for(queries, keys)
-        if kernel is not None and new <= kernel.most_new:
-            return kernel(queries, cache.keys, cache.values, places, scale)
+    if new <= MOST_NEW and (held := _held(cache, keys, values)) is not None:
+        places, window = _places(held, mask, new)
+        kernel = kernel_for(queries, held.keys, window > 0, sinks) if places is not None else None
+        if kernel is not None and places is not None and new <= kernel.most_new:
+            return kernel(queries, held.keys, held.values, places, scale, window=window, sinks=sinks)
     return _mlx_own(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 
-def _places(
-    cache: Any, keys: mx.array, values: mx.array, mask: Any, new: int
-) -> tuple[list[int], list[int]] | None:
-    """(first column of each row, its end) of the KV in `cache`'s own arrays.
+def _held(cache: Any, keys: mx.array, values: mx.array) -> Any:
+    """The cache whose own KV `keys` and `values` are; None: they are other arrays, or the kernels can't read
+    them."""
+    given = _given_out.get(id(keys))
+    if given is None or given[0]() is not keys or given[1]() is not values:
+        return None
+    held = given[2]()
+    fits = held is not None and held.keys.shape == held.values.shape
+    return held if fits and (cache is None or cache is held) else None
 
-    None: `keys` or `values` are other arrays, or the mask hides more than what lies outside of a row and
-    what comes after a token.
+
+def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:
+    """(where in `cache`'s own arrays the rows lie, window or 0).
+
+    None: the mask hides more than what lies outside of a row or a window, and what comes after a token.
     """
-    given_out = getattr(cache, "given_out", None)
-    if given_out is None or given_out[0]() is not keys or given_out[1]() is not values:
-        return None
-    alone = isinstance(cache, KVCache)
+    window = getattr(cache, "max_size", 0)
+    alone = isinstance(cache, KVCache | RotatingKVCache)
     if isinstance(mask, mx.array):
-        plain = mask is _plain_mask()
+        plain = _masks.get(id(mask)) == window
     else:
-        plain = mask == (None if new == 1 else "causal") and (alone or cache.is_even)
-    if not plain:
-        return None
-    return ([0], [cache.offset]) if alone else (cache.starts, cache.ends)
+        plain = mask == (None if new == 1 else "causal") and (alone or (not window and cache.is_even))
+    if not plain or getattr(cache, "keep", 0):
+        return None, window
+    if window:
+        tokens = [cache.offset] if alone else cache.tokens()
+        return _window_places(tokens, cache._idx, cache.keys.shape[2], window, new), window
+    return ([0], [cache.offset]) if alone else (cache.starts, cache.ends), 0
 
 
-_plain_mask: Any = lambda: None  # noqa: E731  (a weak reference once there is one)
+def _window_places(tokens: list[int], end: int, ring: int, window: int, new: int) -> Places:
+    """Of rows that have had so many `tokens`, the newest of each in the column before `end`."""
+    counts = [min(count, window + new - 1) for count in tokens]
+    starts = [(end - count) % ring for count in counts]
+    return starts, [start + count for start, count in zip(starts, counts, strict=True)]
 
 
-def note_plain_mask(mask: mx.array) -> None:
-    """Note that `mask` hides what lies outside of a row, and what comes after a token, and nothing else: the
-    kernel does without it."""
-    global _plain_mask
-    _plain_mask = weakref.ref(mask)
+_masks: dict[int, int] = {}
+"""Windows, or 0, of the masks that hide nothing but what the kernels do without; by their identity."""
 
 
-def kernel_for(queries: mx.array, keys: mx.array) -> Kernel | None:
+def note_mask(mask: Any, window: int = 0) -> None:
+    """Note that `mask` hides what lies outside of a row, what comes after a token, and what comes `window` or
+    more before it, and nothing else: the kernel does without it."""
+    if isinstance(mask, mx.array):
+        at = id(mask)
+        _masks[at] = window
+        weakref.finalize(mask, _masks.pop, at, None).atexit = False
+
+
+def _noting_mask(make_mask: Any) -> Any:
+    def noted(
+        self: Any, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        mask = make_mask(self, N, window_size=window_size, return_array=return_array)
+        if window_size in (None, self.max_size):
+            note_mask(mask, self.max_size)
+        return mask
+
+    return noted
+
+
+def _has_kernel(width: int) -> bool:
+    return width % 8 == 0 and (16 <= width <= 256 or width == 512)
+
+
+def kernel_for(
+    queries: mx.array, keys: mx.array, window: bool = False, sinks: mx.array | None = None
+) -> Kernel | None:
+    """Of attention over such KV, or over a window of it, if it is in use."""
     width, group = queries.shape[3], queries.shape[1] // keys.shape[1]
-    key = width, group, queries.dtype
+    key = width, group, queries.dtype, window, sinks is not None
+    if sinks is not None and sinks.dtype != queries.dtype:
+        return None
     if key not in _kernels:
-        fits = width in WIDTHS and 2 <= group <= MOST_HEADS and keys.dtype == queries.dtype
+        fits = _has_kernel(width) and keys.dtype == queries.dtype
         fits = fits and queries.dtype in (mx.bfloat16, mx.float16)
         _kernels[key] = _checked(*key) if fits else None
     return _kernels[key]
 
 
-def _checked(width: int, group: int, dtype: Any) -> Kernel | None:
+def _checked(width: int, group: int, dtype: Any, window: bool, sinks: bool) -> Kernel | None:
     """A kernel that computes what MLX's own does, on rows of unequal length; None, and a line in the log."""
-    kernel, began, far = Kernel(width, group, dtype), time.perf_counter(), 0.0
+    kernel, began, far = Kernel(width, group, dtype, ring=window, sinks=sinks), time.perf_counter(), 0.0
+    check = _Check(kernel, width, group, dtype, window, sinks)
     try:
-        for new in {1, min(5, kernel.most_new)}:
-            far = max(far, _difference(kernel, width, group, dtype, new))
-        far = max(far, _step_difference(kernel, width, group, dtype))
+        for end, new in ((ENDS[0], 1), (ENDS[1], 1), (ENDS[1], 5)):
+            far = max(far, check.difference(end, new))
+        far = max(far, check.step_difference())
     except Exception as error:
         log.warning("decode attends by MLX's own kernels: ours does not run here (%s)", error)
         return None
@@ -157,51 +215,80 @@ def _checked(width: int, group: int, dtype: Any) -> Kernel | None:
         log.warning("decode attends by MLX's own kernels: ours differs by %.3g", far)
         return None
     log.info(
-        "decode attends by omlxd's kernel (%s, %d wide, %d query heads a KV head): within %.4f of MLX's own, "
-        "checked in %.1f s",
+        "decode attends by omlxd's kernel (%s, %d wide, %d query heads a KV head%s%s): "
+        "within %.4f of MLX's own, checked in %.1f s",
         dtype,
         width,
         group,
+        ", windows" if window else "",
+        ", sinks" if sinks else "",
         far,
         time.perf_counter() - began,
     )
     return kernel
 
 
-def _difference(kernel: Any, width: int, group: int, dtype: Any, new: int) -> float:
-    """The largest from MLX's own in float32, for `new` tokens of each of two rows; NaN too."""
-    end = 3 * SPAN + 17
-    shape = (2, 2, end + 15, width)
-    queries, keys, values = (
-        mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
-        for seed, size in enumerate([(2, 2 * group, new, width), shape, shape])
-    )
-    places, scale = ([0, SPAN + 5], [end - SPAN - 1, end]), width**-0.5
-    starts, ends = (mx.array(at)[:, None, None, None] for at in places)
-    own = ends - new + mx.arange(new)[:, None]
-    mask = (mx.arange(end) >= starts) & (mx.arange(end) <= own)
-    got = kernel(queries, keys, values, places, scale)
-    exact = [x.astype(mx.float32) for x in (queries, keys[:, :, :end], values[:, :, :end])]
-    want = mx.fast.scaled_dot_product_attention(*exact, scale=scale, mask=mask)
-    far = cast(float, mx.abs(got.astype(mx.float32) - want).max().item())
-    return far if far == far else float("inf")
+ENDS = SPAN - 100, 3 * SPAN + 17
+"""Tokens of a row, in a check: one span, and several."""
 
 
-def _step_difference(kernel: Any, width: int, group: int, dtype: Any) -> float:
-    """The largest of what `Kernel.step` gives and puts, from what it should; no rounding: infinite or 0."""
-    end, shape = SPAN + 17, (2, 2, SPAN + 40, width)
-    queries, keys, values = (
-        mx.random.normal(size, key=mx.random.key(seed)).astype(dtype)
-        for seed, size in enumerate([(2, 2 * group, 1, width), shape, shape])
-    )
-    starts, ends, scale = [3, 0], [end, end - 9], width**-0.5
-    want = kernel(queries, keys, values, (starts, ends), scale)
-    columns = [mx.arange(2), [e - 1 for e in ends]]
-    fresh = tuple(array[columns[0], :, mx.array(columns[1])][:, :, None] for array in (keys, values))
-    seen = mx.arange(shape[2]) != mx.array(columns[1])[:, None]
-    held = tuple(mx.where(seen[:, None, :, None], array, 0) for array in (keys, values))
-    mx.eval(want, fresh, held)
-    got = kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale)
-    mx.eval(got)
-    same = all(mx.array_equal(a, b).item() for a, b in zip(got, (want, keys, values), strict=True))
-    return 0.0 if same else float("inf")
+class _Check:
+    """Of a kernel, on two rows of unequal length."""
+
+    def __init__(self, kernel: Any, width: int, group: int, dtype: Any, window: bool, sinks: bool):
+        self._kernel, self._width, self._group, self._dtype = kernel, width, group, dtype
+        self._window = window
+        self._sinks = self._some(9, (2 * group,)) if sinks else None
+
+    def _some(self, seed: int, shape: tuple[int, ...]) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(seed)).astype(self._dtype)
+
+    def difference(self, end: int, new: int) -> float:
+        """The largest from MLX's own in float32, for `new` tokens of each row; NaN is infinite."""
+        capacity, window = end + 15, end - 70 if self._window else 0
+        shape = (2, 2, capacity, self._width)
+        queries = self._some(0, (2, 2 * self._group, new, self._width))
+        keys, values = self._some(1, shape), self._some(2, shape)
+        if not window:
+            places = [0, end // 3], [end // 2, end]
+        elif new == 1:
+            places = _window_places([end // 2, 9 * end], end // 3, capacity, window, new)
+        else:
+            places = _window_places([end // 2, 9 * end], capacity, capacity, window, new)
+        scale = self._width**-0.5
+        got = self._kernel(queries, keys, values, places, scale, window=window, sinks=self._sinks)
+        far = 0.0
+        for row, (start, stop) in enumerate(zip(*places, strict=True)):
+            columns = mx.arange(start, stop)
+            own = mx.arange(stop - new, stop)[:, None]
+            mask = (columns <= own) & (columns > own - (window or stop))
+            exact = [array[row : row + 1, :, columns % capacity] for array in (keys, values)]
+            want = mx.fast.scaled_dot_product_attention(
+                *(array.astype(mx.float32) for array in (queries[row : row + 1], *exact)),
+                scale=scale,
+                mask=mask,
+                sinks=None if self._sinks is None else self._sinks.astype(mx.float32),
+            )
+            apart = cast(float, mx.abs(got[row : row + 1].astype(mx.float32) - want).max().item())
+            far = max(far, apart if apart == apart else float("inf"))
+        return far
+
+    def step_difference(self) -> float:
+        """The largest of what `Kernel.step` gives and puts, from what it should, and of a row of one span in
+        small arrays from the same in large ones; no rounding: infinite or 0."""
+        end, shape = SPAN - 17, (2, 2, SPAN + 40, self._width)
+        queries = self._some(0, (2, 2 * self._group, 1, self._width))
+        keys, values = self._some(1, shape), self._some(2, shape)
+        starts, ends, scale = [3, 0], [end, end - 9], self._width**-0.5
+        want = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
+        small = (array[:, :, :SPAN] for array in (keys, values))
+        short = self._kernel(queries, *small, (starts, ends), scale, sinks=self._sinks)
+        columns = [mx.arange(2), mx.array([e - 1 for e in ends])]
+        fresh = tuple(array[columns[0], :, columns[1]][:, :, None] for array in (keys, values))
+        seen = mx.arange(shape[2]) != columns[1][:, None]
+        held = tuple(mx.where(seen[:, None, :, None], array, 0) for array in (keys, values))
+        mx.eval(want, short, fresh, held)
+        got = self._kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale, self._sinks)
+        mx.eval(got)
+        pairs = zip((*got, short), (want, keys, values, want), strict=True)
+        return 0.0 if all(mx.array_equal(a, b).item() for a, b in pairs) else float("inf")

@@ -1,9 +1,10 @@
-"""CUDA kernels of attention: `omlxd_decode_spans` for one new token a row, `omlxd_decode_tiles` for several.
+"""CUDA kernels of attention: `omlxd_decode_spans` for one new token a row, `omlxd_decode_tiles` for several,
+`omlxd_decode_several` for several of wide heads.
 
-Both read a row's own KV alone, in spans cut at fixed places, with sums in a fixed order;
-`omlxd_decode_merge` puts the spans together by log-sum-exp. MLX compiles them at their first call.
-attention.py says when they run. `omlxd_decode_step` is `omlxd_decode_spans` that also puts the new token's KV
-into its place, for compiled_step.py.
+They read a row's own KV alone, in spans cut at fixed places, with sums in a fixed order;
+`omlxd_decode_merge` puts the spans together by log-sum-exp, where there are several. MLX compiles them at
+their first call. attention.py says when they run. `omlxd_decode_step` is `omlxd_decode_spans` that also puts
+the new token's KV into its place, for compiled_step.py.
 """
 
 from __future__ import annotations
@@ -59,8 +60,13 @@ WARPS = 4
 UNROLL = 4
 """Tokens that a lane has on their way from memory. 2 took a tenth longer for long rows, 8 as long."""
 
-TILE_WIDTHS = (64, 128)
-"""A wider head's sums of 16 queries have no room in registers."""
+TILE_WIDTH = 128
+"""A wider head's sums of 16 queries have no room in registers: `omlxd_decode_several` takes those."""
+
+MOST_WIDE = 16
+"""As `MOST_NEW`, for wider heads."""
+
+NO_WINDOW = 1 << 30
 
 HEADER = """
 #define INFINITY __int_as_float(0x7f800000)
@@ -120,46 +126,69 @@ OMLXD_ROUND(float16, "f16")
 """
 
 _SPANS = """
-  // grid (spans, KV heads x parts of a group, rows); a warp reads EACH tokens at once, LANES lanes a token
-  constexpr int LANES = D / 8, EACH = 32 / LANES;
-  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / (GROUP / H);
-  const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
+  // grid (spans, KV heads x parts of H queries, rows); a warp reads EACH tokens at once, LANES lanes a token,
+  // each EIGHTS times 8 of its numbers. Query m of a KV head: new token m / GROUP, head m % GROUP.
+  constexpr int CHUNKS = D / 8, EACH = 32 / LANES, EIGHTS = (CHUNKS + LANES - 1) / LANES;
+  constexpr bool LIVE = CHUNKS == LANES * EIGHTS;
+  const int fresh = SEVERAL ? new_tokens : 1, queries = GROUP * fresh, parts = (queries + H - 1) / H;
+  const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / parts, first = blockIdx.y % parts * H;
+  const int begin = starts[row], from = begin + span * SPAN, end = ends[row], to = min(from + SPAN, end);
   if (from >= end) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, slot = lane / LANES, part = lane % LANES;
-  const long query = ((long)row * KV_HEADS * GROUP + (long)blockIdx.y * H);
   const long head = ((long)row * KV_HEADS + kv_head) * capacity;
-  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * LANES + part;
-  const uint4* V = reinterpret_cast<const uint4*>(values) + head * LANES + part;
+  const uint4* K = reinterpret_cast<const uint4*>(keys) + head * CHUNKS;
+  const uint4* V = reinterpret_cast<const uint4*>(values) + head * CHUNKS;
+  const uint4 none = make_uint4(0, 0, 0, 0);
+  auto place = [&](int m) {
+    return (((long)row * KV_HEADS + kv_head) * GROUP + m % GROUP) * fresh + m / GROUP;
+  };
+  auto column = [&](int token) { return (long)(RING && token >= capacity ? token - capacity : token); };
   READ
-  float qs[H][8], best[H], total[H], sum[H][8];
+  float qs[H][8 * EIGHTS], best[H], total[H], sum[H][8 * EIGHTS];
+  int low[H], high[H];
   #pragma unroll
   for (int h = 0; h < H; h++) {
-    omlxd_eight<T>(reinterpret_cast<const uint4*>(q)[(query + h) * LANES + part], qs[h]);
+    const int m = first + h, own = end - fresh + m / GROUP;
+    const bool live = (!SEVERAL && GROUP % H == 0) || m < queries;
+    low[h] = SEVERAL ? own - window + 1 : from;
+    high[h] = live ? SEVERAL ? min(to, own + 1) : to : 0;
+    #pragma unroll
+    for (int c = 0; c < EIGHTS; c++) {
+      const int chunk = c * LANES + part;
+      const bool has = live && (LIVE || chunk < CHUNKS);
+      const uint4* from = reinterpret_cast<const uint4*>(q) + place(m) * CHUNKS + chunk;
+      omlxd_eight<T>(has ? *from : none, qs[h] + 8 * c);
+    }
     best[h] = -1e30f; total[h] = 0.f;
     #pragma unroll
-    for (int e = 0; e < 8; e++) { qs[h][e] *= scale[0] * 1.44269504f; sum[h][e] = 0.f; }
+    for (int e = 0; e < 8 * EIGHTS; e++) { qs[h][e] *= scale[0] * 1.44269504f; sum[h][e] = 0.f; }
   }
   for (int base = from + warp * EACH + slot; base - slot < to; base += WARPS * EACH * UNROLL) {
-    uint4 k[UNROLL], v[UNROLL];
+    uint4 k[UNROLL][EIGHTS], v[UNROLL][EIGHTS];
     #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      const int token = base + u * WARPS * EACH;
-      k[u] = token < to ? read(K, fresh_k, token) : make_uint4(0, 0, 0, 0);
-      v[u] = token < to ? read(V, fresh_v, token) : make_uint4(0, 0, 0, 0);
-    }
+    for (int u = 0; u < UNROLL; u++)
+      #pragma unroll
+      for (int c = 0; c < EIGHTS; c++) {
+        const int token = base + u * WARPS * EACH, chunk = c * LANES + part;
+        const bool has = token < to && (LIVE || chunk < CHUNKS);
+        k[u][c] = has ? read(K, fresh_k, token, chunk) : none;
+        v[u][c] = has ? read(V, fresh_v, token, chunk) : none;
+      }
     float score[UNROLL][H];
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      float x[8];
-      omlxd_eight<T>(k[u], x);
+      const int token = base + u * WARPS * EACH;
+      float x[8 * EIGHTS];
+      #pragma unroll
+      for (int c = 0; c < EIGHTS; c++) omlxd_eight<T>(k[u][c], x + 8 * c);
       #pragma unroll
       for (int h = 0; h < H; h++) {
         float dot = 0.f;
         #pragma unroll
-        for (int e = 0; e < 8; e++) dot += x[e] * qs[h][e];
+        for (int e = 0; e < 8 * EIGHTS; e++) dot += x[e] * qs[h][e];
         #pragma unroll
         for (int o = LANES / 2; o; o >>= 1) dot += __shfl_xor_sync(~0u, dot, o);
-        score[u][h] = base + u * WARPS * EACH < to ? dot : -INFINITY;
+        score[u][h] = token < high[h] && (!SEVERAL || token >= low[h]) ? dot : -INFINITY;
       }
     }
     #pragma unroll
@@ -171,7 +200,7 @@ _SPANS = """
       best[h] = now;
       total[h] *= shrink;
       #pragma unroll
-      for (int e = 0; e < 8; e++) sum[h][e] *= shrink;
+      for (int e = 0; e < 8 * EIGHTS; e++) sum[h][e] *= shrink;
       #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
         score[u][h] = omlxd_exp2(score[u][h] - now);
@@ -180,12 +209,13 @@ _SPANS = """
     }
     #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
-      float x[8];
-      omlxd_eight<T>(v[u], x);
+      float x[8 * EIGHTS];
+      #pragma unroll
+      for (int c = 0; c < EIGHTS; c++) omlxd_eight<T>(v[u][c], x + 8 * c);
       #pragma unroll
       for (int h = 0; h < H; h++)
         #pragma unroll
-        for (int e = 0; e < 8; e++) sum[h][e] += score[u][h] * x[e];
+        for (int e = 0; e < 8 * EIGHTS; e++) sum[h][e] += score[u][h] * x[e];
     }
   }
   __shared__ float tops[WARPS][H], masses[WARPS][H], vectors[WARPS][H][D];
@@ -199,17 +229,19 @@ _SPANS = """
     #pragma unroll
     for (int o = LANES; o < 32; o <<= 1) mass += __shfl_xor_sync(~0u, mass, o);
     #pragma unroll
-    for (int e = 0; e < 8; e++) {
+    for (int e = 0; e < 8 * EIGHTS; e++) {
       float x = sum[h][e] * shrink;
       #pragma unroll
       for (int o = LANES; o < 32; o <<= 1) x += __shfl_xor_sync(~0u, x, o);
-      if (slot == 0) vectors[warp][h][part * 8 + e] = x;
+      const int chunk = e / 8 * LANES + part;
+      if (slot == 0 && (LIVE || chunk < CHUNKS)) vectors[warp][h][chunk * 8 + e % 8] = x;
     }
     if (lane == 0) { tops[warp][h] = top; masses[warp][h] = mass; }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < H * D; i += 32 * WARPS) {
-    const int h = i / D, d = i % D;
+    const int h = i / D, d = i % D, m = first + h;
+    if (m >= queries) break;
     float top = -1e30f, mass = 0.f, x = 0.f;
     #pragma unroll
     for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][h]);
@@ -219,24 +251,39 @@ _SPANS = """
       mass += weight * masses[w][h];
       x += weight * vectors[w][h][d];
     }
-    const long place = (query + h) * gridDim.x + span;
-    sums[place * D + d] = x;
-    if (d == 0) { weights[place * 2] = top; weights[place * 2 + 1] = mass; }
+    PUT
   }
 """
 
-_READ = """const uint4 *fresh_k = nullptr, *fresh_v = nullptr;
-  auto read = [&](const uint4* from, const uint4*, int token) { return from[(long)token * LANES]; };
+_PUT = """const long at = place(m) * gridDim.x + span;
+    sums[at * D + d] = x;
+    if (d == 0) { weights[at * 2] = top; weights[at * 2 + 1] = mass; }
 """
 
-_READ_AND_PUT = """const long fresh = ((long)row * KV_HEADS + kv_head) * LANES + part;
-  const uint4* fresh_k = reinterpret_cast<const uint4*>(new_keys) + fresh;
-  const uint4* fresh_v = reinterpret_cast<const uint4*>(new_values) + fresh;
-  const bool puts = blockIdx.y % (GROUP / H) == 0;
-  auto read = [&](const uint4* from, const uint4* fresh, int token) {
-    if (token + 1 < end) return from[(long)token * LANES];
-    const uint4 x = *fresh;
-    if (puts) const_cast<uint4*>(from)[(long)token * LANES] = x;
+_PUT_OUT = """if (SINKS) {  // As omlxd_decode_merge rounds.
+      const float sink = omlxd_floats<T>(SINK(kv_head * GROUP + m % GROUP)).x * 1.44269504f;
+      const float both = fmaxf(top, sink), own = omlxd_exp2(top - both);
+      mass = __fadd_rn(__fmul_rn(own, mass), omlxd_exp2(sink - both));
+      x = __fmul_rn(own, x);
+    }
+    out[place(m) * D + d] = omlxd_round<T>(x / mass);
+"""
+"""A row of one span needs no other kernel."""
+
+_READ = """const uint4 *fresh_k = nullptr, *fresh_v = nullptr;
+  auto read = [&](const uint4* from, const uint4*, int token, int chunk) {
+    return from[column(token) * CHUNKS + chunk];
+  };
+"""
+
+_READ_AND_PUT = """const long newest = ((long)row * KV_HEADS + kv_head) * CHUNKS;
+  const uint4* fresh_k = reinterpret_cast<const uint4*>(new_keys) + newest;
+  const uint4* fresh_v = reinterpret_cast<const uint4*>(new_values) + newest;
+  auto read = [&](const uint4* from, const uint4* newest, int token, int chunk) {
+    const uint4* held = from + column(token) * CHUNKS + chunk;
+    if (token + 1 < end) return *held;
+    const uint4 x = newest[chunk];
+    if (first == 0) *const_cast<uint4*>(held) = x;
     return x;
   };
 """
@@ -246,7 +293,8 @@ KV head puts it into the cache, which nothing else reads there in this step."""
 _TILES = """
   // grid (spans, KV heads x tiles of 16 queries, rows). A warp reads 16 tokens at once for all 16 queries:
   // fragments of mma.m16n8k16, whose k and n are dealt out so that a lane reads 16 bytes at a time.
-  constexpr int TILES = D / 64;
+  constexpr int CHUNKS = D / 8, TILES = (CHUNKS + 7) / 8, TURNS = (CHUNKS + 3) / 4;
+  const uint4 none = make_uint4(0, 0, 0, 0);
   const int fresh = new_tokens, queries = GROUP * fresh, tiles = (queries + 15) / 16;
   const int span = blockIdx.x, row = blockIdx.z, kv_head = blockIdx.y / tiles, tile = blockIdx.y % tiles;
   const int from = starts[row] + span * SPAN, end = ends[row], to = min(from + SPAN, end);
@@ -257,17 +305,19 @@ _TILES = """
   const uint4* V = reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(values) + head);
   // Query m of a head's group: new token m / GROUP, head m % GROUP.
   long place[2];
-  int limit[2];
-  uint4 qs[2][2 * TILES];
+  int low[2], high[2];
+  uint4 qs[2][TURNS];
   #pragma unroll
   for (int i = 0; i < 2; i++) {
     const int m = tile * 16 + group + 8 * i, token = m / GROUP;
     place[i] = m < queries ? (((long)row * KV_HEADS + kv_head) * GROUP + m % GROUP) * fresh + token : -1;
-    limit[i] = m < queries ? min(to, end - fresh + token + 1) : 0;
+    low[i] = end - fresh + token + 1 - window;
+    high[i] = m < queries ? min(to, end - fresh + token + 1) : 0;
     #pragma unroll
-    for (int c = 0; c < 2 * TILES; c++)
-      qs[i][c] = place[i] < 0 ? make_uint4(0, 0, 0, 0)
-                              : reinterpret_cast<const uint4*>(q)[place[i] * (D / 8) + c * 4 + quad];
+    for (int c = 0; c < TURNS; c++) {
+      const bool has = place[i] >= 0 && (CHUNKS % 4 == 0 || c * 4 + quad < CHUNKS);
+      qs[i][c] = has ? reinterpret_cast<const uint4*>(q)[place[i] * CHUNKS + c * 4 + quad] : none;
+    }
   }
   const float factor = scale[0] * 1.44269504f;
   float best[2] = {-1e30f, -1e30f}, total[2] = {0.f, 0.f}, sum[8 * TILES][4];
@@ -276,20 +326,24 @@ _TILES = """
     #pragma unroll
     for (int e = 0; e < 4; e++) sum[t][e] = 0.f;
   for (int base = from + warp * 16; base < to; base += 16 * WARPS) {
-    uint4 k[2][2 * TILES], v[4][TILES];
+    uint4 k[2][TURNS], v[4][TILES];
     #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int token = base + 8 * i + group;
       #pragma unroll
-      for (int c = 0; c < 2 * TILES; c++)
-        k[i][c] = token < to ? K[(long)token * (D / 8) + c * 4 + quad] : make_uint4(0, 0, 0, 0);
+      for (int c = 0; c < TURNS; c++) {
+        const bool has = token < to && (CHUNKS % 4 == 0 || c * 4 + quad < CHUNKS);
+        k[i][c] = has ? K[(long)token * CHUNKS + c * 4 + quad] : none;
+      }
     }
     #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int token = base + quad * 2 + (i & 1) + (i >> 1) * 8;
       #pragma unroll
-      for (int c = 0; c < TILES; c++)
-        v[i][c] = token < to ? V[(long)token * (D / 8) + c * 8 + group] : make_uint4(0, 0, 0, 0);
+      for (int c = 0; c < TILES; c++) {
+        const bool has = token < to && (CHUNKS % 8 == 0 || c * 8 + group < CHUNKS);
+        v[i][c] = has ? V[(long)token * CHUNKS + c * 8 + group] : none;
+      }
     }
     float score[2][4];
     #pragma unroll
@@ -297,7 +351,7 @@ _TILES = """
       #pragma unroll
       for (int e = 0; e < 4; e++) score[i][e] = 0.f;
       #pragma unroll
-      for (int c = 0; c < 2 * TILES; c++) {
+      for (int c = 0; c < TURNS; c++) {
         omlxd_mma<T>(score[i], qs[0][c].x, qs[1][c].x, qs[0][c].y, qs[1][c].y, k[i][c].x, k[i][c].y);
         omlxd_mma<T>(score[i], qs[0][c].z, qs[1][c].z, qs[0][c].w, qs[1][c].w, k[i][c].z, k[i][c].w);
       }
@@ -313,7 +367,7 @@ _TILES = """
         for (int e = 0; e < 2; e++) {
           const int token = base + 8 * i + quad * 2 + e;
           float& x = score[i][2 * h + e];
-          x = token < limit[h] ? x * factor : -INFINITY;
+          x = token < high[h] && (!RING || token >= low[h]) ? x * factor : -INFINITY;
           now = fmaxf(now, x);
         }
       now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
@@ -355,8 +409,11 @@ _TILES = """
     #pragma unroll
     for (int t = 0; t < 8 * TILES; t++)
       #pragma unroll
-      for (int e = 0; e < 2; e++)  // column quad * 2 + e of tile t
-        vectors[warp][group + 8 * h][(t >> 3) * 64 + (quad * 2 + e) * 8 + (t & 7)] = sum[t][2 * h + e];
+      for (int e = 0; e < 2; e++) {  // column quad * 2 + e of tile t
+        const int chunk = (t >> 3) * 8 + quad * 2 + e;
+        if (CHUNKS % 8 == 0 || chunk < CHUNKS)
+          vectors[warp][group + 8 * h][chunk * 8 + (t & 7)] = sum[t][2 * h + e];
+      }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * D; i += 32 * WARPS) {
@@ -386,12 +443,15 @@ _MERGE = """
   const float* pairs = weights + head * most * 2;
   float best = -1e30f, total = 0.f, x = 0.f;
   for (int s = 0; s < spans; s++) best = fmaxf(best, pairs[s * 2]);
+  const float sink = SINKS ? omlxd_floats<T>(SINK(head % queries / new_tokens)).x * 1.44269504f : -INFINITY;
+  best = fmaxf(best, sink);
   #pragma unroll 4
   for (int s = 0; s < spans; s++) {
     const float weight = omlxd_exp2(pairs[s * 2] - best);
     total += weight * pairs[s * 2 + 1];
     x += weight * sums[(head * most + s) * D + threadIdx.x];
   }
+  if (SINKS) total = __fadd_rn(total, omlxd_exp2(sink - best));
   out[head * D + threadIdx.x] = omlxd_round<T>(x / total);
 """
 
@@ -399,41 +459,71 @@ _MERGE = """
 _ARGUMENTS = {
     "spans": "const T* q, const T* keys, const T* values",
     "step": "const T* q, const T* new_keys, const T* new_values, const T* keys, const T* values",
+    "several": "const T* q, const T* keys, const T* values",
     "tiles": "const T* q, const T* keys, const T* values",
+    "merge": "const float* sums, const float* weights",
 }
 _BODIES = {
     "spans": _SPANS.replace("READ", _READ),
     "step": _SPANS.replace("READ", _READ_AND_PUT),
+    "several": _SPANS.replace("READ", _READ),
     "tiles": _TILES,
     "merge": _MERGE,
 }
 TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16"}
 
 
-def source_of(name: str, width: int, group: int, dtype: Any, span: int) -> tuple[str, str]:
-    """(function, CUDA source) of a kernel: spans, step, tiles or merge."""
+def source_of(
+    name: str, width: int, group: int, dtype: Any, span: int, *, ring: bool = False, sinks: bool = False
+) -> tuple[str, str]:
+    """(function, CUDA source) of a kernel: spans, step, several, tiles or merge; the first three end in
+    `_out` where a row has no more than one span.
+
+    ring   a row that comes to the arrays' end goes on at their beginning; a token sees `window` tokens
+    sinks  a logit of each head joins the sum that weights are divided by
+    """
+    name, _, out = name.partition("_")
     kind = TYPES[dtype]
-    function = f"omlxd_decode_{name}_{kind}_{width}_{group}_{span}"
-    numbers = {"D": width, "GROUP": group, "SPAN": span, "WARPS": WARPS}
-    numbers |= {"H": most_heads(group), "UNROLL": UNROLL}
+    function = "_".join(
+        ["omlxd_decode", name, kind, *map(str, (width, group, span))]
+        + [word for word, is_so in (("ring", ring), ("sinks", sinks), ("out", out)) if is_so]
+    )
+    numbers = {"D": width, "GROUP": group, "SPAN": span, "WARPS": WARPS, "UNROLL": UNROLL}
+    numbers |= {"H": heads_at_once(width, group, name == "several"), "LANES": lanes_of(width)}
+    numbers |= {"RING": int(ring), "SINKS": int(sinks), "SEVERAL": int(name == "several")}
     constants = ", ".join(f"{word} = {number}" for word, number in numbers.items())
+    takes_sinks = sinks and (name == "merge" or out)
+    arguments = f"{_ARGUMENTS[name]}, const int* starts, const int* ends"
+    if name != "merge":
+        arguments += ", const float* scale"
+    arguments += ", const T* sinks" if takes_sinks else ""
+    arguments += ", T* out" if out or name == "merge" else ", float* sums, float* weights"
     if name == "merge":
-        arguments = (
-            "const float* sums, const float* weights, const int* starts, const int* ends, T* out, "
-            "const int span_count, const int queries"
-        )
+        arguments += ", const int span_count, const int queries, const int new_tokens"
     else:
-        arguments = (
-            f"{_ARGUMENTS[name]}, const int* starts, const int* ends, const float* scale, float* sums, "
-            "float* weights, const int capacity, const int new_tokens, const int KV_HEADS"
-        )
+        arguments += ", const int capacity, const int new_tokens, const int KV_HEADS, const int window"
     head = f"{HEADER}using T = {kind};\nconstexpr int {constants};\n"
-    return function, f'{head}extern "C" __global__ void {function}({arguments}) {{\n{_BODIES[name]}\n}}\n'
+    head += f"#define SINK(head) {'sinks[head].bits' if takes_sinks else '0'}\n"
+    body = _BODIES[name].replace("PUT", _PUT_OUT if out else _PUT)
+    return function, f'{head}extern "C" __global__ void {function}({arguments}) {{\n{body}\n}}\n'
 
 
 def most_heads(group: int) -> int:
     """Query heads of a group that a lane keeps."""
     return max(heads for heads in range(1, 9) if group % heads == 0)
+
+
+def lanes_of(width: int) -> int:
+    """Lanes that read a token together, a power of two."""
+    return min(32, 1 << (width // 8 - 1).bit_length())
+
+
+def heads_at_once(width: int, group: int, several: bool = False) -> int:
+    """Queries of a KV head that a lane keeps; for several tokens those of a group are many times as many."""
+    most = 8 if width <= 256 else 4
+    if several:
+        return most // 2
+    return -(-group // -(-group // most))
 
 
 class Kernel:
@@ -444,14 +534,25 @@ class Kernel:
     each time.
     """
 
-    def __init__(self, width: int, group: int, dtype: Any, span: int = SPAN):
+    def __init__(
+        self,
+        width: int,
+        group: int,
+        dtype: Any,
+        span: int = SPAN,
+        *,
+        ring: bool = False,
+        sinks: bool = False,
+    ):
         self._width, self._group, self._dtype, self._span = width, group, dtype, span
-        self.most_new = MOST_NEW if width in TILE_WIDTHS else 1
+        self._with = {"ring": ring, "sinks": sinks}
+        self.most_new = MOST_NEW if width <= TILE_WIDTH else MOST_WIDE
         """New tokens a row that it takes."""
-        self._heads = most_heads(group)
         self._code: dict[tuple[str, int], tuple[str, bytes]] = {}
         # Each shape by itself: MLX looks through all shapes of a function one by one.
-        self._compiled = lru_cache(64)(lambda queries, keys: mx.compile(partial(self._attend)))
+        self._compiled = lru_cache(64)(
+            lambda queries, keys, window: mx.compile(partial(self._attend, window=window))
+        )
 
     def __call__(
         self,
@@ -460,14 +561,24 @@ class Kernel:
         values: mx.array,
         places: tuple[Sequence[int], Sequence[int]],
         scale: float,
+        *,
+        window: int = 0,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """(rows, heads, new tokens, width). `keys`, `values`: (rows, KV heads, capacity, width); row r's KV
-        lies in columns `starts[r]` to `ends[r]` of `places`, its new tokens last."""
+        lies in columns `starts[r]` to `ends[r]` of `places`, its new tokens last.
+
+        window  tokens that a new one sees, itself included; 0: all. Of one new token a row, `places` has no
+                others, and goes on behind the last column in the first
+        sinks   (heads,)
+        """
         starts, ends = (
-            _constant(name, tuple(at), mx.int32) for name, at in zip(("starts", "ends"), places, strict=True)
+            _constant(f"{name}{window}", tuple(at), mx.int32)
+            for name, at in zip(("starts", "ends"), places, strict=True)
         )
-        call = self._compiled(queries.shape, keys.shape)
-        return call(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32))
+        call = self._compiled(queries.shape, keys.shape, window)
+        more = () if sinks is None else (sinks,)
+        return call(queries, keys, values, starts, ends, _constant("scale", (scale,), mx.float32), *more)
 
     def step(
         self,
@@ -477,6 +588,7 @@ class Kernel:
         starts: mx.array,
         ends: mx.array,
         scale: float,
+        sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values).
 
@@ -484,7 +596,7 @@ class Kernel:
         held   (rows, KV heads, capacity, width), in one piece; written in place, column `ends[row] - 1`
         """
         scales = _constant("scale", (scale,), mx.float32)
-        return self._attend(queries, *held, starts, ends, scales, fresh), *held
+        return self._attend(queries, *held, starts, ends, scales, sinks, fresh=fresh), *held
 
     def _attend(
         self,
@@ -494,30 +606,39 @@ class Kernel:
         starts: mx.array,
         ends: mx.array,
         scale: mx.array,
+        sinks: mx.array | None = None,
+        *,
         fresh: Sequence[mx.array] = (),
+        window: int = 0,
     ) -> mx.array:
         rows, heads, new = queries.shape[:3]
         kv_heads, capacity = keys.shape[1:3]
-        if new == 1:
-            name, span, parts = "step" if fresh else "spans", self._span, heads // self._heads
+        if new > 1 and self._width <= TILE_WIDTH:
+            name, span, at_once = "tiles", TILE_SPAN, 16
         else:
-            name, span, parts = "tiles", TILE_SPAN, kv_heads * -(-self._group * new // 16)
+            name = ("step" if fresh else "spans") if new == 1 else "several"
+            span, at_once = self._span, heads_at_once(self._width, self._group, new > 1)
         spans = -(-capacity // span)
-        sums, weights = self._run(
-            name,
+        alone = spans == 1 and name != "tiles"
+        last = [] if sinks is None else [sinks]
+        places = (rows, heads * new, spans)
+        made = self._run(
+            name + "_out" * alone,
             span,
-            [queries, *fresh, keys, values, starts, ends, scale],
-            [capacity, new, kv_heads],
-            grid=(spans * 32 * WARPS, parts, rows),
+            [queries, *fresh, keys, values, starts, ends, scale, *(last if alone else [])],
+            [capacity, new, kv_heads, window or NO_WINDOW],
+            grid=(spans * 32 * WARPS, kv_heads * -(-self._group * new // at_once), rows),
             threadgroup=(32 * WARPS, 1, 1),
-            output_shapes=[(rows, heads * new, spans, self._width), (rows, heads * new, spans, 2)],
-            output_dtypes=[mx.float32, mx.float32],
+            output_shapes=[queries.shape] if alone else [(*places, self._width), (*places, 2)],
+            output_dtypes=[self._dtype] if alone else [mx.float32, mx.float32],
         )
+        if alone:
+            return made[0]
         return self._run(
             "merge",
             span,
-            [sums, weights, starts, ends],
-            [spans, heads * new],
+            [*made, starts, ends, *last],
+            [spans, heads * new, new],
             grid=(rows * heads * new * self._width, 1, 1),
             threadgroup=(self._width, 1, 1),
             output_shapes=[queries.shape],
@@ -529,7 +650,7 @@ class Kernel:
     ) -> list[mx.array]:
         """One kernel, compiled at its first call."""
         if (name, span) not in self._code:
-            function, source = source_of(name, self._width, self._group, self._dtype, span)
+            function, source = source_of(name, self._width, self._group, self._dtype, span, **self._with)
             self._code[name, span] = function, nvrtc.machine_code(source)
         function, code = self._code[name, span]
         return mx.fast.precompiled_cuda_kernel(

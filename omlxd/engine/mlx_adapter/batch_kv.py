@@ -145,7 +145,7 @@ class EvenBatchKVCache(BatchKVCache):
             return None
         mask = super().make_mask(N, return_array, **kwargs) if even else self._uneven_mask(N, **kwargs)
         if not kwargs.get("window_size"):
-            attention.note_plain_mask(mask)
+            attention.note_mask(mask)
         return mask
 
     def _uneven_mask(self, count: int, window_size: int | None = None) -> mx.array:
@@ -202,10 +202,29 @@ class EvenBatchKVCache(BatchKVCache):
 class WindowBatchKVCache(BatchRotatingKVCache):
     """Windows of a batch, whose rows may forget different numbers of tokens."""
 
+    _fewer: list[int] | None = None  # Tokens that each row has had fewer than `_offset`.
+
+    def tokens(self) -> list[int]:
+        """That each row has had, as `offset` counts them; without waiting for a step that computes."""
+        if self._fewer is None:
+            self._fewer = [self._offset - tokens for tokens in cast(list[int], self.offset.tolist())]
+        return [self._offset - fewer for fewer in self._fewer]
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if N > 1:
             self._temporal_order()  # As the pass will: the mask below is of windows in order.
-        return super().make_mask(N, window_size, return_array)
+        mask = super().make_mask(N, window_size, return_array)
+        if window_size in (None, self.max_size):
+            attention.note_mask(mask, self.max_size)
+        return mask
+
+    def extend(self, other: Any) -> None:
+        super().extend(other)
+        self._fewer = None
+
+    def filter(self, batch_indices: Any) -> None:
+        super().filter(batch_indices)
+        self._fewer = None
 
     def trim_rows(self, counts: Sequence[int]) -> None:
         """Forget the last `counts[row]` tokens of each row, after a pass of several and fewer than those.
@@ -219,5 +238,8 @@ class WindowBatchKVCache(BatchRotatingKVCache):
             self.offset = self.offset - all_rows
         if max(counts) > all_rows:
             # Moves rows to the right edge. What comes round to the left is dropped with the next token.
-            self._lengths = self.offset - mx.array([count - all_rows for count in counts])
+            more = [count - all_rows for count in counts]
+            self._lengths = self.offset - mx.array(more)
             self.finalize()
+            if self._fewer is not None:
+                self._fewer = [fewer + count for fewer, count in zip(self._fewer, more, strict=True)]

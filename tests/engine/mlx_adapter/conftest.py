@@ -8,7 +8,7 @@ from typing import Any, cast
 import mlx.core as mx
 import pytest
 from mlx_lm.models import base
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import RotatingKVCache
 
 from omlxd.engine.mlx_adapter import attention, attention_kernel
 
@@ -20,20 +20,31 @@ class Reference:
     most_new = attention_kernel.MOST_NEW
 
     def __call__(
-        self, queries: Any, keys: Any, values: Any, places: tuple[list[int], list[int]], scale: float
+        self,
+        queries: Any,
+        keys: Any,
+        values: Any,
+        places: tuple[list[int], list[int]],
+        scale: float,
+        *,
+        window: int = 0,
+        sinks: mx.array | None = None,
     ) -> mx.array:
+        new, rows = queries.shape[2], []
         Reference.calls += 1
-        Reference.several += queries.shape[2] > 1
-        rows = [
-            mx.fast.scaled_dot_product_attention(
-                queries[row : row + 1],
-                keys[row : row + 1, :, start:end],
-                values[row : row + 1, :, start:end],
-                scale=scale,
-                mask="causal",
+        Reference.several += new > 1
+        for row, (start, end) in enumerate(zip(*places, strict=True)):
+            columns, own = mx.arange(start, end), mx.arange(end - new, end)[:, None]
+            assert end <= keys.shape[2] or (window and new == 1), "a ring is in order after several tokens"
+            rows.append(
+                mx.fast.scaled_dot_product_attention(
+                    queries[row : row + 1],
+                    *(array[row : row + 1, :, columns % keys.shape[2]] for array in (keys, values)),
+                    scale=scale,
+                    mask=(columns <= own) & (columns > own - (window or end)),
+                    sinks=sinks,
+                )
             )
-            for row, (start, end) in enumerate(zip(*places, strict=True))
-        ]
         return mx.concatenate(rows)
 
     def step(
@@ -57,8 +68,10 @@ def reference(monkeypatch: pytest.MonkeyPatch):
     """What `install` changes is put back after the test, in modules that the test imports too."""
     before = base.scaled_dot_product_attention
     known = set(sys.modules)
-    monkeypatch.setattr(BatchKVCache, "keys_and_values", BatchKVCache.keys_and_values)
-    monkeypatch.setattr(KVCache, "update_and_fetch", KVCache.update_and_fetch)
+    for cache in attention.NOTED:
+        for name in ("update_and_fetch", "keys_and_values"):
+            monkeypatch.setattr(cache, name, getattr(cache, name))
+    monkeypatch.setattr(RotatingKVCache, "make_mask", RotatingKVCache.make_mask)
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
@@ -67,7 +80,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
 
     def install() -> None:
         monkeypatch.setattr(attention, "backend", lambda: "cuda")
-        monkeypatch.setattr(attention, "kernel_for", lambda queries, keys: kernel)
+        monkeypatch.setattr(attention, "kernel_for", lambda *_: kernel)
         attention.install()
 
     yield install
