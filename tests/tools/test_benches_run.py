@@ -25,6 +25,8 @@ RUNS = {
     "prompt_ends": ("{llama} --prefix 128 --ends 2x4 --rounds 1", "| 2 x 4 | one |"),
     "images": ("--shape tiny --peers omlxd --rounds 1 --turns 1 --size 112x112", "| second turn, TTFT |"),
     "tower_gap": ("--size 224x112", "| parts |"),
+    "streams": ("--model {llama} --contexts 40 40,50 --output 8", "| omlxd | 2 | 40 to 50 |"),
+    "turns": ("--model {llama} --grow 40+20 30+10 --output 4", "| omlxd | 1 | 4 of 4 |"),
     "store": ("--streams 1 --output 8 --prompt 70 --rounds 1", "written:"),
 }
 

@@ -1,13 +1,14 @@
 """Tokens a second through HTTP of several streams at once, of unequal contexts too, beside other servers.
 
     python -m tools.bench.streams --model FOLDER [--contexts 500 16000 16000,17500,19000,20500 …]
-        [--output 300] [--server NAME COMMAND]…
+        [--output 300] [--bound SECONDS] [--server NAME COMMAND]…
 
 COMMAND may hold {port}, {model} and {home}, an empty folder. Without --server: this checkout's daemon. A
 server whose NAME begins with omlxd knows the model by its folder's name, others by its path.
 The servers run one after the other, with the same texts. Each context is asked for once alone (what it
 keeps of that is its own affair), then all streams of a row at once. Rates are those of the time in which
-all of them answer (rates.py); `-`: an error. TTFT is the largest of the row.
+all of them answer (rates.py); `-`: an error. TTFT is the largest of the row. A server that has not answered
+all rows within the bound, its start not counted, is ended, and the row says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import shlex
 import sys
 import tempfile
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,15 +46,26 @@ def server_of(name: str, command: str, model: Path, home: str) -> Server:
     return Server(name, words, port, model.name if name.startswith("omlxd") else str(model))
 
 
-def measure(server: Server, prompts: list[str], output: int) -> tuple[float, float, float]:
+async def measure(server: Server, prompts: list[str], output: int) -> tuple[float, float, float]:
     """(tokens a second over all streams, largest TTFT, largest gap), in seconds."""
     for prompt in prompts:
-        asyncio.run(server.ask([prompt], 1))
-    streams = asyncio.run(server.ask(list(prompts), output))
+        await server.ask([prompt], 1)
+    streams = await server.ask(list(prompts), output)
     if not all(stream.times for stream in streams):
         raise ValueError("a stream ended without any text")
     gaps = (b - a for stream in streams for a, b in pairwise(stream.times))
     return total_rate(streams), max(stream.ttft for stream in streams), max(gaps)
+
+
+async def bounded(server: Server, prompts: list[str], output: int, deadline: float) -> tuple[list[str], bool]:
+    """(a row's cells, whether `deadline` of the monotonic clock came first)."""
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return [f"{x:.3g}" for x in await measure(server, prompts, output)], False
+    except TimeoutError:
+        return ["- (not within the bound)", "-", "-"], True
+    except (httpx.HTTPError, RuntimeError, ValueError) as error:
+        return [f"- ({error})"[:200], "-", "-"], False
 
 
 def main() -> None:
@@ -60,21 +73,24 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--contexts", nargs="+", default=["500", "16000", "16000,17500,19000,20500"])
     parser.add_argument("--output", type=int, default=300)
+    parser.add_argument("--bound", type=float, default=3600.0)
     parser.add_argument("--server", nargs=2, action="append", metavar=("NAME", "COMMAND"))
     options = parser.parse_args()
     print("| server | streams | contexts | tok/s | TTFT s | largest gap s |\n|" + "---|" * 6)
     for name, command in options.server or [("omlxd", OURS)]:
         server = server_of(name, command, options.model, tempfile.mkdtemp(prefix="streams-"))
+        deadline = time.monotonic() + options.bound
         for number, row in enumerate(options.contexts):
             lengths = [int(length) for length in row.split(",")]
             prompts = [text(options.model, n, 1000 * number + i) for i, n in enumerate(lengths)]
-            try:
-                cells = [f"{x:.3g}" for x in measure(server, prompts, options.output)]
-            except (httpx.HTTPError, RuntimeError, ValueError) as error:
-                cells = [f"- ({error})"[:200], "-", "-"]
+            cells, cut = asyncio.run(bounded(server, prompts, options.output, deadline))
             span = f"{min(lengths)} to {max(lengths)}"
             print("|", " | ".join([name, str(len(lengths)), span, *cells]), "|", flush=True)
-        server.stop()
+            if cut:
+                server.kill()
+                break
+        else:
+            server.stop()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
 """Several agents' next turns, which come at the same moment, through HTTP, beside other servers.
 
     python -m tools.bench.turns --model FOLDER [--agents 4] [--words 300] [--more 12] [--output 32]
-        [--rounds 5] [--server NAME COMMAND]…
+        [--rounds 5] [--grow 8000+600+600 …] [--bound SECONDS] [--server NAME COMMAND]…
 
 Each agent's talk of so many words has been computed; its next turn is a few words longer and is answered with
-`--output` tokens. Servers as in streams.py. Wall: seconds until all have their answers, median of the rounds.
-TTFT and gaps between pieces of text: of all rounds together.
+`--output` tokens. With `--grow`, a value an agent, nothing has been computed: each agent begins with so many
+tokens, and each of its turns adds so many to its prompt, once the turn before is answered; the agents run at
+the same time. Servers as in streams.py.
+
+answered  turns, of all; fewer where the bound cut the server, whose other figures are then of those
+wall      seconds until all agents have their answers; without --grow the median of the rounds
+later     TTFT p50 of turns behind an agent's first alone
+
+TTFT and gaps between pieces of text are of all rounds together.
 """
 
 from __future__ import annotations
@@ -17,13 +24,24 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tools.bench.streams import OURS, server_of
+from tools.bench.rates import Stream
+from tools.bench.streams import OURS, server_of, text
 
 WORDS = ("red", "green", "blue", "one", "two", "north", "river", "stone", "bird", "tree", "house", "road")
+
+
+@dataclass
+class Answers:
+    """What has come so far. `later`: of it, turns that are not an agent's first."""
+
+    streams: list[Stream] = field(default_factory=list)
+    later: list[Stream] = field(default_factory=list)
+    walls: list[float] = field(default_factory=list)
 
 
 def main() -> int:
@@ -34,37 +52,87 @@ def main() -> int:
     parser.add_argument("--more", type=int, default=12)
     parser.add_argument("--output", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--grow", nargs="+", action="append")
+    parser.add_argument("--bound", type=float, default=3600.0)
     parser.add_argument("--server", nargs=2, action="append", metavar=("NAME", "COMMAND"))
     options = parser.parse_args()
-    print("| server | wall s | TTFT p50 s | TTFT p90 s | gap p99 s |\n|" + "---|" * 5)
+    names = ("run", "answered", "wall s", "TTFT p50 s", "TTFT p90 s", "later s", "gap p99 s")
+    print(f"| server | {' | '.join(names)} |\n|" + "---|" * (1 + len(names)))
     for name, command in options.server or [("omlxd", OURS)]:
-        with tempfile.TemporaryDirectory(prefix="turns-") as home:
+        with tempfile.TemporaryDirectory(prefix="turns-", ignore_cleanup_errors=True) as home:
             server = server_of(name, command, options.model, home)
+            cut = False
             try:
-                cells = measure(server, options)
+                for number, agents in enumerate(options.grow or [[]]):
+                    answers = Answers()
+                    cut = asyncio.run(within(server, options, answers, number))
+                    told = cells(answers, options, agents, cut)
+                    print("|", " | ".join([name, str(number + 1), *told]), "|", flush=True)
+                    if cut:
+                        break
             finally:
-                server.stop()
-        print("|", " | ".join([name, *(f"{cell:.3f}" for cell in cells)]), "|", flush=True)
+                server.kill() if cut else server.stop()
     return 0
 
 
-def measure(server: Any, options: argparse.Namespace) -> tuple[float, float, float, float]:
-    """(median wall, TTFT p50, TTFT p90, gap p99), in seconds."""
+async def within(server: Any, options: argparse.Namespace, answers: Answers, number: int) -> bool:
+    """Whether the bound cut the run."""
+    try:
+        async with asyncio.timeout(options.bound):
+            if options.grow:
+                await grow(server, options, answers, number)
+            else:
+                await rounds(server, options, answers)
+    except TimeoutError:
+        return True
+    return False
+
+
+async def rounds(server: Any, options: argparse.Namespace, answers: Answers) -> None:
     rng = random.Random(1)
-    walls: list[float] = []
-    firsts: list[float] = []
-    gaps: list[float] = []
     for _ in range(options.rounds):
         talks = [" ".join(rng.choices(WORDS, k=options.words)) for _ in range(options.agents)]
         for talk in talks:
-            asyncio.run(server.ask([_user(talk)], 1))
+            await server.ask([_user(talk)], 1)
         turns = [_user(f"{talk} {' '.join(rng.choices(WORDS, k=options.more))}") for talk in talks]
         began = time.perf_counter()
-        streams = asyncio.run(server.ask(turns, options.output))
-        walls.append(time.perf_counter() - began)
-        firsts += [stream.ttft for stream in streams]
-        gaps += [b - a for stream in streams for a, b in pairwise(stream.times)]
-    return statistics.median(walls), statistics.median(firsts), _part(firsts, 9, 10), _part(gaps, 99, 100)
+        streams = await server.ask(turns, options.output)
+        answers.walls.append(time.perf_counter() - began)
+        answers.streams += streams
+        answers.later += streams
+
+
+async def grow(server: Any, options: argparse.Namespace, answers: Answers, run: int) -> None:
+    async def agent(number: int, parts: list[int]) -> None:
+        prompt = ""
+        for turn, tokens in enumerate(parts):
+            prompt += text(options.model, tokens, 10000 * run + 100 * number + turn)
+            stream = (await server.ask([prompt], options.output))[0]
+            answers.streams.append(stream)
+            if turn:
+                answers.later.append(stream)
+
+    began = time.perf_counter()
+    agents = enumerate(_parts(options.grow[run]))
+    await asyncio.gather(*(agent(number, parts) for number, parts in agents))
+    answers.walls.append(time.perf_counter() - began)
+
+
+def cells(answers: Answers, options: argparse.Namespace, agents: list[str], cut: bool) -> list[str]:
+    turns = sum(map(len, _parts(agents))) if agents else options.rounds * options.agents
+    firsts = [stream.ttft for stream in answers.streams if stream.times]
+    gaps = [b - a for stream in answers.streams for a, b in pairwise(stream.times)]
+    return [
+        f"{len(firsts)} of {turns}",
+        f"over {options.bound:.0f}" if cut else f"{statistics.median(answers.walls):.3f}",
+        *(f"{_part(firsts, part, 10):.3f}" for part in (5, 9)),
+        f"{_part([stream.ttft for stream in answers.later if stream.times], 1, 2):.3f}",
+        f"{_part(gaps, 99, 100):.3f}",
+    ]
+
+
+def _parts(agents: list[str]) -> list[list[int]]:
+    return [[int(tokens) for tokens in agent.split("+")] for agent in agents]
 
 
 def _user(text: str) -> list[dict[str, str]]:
