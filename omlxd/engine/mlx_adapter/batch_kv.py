@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache
 
 from . import attention
@@ -73,6 +74,18 @@ def _columns(ends: tuple[int, ...], count: int) -> mx.array:
     return mx.array(columns[:, None, :, None])
 
 
+def _side_by_side(lengths: Sequence[int], end: int, capacity: int, *arrays: mx.array) -> mx.array:
+    """The rows of `arrays`, (rows, heads, columns, dim) each, one behind the other. Their first `lengths`
+    columns end at column `end` of `capacity`; the others are zeros."""
+    _, heads, _, width = arrays[0].shape
+    joint = mx.zeros((sum(array.shape[0] for array in arrays), heads, capacity, width), arrays[0].dtype)
+    first = 0
+    for length, array in zip(lengths, arrays, strict=True):
+        joint[first : first + array.shape[0], :, end - length : end] = array[..., :length, :]
+        first += array.shape[0]
+    return joint
+
+
 class EvenBatchKVCache(BatchKVCache):
     """A batch cache that asks for no mask while its rows lie evenly, and grows geometrically.
 
@@ -119,13 +132,17 @@ class EvenBatchKVCache(BatchKVCache):
     def update_and_fetch(self, keys: Any, values: Any) -> Any:
         more, ends = keys.shape[2], self._ends
         if self.keys is None or self._idx + more > self.keys.shape[2]:
-            room = max(more, min(self._idx // 4, MOST_ROOM))
-            self.step = _batch_capacity(self._idx + room) - self._idx
+            self._set_step(more)
         super().update_and_fetch(keys, values)
         if ends is not None:
             self.keys, self.values = put_tokens(self.keys, keys, ends), put_tokens(self.values, values, ends)
             self._ends = [end + more for end in ends]
         return self.keys_and_values()
+
+    def _set_step(self, more: int) -> None:
+        """Before the arrays grow for `more` tokens."""
+        room = max(more, min(self._idx // 4, MOST_ROOM))
+        self.step = _batch_capacity(self._idx + room) - self._idx
 
     def advance(self, offset: mx.array) -> None:
         """A new token of each row has been put into the arrays. `offset`: tokens of each row now."""
@@ -169,15 +186,9 @@ class EvenBatchKVCache(BatchKVCache):
             return
         end = max(self._idx, other._idx)
         capacity = _batch_capacity(end + max(1, min(end // 4, MOST_ROOM)))
+        moved = partial(_side_by_side, (self._idx, other._idx), end, capacity)
         for name in ("keys", "values"):
-            parts = [(cache._idx, getattr(cache, name)) for cache in (self, other)]
-            rows = [part.shape[0] for _, part in parts]
-            joint = mx.zeros(
-                (sum(rows), parts[0][1].shape[1], capacity, parts[0][1].shape[3]), parts[0][1].dtype
-            )
-            for (length, part), first in zip(parts, (0, rows[0]), strict=True):
-                joint[first : first + part.shape[0], :, end - length : end] = part[..., :length, :]
-            setattr(self, name, joint)
+            setattr(self, name, tree_map(moved, getattr(self, name), getattr(other, name)))
             setattr(other, name, None)
         self.left_padding = mx.concatenate([cache.left_padding + end - cache._idx for cache in (self, other)])
         self.offset = mx.concatenate([self.offset, other.offset])

@@ -160,6 +160,8 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         more = keys.shape[2]
+        if self.keys is None or self._idx + more > self.keys[0].shape[2]:
+            self._set_step(more)
         self._write(keys, values, self._idx, self.step, self._ends)
         self._set_ends([end + more for end in self.ends])
         self.offset = self.offset + more
@@ -169,16 +171,6 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
         """As the last pass got them."""
         return self._read(self._idx, 1 if hasattr(self, "bits") else 2)
 
-    def _extend(self, other: QuantisedBatchKVCache) -> None:
-        longest = max(self._idx, other._idx)
-        capacity = max(c.keys[0].shape[2] for c in (self, other))
-        for name in ("keys", "values"):
-            rows = ([_right(p, c._idx, longest, capacity) for p in getattr(c, name)] for c in (self, other))
-            setattr(self, name, [mx.concatenate(list(pair)) for pair in zip(*rows, strict=True)])
-        self.left_padding = mx.concatenate([c.left_padding + longest - c._idx for c in (self, other)])
-        self.offset = mx.concatenate([self.offset, other.offset])
-        self._idx = longest
-
     def _filter(self, batch_indices: Any) -> None:
         rows = mx.array(batch_indices)
         self.left_padding, self.offset = self.left_padding[rows], self.offset[rows]
@@ -187,11 +179,3 @@ class QuantisedBatchKVCache(PackedKV, EvenBatchKVCache):
             [part[rows][..., spare:, :] for part in parts] for parts in (self.keys, self.values)
         )
         self.left_padding, self._idx = self.left_padding - spare, self._idx - spare
-
-
-def _right(part: mx.array, length: int, longest: int, capacity: int) -> mx.array:
-    """`part`'s first `length` columns moved so that they end at column `longest` of `capacity`."""
-    left = longest - length
-    kept = part[..., : min(part.shape[2], capacity - left), :]
-    right = capacity - left - kept.shape[2]
-    return mx.pad(kept, [(0, 0), (0, 0), (left, right), (0, 0)]) if left or right else kept

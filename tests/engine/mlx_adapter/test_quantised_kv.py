@@ -12,7 +12,7 @@ from families import build_family
 from rig import BLOCK, Rig
 
 from omlxd.engine import mlx_adapter
-from omlxd.engine.mlx_adapter import Quantisation
+from omlxd.engine.mlx_adapter import Quantisation, quantised
 from omlxd.errors import ModelError
 
 WIDE = {"head_dim": 64}
@@ -24,7 +24,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     return lambda name, **options: build_family(name, root / name / str(options), **options)
 
 
-def quantised(model: Path, bits: int, group: int = 64) -> mlx_adapter.LoadedModel:
+def served(model: Path, bits: int, group: int = 64) -> mlx_adapter.LoadedModel:
     return mlx_adapter.load(model, Quantisation(bits, group))
 
 
@@ -106,7 +106,7 @@ def test_a_batch_cache_is_the_single_ones_side_by_side():
     arrays = [mx.random.normal((1, 2, n, 32)) for n in lengths]
     singles = []
     for array in arrays:
-        cache = mlx_adapter.quantised.QuantisedKVCache(how)
+        cache = quantised.QuantisedKVCache(how)
         cache.update_and_fetch(array, array + 1)
         singles.append([cache])
     batch = mlx_adapter.merge(singles[:2])
@@ -117,7 +117,7 @@ def test_a_batch_cache_is_the_single_ones_side_by_side():
 
     def row(index: int, length: int) -> np.ndarray:
         got = mlx_adapter.row_tensors(batch, index, 0, length)
-        parts = [got[f"layers.0.keys.{part}"] for part in mlx_adapter.quantised.PARTS]
+        parts = [got[f"layers.0.keys.{part}"] for part in quantised.PARTS]
         return np.array(how.unpack(parts))
 
     for index, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
@@ -129,8 +129,26 @@ def test_a_batch_cache_is_the_single_ones_side_by_side():
     assert np.array_equal(row(1, 18), np.array(want))
 
 
+def test_a_row_that_joins_has_room_for_the_next_tokens():
+    """Growing copies all: it comes after many tokens, as for 16 bits."""
+    how, array = Quantisation(8, 32), mx.random.normal((1, 2, 300, 32))
+    singles = []
+    for length in (300, 20):
+        singles.append(cache := quantised.QuantisedKVCache(how))
+        cache.update_and_fetch(array[:, :, :length], array[:, :, :length])
+    batch = quantised.QuantisedBatchKVCache.merge(singles)
+    capacity = batch.keys[0].shape[2]
+    assert capacity >= 300 * 5 // 4
+    new = mx.ones((2, 2, 1, 32))
+    for _ in range(capacity - 300):
+        batch.update_and_fetch(new, new)
+    assert batch.keys[0].shape[2] == capacity
+    batch.update_and_fetch(new, new)
+    assert batch.keys[0].shape[2] >= capacity * 5 // 4
+
+
 def test_attention_gets_packed_parts_for_one_token_and_plain_ones_for_more():
-    cache = mlx_adapter.quantised.QuantisedKVCache(Quantisation(4, 32))
+    cache = quantised.QuantisedKVCache(Quantisation(4, 32))
     array = mx.random.normal((1, 2, 5, 32))
     keys, _ = cache.update_and_fetch(array, array)
     assert keys.shape == array.shape and not hasattr(cache, "bits")
@@ -172,7 +190,7 @@ def test_eight_bits_stay_near_the_full_ones(folders):
 )
 def test_a_model_that_can_not_is_refused_by_name(family: str, changes: dict, words: str, folders):
     with pytest.raises(ModelError) as caught:
-        quantised(folders(family, changes=changes), 8)
+        served(folders(family, changes=changes), 8)
     assert words in caught.value.message
     assert caught.value.message.endswith("serve it with --kv-bits 0")
 
@@ -180,6 +198,6 @@ def test_a_model_that_can_not_is_refused_by_name(family: str, changes: dict, wor
 def test_windows_and_recurrent_state_stay_as_they_are(folders):
     for family in ("gemma3_text", "qwen3_5"):
         plain = mlx_adapter.load(folders(family, changes=WIDE))
-        packed = quantised(folders(family, changes=WIDE), 4)
+        packed = served(folders(family, changes=WIDE), 4)
         assert packed.states == plain.states
         assert packed.layout.nbytes(1) < plain.layout.nbytes(1) / 5
