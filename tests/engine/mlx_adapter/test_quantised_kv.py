@@ -169,8 +169,8 @@ def test_eight_bits_stay_near_the_full_ones(folders):
 
     full, eight, four = (
         logits(mlx_adapter.load(model)),
-        logits(quantised(model, 8)),
-        logits(quantised(model, 4)),
+        logits(served(model, 8)),
+        logits(served(model, 4)),
     )
     far = [float(np.linalg.norm(near - full) / np.linalg.norm(full)) for near in (eight, four)]
     assert 0 < far[0] < 0.1 and far[0] < far[1]
