@@ -1,17 +1,22 @@
 """Decoding with guesses against decoding without, by the kind of work, through HTTP.
 
     python -m tools.bench.speculation --model FOLDER [--streams 1,4,16] [--output 96] [--rounds 3]
+                                      [--work edit,log,call,prose] [--warm-up 2]
 
-Two daemons serve one chat model, one with `--speculation off`; each answers greedily in turn. Kinds of work:
+Two daemons serve one chat model, one with `--speculation off`; each answers greedily in turn, the one that
+begins changing with the rounds. Kinds of work:
 
 - edit    return a file with one name changed; the answer's first lines are there, or a small model won't
 - log     repeat a log
 - call    answer with a tool call in JSON
 - prose   tell a story
 
-A row has tokens a second of both and their ratio (medians of the rounds), that of tokens a processor
-second of the daemons, which other work disturbs less, how many guesses held, in all and of a row in a pass,
-and whether both answers are the same. The aim: at least 1.5 on edits, and never under 0.98.
+Answers of `--warm-up` tokens come first, so that all but the ends of the prompts is cached. In each round
+answers of one token are timed, too, and taken off: what is left is decoding, from the first token of the
+last stream that begins to the last one of the last that ends. A row has tokens a second of both and
+their ratio, all rounds together; that of tokens a processor second of the daemons, which other work disturbs
+less; how many guesses held, in all and of a row in a pass; and whether all answers are the same. The aim: at
+least 1.5 on edits, and never under 0.98.
 """
 
 from __future__ import annotations
@@ -19,17 +24,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from tools.bench.rates import Stream, total_rate
 from tools.bench.serve import Server, free_port
 
 FILE = """class Account:
@@ -69,10 +73,28 @@ WORK = {
 }
 
 
-class ChatServer(Server):
-    """Answers a chat greedily. `texts`: of the last answers."""
+@dataclass
+class Cost:
+    """Seconds on the clock, seconds of processors, and tokens."""
 
-    texts: list[str]
+    seconds: float = 0.0
+    processor: float = 0.0
+    tokens: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        both = self.seconds + other.seconds, self.processor + other.processor
+        return Cost(*both, self.tokens + other.tokens)
+
+    def __sub__(self, other: Cost) -> Cost:
+        return self + Cost(-other.seconds, -other.processor, -other.tokens)
+
+
+class ChatServer(Server):
+    """Answers a chat greedily. `decoding`: of all rounds; `texts`: of each."""
+
+    def begin(self) -> None:
+        """Forget what was measured."""
+        self.decoding, self.texts = Cost(), list[list[str]]()
 
     def guesses(self) -> list[int]:
         """So far: how often a row had guesses in a pass, how many there were, how many held."""
@@ -89,15 +111,27 @@ class ChatServer(Server):
         times = [each.cpu_times() for each in (daemon, *daemon.children(recursive=True))]
         return sum(each.user + each.system for each in times)
 
-    async def chat(self, questions: list[str], begun: str, most: int) -> list[Stream]:
+    def measure(self, questions: list[str], begun: str, most: int) -> None:
+        """A round: answers of `most` tokens, and of one."""
+        first, _ = self.chat(questions, begun, 1)
+        whole, texts = self.chat(questions, begun, most)
+        self.decoding += whole - first
+        self.texts.append(texts)
+
+    def chat(self, questions: list[str], begun: str, most: int) -> tuple[Cost, list[str]]:
+        """What all answers at once cost, and what they are."""
+        before, began = self.processor_seconds(), time.perf_counter()
+        answers = asyncio.run(self._answers(questions, begun, most))
+        seconds, processor = time.perf_counter() - began, self.processor_seconds() - before
+        return Cost(seconds, processor, sum(count for _, count in answers)), [text for text, _ in answers]
+
+    async def _answers(self, questions: list[str], begun: str, most: int) -> list[tuple[str, int]]:
         async with httpx.AsyncClient(timeout=900) as client:
-            answers = await asyncio.gather(*(self._answer(client, q, begun, most) for q in questions))
-        self.texts = [text for _, text in answers]
-        return [stream for stream, _ in answers]
+            return list(await asyncio.gather(*(self._answer(client, q, begun, most) for q in questions)))
 
     async def _answer(
         self, client: httpx.AsyncClient, question: str, begun: str, most: int
-    ) -> tuple[Stream, str]:
+    ) -> tuple[str, int]:
         answer = [{"role": "assistant", "content": begun}] if begun else []
         body: dict[str, Any] = {
             "messages": [{"role": "user", "content": question}, *answer],
@@ -109,7 +143,7 @@ class ChatServer(Server):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        stream, text = Stream(time.perf_counter()), ""
+        text, tokens = "", 0
         async with client.stream("POST", f"{self.url}/v1/chat/completions", json=body) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
@@ -117,12 +151,10 @@ class ChatServer(Server):
                     continue
                 event = json.loads(line[6:])
                 for choice in event.get("choices", ()):
-                    if piece := choice["delta"].get("content"):
-                        stream.times.append(time.perf_counter())
-                        text += piece
+                    text += choice["delta"].get("content") or ""
                 if usage := event.get("usage"):
-                    stream.tokens = usage["completion_tokens"]
-        return stream, text
+                    tokens = usage["completion_tokens"]
+        return text, tokens
 
 
 def main() -> int:
@@ -132,6 +164,7 @@ def main() -> int:
     parser.add_argument("--output", type=int, default=96, help="tokens of an answer at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--work", default=",".join(WORK))
+    parser.add_argument("--warm-up", type=int, default=2, help="tokens; on a GPU as many as --output")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
 
@@ -157,27 +190,21 @@ def main() -> int:
 
 
 def row(servers: list[ChatServer], work: str, questions: list[str], options: argparse.Namespace) -> None:
-    rates: dict[str, list[float]] = {server.name: [] for server in servers}
-    texts: dict[str, list[str]] = {}
-    before = servers[1].guesses()
     begun = BEGUN.get(work, "")
     for server in servers:
-        asyncio.run(server.chat(questions, begun, 2))  # Prefilled, so that decoding alone is timed.
-    processor: dict[str, list[float]] = {server.name: [] for server in servers}
-    for _ in range(options.rounds):
-        for server in servers:
-            began = server.processor_seconds()
-            streams = asyncio.run(server.chat(questions, begun, options.output))
-            rates[server.name].append(total_rate(streams))
-            processor[server.name].append(server.processor_seconds() - began)
-            texts[server.name] = server.texts
-    less = statistics.median(processor["off"]) / statistics.median(processor["auto"])
-    off, auto = (statistics.median(rates[server.name]) for server in servers)
+        server.chat(questions, begun, options.warm_up)
+        server.begin()
+    before = servers[1].guesses()
+    for number in range(options.rounds):
+        for server in servers[:: -1 if number % 2 else 1]:
+            server.measure(questions, begun, options.output)
     drafts, drafted, accepted = (now - then for now, then in zip(servers[1].guesses(), before, strict=True))
-    same = "yes" if texts["off"] == texts["auto"] else "no"
+    off, auto = (server.decoding.tokens / server.decoding.seconds for server in servers)
+    plain, less = (server.decoding.tokens / server.decoding.processor for server in servers)
     print(
-        f"| {work} | {len(questions)} | {off:.1f} | {auto:.1f} | {auto / off:.2f} | {less:.2f} |"
-        f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} | {same} |",
+        f"| {work} | {len(questions)} | {off:.1f} | {auto:.1f} | {auto / off:.2f} | {less / plain:.2f} |"
+        f" {accepted} of {drafted} | {accepted / max(drafts, 1):.1f} |"
+        f" {'yes' if servers[0].texts == servers[1].texts else 'no'} |",
         flush=True,
     )
 
