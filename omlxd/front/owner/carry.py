@@ -144,7 +144,7 @@ async def _received(body: AsyncIterator[bytes], file: Path) -> WhyMissBody:
                     continue
                 asked, piece = decode(_ASKED, bytes(head[8:length])), bytes(head[length:])
             try:
-                await asyncio.to_thread(target.write, piece)
+                await _to_its_end(lambda piece=piece: target.write(piece))
             except OSError as error:
                 raise Unavailable(f"The file can't be kept: {error.strerror or error}.") from None
     if asked is None:
@@ -153,6 +153,18 @@ async def _received(body: AsyncIterator[bytes], file: Path) -> WhyMissBody:
 
 
 T = TypeVar("T")
+
+
+async def _to_its_end(write: Callable[[], object]) -> None:
+    """Run `write` on a thread. If this task is cancelled, that waits until it is done with its open file."""
+    writing = asyncio.ensure_future(asyncio.to_thread(write))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        while not writing.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([writing])
+        raise
 
 
 async def _piped(body: AsyncIterator[bytes], work: Callable[[IO[bytes]], T]) -> T:
@@ -167,8 +179,9 @@ async def _piped(body: AsyncIterator[bytes], work: Callable[[IO[bytes]], T]) -> 
     try:
         with open(write_end, "wb", buffering=0) as target:
             async for piece in body:
+                view = memoryview(piece)
                 with contextlib.suppress(BrokenPipeError):  # It has enough; a client sends all of a body.
-                    await asyncio.to_thread(write_all, FileSystem(), target.fileno(), [memoryview(piece)])
+                    await _to_its_end(lambda view=view: write_all(FileSystem(), target.fileno(), [view]))
     except BaseException:
         with contextlib.suppress(Exception):
             await working  # It has read the end of the pipe, and puts nothing in place that is not whole.

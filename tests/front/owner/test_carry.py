@@ -1,0 +1,45 @@
+"""Bodies on their way to a thread that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from typing import IO
+
+import pytest
+
+from omlxd.front.owner import carry
+
+
+async def test_a_pipe_is_open_until_the_thread_that_writes_it_is_done(monkeypatch: pytest.MonkeyPatch):
+    """Else its bytes go to whatever file has the number next."""
+    began, go = threading.Event(), threading.Event()
+    still_open: list[bool] = []
+
+    def slow(fs: object, fd: int, buffers: list[memoryview]) -> int:
+        whose = os.fstat(fd).st_ino
+        began.set()
+        assert go.wait(60)
+        still_open.append(os.fstat(fd).st_ino == whose)
+        return len(buffers[0])
+
+    monkeypatch.setattr(carry, "write_all", slow)
+
+    async def body() -> AsyncIterator[bytes]:
+        yield b"a piece"
+
+    def work(source: IO[bytes]) -> bytes:
+        return source.read()
+
+    carrying = asyncio.create_task(carry._piped(body(), work))
+    assert await asyncio.to_thread(began.wait, 60)
+    carrying.cancel()
+    await asyncio.sleep(0.2)
+    carrying.cancel()  # By whoever is impatient.
+    await asyncio.sleep(0.2)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await carrying
+    assert still_open == [True]
