@@ -218,6 +218,7 @@ class GenerateRequest(Struct, frozen=True):
     kv_from     a prompt-cache file of mlx-lm, which holds the KV of the first tokens of `prompt`: these alone
                 are the prompt; "": none
     kv_into     one that the prompt's KV is written to; "": none
+    name        the request's id in the access log, for the engine's lines; "": it has none
     """
 
     prompt: Union[Conversation, RawPrompt]
@@ -236,6 +237,7 @@ class GenerateRequest(Struct, frozen=True):
     query: int | None = None
     kv_from: str = ""
     kv_into: str = ""
+    name: str = ""
 
 
 class EmbedRequest(Struct, frozen=True):

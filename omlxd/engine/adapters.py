@@ -184,6 +184,7 @@ class Adapters:
         self._loaded.adapters.remove(adapter)
         self._count()
         self._scheduler.bridges.pop(adapter, None)
+        self._scheduler.prefilled.pop(adapter, None)
         self._scheduler.decoded.pop(adapter, None)
         if self._scheduler.speculation is not None:
             self._scheduler.speculation.counts.pop(adapter, None)

@@ -249,12 +249,14 @@ class EngineHost:
             sampler=self._sampler(request, tokens, constraint),
             sink=sink,
             session=request.session,
+            name=request.name,
         )
         if images is not None:
             images.fetch(self._cached_tokens(sequence))
         lineage = lineage_of(request, rendered, sequence.hashes)
         standing = self._sessions.begin(lineage) if lineage else Standing()
         sequence.pins = standing.pins
+        sink.name = sequence.name
         sink.over = lambda: self._over(sequence, rendered, lineage, standing)
         sequence.deadline = sequence.received + min(self._timeout_s, request.timeout_s or math.inf)
         sink.stop = lambda: self.scheduler.cancel(sequence)

@@ -40,8 +40,7 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
     active = mx.get_active_memory()
     values: dict[str, float] = {
         **scheduler.load_metrics(),
-        "prompt_tokens_total": scheduler.prefilled_tokens,
-        **_generated(scheduler, None),
+        **_computed(scheduler, None),
         "requests_timed_out_total": scheduler.watchdog.expired,
         "mlx_active_bytes": active,
         "mlx_peak_bytes": max(mx.get_peak_memory(), active, scheduler.memory.peak if scheduler.memory else 0),
@@ -62,14 +61,17 @@ def metrics_of(scheduler: Scheduler, load_peak: int) -> dict[str, float]:
 def adapter_metrics(scheduler: Scheduler, adapter: Adapter) -> dict[str, float]:
     """What an adapter has of its own, beside the figures of its engine."""
     bridge = scheduler.bridges.get(adapter)
-    values = _generated(scheduler, adapter) | (_bridge_metrics(bridge) if bridge is not None else {})
+    values = _computed(scheduler, adapter) | (_bridge_metrics(bridge) if bridge is not None else {})
     shared = ("kv_hot_bytes", "kv_hot_budget_bytes", "kv_cold_tier_on", "kv_read_bytes_per_s")
     return {name: float(value) for name, value in values.items() if name not in shared}
 
 
-def _generated(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]:
-    """Generated tokens and guesses of an adapter; None: of the model itself."""
-    values: dict[str, float] = {"generation_tokens_total": scheduler.decoded[adapter]}
+def _computed(scheduler: Scheduler, adapter: Adapter | None) -> dict[str, float]:
+    """Tokens and guesses of an adapter; None: of the model itself."""
+    values: dict[str, float] = {
+        "prompt_tokens_total": scheduler.prefilled[adapter],
+        "generation_tokens_total": scheduler.decoded[adapter],
+    }
     if scheduler.speculation is not None:
         counts = scheduler.speculation.counts.get(adapter, GuessCounts())
         names = ("drafts", "draft_tokens", "accepted_tokens")
@@ -151,8 +153,8 @@ class TrafficCounters:
             self._missing += bool(sequence.unreached)
         log.log(
             logging.INFO if oddities else logging.DEBUG,
-            "request %d: session=%s %s prompt=%d cached=%d %s",
-            sequence.id,
+            "%s: session=%s %s prompt=%d cached=%d %s",
+            sequence.name,
             hashlib.blake2b(sequence.session.encode("utf-8", "replace"), digest_size=4).hexdigest(),
             "extends" if standing.extends else "begins",
             sequence.prompt_length,

@@ -88,6 +88,7 @@ _arrivals = itertools.count()
 class Sequence:
     """tokens: prompt and output. Compared by identity.
 
+    name           in log lines: its id in the access log
     prompt_length  tokens of the prompt
     hashes         chain hashes of the prompt's full blocks, then of the output's as they fill up
     root           parent of the first block
@@ -119,6 +120,7 @@ class Sequence:
     deadline       on the monotonic clock, when the watchdog ends it; `timed_out`: it has
     admitted       on the monotonic clock, when it got its slot; 0: it has none yet
     short_since    on the monotonic clock, when it began to wait for memory; 0: it has not
+    told           the log says that it waits behind others
     restore_s, first_token_s  seconds spent on its cached prefix; from receipt to its first token
     peak_bytes     most that MLX held in its passes
     drafted, accepted  guesses that were checked, and those that held (engine/schedule/speculation.py)
@@ -147,6 +149,7 @@ class Sequence:
     adapter: Adapter | None = None
     extra_keys: Mapping[int, Seq[ExtraKey]] = field(default_factory=dict)
     session: str = ""
+    name: str = ""
     state: State = State.WAITING
     cache: Cache | None = None
     table: BlockTable | None = None
@@ -176,6 +179,7 @@ class Sequence:
     deadline: float = math.inf
     admitted: float = 0.0
     short_since: float = 0.0
+    told: bool = False
     restore_s: float = 0.0
     first_token_s: float = 0.0
     peak_bytes: int = 0
@@ -183,6 +187,9 @@ class Sequence:
     accepted: int = 0
     model_drafted: int = 0
     model_accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.name = self.name or f"request {self.id}"
 
     @property
     def generated(self) -> int:

@@ -292,7 +292,7 @@ class EngineService:
             answer(message)
         except BaseException as error:  # A library may panic.
             self._forget(message.id)
-            self._fail(message.id, error)
+            self._fail(message.id, error, message.request.name if isinstance(message, wire.Generate) else "")
 
     def _is_wanted(self, id: int) -> bool:
         with self._lock:
@@ -350,11 +350,11 @@ class EngineService:
         values["device_available_bytes"] = float(memory()[1])
         self._send(wire.Stats(id=message.id, values=values))
 
-    def _fail(self, id: int, error: BaseException) -> None:
+    def _fail(self, id: int, error: BaseException, name: str = "") -> None:
         if isinstance(error, RecursionError):
             error = InvalidRequest("the request holds a value that is nested too deeply")
         if not isinstance(error, OmlxdError):
-            log.exception("request %d failed", id, exc_info=error)
+            log.exception("%s failed", name or f"request {id}", exc_info=error)
             error = OmlxdError(f"{type(error).__name__}: {error}")
         self._send_events(((id, error.as_event()),))
 

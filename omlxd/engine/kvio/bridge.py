@@ -143,7 +143,7 @@ class KVBridge:
                 self._hold_state(sequence, rows)
             self._record_end(sequence, table)
         except Exception:
-            log.exception("request %d: its end is not kept", sequence.id)
+            log.exception("%s: its end is not kept", sequence.name)
         sequence.table = None
         table.free()
         self._unpin(sequence)
@@ -192,7 +192,7 @@ class KVBridge:
             self._copier.put(sequence, table, again, rows, evict=last)
             self._copier.put(sequence, table, range(sequence.offered, full), rows, evict=True)
         except Exception:
-            log.exception("request %d: blocks up to %d are not kept", sequence.id, full)
+            log.exception("%s: blocks up to %d are not kept", sequence.name, full)
         new = max(0, full - max(sequence.offered, self.reads.known(sequence)))
         self.store.stats.new_token_bytes += new * self._layout.nbytes(self._block)
         sequence.offered = max(sequence.offered, full)  # Those that failed are not tried again.
@@ -207,7 +207,7 @@ class KVBridge:
         names = {**dict.fromkeys(self._not_finite(sequence), False), **sequence.stored}
         sequence.stored = {}
         if names:
-            log.warning("request %d: %d blocks without finite logits are removed", sequence.id, len(names))
+            log.warning("%s: %d blocks without finite logits are removed", sequence.name, len(names))
             self.store.withdraw(names)
 
     def _not_finite(self, sequence: Sequence) -> list[BlockHash]:

@@ -106,7 +106,7 @@ class Checkpointer:
         try:
             sequence.last_checkpoint = (blocks, copy_state(self._layout.at(sequence.kv_length), states()))
         except Exception:  # No memory for a copy, most likely: nobody's answer fails for it.
-            log.exception("request %d: its state after %d blocks is not kept", sequence.id, blocks)
+            log.exception("%s: its state after %d blocks is not kept", sequence.name, blocks)
 
     def _put(self, sequence: Sequence, *, write: bool) -> None:
         assert sequence.last_checkpoint is not None

@@ -204,7 +204,7 @@ class ColdReads:
                 ):
                     self.store.promote(restored[index], sequence.hashes[index], payload)
         except Exception:  # No memory for a copy, most likely: they stay cold.
-            log.exception("request %d: what it was restored from stays cold", sequence.id)
+            log.exception("%s: what it was restored from stays cold", sequence.name)
 
     # ----------------------------------------------------------------- reading the end of it
 
@@ -243,7 +243,7 @@ class ColdReads:
         self._tails[sequence] = tail, shared
         if shared not in self._under_way:
             self._under_way.append(shared)
-        log.debug("request %d: %d blocks are read or computed", sequence.id, len(keys) - start - len(have))
+        log.debug("%s: %d blocks are read or computed", sequence.name, len(keys) - start - len(have))
         tail.pump()
 
     def tail_of(self, sequence: Sequence) -> TailRead[MLXPayload] | None:

@@ -97,6 +97,7 @@ class RequestSink:
         self._answer = Answer()
         self._cut = False
         self._taken = 0
+        self.name = f"request {id}"
         self.stop: Callable[[], None] = _nothing
         self.is_silent = False
         self.prompt: tuple[int, ...] | None = None
@@ -151,7 +152,7 @@ class RequestSink:
         try:
             return [] if self._ended else work()
         except Exception as error:
-            log.exception("request %d: can't parse its output", self._id)
+            log.exception("%s: can't parse its output", self.name)
             self.stop()
             return self._fail(OmlxdError(f"can't parse the output: {error}").as_event())
 

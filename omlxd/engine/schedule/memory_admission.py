@@ -271,10 +271,10 @@ class MemoryAdmission:
         layout, prompt = self._loaded.layout, mlx_adapter.round_up(sequence.prompt_length)
         answer = self._kv(sequence) - layout.nbytes(prompt) if layout else 0
         log.info(
-            "request %d (prompt=%d) waits for memory: it needs %s, %s of that for its answer (kv-reserve), "
+            "%s (prompt=%d) waits for memory: it needs %s, %s of that for its answer (kv-reserve), "
             "and %s can be had beside %d others; %s of blocks in RAM must stay until they are copied or on "
             "disk",
-            sequence.id,
+            sequence.name,
             sequence.prompt_length,
             human(need),
             human(answer),
@@ -287,9 +287,7 @@ class MemoryAdmission:
         """Log it as the access log does, which has the same `prompt=` and `queue=`."""
         if sequence.short_since:
             waited = time.monotonic() - sequence.received
-            log.info(
-                "request %d (prompt=%d) %s, queue=%.3fs", sequence.id, sequence.prompt_length, how, waited
-            )
+            log.info("%s (prompt=%d) %s, queue=%.3fs", sequence.name, sequence.prompt_length, how, waited)
 
     def _refusal(self, sequence: Sequence, need: int, room: int, never: bool) -> OmlxdError:
         what = f"This prompt of {sequence.prompt_length} tokens needs about {human(need)} of memory"

@@ -127,8 +127,8 @@ class Watchdog:
             self.expired += 1
             sequence.timed_out = True
             log.warning(
-                "request %d: its time is up after %.0f s, %d of %d prompt tokens done, %d generated",
-                sequence.id,
+                "%s: its time is up after %.0f s, %d of %d prompt tokens done, %d generated",
+                sequence.name,
                 now - sequence.received,
                 min(sequence.kv_length, sequence.prompt_length),
                 sequence.prompt_length,

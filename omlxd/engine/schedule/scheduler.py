@@ -74,8 +74,8 @@ class Scheduler:
         self.decode_s = self._step_s = 0.0  # All steps; one beside a prefill.
         self._stepped_at = 0.0  # When the last step ended.
         self.speculation = speculation
-        self.prefilled_tokens = 0
-        self.decoded: Counter[Adapter | None] = Counter()  # Tokens, by whose they are.
+        self.prefilled: Counter[Adapter | None] = Counter()  # Tokens, by whose they are.
+        self.decoded: Counter[Adapter | None] = Counter()  # Likewise.
         self.steps = 0
 
     # ----------------------------------------------------------------- from other threads
@@ -201,6 +201,21 @@ class Scheduler:
                     log.exception("admission failed")
                 self.fail(sequence, error)
         self._short = stuck is not None
+        self._tell_waiters(stuck)
+
+    def _tell_waiters(self, stuck: Sequence | None) -> None:
+        """A line for each that waits; who is next and waits for memory has its own (memory_admission.py)."""
+        for place, sequence in enumerate(self.waiting):
+            if not sequence.told and not sequence.short_since:
+                sequence.told = True
+                log.info(
+                    "%s (prompt=%d) waits for %s: %d run, %d came before it",
+                    sequence.name,
+                    sequence.prompt_length,
+                    f"memory behind {stuck.name}" if stuck else "a slot",
+                    len(self.running),
+                    place,
+                )
 
     def match(self, sequence: Sequence) -> bool:
         """Give a sequence its cached prefix. True: the disk is read first, and `_restored` follows."""

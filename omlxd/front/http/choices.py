@@ -29,20 +29,24 @@ _OF_THE_PROMPT = ("invalid_request", "prompt_too_long")
 """Codes of errors that say nothing of the other prompts."""
 
 
-def events_of(engine: ModelEngine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
-    """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all."""
-    first = replace(parsed.generate, collected=not parsed.stream)
+def events_of(engine: ModelEngine, parsed: ParsedRequest, name: str) -> AsyncGenerator[Event, None]:
+    """The events of a request; of several choices each in a `ChoiceEvent`, and one Finished for all.
+
+    name  its id in the log
+    """
+    first = replace(parsed.generate, collected=not parsed.stream, name=name)
     if parsed.labels:
-        return scores_of(engine, parsed)
+        return scores_of(engine, parsed, name)
     if parsed.answers == 1:
         return engine.generate(first)
     asked = _asked(first, parsed)
     return _choices(engine, [_choice(request, at) for request in asked for at in range(parsed.n)], parsed.n)
 
 
-def scores_of(engine: ModelEngine, parsed: ParsedRequest) -> AsyncGenerator[Event, None]:
+def scores_of(engine: ModelEngine, parsed: ParsedRequest, name: str = "") -> AsyncGenerator[Event, None]:
     """The events of a request's prompts, each a choice that scores its labels."""
-    pairs = zip(_asked(replace(parsed.generate, collected=True), parsed), parsed.labels, strict=True)
+    first = replace(parsed.generate, collected=True, name=name)
+    pairs = zip(_asked(first, parsed), parsed.labels, strict=True)
     requests = [replace(request, labels=labels) for request, labels in pairs]
     return _choices(engine, requests, 1, SCORED_AT_ONCE, parsed.fields)
 

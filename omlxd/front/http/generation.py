@@ -189,7 +189,7 @@ class GenerationResponse:
             self.dialect.held(self.parsed),
             self.metrics.watch(self.engine.model_id, trace.started) as watch,
         ):
-            pump = EventPump(events_of(self.engine, self.parsed), watch.event)
+            pump = EventPump(events_of(self.engine, self.parsed, trace.id), watch.event)
             try:
                 work = self._stream if self.parsed.stream else self._collect
                 if not await unless_disconnected(receive, work(pump, send, trace)):

@@ -31,6 +31,7 @@ POLLED = frozenset({"/health", "/ready", "/metrics", "/omlxd/status"})
 class Request(msgspec.Struct, frozen=True):
     """One line of the access log.
 
+    prompt_tokens, cached_tokens  of its prompt; None: its client left before they were known, or it has none
     client   the User-Agent
     param    the field at fault
     problem  the error's sentence; texts of the client's in it are left out
@@ -43,8 +44,8 @@ class Request(msgspec.Struct, frozen=True):
     model: str
     status: int
     outcome: str
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
     completion_tokens: int
     ttft_s: float
     queue_s: float
@@ -60,9 +61,12 @@ class Request(msgspec.Struct, frozen=True):
 
     def __str__(self) -> str:
         problem = f" param={self.param or '-'} problem: {self.problem}" if self.problem else ""
+        prompt, cached = (
+            "-" if tokens is None else tokens for tokens in (self.prompt_tokens, self.cached_tokens)
+        )
         return (
             f"{self.id} {self.method} {self.path} key={self.key} model={self.model} status={self.status} "
-            f"outcome={self.outcome} prompt={self.prompt_tokens} cached={self.cached_tokens} "
+            f"outcome={self.outcome} prompt={prompt} cached={cached} "
             f"completion={self.completion_tokens} ttft={self.ttft_s:.3f}s queue={self.queue_s:.3f}s "
             f"restore={self.restore_s:.3f}s prefill={self.prefill_s:.3f}s decode={self.decode_s:.3f}s "
             f"tokens_per_s={self.tokens_per_s:.1f} peak={human(self.peak_bytes)} wall={self.duration_s:.3f}s "
@@ -114,6 +118,10 @@ class RequestTrace:
         if not log.isEnabledFor(level):
             return
         usage, problem = self.usage or Usage(), self.problem
+        known = (
+            (usage.prompt_tokens, usage.cached_tokens) if self.usage else (self.prompt_tokens, self.restored)
+        )
+        prompt_tokens, cached_tokens = (None if tokens < 0 else tokens for tokens in known)
         line = Request(
             id=self.id,
             method=self.method,
@@ -122,8 +130,8 @@ class RequestTrace:
             model=printable(self.model[:SHOWN_CHARS]) or "-",
             status=self.status,
             outcome=self.outcome,
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
             completion_tokens=usage.completion_tokens,
             ttft_s=round(usage.ttft_s, 4),
             queue_s=round(usage.queue_s, 4),

@@ -65,6 +65,7 @@ def test_guesses_and_tokens_are_counted_by_whose_they_are(
         rig.settle()
         both = metrics_of(rig.scheduler, 0), adapter_metrics(rig.scheduler, adapter)
     for output, values, tokens in zip(started, both, (9, 17), strict=True):
+        assert values["prompt_tokens_total"] == len(PROMPT)
         assert values["generation_tokens_total"] == tokens
         drafted = values["spec_decode_num_draft_tokens_total"]
         assert drafted == output.sequence.drafted > 0

@@ -464,6 +464,21 @@ def test_a_waiting_prompt_can_be_cancelled(rig: Rig, caplog: pytest.LogCaptureFi
     assert len(rig.run(PROMPT, 2).got) == 2
 
 
+def test_who_waits_behind_one_that_waits_for_memory_has_a_line(rig: Rig, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "omlxd.engine.schedule")
+    memory = Memory(rig, RESERVE)
+    memory.now = 1.0
+    outputs = rig.on_engine(lambda: [rig.start(PROMPT[: 599 - n], 4) for n in range(4)])
+    rig.on_engine(lambda: None)
+    memory.available = 10**9
+    assert all(len(output.tokens()) == 4 for output in outputs)
+    lines = [record.getMessage() for record in caplog.records if " waits " in record.getMessage()]
+    assert [line.partition(":")[0] for line in lines] == [
+        *(f"request 0 (prompt={tokens}) waits for memory" for tokens in (599, 596)),
+        *(f"request 0 (prompt={tokens}) waits for memory behind request 0" for tokens in (598, 597)),
+    ]
+
+
 def test_what_chunks_take_is_learnt_from_whole_ones(rig: Rig, monkeypatch: pytest.MonkeyPatch):
     """A long prompt must not be refused for what the short last chunk of another one took."""
     from omlxd.engine.schedule import memory_admission as admission

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from cold_run import prompt
-from daemon import wait_until
+from daemon import family_model, wait_until
 from families import VOCAB, build_family
+from host import Host
 from kv_fakes import check_pool
+from msgspec.structs import replace
 from rig import BLOCK, Output, Rig
 
-from omlxd.chat import Sampling
+from omlxd.chat import Finished, GenerateRequest, RawPrompt, Sampling
 from omlxd.engine.schedule import scheduler as scheduler_module
 from omlxd.engine.sequence import Sequence
 from omlxd.errors import OmlxdError
@@ -52,6 +54,18 @@ def test_rows_that_join_and_leave_at_any_time_get_the_tokens_they_get_alone(mode
         assert [output.tokens() for output in running] == alone
         rig.settle()
         assert not rig.scheduler._batches and not rig.scheduler.active_sequences
+
+
+def test_each_that_waits_for_a_slot_has_a_line_with_its_id(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "omlxd.engine.schedule.scheduler")
+    host = Host(family_model("qwen3"), slots=1)
+    asked = GenerateRequest(RawPrompt(tokens=prompt(20)), Sampling(max_tokens=300, temperature=0.0))
+    ids = [host.send(replace(asked, name=f"req_{number}")) for number in range(3)]
+    assert all(isinstance(host.events(id)[-1], Finished) for id in ids)
+    host.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"req_{number} (prompt=20) waits for a slot: 1 run, {number - 1} came before it" for number in (1, 2)
+    ]
 
 
 def test_a_short_prompt_overtakes_a_long_one(model: Path):

@@ -86,7 +86,7 @@ class Fake:
     """What the watchdog looks at."""
 
     def __init__(self, deadline: float, cancelled: bool = False):
-        self.id, self.received, self.kv_length, self.prompt_length, self.generated = 1, 0.0, 0, 10, 0
+        self.name, self.received, self.kv_length, self.prompt_length, self.generated = "a", 0.0, 0, 10, 0
         self.deadline, self.cancelled, self.sink = deadline, cancelled, self
         self.reasons: list[str] = []
 

@@ -451,6 +451,37 @@ async def test_access_log_tells_counts_and_no_text(caplog):
     assert "model=a\\nb" in second and "status=404" in second and "outcome=not_found" in second
 
 
+async def test_what_its_log_says_of_a_request_can_be_looked_up_in_the_engines(caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    engine = FakeEngine()
+    async with client(app_of(engine)) as http:
+        for path in PATHS:
+            await http.post(path, json=body(path))
+        await http.post("/v1/chat/completions", json=body("/v1/chat/completions", n=2))
+    names = [record.getMessage().split()[0] for record in caplog.records]
+    assert [request.name for request in engine.requests] == [*names, names[-1]] and len({*names}) == 4
+
+
+async def test_the_access_log_counts_no_prompt_that_nobody_counted(caplog):
+    caplog.set_level(logging.INFO, "omlxd.access")
+    script = ([300.0], [Progress(64, 100), TextDelta("x"), 300.0])
+    for engine in map(FakeEngine, script):
+        async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+            asking = asyncio.create_task(http.post("/v1/messages", json=body("/v1/messages")))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            asking.cancel()
+            await asyncio.wait_for(engine.closed.wait(), 60)
+    lines = [
+        record.getMessage() for record in caplog.records if "outcome=disconnected" in record.getMessage()
+    ]
+    assert [line.split(" completion=")[0].split(" prompt=")[1] for line in lines] == [
+        "- cached=-",
+        "100 cached=64",
+    ]
+
+
 async def test_many_requests_at_once():
     engine = FakeEngine([0.02, *EVERYTHING])
     async with served(app_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
