@@ -248,7 +248,7 @@ class EngineService:
                 host = EmbedderHost(load, self._send, self._fail)
         except Exception as error:
             if not isinstance(error, OmlxdError):  # Its sentence says it all.
-                log.exception("load failed")
+                log.warning("what the load raised, whose end the front tells", exc_info=True)
             # The front reads this before it sees the process end.
             self._send(wire.LoadFailed(message=_reason(error), adapter=isinstance(error, AdapterError)))
             os._exit(3)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -230,7 +231,8 @@ def _model_and_config(path: Path, blind: str | None) -> tuple[Any, dict[str, Any
     except ValueError as error:
         if blind:
             raise ModelError(f"mlx-lm does not have this vision model ({error}), and {blind}") from error
-        raise ModelError(f"mlx-lm can't load {path}: {error}") from error
+        # A line of each parameter that the file lacks is too much for a sentence.
+        raise ModelError(f"mlx-lm can't load {path}: {shorten(str(error), 300, placeholder=' …')}") from error
 
 
 def make_float32(model: Any) -> bool:

@@ -264,7 +264,7 @@ class EngineProcess:
             self._again = deque(self._requests.lost(failed))
         else:
             self._fail_all(failed)
-        if before:
+        if before and was_ready:  # Why a load failed is told already.
             log.error(
                 "%d requests failed, %d are sent again", before - len(self._requests), len(self._requests)
             )

@@ -87,7 +87,7 @@ class Admin:
         return Health(__version__, models)
 
     def ready_route(self) -> Operation:
-        summary = "Whether a request could be served now"
+        summary = "Whether some model could serve a request now; `reasons`: which ones can't, and why"
         return Operation("GET", "/ready", self._ready, summary, answer=Readiness, unready=Readiness)
 
     async def _ready(self, request: Request) -> Response:
@@ -96,7 +96,10 @@ class Admin:
         return answer
 
     def readiness(self) -> Readiness:
-        """Ready once one model is loaded, or could be loaded on demand and none is being loaded already."""
+        """Ready once one model is loaded, or could be loaded on demand and none is being loaded already.
+
+        The default model may be one that can't be loaded, while others are served: `reasons` names it.
+        """
         models = self._engines.models()
         # Nothing restarts by itself: one that died waits for its next request, which loads it.
         here = [engine for engine in models if not _comes_on_demand(engine)]

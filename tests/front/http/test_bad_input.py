@@ -320,6 +320,8 @@ def test_model_that_can_not_be_loaded_fails_requests_with_its_reason(
             answer = ask(daemon, path)
             said = refused(answer, 503, words, "can't be loaded")
             assert "Traceback" not in said and int(answer.headers["retry-after"]) <= 60
+            errors = [line for line in daemon.logged().splitlines() if " ERROR " in line]
+            assert len(errors) == daemon.logged().count("ERROR omlxd.front.engines.supervisor") >= 1
         assert daemon.http.get("/health").status_code == 200
         assert daemon.stop() == 0
 
