@@ -90,12 +90,17 @@ def _noting(fetch: Any) -> Any:
 
     def noted(self: Any, *new: Any) -> Any:
         keys, values = fetch(self, *new)
-        at = id(keys)
-        gone = weakref.ref(keys, lambda _: _given_out.pop(at, None))
-        _given_out[at] = gone, weakref.ref(values), weakref.ref(self)
+        note_given(keys, values, self)
         return keys, values
 
     return noted
+
+
+def note_given(keys: mx.array, values: mx.array, cache: Any) -> None:
+    """Note that `cache` gave out `keys` and `values`."""
+    at = id(keys)
+    gone = weakref.ref(keys, lambda _: _given_out.pop(at, None))
+    _given_out[at] = gone, weakref.ref(values), weakref.ref(cache)
 
 
 def attend(
@@ -108,7 +113,9 @@ def attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """mlx-lm's `scaled_dot_product_attention`: by the kernel where it can, else by MLX's own."""
-    if hasattr(cache, "attend"):  # A step that is being compiled.
+    if cache is None and (given := _given_out.get(id(keys))) is not None:
+        cache = given[2]()
+    if cache is not None and hasattr(cache, "attend"):  # A step that is being compiled.
         return cache.attend(queries, keys, values, scale, mask, sinks)
     new = queries.shape[2]
     if new <= MOST_NEW and (held := _held(cache, keys, values)) is not None:
@@ -125,9 +132,7 @@ def _held(cache: Any, keys: mx.array, values: mx.array) -> Any:
     given = _given_out.get(id(keys))
     if given is None or given[0]() is not keys or given[1]() is not values:
         return None
-    held = given[2]()
-    fits = held is not None and held.keys.shape == held.values.shape
-    return held if fits and (cache is None or cache is held) else None
+    return cache if given[2]() is cache and cache.keys.shape == cache.values.shape else None
 
 
 def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:
@@ -145,11 +150,11 @@ def _places(cache: Any, mask: Any, new: int) -> tuple[Places | None, int]:
         return None, window
     if window:
         tokens = [cache.offset] if alone else cache.tokens()
-        return _window_places(tokens, cache._idx, cache.keys.shape[2], window, new), window
+        return window_places(tokens, cache._idx, cache.keys.shape[2], window, new), window
     return ([0], [cache.offset]) if alone else (cache.starts, cache.ends), 0
 
 
-def _window_places(tokens: list[int], end: int, ring: int, window: int, new: int) -> Places:
+def window_places(tokens: list[int], end: int, ring: int, window: int, new: int = 1) -> Places:
     """Of rows that have had so many `tokens`, the newest of each in the column before `end`."""
     counts = [min(count, window + new - 1) for count in tokens]
     starts = [(end - count) % ring for count in counts]
@@ -252,9 +257,9 @@ class _Check:
         if not window:
             places = [0, end // 3], [end // 2, end]
         elif new == 1:
-            places = _window_places([end // 2, 9 * end], end // 3, capacity, window, new)
+            places = window_places([end // 2, 9 * end], end // 3, capacity, window, new)
         else:
-            places = _window_places([end // 2, 9 * end], capacity, capacity, window, new)
+            places = window_places([end // 2, 9 * end], capacity, capacity, window, new)
         scale = self._width**-0.5
         got = self._kernel(queries, keys, values, places, scale, window=window, sinks=self._sinks)
         far = 0.0
@@ -280,15 +285,18 @@ class _Check:
         queries = self._some(0, (2, 2 * self._group, 1, self._width))
         keys, values = self._some(1, shape), self._some(2, shape)
         starts, ends, scale = [3, 0], [end, end - 9], self._width**-0.5
-        want = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
         small = (array[:, :, :SPAN] for array in (keys, values))
+        long = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
         short = self._kernel(queries, *small, (starts, ends), scale, sinks=self._sinks)
-        columns = [mx.arange(2), mx.array([e - 1 for e in ends])]
+        if self._window:
+            starts, ends = [SPAN, 0], [SPAN + end, end - 9]
+        want = self._kernel(queries, keys, values, (starts, ends), scale, sinks=self._sinks)
+        columns = [mx.arange(2), mx.array([(end - 1) % shape[2] for end in ends])]
         fresh = tuple(array[columns[0], :, columns[1]][:, :, None] for array in (keys, values))
         seen = mx.arange(shape[2]) != columns[1][:, None]
         held = tuple(mx.where(seen[:, None, :, None], array, 0) for array in (keys, values))
-        mx.eval(want, short, fresh, held)
+        mx.eval(want, long, short, fresh, held)
         got = self._kernel.step(queries, fresh, held, mx.array(starts), mx.array(ends), scale, self._sinks)
         mx.eval(got)
-        pairs = zip((*got, short), (want, keys, values, want), strict=True)
+        pairs = zip((*got, short), (want, keys, values, long), strict=True)
         return 0.0 if all(mx.array_equal(a, b).item() for a, b in pairs) else float("inf")

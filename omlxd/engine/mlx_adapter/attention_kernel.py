@@ -583,7 +583,7 @@ class Kernel:
     def step(
         self,
         queries: mx.array,
-        fresh: tuple[mx.array, mx.array],
+        fresh: Sequence[mx.array],
         held: tuple[mx.array, mx.array],
         starts: mx.array,
         ends: mx.array,
@@ -592,7 +592,7 @@ class Kernel:
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Put `fresh`, KV of a new token of each row, into `held`, and attend: (out, keys, values).
 
-        fresh  (rows, KV heads, 1, width) each
+        fresh  (rows, KV heads, 1, width) each; empty where they are in `held`
         held   (rows, KV heads, capacity, width), in one piece; written in place, column `ends[row] - 1`
         """
         scales = _constant("scale", (scale,), mx.float32)

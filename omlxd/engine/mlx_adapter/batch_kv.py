@@ -221,6 +221,16 @@ class WindowBatchKVCache(BatchRotatingKVCache):
             self._fewer = [self._offset - tokens for tokens in cast(list[int], self.offset.tolist())]
         return [self._offset - fewer for fewer in self._fewer]
 
+    def advance(self, offset: mx.array) -> None:
+        """A new token of each row has been put into the ring. `offset`: tokens of each row now."""
+        if self._idx == self.max_size:
+            self._idx, self.rotated = 0, True
+        self._idx += 1
+        self._offset += 1
+        self.offset = offset
+        end = self.max_size if self.rotated else self._idx
+        self.left_padding = mx.array([max(0, end - tokens) for tokens in self.tokens()])
+
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
         if N > 1:
             self._temporal_order()  # As the pass will: the mask below is of windows in order.

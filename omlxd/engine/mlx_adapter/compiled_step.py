@@ -5,8 +5,10 @@ evaluates it and launches its kernels. `mx.compile` replays the graph that was b
 with the same shapes; lengths are arrays there. attention_kernel.py puts each layer's new KV into its place,
 so that no copy of it is a kernel of its own.
 
-A function belongs to (rows, capacity of the KV). A model that can't be traced so, or whose attention is not
-`attention.attend`, goes on step by step. Where the kernel does not run (Metal, CPU) nothing is compiled.
+A function belongs to (rows, capacity of the KV, and of the windows). A model that can't be traced so, or
+whose attention is not `attention.attend`, goes on step by step, and so does a step that must make a window's
+arrays longer, or shorter after a pass of several tokens. Where the kernel does not run (Metal, CPU) nothing
+is compiled.
 
 A model that fused_step.py knows takes all its steps by that, compiled or not, so that what comes out does not
 depend on when rows joined.
@@ -18,13 +20,15 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from . import attention, cuda_driver, products
-from .batch_kv import EvenBatchKVCache
+from .batch_kv import EvenBatchKVCache, WindowBatchKVCache
 from .cache_kinds import Cache
 from .fused_attention import ARCHITECTURES
 from .fused_step import FusedStep, Unfusable
@@ -46,40 +50,98 @@ class Untraceable(Exception):
     """The model does with its KV what a compiled step can't."""
 
 
+@dataclass(slots=True, frozen=True)
+class Next:
+    """Where the next token of each row goes, in all layers of one window.
+
+    layer    one of them
+    lengths  tokens of each row, with the next one
+    """
+
+    layer: Any
+    starts: list[int]
+    ends: list[int]
+    lengths: list[int]
+
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array]:
+        """(rows,) each: starts, ends, and tokens before the next one."""
+        before = [length - 1 for length in self.lengths]
+        starts, ends, offset = (mx.array(at, mx.int32) for at in (self.starts, self.ends, before))
+        return starts, ends, offset
+
+
+def _window_of(layer: Any) -> int:
+    return getattr(layer, "max_size", 0)
+
+
+def _next(layer: Any) -> Next | None:
+    """None: the arrays have no room for it, or keep their first tokens beside a window."""
+    alone, ring = isinstance(layer, KVCache | RotatingKVCache), layer.keys.shape[2]
+    if window := _window_of(layer):
+        lengths = [tokens + 1 for tokens in ([layer.offset] if alone else layer.tokens())]
+        grows = ring < window and (layer.offset if alone else layer._offset) >= ring
+        if ring > window or grows or getattr(layer, "keep", 0):
+            return None
+        return Next(layer, *attention.window_places(lengths, layer._idx % window + 1, ring, window), lengths)
+    ends = [layer.offset] if alone else layer.ends
+    starts = [0] if alone else layer.starts
+    if max(ends) >= ring:
+        return None
+    lengths = [end + 1 - start for start, end in zip(starts, ends, strict=True)]
+    return Next(layer, starts, [end + 1 for end in ends], lengths)
+
+
 class StepKV:
     """Stands for a layer's cache while a step is traced. `offset`, `starts`, `ends`: (rows,).
 
-    `keys` and `values` hold the new token once attention was computed.
+    `keys` and `values` hold the new token once attention was computed. `window`: 0 where all tokens are kept.
     """
 
-    def __init__(self, keys: mx.array, values: mx.array, starts: mx.array, ends: mx.array, offset: mx.array):
+    def __init__(
+        self,
+        keys: mx.array,
+        values: mx.array,
+        starts: mx.array,
+        ends: mx.array,
+        offset: mx.array,
+        window: int = 0,
+    ):
         self.keys, self.values = keys, values
-        self.starts, self.ends, self.offset = starts, ends, offset
+        self.starts, self.ends, self.offset, self._window = starts, ends, offset, window
         self._fresh: tuple[mx.array, mx.array] | None = None
         self.done = False
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if self._fresh is not None or self.done:
+        if self._fresh is not None:
             raise Untraceable("a layer keeps KV twice in a step")
         self._fresh = keys, values
+        attention.note_given(keys, values, self)
         return keys, values
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        if self._fresh is None:
+            raise Untraceable("a layer reads another's KV before it is there")
+        return self._fresh
+
     def make_mask(self, N: int, *, return_array: bool = False, window_size: int | None = None) -> None:
-        if return_array or window_size:
+        if return_array or (window_size or self._window) != self._window:
             raise Untraceable("a layer wants a mask")
 
     def attend(
         self, queries: mx.array, keys: Any, values: Any, scale: float, mask: Any, sinks: Any
     ) -> mx.array:
+        """Layers that share this one's KV attend by it too, after it."""
         fresh = self._fresh
         if fresh is None or keys is not fresh[0] or values is not fresh[1] or mask is not None:
             raise Untraceable("attention does not read the KV that its cache gave")
-        kernel = attention.kernel_for(queries, self.keys)
-        if kernel is None or sinks is not None or fresh[0].dtype != self.keys.dtype:
+        kernel = attention.kernel_for(queries, self.keys, self._window > 0, sinks)
+        same = self.keys.shape == self.values.shape and fresh[0].dtype == self.keys.dtype
+        if kernel is None or not same:
             raise Untraceable("no kernel for this attention")
         held = self.keys, self.values
-        out, self.keys, self.values = kernel.step(queries, fresh, held, self.starts, self.ends, scale)
-        self._fresh, self.done = None, True
+        put = () if self.done else fresh
+        out, self.keys, self.values = kernel.step(queries, put, held, self.starts, self.ends, scale, sinks)
+        self.done = True
         return out
 
 
@@ -123,6 +185,10 @@ def _make_room(cache: Cache) -> None:
             waiting.clear()
 
 
+TRACED = (KVCache, EvenBatchKVCache, RotatingKVCache, WindowBatchKVCache)
+"""Classes of the layers of a cache, no subclass."""
+
+
 class CompiledStep:
     """Of one model. Call it as the model, for one token a row; None: it must be done by the model itself."""
 
@@ -130,45 +196,46 @@ class CompiledStep:
         self._model = model
         self._off = not attention.installed()
         self._fused = None if self._off else fused_step(model)
-        self._functions: OrderedDict[tuple[int, ...], Any] = OrderedDict()
-        self._starts: tuple[list[int], mx.array] | None = None
+        self._functions: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
     def __call__(self, tokens: mx.array, cache: Cache, steps: int) -> mx.array | None:
         """Logits of `tokens` (rows, 1).
 
         steps  that the batch has done since its rows changed: the first makes the arrays contiguous
         """
-        first = cache[0]
-        if self._off or type(first) not in (KVCache, EvenBatchKVCache):
+        if self._off or any(type(layer) not in TRACED for layer in cache):
             return None
+        first = cache[0]
         fused = self._fuses(tokens, first.keys)
         if not (steps or fused):
             return None
-        alone = isinstance(first, KVCache)
-        if fused and (not steps or (first.offset if alone else first._idx) >= first.keys.shape[2]):
+        if fused and (not steps or _next(first) is None):
             _make_room(cache)
-        end = first.offset if alone else first._idx
-        shape = tuple(first.keys.shape)
-        new = shape not in self._functions and steps < AFTER
-        if end >= shape[2] or (new and not fused):
+        windows = [_window_of(layer) for layer in cache]
+        places = {window: _next(cache[windows.index(window)]) for window in dict.fromkeys(windows)}
+        if not all(places.values()):
             return None
-        starts, ends = ([0], [end + 1]) if alone else (first.starts, [end + 1 for end in first.ends])
-        if self._starts is None or self._starts[0] != starts:
-            self._starts = starts, mx.array(starts, mx.int32)
-        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        shape = tuple(tuple(at.layer.keys.shape) for at in places.values() if at is not None)
+        new = shape not in self._functions and steps < AFTER
+        if new and not fused:
+            return None
         keys, values = [layer.keys for layer in cache], [layer.values for layer in cache]
         try:
-            function = self._trace if new else self._function(shape, cache)
-            places = self._starts[1], mx.array(ends, mx.int32), mx.array([n - 1 for n in lengths], mx.int32)
-            logits, keys, values = function(tokens, keys, values, *places)
+            function = partial(self._trace, windows) if new else self._function(shape, cache, windows)
+            arrays = [at.arrays() for at in places.values() if at is not None]
+            logits, keys, values = function(tokens, keys, values, arrays)
         except Exception as error:
             log.info("decode steps are not compiled: %s", error)
             self._off = True
             return None
-        offset = mx.array(lengths)
-        for layer, own_keys, own_values in zip(cache, keys, values, strict=True):
+        lengths = {window: at.lengths for window, at in places.items() if at is not None}
+        offset = mx.array(next(iter(lengths.values())))
+        for layer, own_keys, own_values, window in zip(cache, keys, values, windows, strict=True):
             layer.keys, layer.values = own_keys, own_values
-            if alone:
+            if isinstance(layer, RotatingKVCache):
+                layer._idx = layer._idx % window + 1
+                layer.offset += 1
+            elif isinstance(layer, KVCache):
                 layer.offset += 1
             else:
                 layer.advance(offset)
@@ -178,13 +245,13 @@ class CompiledStep:
         fused = self._fused
         return fused is not None and tokens.shape[0] <= products.MOST_ROWS and keys.dtype == fused.heads.dtype
 
-    def _function(self, shape: tuple[int, ...], cache: Cache) -> Callable[..., Any]:
+    def _function(self, shape: tuple[Any, ...], cache: Cache, windows: list[int]) -> Callable[..., Any]:
         function = self._functions.pop(shape, None)
         if function is None:
-            kinds = {type(layer) for layer in cache}
-            if len(kinds) > 1 or any(layer.keys.shape != cache[0].keys.shape for layer in cache):
+            held = {window: layer.keys.shape for window, layer in zip(windows, cache, strict=True)}
+            if any(layer.keys.shape != held[window] for window, layer in zip(windows, cache, strict=True)):
                 raise Untraceable("layers keep different KV")
-            function = mx.compile(self._trace)
+            function = mx.compile(partial(self._trace, windows))
             if len(self._functions) >= FUNCTIONS:
                 self._functions.popitem(last=False)
         self._functions[shape] = function
@@ -192,14 +259,16 @@ class CompiledStep:
 
     def _trace(
         self,
+        windows: list[int],
         tokens: mx.array,
         keys: list[mx.array],
         values: list[mx.array],
-        starts: mx.array,
-        ends: mx.array,
-        offset: mx.array,
+        places: list[tuple[mx.array, mx.array, mx.array]],
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        layers = [StepKV(*pair, starts, ends, offset) for pair in zip(keys, values, strict=True)]
+        """`windows`: of each layer. `places`: as `Next.arrays`, of each window in the order of the layers."""
+        at = dict(zip(dict.fromkeys(windows), places, strict=True))
+        pairs = zip(keys, values, windows, strict=True)
+        layers = [StepKV(own, held, *at[window], window) for own, held, window in pairs]
         if self._fused is not None and self._fuses(tokens, keys[0]):
             logits = self._fused(tokens, layers)
         else:

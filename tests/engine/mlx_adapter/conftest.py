@@ -16,7 +16,7 @@ from omlxd.engine.mlx_adapter import attention, attention_kernel
 class Reference:
     """Attends row by row over each row's own columns. Counts its calls, and those of several new tokens."""
 
-    calls = several = 0
+    calls = several = steps = 0
     most_new = attention_kernel.MOST_NEW
 
     def __call__(
@@ -48,17 +48,32 @@ class Reference:
         return mx.concatenate(rows)
 
     def step(
-        self, queries: Any, fresh: Any, held: Any, starts: mx.array, ends: mx.array, scale: float
+        self,
+        queries: Any,
+        fresh: Any,
+        held: Any,
+        starts: mx.array,
+        ends: mx.array,
+        scale: float,
+        sinks: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array]:
         """As `Kernel.step`, for a compiled step; makes new arrays instead of writing in place."""
+        Reference.steps += 1
+        ring = held[0].shape[2]
+        newest = ((ends - 1) % ring)[:, None, None, None]
         keys, values = (
-            mx.put_along_axis(array, mx.broadcast_to((ends - 1)[:, None, None, None], new.shape), new, axis=2)
-            for array, new in zip(held, fresh, strict=True)
+            (
+                mx.put_along_axis(array, mx.broadcast_to(newest, new.shape), new, axis=2)
+                for array, new in zip(held, fresh, strict=True)
+            )
+            if fresh
+            else held
         )
-        columns = mx.arange(keys.shape[2])
-        seen = (columns >= starts[:, None]) & (columns < ends[:, None])
+        columns = (starts[:, None] + mx.arange(ring)) % ring
+        inorder = (mx.take_along_axis(array, columns[:, None, :, None], axis=2) for array in (keys, values))
+        seen = mx.arange(ring) < (ends - starts)[:, None]
         out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=scale, mask=seen[:, None, None]
+            queries, *inorder, scale=scale, mask=seen[:, None, None], sinks=sinks
         )
         return out, keys, values
 
@@ -76,7 +91,7 @@ def reference(monkeypatch: pytest.MonkeyPatch):
         if name.startswith("mlx_lm.models.") and hasattr(module, "scaled_dot_product_attention"):
             monkeypatch.setattr(module, "scaled_dot_product_attention", attention._mlx_own)
     kernel = Reference()
-    Reference.calls = Reference.several = 0
+    Reference.calls = Reference.several = Reference.steps = 0
 
     def install() -> None:
         monkeypatch.setattr(attention, "backend", lambda: "cuda")

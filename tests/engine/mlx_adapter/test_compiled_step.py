@@ -6,10 +6,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from families import FAMILIES, build_family
-from family_configs import CONFIGS
+from family_configs import CONFIGS, WINDOW, WINDOWED
 
 from omlxd.engine import mlx_adapter
 from omlxd.engine.mlx_adapter import CompiledStep, compiled_step
+
+from .conftest import Reference
 
 STEPS = 6
 
@@ -63,6 +65,7 @@ def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], 
     np.testing.assert_allclose(steps.run(len(lengths)), want, atol=2e-4)
     if family in COMPILED:
         assert steps.done == STEPS - compiled_step.AFTER
+        assert Reference.steps == len(loaded.model.layers), "shared KV included, traced once"
         for name, array in mlx_adapter.tensors(cache).items() if len(lengths) == 1 else ():
             again = batch_of(loaded, lengths)
             Steps(loaded, again, None).run(1)
@@ -72,5 +75,32 @@ def test_it_computes_what_the_model_does(family: str, lengths: tuple[int, ...], 
 
 
 COMPILED = tuple(
-    name for name in FAMILIES if CONFIGS[name].classes == {"KVCache"} and not name.startswith("deepseek")
+    name for name in FAMILIES if CONFIGS[name].classes <= WINDOWED and not name.startswith("deepseek")
 )
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
+def test_windows_that_come_round_while_rows_come_and_go(family: str, tmp_path, reference):
+    """Steps by the model itself, compiled ones and guesses take turns, on rows below and above the window."""
+    loaded = mlx_adapter.load(build_family(family, tmp_path / family))
+    reference()
+    got: list[list[np.ndarray]] = []
+    for compiled in (None, CompiledStep(loaded.model)):
+        batch = batch_of(loaded, (WINDOW - 3, 5, 2 * WINDOW + 3))
+        steps, out = Steps(loaded, batch, compiled), []
+        out += steps.run(3, 9)
+        with mlx_adapter.last_positions(3):
+            out.append(np.array(loaded.model(mx.array([[7, 8, 9]] * 3), cache=batch)))
+        mlx_adapter.trim(batch, [0, 2, 1])
+        out += steps.run(3, 3)
+        mlx_adapter.keep_rows(batch, [0, 1])
+        steps.count = 0
+        out += steps.run(2, WINDOW + 5)
+        mlx_adapter.extend(batch, batch_of(loaded, (WINDOW + 1,)))
+        steps.count = 0
+        out += steps.run(3, 7)
+        got.append(out)
+        done = steps.done
+    for one, other in zip(*got, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-3 if family == "gemma4_text" else 2e-4)
+    assert done > WINDOW
